@@ -1,0 +1,69 @@
+"""What the engine is asked and what it answers: plain values, no torch.
+
+The same `SamplingParams` travel from the gateway through the prefill worker to the decode worker, so that any
+process can go on where another stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Token `i` of the output depends only on logits, these values and `(seed, i)`:
+    never on the batch, the process or the chunking.
+
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off; seed is always set (the gateway draws one).
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt to run. `prefill_only` computes the first token, then keeps the KV until `release`."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    prefill_only: bool = False
+    priority: int = 0  # smaller goes first
+    arrival_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities (natural log, of the distribution before temperature) at one output position."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One generated token. `position` counts output tokens from 0; `finish_reason` is set on the last."""
+
+    request_id: str
+    token_id: int
+    position: int
+    finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None

@@ -1,0 +1,94 @@
+"""The one error tree. Each class carries the gRPC status it travels as; `rpc.interceptors` does the mapping.
+
+    HalfmoonError                    INTERNAL              a bug of ours
+    ├── InvalidRequest               INVALID_ARGUMENT      bad input; `param` names the field
+    ├── NotFound                     NOT_FOUND             absent block, unknown request
+    │   └── UnknownModel             NOT_FOUND             no such model is served here
+    ├── DataLoss                     DATA_LOSS             a digest did not match
+    ├── Incompatible                 FAILED_PRECONDITION   wrong model, layout or version
+    ├── NoCapacity                   RESOURCE_EXHAUSTED    full now; `retry_after_ms` says when to come back
+    ├── Unavailable                  UNAVAILABLE           draining, or the peer is gone
+    ├── Cancelled                    ABORTED               the request was cancelled while this call worked for it
+    └── DeadlineExceeded             DEADLINE_EXCEEDED     a peer did not answer in time
+
+gRPC's own UNKNOWN and CANCELLED are never ours to send. This file knows nothing of gRPC but the status names.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class HalfmoonError(Exception):
+    """Root of the tree, and the class of our own bugs. `message` is safe to show to a user."""
+
+    grpc_status: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_ms: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_ms = retry_after_ms
+
+
+class InvalidRequest(HalfmoonError):
+    """A user's or peer's input is wrong; `param` names the offending field where there is one."""
+
+    grpc_status = "INVALID_ARGUMENT"
+
+
+class NotFound(HalfmoonError):
+    """What was asked for is not here."""
+
+    grpc_status = "NOT_FOUND"
+
+
+class UnknownModel(NotFound):
+    """The named model is not served here."""
+
+
+class DataLoss(HalfmoonError):
+    """Bytes arrived or were read whose digest does not match."""
+
+    grpc_status = "DATA_LOSS"
+
+
+class Incompatible(HalfmoonError):
+    """Two ends disagree on model, layout or protocol version; retrying cannot help."""
+
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class NoCapacity(HalfmoonError):
+    """There is no room now; another worker may have some, or this one `retry_after_ms` later."""
+
+    grpc_status = "RESOURCE_EXHAUSTED"
+
+
+class Unavailable(HalfmoonError):
+    """The peer is starting, draining or gone; another one may serve the call."""
+
+    grpc_status = "UNAVAILABLE"
+
+
+class Cancelled(HalfmoonError):
+    """The request this call worked for was cancelled by somebody else."""
+
+    grpc_status = "ABORTED"
+
+
+class DeadlineExceeded(HalfmoonError):
+    """A peer did not answer within the call's deadline."""
+
+    grpc_status = "DEADLINE_EXCEEDED"
+
+
+def error_classes() -> dict[str, type[HalfmoonError]]:
+    """Every class of the tree by name: what travels in the `halfmoon-error` trailer is looked up here."""
+    found: dict[str, type[HalfmoonError]] = {}
+    todo: list[type[HalfmoonError]] = [HalfmoonError]
+    while todo:
+        cls = todo.pop()
+        found[cls.__name__] = cls
+        todo.extend(cls.__subclasses__())
+    return found

@@ -1,0 +1,87 @@
+"""How the KV cache of one model is cut into blocks, and which part of it (shard) one worker holds.
+
+Knows nothing of where the bytes are kept or how they travel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from halfmoon.errors import Incompatible
+
+KVDtype = Literal["float32", "float16", "bfloat16"]
+_ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Shape of the whole model's KV cache. Two workers exchange blocks only when their layouts are equal.
+
+    Canonical order of KV bytes, in memory views and in frames:
+    `[num_layers, 2 (K, V), num_kv_heads, num_tokens, head_dim]`, keys after rotary embedding.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: KVDtype
+    block_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_tokens"):
+            if getattr(self, name) < 1:
+                raise Incompatible(f"KV layout: {name} must be at least 1, got {getattr(self, name)}", param=name)
+        if self.dtype not in get_args(KVDtype):
+            raise Incompatible(f"KV layout: dtype {self.dtype!r} is not one of {get_args(KVDtype)}", param="dtype")
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ITEM_BYTES[self.dtype]
+
+    @property
+    def token_layer_bytes(self) -> int:
+        """Bytes of K and V of one token in one layer, all heads."""
+        return 2 * self.num_kv_heads * self.head_dim * self.item_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token in all layers."""
+        return self.num_layers * self.token_layer_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one whole block."""
+        return self.block_tokens * self.token_bytes
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens, the last one possibly part-filled."""
+        return -(-num_tokens // self.block_tokens)
+
+    def fingerprint(self) -> int:
+        """64-bit name of this layout, the same on every machine: what a frame's header carries."""
+        text = f"halfmoon-kv-1/{self.num_layers}/{self.num_kv_heads}/{self.head_dim}/{self.dtype}/{self.block_tokens}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def whole(self) -> Shard:
+        """The shard of a worker that holds everything."""
+        return Shard(0, self.num_layers, 0, self.num_kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Half-open layer and KV-head ranges of a layout: what one rank of a (TP, PP) worker holds."""
+
+    layer_start: int
+    layer_end: int
+    head_start: int
+    head_end: int
+
+    def check_within(self, layout: KVLayout) -> None:
+        """Raises Incompatible unless the ranges are non-empty and inside `layout`."""
+        if not (0 <= self.layer_start < self.layer_end <= layout.num_layers):
+            raise Incompatible(f"layers {self.layer_start}..{self.layer_end} are outside 0..{layout.num_layers}")
+        if not (0 <= self.head_start < self.head_end <= layout.num_kv_heads):
+            raise Incompatible(f"KV heads {self.head_start}..{self.head_end} are outside 0..{layout.num_kv_heads}")
