@@ -40,11 +40,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt to run. `prefill_only` computes the first token, then keeps the KV until `release`."""
+    """One prompt to run. `prefill_only` computes one token, then keeps the KV until `release`.
+
+    `output_token_ids` are tokens that another worker already generated for this request: they are prefilled with
+    the prompt, count against `max_tokens`, and the first token computed here has position `len(output_token_ids)`.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    output_token_ids: tuple[int, ...] = ()
     prefill_only: bool = False
     priority: int = 0  # smaller goes first
     arrival_s: float = 0.0
