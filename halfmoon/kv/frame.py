@@ -1,0 +1,166 @@
+"""KV frames on the wire: a 64-byte header and a payload. Sans-IO: bytes in, values out.
+
+Every message of a KV transfer is one frame. DATA payloads are KV bytes in the layout's canonical order
+`[layers, 2, heads, tokens, head_dim]` of the ranges that the header names; the body of a control frame (OPEN,
+COMMIT, ...) is opaque here. The digest covers the header and the payload, so a frame is whole or refused.
+
+    offset  size  field                         offset  size  field
+    0       4     magic "HMKV"                  36      2x4   layer_start, layer_end, head_start, head_end
+    4       1     version                       44      4     token_start
+    5       1     kind                          48      4     num_tokens
+    6       1     codec                         52      4     payload_bytes
+    7       1     reserved, 0                   56      8     xxh3-64 of bytes 0..55 and the payload
+    8       8     layout fingerprint
+    16      16    transfer id                   all integers little-endian
+    32      4     sequence number
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import xxhash
+from typing_extensions import Buffer
+
+from halfmoon.errors import DataLoss, Incompatible, InvalidRequest
+from halfmoon.kv.layout import KVLayout, Shard
+
+VERSION = 1
+HEADER_BYTES = 64
+MAX_PAYLOAD_BYTES = 2 << 20  # at 1 MiB and above a raw gRPC stream is at its best; control bodies obey it too
+
+_MAGIC = b"HMKV"
+_FIELDS = struct.Struct("<4sBBBBQ16sIHHHHIII")
+_DIGEST = struct.Struct("<Q")
+
+
+class FrameKind(IntEnum):
+    """What a frame says. Sender to receiver: OPEN to ABORT; receiver to sender: ACCEPT, DONE."""
+
+    OPEN = 1  # reserve room for this transfer; the ranges name all that will come; body: what it is for
+    RENEW = 2  # nothing to send yet; the reservation must not expire
+    DATA = 3  # KV bytes of the named ranges
+    COMMIT = 4  # all has been sent; body: what to do with it
+    ABORT = 5  # the sender gives up
+    ACCEPT = 6  # the reservation stands
+    DONE = 7  # the commit took effect
+
+
+class Codec(IntEnum):
+    """How a DATA payload encodes its KV values."""
+
+    RAW = 0  # the layout's dtype, little-endian
+
+
+@dataclass(frozen=True, slots=True)
+class KVRange:
+    """The part of a KV cache that a frame speaks of: half-open layer and head ranges, and a run of tokens."""
+
+    layer_start: int = 0
+    layer_end: int = 0
+    head_start: int = 0
+    head_end: int = 0
+    token_start: int = 0
+    num_tokens: int = 0
+
+    def num_bytes(self, layout: KVLayout) -> int:
+        """Size of the raw payload of this range."""
+        layers, heads = self.layer_end - self.layer_start, self.head_end - self.head_start
+        return layers * 2 * heads * self.num_tokens * layout.head_dim * layout.item_bytes
+
+    def check_within(self, outer: KVRange) -> None:
+        """Raises InvalidRequest unless this range is well-formed and lies inside `outer`."""
+        inside = (
+            outer.layer_start <= self.layer_start < self.layer_end <= outer.layer_end
+            and outer.head_start <= self.head_start < self.head_end <= outer.head_end
+            and outer.token_start <= self.token_start
+            and 0 < self.num_tokens
+            and self.token_start + self.num_tokens <= outer.token_start + outer.num_tokens
+        )
+        if not inside:
+            raise InvalidRequest(f"frame range {self} is outside the transfer's {outer}")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One decoded frame; `payload` is a view into the received message."""
+
+    kind: FrameKind
+    transfer_id: bytes  # 16 bytes
+    layout_fingerprint: int
+    sequence: int
+    range: KVRange = field(default_factory=KVRange)
+    codec: Codec = Codec.RAW
+    payload: Buffer = b""
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """The frame as one message. Raises InvalidRequest if the payload is over MAX_PAYLOAD_BYTES."""
+    payload = memoryview(frame.payload).cast("B")
+    if payload.nbytes > MAX_PAYLOAD_BYTES:
+        raise InvalidRequest(f"a frame's payload of {payload.nbytes} bytes is over the limit of {MAX_PAYLOAD_BYTES}")
+    r = frame.range
+    head = _FIELDS.pack(
+        _MAGIC, VERSION, frame.kind, frame.codec, 0, frame.layout_fingerprint, frame.transfer_id, frame.sequence,
+        r.layer_start, r.layer_end, r.head_start, r.head_end, r.token_start, r.num_tokens, payload.nbytes,
+    )  # fmt: skip
+    return b"".join((head, _DIGEST.pack(_digest(head, payload)), payload))
+
+
+def decode_frame(message: Buffer) -> Frame:
+    """Parses one message without copying its payload.
+
+    Raises Incompatible for another protocol or version, DataLoss for a digest or length that does not match.
+    """
+    view = memoryview(message).cast("B")
+    if view.nbytes < HEADER_BYTES or bytes(view[:4]) != _MAGIC:
+        raise Incompatible("not a Halfmoon KV frame: wrong magic or shorter than its header")
+    _, version, kind, codec, _, fingerprint, transfer_id, sequence, l0, l1, h0, h1, t0, tokens, size = (
+        _FIELDS.unpack_from(view)
+    )
+    if version != VERSION:
+        raise Incompatible(f"KV frame version {version}, this worker speaks {VERSION}: run the same release on both ends")
+    payload = view[HEADER_BYTES:]
+    if payload.nbytes != size:
+        raise DataLoss(f"KV frame {sequence}: {payload.nbytes} payload bytes arrived, the header says {size}")
+    if _DIGEST.unpack_from(view, _FIELDS.size)[0] != _digest(view[: _FIELDS.size], payload):
+        raise DataLoss(f"KV frame {sequence}: its digest does not match its bytes")
+    try:
+        frame_kind, frame_codec = FrameKind(kind), Codec(codec)
+    except ValueError as err:
+        raise Incompatible(f"KV frame {sequence}: {err}") from err
+    return Frame(
+        frame_kind, transfer_id, fingerprint, sequence, KVRange(l0, l1, h0, h1, t0, tokens), frame_codec, payload
+    )
+
+
+def plan_frames(
+    layout: KVLayout, shard: Shard, token_start: int, num_tokens: int, max_payload_bytes: int = MAX_PAYLOAD_BYTES
+) -> Iterator[KVRange]:
+    """Cuts a run of tokens into DATA ranges, layer by layer from the first.
+
+    As many whole layers to a frame as fit; a layer that does not fit is cut along tokens at block boundaries where a
+    block fits. Together the ranges cover `shard` x tokens exactly once.
+    """
+    if num_tokens == 0:
+        return
+    token_layer_bytes = 2 * (shard.head_end - shard.head_start) * layout.head_dim * layout.item_bytes
+    fitting_tokens = max(1, max_payload_bytes // token_layer_bytes)
+    if fitting_tokens >= layout.block_tokens:
+        fitting_tokens -= fitting_tokens % layout.block_tokens
+    step_layers = max(1, max_payload_bytes // (token_layer_bytes * num_tokens))
+    step_tokens = min(num_tokens, fitting_tokens) if step_layers == 1 else num_tokens
+    for layer in range(shard.layer_start, shard.layer_end, step_layers):
+        layer_end = min(layer + step_layers, shard.layer_end)
+        for token in range(token_start, token_start + num_tokens, step_tokens):
+            tokens = min(step_tokens, token_start + num_tokens - token)
+            yield KVRange(layer, layer_end, shard.head_start, shard.head_end, token, tokens)
+
+
+def _digest(head: Buffer, payload: Buffer) -> int:
+    hasher = xxhash.xxh3_64(bytes(head))
+    hasher.update(payload)
+    return hasher.intdigest()

@@ -1,0 +1,44 @@
+"""Block keys: the content address of a block, chained so that equal keys mean equal prefixes.
+
+`key[i] = blake2b-128(key[i-1] || tokens of block i as little-endian u32)`; `key[-1]` is the root, which names the
+model, the layout and, where caches must not be shared, the tenant. The same on every machine and in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from halfmoon.kv.layout import KVLayout
+
+KEY_BYTES = 16
+
+
+def root_key(model_fingerprint: str, layout: KVLayout, tenant_salt: bytes = b"") -> bytes:
+    """The chain's first parent. Tenants with different salts never share a block."""
+    hasher = hashlib.blake2b(digest_size=KEY_BYTES, person=b"halfmoon-root")
+    for part in (model_fingerprint.encode(), layout.fingerprint().to_bytes(8, "little"), tenant_salt):
+        hasher.update(len(part).to_bytes(8, "little") + part)
+    return hasher.digest()
+
+
+def child_key(parent: bytes, block_token_ids: Sequence[int]) -> bytes:
+    """Key of the block that holds exactly `block_token_ids` after the prefix named by `parent`."""
+    tokens = np.asarray(block_token_ids, dtype="<u4").tobytes()
+    return hashlib.blake2b(parent + tokens, digest_size=KEY_BYTES).digest()
+
+
+def iter_block_keys(root: bytes, token_ids: Sequence[int], block_tokens: int) -> Iterator[bytes]:
+    """Keys of the full blocks of a prompt, first block first; a part-filled last block has no key."""
+    tokens = np.asarray(token_ids, dtype="<u4")
+    parent = root
+    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        parent = hashlib.blake2b(parent + tokens[start : start + block_tokens].tobytes(), digest_size=KEY_BYTES).digest()
+        yield parent
+
+
+def block_keys(root: bytes, token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
+    """`iter_block_keys` as a list: `len(token_ids) // block_tokens` keys."""
+    return list(iter_block_keys(root, token_ids, block_tokens))

@@ -1,0 +1,158 @@
+"""The receiving end of a KV transfer as a state machine: frames in, effects out. No I/O, no clock of its own.
+
+What the receiver does with an effect (reserve memory, copy bytes, start decoding) is its shell's business. The law is
+the table below; a frame that it does not allow is the sender's error and ends the transfer.
+
+    state      OPEN      RENEW   DATA    COMMIT                 ABORT
+    fresh      opened    -       -       -                      -
+    opened     -         opened  opened  committed, if covered  closed
+    committed  -         -       -       -                      -
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from typing_extensions import Buffer
+
+from halfmoon.errors import Cancelled, DataLoss, Incompatible, InvalidRequest
+from halfmoon.kv.frame import Codec, Frame, FrameKind, KVRange
+from halfmoon.kv.layout import KVLayout
+
+State = Literal["fresh", "opened", "committed", "closed"]
+
+_ALLOWED: dict[State, frozenset[FrameKind]] = {
+    "fresh": frozenset({FrameKind.OPEN}),
+    "opened": frozenset({FrameKind.RENEW, FrameKind.DATA, FrameKind.COMMIT, FrameKind.ABORT}),
+    "committed": frozenset(),
+    "closed": frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Make room for `range`; `body` says what for. Answer ACCEPT, or fail the call."""
+
+    range: KVRange
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Put `payload` (canonical order) at `range`."""
+
+    range: KVRange
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Every byte is in place; act on `body`, then answer DONE."""
+
+    body: bytes
+
+
+Effect = Reserve | Write | Commit
+
+
+class Coverage:
+    """Owns which (layer, head, token) cells have arrived. Each may arrive once."""
+
+    def __init__(self, whole: KVRange) -> None:
+        self._whole = whole
+        self._runs: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (layer, head) -> disjoint sorted runs
+
+    def add(self, part: KVRange) -> None:
+        """Raises InvalidRequest if `part` is outside the transfer or any of it arrived before."""
+        part.check_within(self._whole)
+        start, end = part.token_start, part.token_start + part.num_tokens
+        for layer in range(part.layer_start, part.layer_end):
+            for head in range(part.head_start, part.head_end):
+                runs = self._runs.setdefault((layer, head), [])
+                if any(start < run_end and run_start < end for run_start, run_end in runs):
+                    raise InvalidRequest(f"tokens {start}..{end} of layer {layer}, head {head} were sent twice")
+                runs.append((start, end))
+                self._runs[(layer, head)] = _merged(runs)
+
+    def is_whole(self) -> bool:
+        """Whether every cell of the transfer has arrived."""
+        whole = self._whole
+        want = [(whole.token_start, whole.token_start + whole.num_tokens)] if whole.num_tokens else []
+        return all(
+            self._runs.get((layer, head), []) == want
+            for layer in range(whole.layer_start, whole.layer_end)
+            for head in range(whole.head_start, whole.head_end)
+        )
+
+
+class TransferReceiver:
+    """Owns the protocol state of one transfer. Knows nothing of memory, engines or gRPC."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self.state: State = "fresh"
+        self.transfer_id = b""
+        self._next_sequence = 0
+        self._coverage = Coverage(KVRange())
+
+    def handle(self, frame: Frame) -> Effect | None:
+        """Advances by one frame and says what to do, if anything.
+
+        Raises Incompatible (other layout or codec), InvalidRequest (against the table, wrong range or size), DataLoss
+        (a frame is missing, or COMMIT came before every byte), Cancelled (ABORT).
+        """
+        self._check(frame)
+        self._next_sequence += 1
+        match frame.kind:
+            case FrameKind.OPEN:
+                return self._open(frame)
+            case FrameKind.DATA:
+                return self._write(frame)
+            case FrameKind.COMMIT:
+                if not self._coverage.is_whole():
+                    raise DataLoss("the sender committed a KV transfer of which parts never arrived")
+                self.state = "committed"
+                return Commit(bytes(frame.payload))
+            case FrameKind.ABORT:
+                self.state = "closed"
+                raise Cancelled("the sender gave the KV transfer up")
+            case _:
+                return None
+
+    def _check(self, frame: Frame) -> None:
+        if frame.kind not in _ALLOWED[self.state]:
+            raise InvalidRequest(f"a {frame.kind.name} frame cannot come while the transfer is {self.state}")
+        if frame.layout_fingerprint != self._layout.fingerprint():
+            raise Incompatible("the two workers' KV layouts differ: serve the same model, dtype and block size on both")
+        if frame.sequence != self._next_sequence:
+            raise DataLoss(f"KV frame {frame.sequence} came where {self._next_sequence} was due")
+        if self.state != "fresh" and frame.transfer_id != self.transfer_id:
+            raise InvalidRequest("a frame of another transfer came on this stream")
+
+    def _open(self, frame: Frame) -> Reserve:
+        layout = self._layout
+        everything = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, 1 << 32)
+        frame.range.check_within(everything)
+        self.state, self.transfer_id = "opened", frame.transfer_id
+        self._coverage = Coverage(frame.range)
+        return Reserve(frame.range, bytes(frame.payload))
+
+    def _write(self, frame: Frame) -> Write:
+        if frame.codec is not Codec.RAW:
+            raise Incompatible(f"this worker cannot decode KV in codec {frame.codec.name}")
+        got, want = memoryview(frame.payload).nbytes, frame.range.num_bytes(self._layout)
+        if got != want:
+            raise InvalidRequest(f"a DATA frame of {frame.range} must hold {want} bytes, it holds {got}")
+        self._coverage.add(frame.range)
+        return Write(frame.range, frame.payload)
+
+
+def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(runs):
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((start, end))
+    return merged
