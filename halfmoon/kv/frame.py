@@ -77,7 +77,7 @@ class KVRange:
             outer.layer_start <= self.layer_start < self.layer_end <= outer.layer_end
             and outer.head_start <= self.head_start < self.head_end <= outer.head_end
             and outer.token_start <= self.token_start
-            and 0 < self.num_tokens
+            and self.num_tokens > 0
             and self.token_start + self.num_tokens <= outer.token_start + outer.num_tokens
         )
         if not inside:
@@ -122,7 +122,7 @@ def decode_frame(message: Buffer) -> Frame:
         _FIELDS.unpack_from(view)
     )
     if version != VERSION:
-        raise Incompatible(f"KV frame version {version}, this worker speaks {VERSION}: run the same release on both ends")
+        raise Incompatible(f"KV frame version {version}, expected {VERSION}: run the same release on both ends")
     payload = view[HEADER_BYTES:]
     if payload.nbytes != size:
         raise DataLoss(f"KV frame {sequence}: {payload.nbytes} payload bytes arrived, the header says {size}")

@@ -26,8 +26,7 @@ def root_key(model_fingerprint: str, layout: KVLayout, tenant_salt: bytes = b"")
 
 def child_key(parent: bytes, block_token_ids: Sequence[int]) -> bytes:
     """Key of the block that holds exactly `block_token_ids` after the prefix named by `parent`."""
-    tokens = np.asarray(block_token_ids, dtype="<u4").tobytes()
-    return hashlib.blake2b(parent + tokens, digest_size=KEY_BYTES).digest()
+    return _hash(parent + np.asarray(block_token_ids, dtype="<u4").tobytes())
 
 
 def iter_block_keys(root: bytes, token_ids: Sequence[int], block_tokens: int) -> Iterator[bytes]:
@@ -35,10 +34,16 @@ def iter_block_keys(root: bytes, token_ids: Sequence[int], block_tokens: int) ->
     tokens = np.asarray(token_ids, dtype="<u4")
     parent = root
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-        parent = hashlib.blake2b(parent + tokens[start : start + block_tokens].tobytes(), digest_size=KEY_BYTES).digest()
+        parent = hashlib.blake2b(
+            parent + tokens[start : start + block_tokens].tobytes(), digest_size=KEY_BYTES
+        ).digest()
         yield parent
 
 
 def block_keys(root: bytes, token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
     """`iter_block_keys` as a list: `len(token_ids) // block_tokens` keys."""
     return list(iter_block_keys(root, token_ids, block_tokens))
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()

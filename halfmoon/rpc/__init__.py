@@ -1,0 +1,1 @@
+"""How a service runs: server life, interceptors, channels with deadlines, logs, bulk transfers."""

@@ -1,0 +1,125 @@
+"""The one server interceptor: errors to statuses, request ids and deadlines to context, RPC metrics.
+
+Handlers are coroutines (one response) or async generators (a stream of them); they raise our errors and never call
+`context.abort`. The text of an unknown exception stays in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+import grpc
+
+from halfmoon.errors import HalfmoonError, Unavailable
+from halfmoon.rpc.context import REQUEST_ID_KEY, request_scope
+from halfmoon.rpc.metrics import RpcMetrics
+from halfmoon.rpc.status import status_of, trailers_of
+
+log = logging.getLogger(__name__)
+
+
+class ServiceInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Wraps every handler of a server."""
+
+    def __init__(self, metrics: RpcMetrics) -> None:
+        self._metrics = metrics
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """The method's handler, guarded; None (UNIMPLEMENTED) passes through."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        return _guarded(handler, handler_call_details.method, self._metrics)
+
+
+def _guarded(handler: Any, method: str, metrics: RpcMetrics) -> Any:
+    kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
+    behaviour = getattr(handler, kind)
+
+    async def one(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        with _scope(method, context, metrics) as outcome:
+            try:
+                return await behaviour(request, context)
+            except BaseException as err:
+                error = _domain_error(err, method)
+                outcome.status = status_of(error)
+        return await _abort(context, error)
+
+    async def many(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        with _scope(method, context, metrics) as outcome:
+            try:
+                async with aclosing(behaviour(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+                return
+            except BaseException as err:
+                error = _domain_error(err, method)
+                outcome.status = status_of(error)
+        await _abort(context, error)
+
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    wrapped = many if handler.response_streaming else one
+    return make(wrapped, handler.request_deserializer, handler.response_serializer)
+
+
+class _Outcome:
+    """How a call ended, for the metrics; a call that was cancelled from outside stays CANCELLED."""
+
+    def __init__(self) -> None:
+        self.status = grpc.StatusCode.CANCELLED
+
+
+@contextmanager
+def _scope(method: str, context: grpc.aio.ServicerContext, metrics: RpcMetrics) -> Iterator[_Outcome]:
+    metadata = dict(context.invocation_metadata() or ())
+    outcome, started_s = _Outcome(), time.monotonic()
+    metrics.in_flight.labels(method).inc()
+    try:
+        with request_scope(str(metadata.get(REQUEST_ID_KEY, "")), context.time_remaining()):
+            yield outcome
+            if outcome.status is grpc.StatusCode.CANCELLED:
+                outcome.status = grpc.StatusCode.OK
+    finally:
+        metrics.in_flight.labels(method).dec()
+        metrics.handled.labels(method, outcome.status.name).inc()
+        metrics.seconds.labels(method).observe(time.monotonic() - started_s)
+
+
+def _domain_error(err: BaseException, method: str) -> HalfmoonError:
+    """Raises `err` on if it is a cancellation of this very call; otherwise gives the error to answer with."""
+    if isinstance(err, HalfmoonError):
+        return err
+    task = asyncio.current_task()
+    if isinstance(err, GeneratorExit) or (isinstance(err, asyncio.CancelledError) and task and task.cancelling()):
+        raise err
+    if isinstance(err, asyncio.CancelledError):  # from inside: left alone, the client would hang until its deadline
+        return Unavailable("the work behind this call was cancelled")
+    if isinstance(err, BaseExceptionGroup):
+        ours, _ = err.split(HalfmoonError)
+        if ours is not None:
+            return _first(ours)
+    if not isinstance(err, Exception):
+        raise err
+    log.error("rpc.failed", exc_info=err, extra={"method": method})
+    return HalfmoonError("internal error: see the log of the service that answered")
+
+
+def _first(group: BaseExceptionGroup[HalfmoonError]) -> HalfmoonError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, HalfmoonError)
+    return error
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: HalfmoonError) -> None:
+    await context.abort(status_of(error), error.message, trailers_of(error))

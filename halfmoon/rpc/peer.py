@@ -1,0 +1,79 @@
+"""A channel to another service: every call has a deadline, every stream is cancelled when its reader goes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from halfmoon.rpc.context import REQUEST_ID_KEY, bounded_deadline_s, request_id
+from halfmoon.rpc.status import error_from
+
+LONG_LIVED_S = 24 * 3600.0  # a stream that lives as long as its two ends; both reconnect when it expires
+
+_KEEPALIVE_MS = 10_000
+CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),  # a channel of its own is a connection of its own
+)
+
+
+class Peer:
+    """Owns one channel to one address. Use as an async context manager, or `close` it."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancels what still runs on the channel and closes it."""
+        await self.channel.close()
+
+    async def call(self, method: Callable[..., Any], request: Any, *, deadline_s: float) -> Any:
+        """One unary call. Raises the error of our tree that the peer raised, DeadlineExceeded or Unavailable."""
+        try:
+            return await method(request, timeout=bounded_deadline_s(deadline_s), metadata=_metadata())
+        except grpc.aio.AioRpcError as failure:
+            raise error_from(failure) from failure
+
+    @asynccontextmanager
+    async def stream(
+        self, method: Callable[..., Any], request: Any, *, deadline_s: float
+    ) -> AsyncIterator[AsyncIterator[Any]]:
+        """A response stream; leaving the block cancels the call. `request` is a message, or an async iterator."""
+        call = method(request, timeout=bounded_deadline_s(deadline_s), metadata=_metadata())
+        try:
+            yield _responses(call)
+        finally:
+            call.cancel()
+
+    def raw_stream(self, method: str, *, deadline_s: float) -> grpc.aio.StreamStreamCall:
+        """A bidirectional call of raw bytes. Its owner cancels it."""
+        return self.channel.stream_stream(method)(timeout=bounded_deadline_s(deadline_s), metadata=_metadata())
+
+
+async def _responses(call: Any) -> AsyncIterator[Any]:
+    try:
+        async for response in call:
+            yield response
+    except grpc.aio.AioRpcError as failure:
+        raise error_from(failure) from failure
+
+
+def _metadata() -> tuple[tuple[str, str], ...]:
+    return ((REQUEST_ID_KEY, request_id()),) if request_id() else ()

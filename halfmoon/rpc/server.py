@@ -1,0 +1,113 @@
+"""A service's life: start, health, ready, stop. Shutdown is one function, `RunningServer.stop`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.interceptor import ServiceInterceptor
+from halfmoon.rpc.metrics import RpcMetrics
+
+log = logging.getLogger(__name__)
+
+SUPERVISED_ENV = "HALFMOON_SUPERVISED"  # set by `halfmoon up`: the end of stdin means that the parent is gone
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a taken port is an error, not a lottery
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+class RunningServer:
+    """Owns a started gRPC server and its health service."""
+
+    def __init__(self, server: grpc.aio.Server, health: HealthServicer, port: int) -> None:
+        self._server = server
+        self._health = health
+        self.port = port
+
+    async def set_serving(self) -> None:
+        """From now on the health service answers SERVING."""
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Health NOT_SERVING, no new calls, running ones get `grace_s` seconds, then are cancelled. Idempotent."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+@asynccontextmanager
+async def running_server(
+    listen: str,
+    add_services: Sequence[Callable[[grpc.aio.Server], None]],
+    metrics: RpcMetrics,
+    grace_s: float = 2.0,
+) -> AsyncIterator[RunningServer]:
+    """A server on `listen` (host:port, port 0 picks one). Not yet SERVING: call `set_serving` when the rest is up.
+
+    Raises InvalidRequest if the address cannot be bound.
+    """
+    server = grpc.aio.server(interceptors=[ServiceInterceptor(metrics)], options=_OPTIONS)
+    health = HealthServicer()
+    await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    for add in add_services:
+        add(server)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as err:
+        raise InvalidRequest(f"cannot listen on {listen}: is the port taken?", param="listen") from err
+    await server.start()
+    running = RunningServer(server, health, port)
+    try:
+        yield running
+    finally:
+        await running.stop(grace_s)
+
+
+def advertised_address(listen: str, port: int, advertise: str | None) -> str:
+    """Where others reach a service that listens on `listen`: `advertise` if set, else the listening address itself."""
+    if advertise:
+        return advertise
+    host = listen.rpartition(":")[0]
+    return f"{'127.0.0.1' if host in ('0.0.0.0', '[::]', '') else host}:{port}"
+
+
+async def until_told_to_stop() -> None:
+    """Returns at SIGTERM, SIGINT or, under a supervisor, when the supervisor is gone."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if os.environ.get(SUPERVISED_ENV):
+        loop.add_reader(sys.stdin.fileno(), _on_stdin, loop, stop)
+    await stop.wait()
+
+
+def _on_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        loop.remove_reader(sys.stdin.fileno())
+        stop.set()
+
+
+def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs a service's main coroutine until it ends, on uvloop where there is one."""
+    loop_factory = None
+    with suppress(ImportError):
+        import uvloop
+
+        loop_factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main())

@@ -1,0 +1,51 @@
+"""Errors of our tree to gRPC statuses and back. The class travels in a trailer, so both ends raise the same one."""
+
+from __future__ import annotations
+
+import grpc
+
+from halfmoon import errors
+from halfmoon.errors import HalfmoonError
+
+_CLASS_KEY = "halfmoon-error"
+_PARAM_KEY = "halfmoon-param"
+_RETRY_KEY = "retry-after-ms"
+
+_BY_STATUS: dict[grpc.StatusCode, type[HalfmoonError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: errors.InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: errors.NotFound,
+    grpc.StatusCode.DATA_LOSS: errors.DataLoss,
+    grpc.StatusCode.FAILED_PRECONDITION: errors.Incompatible,
+    grpc.StatusCode.UNIMPLEMENTED: errors.Incompatible,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.NoCapacity,
+    grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
+    grpc.StatusCode.CANCELLED: errors.Unavailable,  # ours would be a CancelledError; this is the peer's doing
+    grpc.StatusCode.ABORTED: errors.Cancelled,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+}
+
+
+def status_of(error: HalfmoonError) -> grpc.StatusCode:
+    """The status that `error` travels as."""
+    return grpc.StatusCode[error.grpc_status]
+
+
+def trailers_of(error: HalfmoonError) -> tuple[tuple[str, str], ...]:
+    """Trailing metadata from which `error_from` restores the error."""
+    found = [(_CLASS_KEY, type(error).__name__)]
+    if error.param is not None:
+        found.append((_PARAM_KEY, error.param))
+    if error.retry_after_ms is not None:
+        found.append((_RETRY_KEY, str(error.retry_after_ms)))
+    return tuple(found)
+
+
+def error_from(failure: grpc.aio.AioRpcError) -> HalfmoonError:
+    """The error that a failed call stands for."""
+    trailers = {key: value for key, value in failure.trailing_metadata() or () if isinstance(value, str)}
+    by_status = _BY_STATUS.get(failure.code(), HalfmoonError)
+    cls = errors.error_classes().get(trailers.get(_CLASS_KEY, ""), by_status)
+    retry = trailers.get(_RETRY_KEY)
+    message = failure.details() or failure.code().name
+    return cls(message, param=trailers.get(_PARAM_KEY), retry_after_ms=int(retry) if retry else None)
