@@ -1,0 +1,1 @@
+"""Programs: one package a service, each run as `python -m services.NAME`."""
