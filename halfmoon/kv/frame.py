@@ -30,6 +30,7 @@ from halfmoon.kv.layout import KVLayout, Shard
 
 VERSION = 1
 HEADER_BYTES = 64
+TRANSFER_ID_BYTES = 16
 MAX_PAYLOAD_BYTES = 2 << 20  # at 1 MiB and above a raw gRPC stream is at its best; control bodies obey it too
 
 _MAGIC = b"HMKV"
@@ -99,6 +100,7 @@ class Frame:
 
 def encode_frame(frame: Frame) -> bytes:
     """The frame as one message. Raises InvalidRequest if the payload is over MAX_PAYLOAD_BYTES."""
+    assert len(frame.transfer_id) == TRANSFER_ID_BYTES, "struct would pad or cut it in silence"
     payload = memoryview(frame.payload).cast("B")
     if payload.nbytes > MAX_PAYLOAD_BYTES:
         raise InvalidRequest(f"a frame's payload of {payload.nbytes} bytes is over the limit of {MAX_PAYLOAD_BYTES}")
@@ -148,16 +150,23 @@ def plan_frames(
     if num_tokens == 0:
         return
     token_layer_bytes = 2 * (shard.head_end - shard.head_start) * layout.head_dim * layout.item_bytes
-    fitting_tokens = max(1, max_payload_bytes // token_layer_bytes)
-    if fitting_tokens >= layout.block_tokens:
-        fitting_tokens -= fitting_tokens % layout.block_tokens
     step_layers = max(1, max_payload_bytes // (token_layer_bytes * num_tokens))
-    step_tokens = min(num_tokens, fitting_tokens) if step_layers == 1 else num_tokens
+    fitting_tokens = max(1, max_payload_bytes // token_layer_bytes)
     for layer in range(shard.layer_start, shard.layer_end, step_layers):
         layer_end = min(layer + step_layers, shard.layer_end)
-        for token in range(token_start, token_start + num_tokens, step_tokens):
-            tokens = min(step_tokens, token_start + num_tokens - token)
+        for token, tokens in _token_runs(layout.block_tokens, token_start, num_tokens, fitting_tokens):
             yield KVRange(layer, layer_end, shard.head_start, shard.head_end, token, tokens)
+
+
+def _token_runs(block_tokens: int, start: int, num_tokens: int, fitting_tokens: int) -> Iterator[tuple[int, int]]:
+    """(first token, tokens) of runs of at most `fitting_tokens`, cut at block boundaries where a block fits."""
+    unit = block_tokens if fitting_tokens >= block_tokens else 1
+    step, end = fitting_tokens - fitting_tokens % unit, start + num_tokens
+    while end - start > fitting_tokens:
+        tokens = step - start % unit
+        yield start, tokens
+        start += tokens
+    yield start, end - start
 
 
 def _digest(head: Buffer, payload: Buffer) -> int:

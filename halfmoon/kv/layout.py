@@ -13,6 +13,7 @@ from halfmoon.errors import Incompatible
 
 KVDtype = Literal["float32", "float16", "bfloat16"]
 _ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+_MAX_INDEX = 0xFFFF  # a frame header names layers and heads in 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,11 @@ class KVLayout:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_tokens"):
             if getattr(self, name) < 1:
                 raise Incompatible(f"KV layout: {name} must be at least 1, got {getattr(self, name)}", param=name)
+        for name in ("num_layers", "num_kv_heads"):
+            if getattr(self, name) > _MAX_INDEX:
+                raise Incompatible(
+                    f"KV layout: {name} must be at most {_MAX_INDEX}, got {getattr(self, name)}", param=name
+                )
         if self.dtype not in get_args(KVDtype):
             raise Incompatible(f"KV layout: dtype {self.dtype!r} is not one of {get_args(KVDtype)}", param="dtype")
 

@@ -1,0 +1,201 @@
+"""The receiver's table: what commits, and what each kind of bad frame raises."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmoon.errors import Cancelled, DataLoss, HalfmoonError, Incompatible, InvalidRequest
+from halfmoon.kv.frame import Codec, Frame, FrameKind, KVRange, plan_frames
+from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.receiver import Commit, Coverage, Effect, Reserve, TransferReceiver, Write
+
+LAYOUT = KVLayout(3, 2, 2, "float16", 4)
+WHOLE = KVRange(0, 3, 0, 2, 4, 10)
+ID = b"transfer-id-0123"
+
+
+class Sender:
+    """Numbers frames as a sender would and feeds them to a receiver."""
+
+    def __init__(self, layout: KVLayout = LAYOUT) -> None:
+        self.receiver = TransferReceiver(layout)
+        self.sequence = 0
+
+    def send(self, kind: FrameKind, part: KVRange | None = None, **fields: object) -> Effect | None:
+        part = part or KVRange()
+        payload = bytes(part.num_bytes(LAYOUT)) if kind is FrameKind.DATA else b""
+        frame: dict[str, object] = {
+            "kind": kind,
+            "transfer_id": ID,
+            "layout_fingerprint": LAYOUT.fingerprint(),
+            "sequence": self.sequence,
+            "range": part,
+            "payload": payload,
+            **fields,
+        }
+        self.sequence += 1
+        return self.receiver.handle(Frame(**frame))  # type: ignore[arg-type]
+
+
+def opened(whole: KVRange = WHOLE) -> Sender:
+    sender = Sender()
+    assert sender.send(FrameKind.OPEN, whole, payload=b"why") == Reserve(whole, b"why")
+    return sender
+
+
+def plan(limit: int) -> list[KVRange]:
+    return list(plan_frames(LAYOUT, LAYOUT.whole(), WHOLE.token_start, WHOLE.num_tokens, limit))
+
+
+@st.composite
+def shuffled_plans(draw: st.DrawFn) -> list[KVRange]:
+    return draw(st.permutations(plan(draw(st.integers(LAYOUT.token_layer_bytes, 2000)))))
+
+
+@given(shuffled_plans(), st.data())
+def test_any_order_of_the_planned_frames_commits(parts: list[KVRange], data: st.DataObject) -> None:
+    sender = opened()
+    for part in parts:
+        if data.draw(st.booleans()):
+            assert sender.send(FrameKind.RENEW) is None
+        assert sender.send(FrameKind.DATA, part) == Write(part, bytes(part.num_bytes(LAYOUT)))
+    assert sender.send(FrameKind.COMMIT, payload=b"act") == Commit(b"act")
+    assert sender.receiver.state == "committed"
+
+
+@given(shuffled_plans())
+def test_a_missing_part_never_commits(parts: list[KVRange]) -> None:
+    sender = opened()
+    for part in parts[1:]:
+        sender.send(FrameKind.DATA, part)
+    with pytest.raises(DataLoss, match="never arrived"):
+        sender.send(FrameKind.COMMIT)
+    assert sender.receiver.state == "opened"
+
+
+@given(shuffled_plans(), st.data())
+def test_a_part_sent_twice_is_refused(parts: list[KVRange], data: st.DataObject) -> None:
+    sender = opened()
+    sent = parts[: data.draw(st.integers(1, len(parts)))]
+    for part in sent:
+        sender.send(FrameKind.DATA, part)
+    with pytest.raises(InvalidRequest, match="sent twice"):
+        sender.send(FrameKind.DATA, data.draw(st.sampled_from(sent)))
+
+
+@given(
+    st.lists(
+        st.builds(
+            KVRange, *(st.integers(0, 3) for _ in range(4)), token_start=st.integers(3, 9), num_tokens=st.integers(0, 6)
+        ),
+        max_size=8,
+    )
+)
+def test_coverage_agrees_with_a_set_of_cells(parts: list[KVRange]) -> None:
+    whole = KVRange(0, 2, 0, 2, 4, 5)
+    coverage, model = Coverage(whole), set[tuple[int, int, int]]()
+    everything = _cells(whole)
+    for part in parts:
+        cells = _cells(part)
+        fine = bool(cells) and cells <= everything and not cells & model
+        try:
+            coverage.add(part)
+        except InvalidRequest:
+            assert not fine
+            return
+        assert fine
+        model |= cells
+        assert coverage.is_whole() == (model == everything)
+
+
+def _cells(part: KVRange) -> set[tuple[int, int, int]]:
+    return {
+        (layer, head, token)
+        for layer in range(part.layer_start, part.layer_end)
+        for head in range(part.head_start, part.head_end)
+        for token in range(part.token_start, part.token_start + part.num_tokens)
+    }
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FrameKind if kind is not FrameKind.OPEN])
+def test_a_transfer_begins_with_open(kind: FrameKind) -> None:
+    with pytest.raises(InvalidRequest, match=f"{kind.name} frame cannot come while the transfer is fresh"):
+        Sender().send(kind, KVRange(0, 1, 0, 1, 4, 1))
+
+
+@pytest.mark.parametrize("kind", [FrameKind.OPEN, FrameKind.ACCEPT, FrameKind.DONE])
+def test_what_an_opened_transfer_does_not_take(kind: FrameKind) -> None:
+    with pytest.raises(InvalidRequest, match="while the transfer is opened"):
+        opened().send(kind, WHOLE)
+
+
+@pytest.mark.parametrize("last", [FrameKind.COMMIT, FrameKind.ABORT])
+@pytest.mark.parametrize("kind", FrameKind)
+def test_nothing_comes_after_the_end(kind: FrameKind, last: FrameKind) -> None:
+    sender = opened()
+    sender.send(FrameKind.DATA, WHOLE)
+    if last is FrameKind.ABORT:
+        with pytest.raises(Cancelled):
+            sender.send(last)
+    else:
+        sender.send(last)
+    with pytest.raises(InvalidRequest, match=r"while the transfer is (committed|closed)"):
+        sender.send(kind, WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"layout_fingerprint": 1}, Incompatible),
+        ({"sequence": 2}, DataLoss),
+        ({"sequence": 0}, DataLoss),
+        ({"transfer_id": b"x" * 16}, InvalidRequest),
+        ({"payload": b"short"}, InvalidRequest),
+        ({"range": KVRange(0, 3, 0, 2, 3, 11)}, InvalidRequest),
+        ({"range": KVRange(0, 4, 0, 2, 4, 10)}, InvalidRequest),
+        ({"range": KVRange(3, 0, 2, 0, 4, 10)}, InvalidRequest),
+        ({"codec": 9}, Incompatible),
+    ],
+)
+def test_bad_data_frames(fields: dict[str, object], error: type[HalfmoonError]) -> None:
+    part = fields.get("range", WHOLE)
+    assert isinstance(part, KVRange)
+    if "codec" in fields:
+        fields = {"codec": _OtherCodec()}
+    with pytest.raises(error) as caught:
+        opened().send(FrameKind.DATA, **{"part": part, **{k: v for k, v in fields.items() if k != "range"}})  # type: ignore[arg-type]
+    assert type(caught.value) is error
+
+
+class _OtherCodec:
+    """A codec that a later release may have."""
+
+    name = "LATER"
+
+
+@pytest.mark.parametrize(
+    "whole", [KVRange(), KVRange(0, 4, 0, 2, 0, 4), KVRange(0, 3, 0, 3, 0, 4), KVRange(0, 3, 0, 2, 0, 0)]
+)
+def test_an_open_outside_the_layout_is_refused(whole: KVRange) -> None:
+    sender = Sender()
+    with pytest.raises(InvalidRequest):
+        sender.send(FrameKind.OPEN, whole)
+    assert sender.receiver.state == "fresh"
+
+
+def test_an_open_for_another_layout_is_incompatible() -> None:
+    with pytest.raises(Incompatible, match="layouts differ"):
+        Sender(KVLayout(3, 2, 2, "float32", 4)).send(FrameKind.OPEN, WHOLE)
+
+
+def test_a_shard_is_a_whole_transfer() -> None:
+    part = KVRange(1, 2, 1, 2, 0, 3)
+    sender = opened(part)
+    sender.send(FrameKind.DATA, part)
+    assert sender.send(FrameKind.COMMIT) == Commit(b"")
+
+
+def test_codecs_known_today() -> None:
+    assert list(Codec) == [Codec.RAW]
