@@ -1,0 +1,158 @@
+"""A worker's life: load the model, serve, register, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Callable
+
+from prometheus_client import start_http_server
+
+import halfmoon
+from halfmoon.engine.async_engine import AsyncEngine
+from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.engine.engine import Engine, EngineConfig
+from halfmoon.errors import HalfmoonError
+from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
+from halfmoon.rpc.logs import configure_logs
+from halfmoon.rpc.server import advertised_address, run_service, running_server, until_told_to_stop
+from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, raw_service
+from halfmoon.worker.decode_servicer import DecodeServicer
+from halfmoon.worker.metrics import WorkerMetrics
+from halfmoon.worker.prefill_servicer import PrefillServicer
+from halfmoon.worker.progress import loading_progress
+from halfmoon.worker.registration import Registration
+from halfmoon.worker.settings import WorkerSettings
+from halfmoon.worker.state import WorkerState
+from halfmoon.worker.wire import layout_message
+
+log = logging.getLogger(__name__)
+
+_ROLES = {"prefill": types_pb2.PREFILL, "decode": types_pb2.DECODE, "both": types_pb2.BOTH}
+_GATEWAY_PATIENCE_S = 5.0  # a gateway that stopped reading its tokens for this long has given its requests up
+_SWEEP_S = 1.0
+_SETTLE_POLL_S = 0.05
+
+
+def run(service: str, settings_class: Callable[[], WorkerSettings]) -> None:
+    """`__main__` of a worker. Exits with 1 and one clear log line when it cannot start or is refused."""
+    settings = settings_class()
+    configure_logs(service, settings.log_level)
+    log.info("service.settings", extra={"settings": settings.model_dump(mode="json")})
+    try:
+        run_service(lambda: serve(settings))
+    except* HalfmoonError as group:
+        log.error("service.failed", extra={"reason": "; ".join(str(error) for error in group.exceptions)})
+        sys.exit(1)
+
+
+async def serve(settings: WorkerSettings) -> None:
+    """Runs one worker until it is told to stop."""
+    stopping = asyncio.create_task(until_told_to_stop())
+    loading = asyncio.create_task(asyncio.to_thread(_load_engine, settings))
+    await asyncio.wait({stopping, loading}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        os._exit(0)  # a thread in the middle of reading weights cannot be stopped in any other way
+    engine = await loading
+    metrics = WorkerMetrics()
+    identity = gateway_pb2.WorkerIdentity()
+    state = WorkerState(identity, engine.layout, metrics)
+    async with AsyncEngine(engine, state.on_step) as async_engine:
+        prefill = PrefillServicer(async_engine, state, metrics)
+        decode = DecodeServicer(async_engine, state, metrics, settings.lease_s)
+        services = (
+            lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server),
+            lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(decode, server),
+            raw_service(KV_TRANSFER, {PUSH: decode.push}),
+        )
+        async with running_server(settings.listen, services, metrics.rpc) as server:
+            address = advertised_address(settings.listen, server.port, settings.advertise)
+            identity.CopyFrom(_identity(settings, engine, address))
+            await server.set_serving()
+            if settings.metrics_port is not None:
+                start_http_server(settings.metrics_port, registry=metrics.registry)
+            log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
+            await _until_stopped(settings, async_engine, state, stopping)
+        await prefill.close()
+
+
+async def _until_stopped(
+    settings: WorkerSettings, engine: AsyncEngine, state: WorkerState, stopping: asyncio.Task[None]
+) -> None:
+    registrations = [
+        Registration(address.strip(), state.identity, lambda: state.load(engine))
+        for address in settings.gateway.split(",")
+    ]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(registration.run()) for registration in registrations]
+        tasks.append(group.create_task(_sweep(engine, state)))
+        tasks.append(group.create_task(_watch(engine, state)))
+        await stopping
+        state.draining = True
+        for registration in registrations:
+            registration.report_now()
+        await _settle(engine, settings.drain_s)
+        for task in tasks:
+            task.cancel()
+
+
+async def _sweep(engine: AsyncEngine, state: WorkerState) -> None:
+    """Ends the requests of gateways that are gone."""
+    while True:
+        await asyncio.sleep(_SWEEP_S)
+        for request_id in state.router.abandoned(_GATEWAY_PATIENCE_S):
+            log.warning("request.abandoned", extra={"request_id": request_id})
+            await engine.cancel(request_id)
+
+
+async def _watch(engine: AsyncEngine, state: WorkerState) -> None:
+    """Raises if the engine's thread dies, so that the process ends and its gateway places elsewhere."""
+    error = await engine.failed()
+    state.router.forget_all(error)
+    raise error
+
+
+async def _settle(engine: AsyncEngine, patience_s: float) -> None:
+    """Returns when no request is left, or after `patience_s`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(patience_s):
+            while (stats := engine.stats()).num_running + stats.num_waiting + stats.num_reserved + stats.num_held:
+                await asyncio.sleep(_SETTLE_POLL_S)
+
+
+def _load_engine(settings: WorkerSettings) -> Engine:
+    checkpoint = prepare_checkpoint(settings.model)
+    config = EngineConfig(
+        device=settings.device,
+        dtype=settings.dtype,
+        weights=settings.weights,
+        block_tokens=settings.block_tokens,
+        kv_memory_bytes=None if settings.kv_memory is None else int(settings.kv_memory),
+        max_batch_tokens=settings.max_batch_tokens,
+        chunk_tokens=settings.chunk_tokens,
+        max_running=settings.max_running,
+        max_context_tokens=settings.max_context_tokens,
+        num_threads=settings.num_threads,
+    )
+    with loading_progress(f"{settings.role}: weights") as on_progress:
+        return Engine(checkpoint, config, on_progress)
+
+
+def _identity(settings: WorkerSettings, engine: Engine, address: str) -> gateway_pb2.WorkerIdentity:
+    return gateway_pb2.WorkerIdentity(
+        worker_id=f"{settings.role}-{uuid.uuid4().hex[:8]}",
+        role=_ROLES[settings.role],
+        address=address,
+        model=settings.model_name or engine.checkpoint.name,
+        model_fingerprint=engine.checkpoint.fingerprint,
+        layout=layout_message(engine.layout),
+        context_tokens=engine.context_tokens,
+        total_blocks=engine.stats().num_blocks,
+        version=halfmoon.__version__,
+        device=engine.device_name,
+        pid=os.getpid(),
+    )

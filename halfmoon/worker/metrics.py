@@ -1,0 +1,49 @@
+"""Every metric of a worker."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from halfmoon.engine.engine import EngineStats, StepResult
+from halfmoon.rpc.metrics import RpcMetrics
+
+_STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_MIB = 1 << 20
+
+
+class WorkerMetrics:
+    """Owns one worker's registry."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.rpc = RpcMetrics(self.registry)
+        self._step = Histogram(
+            "halfmoon_engine_step_seconds", "One engine step", buckets=_STEP_SECONDS, registry=self.registry
+        )
+        self._prefill_tokens = Counter(
+            "halfmoon_engine_prefill_tokens", "Prompt tokens computed", registry=self.registry
+        )
+        self._output_tokens = Counter("halfmoon_engine_output_tokens", "Tokens generated", registry=self.registry)
+        self._preemptions = Counter("halfmoon_engine_preemptions", "Sequences preempted", registry=self.registry)
+        self._sequences = Gauge("halfmoon_engine_sequences", "Sequences by state", ["state"], registry=self.registry)
+        self._blocks = Gauge("halfmoon_engine_blocks", "KV blocks by state", ["state"], registry=self.registry)
+        self.handover_bytes = Counter(
+            "halfmoon_handover_bytes", "KV bytes by direction", ["direction"], registry=self.registry
+        )
+        self.handover_seconds = Histogram(
+            "halfmoon_handover_seconds", "From the first token to the decode worker's DONE", registry=self.registry
+        )
+
+    def observe_step(self, result: StepResult) -> None:
+        """After each engine step."""
+        self._step.observe(result.duration_s)
+        self._prefill_tokens.inc(result.num_prefill_tokens)
+        self._output_tokens.inc(len(result.outputs))
+        self._preemptions.inc(result.num_preempted)
+
+    def observe_stats(self, stats: EngineStats) -> None:
+        """With each load report."""
+        for state in ("running", "waiting", "reserved", "held"):
+            self._sequences.labels(state).set(getattr(stats, f"num_{state}"))
+        self._blocks.labels("free").set(stats.num_free_blocks)
+        self._blocks.labels("used").set(stats.num_blocks - stats.num_free_blocks)

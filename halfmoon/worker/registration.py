@@ -1,0 +1,71 @@
+"""The worker's side of membership: dial the gateway, say who we are, then report load until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from halfmoon.errors import Cancelled, DeadlineExceeded, HalfmoonError, Unavailable
+from halfmoon.pb import gateway_pb2, gateway_pb2_grpc
+from halfmoon.rpc.peer import LONG_LIVED_S, Peer
+
+log = logging.getLogger(__name__)
+
+_FIRST_INTERVAL_S = 0.25  # until the gateway's Welcome says another
+_BACKOFF_S = 0.5
+
+_TEMPORARY = (Unavailable, DeadlineExceeded, Cancelled)
+
+
+class Registration:
+    """Owns the membership with one gateway. `run` lasts as long as the worker."""
+
+    def __init__(
+        self,
+        address: str,
+        identity: gateway_pb2.WorkerIdentity,
+        load: Callable[[], gateway_pb2.WorkerLoad],
+    ) -> None:
+        self._address = address
+        self._identity = identity
+        self._load = load
+        self._interval_s = _FIRST_INTERVAL_S
+        self._hurry = asyncio.Event()
+
+    def report_now(self) -> None:
+        """Sends the next load report without waiting: something that matters changed."""
+        self._hurry.set()
+
+    async def run(self) -> None:
+        """Registers, again after every loss. Raises what the gateway refuses this worker with."""
+        async with Peer(self._address) as peer:
+            while True:
+                try:
+                    await self._register(peer)
+                    log.warning("registration.ended", extra={"gateway": self._address})
+                except _TEMPORARY as err:
+                    log.warning("registration.lost", extra={"gateway": self._address, "reason": err.message})
+                except HalfmoonError as err:
+                    log.error("registration.refused", extra={"gateway": self._address, "reason": err.message})
+                    raise
+                await asyncio.sleep(_BACKOFF_S)
+
+    async def _register(self, peer: Peer) -> None:
+        stub = gateway_pb2_grpc.ClusterStub(peer.channel)
+        async with peer.stream(stub.Register, self._messages(), deadline_s=LONG_LIVED_S) as answers:
+            async for answer in answers:
+                if answer.HasField("welcome"):
+                    self._interval_s = answer.welcome.heartbeat_interval_s
+                    log.info("registration.welcome", extra={"gateway_id": answer.welcome.gateway_id})
+
+    async def _messages(self) -> AsyncIterator[gateway_pb2.WorkerMessage]:
+        yield gateway_pb2.WorkerMessage(identity=self._identity)
+        while True:
+            self._hurry.clear()
+            yield gateway_pb2.WorkerMessage(load=self._load())
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._hurry.wait()
+            except TimeoutError:
+                continue

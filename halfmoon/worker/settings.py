@@ -1,0 +1,50 @@
+"""What a worker can be told. `services.prefill` and `services.decode` are this with another default role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ByteSize, Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+RoleName = Literal["prefill", "decode", "both"]
+
+
+class WorkerSettings(BaseSettings):
+    """Environment (`HALFMOON_<SERVICE>_…`) and command line (`--kebab-case`), read once."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        cli_parse_args=True,
+        cli_kebab_case=True,
+        cli_avoid_json=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        env_ignore_empty=True,
+    )
+
+    role: RoleName = Field(description="which half of a request this worker serves")
+    gateway: str = Field(description="host:port of the gateway's cluster service; several separated by commas")
+    listen: str = Field("127.0.0.1:0", description="host:port of this worker's own services; port 0 picks one")
+    advertise: str | None = Field(None, description="host:port where others reach this worker, if not --listen")
+    model: str = Field("demo", description="'demo', a directory, a .gguf file or a Hugging Face id")
+    model_name: str | None = Field(None, description="the name the model is served under; default: its own")
+    weights: Literal["checkpoint", "dummy"] = Field("checkpoint", description="'dummy': random weights of that shape")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the engine computes")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of weights and KV")
+    block_tokens: int = Field(64, ge=1, description="tokens in a KV block; the same on all workers")
+    kv_memory: ByteSize | None = Field(
+        None, description="memory for KV blocks, such as 2GiB; default: what is sensible"
+    )
+    max_batch_tokens: int = Field(2048, ge=1, description="tokens in one forward pass")
+    chunk_tokens: int = Field(512, ge=1, description="prompt tokens computed beside running decodes")
+    max_running: int = Field(64, ge=1, description="sequences in one batch")
+    max_context_tokens: int | None = Field(None, ge=1, description="limit on prompt + output; default: the model's")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine")
+    lease_s: float = Field(10.0, gt=0, description="a KV reservation ends when its sender is silent for this long")
+    drain_s: float = Field(2.0, ge=0, description="at SIGTERM, time that running requests get to finish")
+    metrics_port: int | None = Field(None, ge=0, description="serve Prometheus metrics on this port")
+    state_dir: Path = Field(Path(".halfmoon"), description="where a service may keep files")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

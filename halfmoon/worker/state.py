@@ -1,0 +1,83 @@
+"""What the servicers of one worker share: the engine, its routes, its identity, and whether it takes new work."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+
+from halfmoon.engine.async_engine import AsyncEngine
+from halfmoon.engine.engine import StepResult
+from halfmoon.errors import Cancelled, Incompatible, InvalidRequest, Unavailable
+from halfmoon.kv.layout import KVLayout
+from halfmoon.pb import gateway_pb2, types_pb2
+from halfmoon.worker.metrics import WorkerMetrics
+from halfmoon.worker.token_router import TokenRouter
+
+_NUM_REMEMBERED = 10_000
+
+
+class WorkerState:
+    """Owns the flags and counters of one worker. Event-loop thread only."""
+
+    def __init__(self, identity: gateway_pb2.WorkerIdentity, layout: KVLayout, metrics: WorkerMetrics) -> None:
+        self.identity = identity
+        self.layout = layout
+        self.router = TokenRouter()
+        self.draining = False
+        self._metrics = metrics
+        self._cancelled: OrderedDict[str, None] = OrderedDict()  # so that KV still on its way is refused
+        self._num_loads = 0
+        self._num_prefill_tokens = 0
+        self._num_output_tokens = 0
+
+    def check_can_serve(self, generation: types_pb2.Generation, role: types_pb2.Role) -> None:
+        """Raises Unavailable, InvalidRequest, Incompatible or Cancelled unless new work of this kind is welcome."""
+        if self.draining:
+            raise Unavailable("this worker is draining")
+        if self.identity.role not in (role, types_pb2.BOTH):
+            raise Unavailable(f"this worker's role is {types_pb2.Role.Name(self.identity.role).lower()}")
+        if not generation.request_id:
+            raise InvalidRequest("a generation needs a request id", param="request_id")
+        if generation.model_fingerprint != self.identity.model_fingerprint:
+            raise Incompatible(
+                f"this worker serves {self.identity.model} ({self.identity.model_fingerprint[:12]}), "
+                f"the request is for {generation.model_fingerprint[:12]}"
+            )
+        if generation.request_id in self._cancelled:
+            raise Cancelled("the request was cancelled before its work arrived here")
+
+    def remember_cancelled(self, request_id: str) -> None:
+        """Work of this request that still arrives is refused."""
+        self._cancelled[request_id] = None
+        while len(self._cancelled) > _NUM_REMEMBERED:
+            self._cancelled.popitem(last=False)
+
+    def on_step(self, result: StepResult) -> None:
+        """The engine's callback, once a step."""
+        self._num_prefill_tokens += result.num_prefill_tokens
+        self._num_output_tokens += len(result.outputs)
+        self._metrics.observe_step(result)
+        self.router.deliver(result.outputs)
+
+    def load(self, engine: AsyncEngine) -> gateway_pb2.WorkerLoad:
+        """The next load report."""
+        stats = engine.stats()
+        self._num_loads += 1
+        self._metrics.observe_stats(stats)
+        return gateway_pb2.WorkerLoad(
+            sequence=self._num_loads,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_reserved=stats.num_reserved,
+            num_held=stats.num_held,
+            free_blocks=stats.num_free_blocks,
+            draining=self.draining,
+            num_prefill_tokens_total=self._num_prefill_tokens,
+            num_output_tokens_total=self._num_output_tokens,
+            waiting_prefill_tokens=stats.num_waiting_tokens,
+        )
+
+
+def now_s() -> float:
+    """This process's clock for arrivals and durations."""
+    return time.monotonic()

@@ -1,0 +1,131 @@
+"""Where the engine's tokens go: the first one to the Prefill call that waits for it, the others to a gateway's stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from halfmoon.engine.request import TokenOutput
+from halfmoon.errors import Cancelled, InvalidRequest, Unavailable
+from halfmoon.pb import decode_pb2, types_pb2
+from halfmoon.worker.wire import token_message
+
+
+@dataclass(slots=True)
+class _Route:
+    first: asyncio.Future[TokenOutput] | None  # takes the next token; the rest goes to the gateway
+    gateway_id: str
+
+
+@dataclass(slots=True)
+class _Outbox:
+    pending: list[types_pb2.Token] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    reader: int = 0  # which reader is the current one; 0 before the first
+    left_at_s: float | None = None  # since when nobody reads; None while somebody does
+
+
+class TokenRouter:
+    """Owns each request's route and each gateway's outbox. Knows nothing of the engine. Event-loop thread only."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._routes: dict[str, _Route] = {}
+        self._outboxes: dict[str, _Outbox] = {}
+        self._num_readers = 0
+
+    def expect_first(self, request_id: str, gateway_id: str) -> asyncio.Future[TokenOutput]:
+        """The request's next token resolves the future; later ones go to the gateway."""
+        self._check_new(request_id)
+        first: asyncio.Future[TokenOutput] = asyncio.get_running_loop().create_future()
+        self._routes[request_id] = _Route(first, gateway_id)
+        return first
+
+    def route_to_gateway(self, request_id: str, gateway_id: str) -> None:
+        """All tokens of the request go to the gateway. Raises Unavailable while it does not listen."""
+        self.check_listening(gateway_id)
+        self._check_new(request_id)
+        self._routes[request_id] = _Route(None, gateway_id)
+
+    def check_listening(self, gateway_id: str) -> None:
+        """Raises Unavailable unless the gateway reads its token stream now."""
+        outbox = self._outboxes.get(gateway_id)
+        if outbox is None or outbox.left_at_s is not None:
+            raise Unavailable(f"gateway {gateway_id} does not read this worker's token stream")
+
+    def _check_new(self, request_id: str) -> None:
+        if request_id in self._routes:
+            raise InvalidRequest(f"request {request_id} is already running here", param="request_id")
+
+    def forget(self, request_id: str) -> bool:
+        """Drops the route: tokens still to come go nowhere, who waits for the first one gets Cancelled."""
+        route = self._routes.pop(request_id, None)
+        if route is not None and route.first is not None and not route.first.done():
+            route.first.set_exception(Cancelled("the request was cancelled"))
+        return route is not None
+
+    def forget_all(self, error: Exception) -> None:
+        """The engine is gone: whoever waits gets `error`."""
+        for route in self._routes.values():
+            if route.first is not None and not route.first.done():
+                route.first.set_exception(error)
+        self._routes.clear()
+
+    def deliver(self, outputs: Sequence[TokenOutput]) -> None:
+        """Sorts one step's tokens into the outboxes, one wake-up a gateway."""
+        touched: set[str] = set()
+        for output in outputs:
+            route = self._routes.get(output.request_id)
+            if route is None:
+                continue
+            if output.finish_reason is not None:
+                del self._routes[output.request_id]
+            if route.first is not None:
+                if not route.first.done():
+                    route.first.set_result(output)
+                route.first = None
+                continue
+            outbox = self._outboxes.get(route.gateway_id)
+            if outbox is not None:
+                outbox.pending.append(token_message(output))
+                touched.add(route.gateway_id)
+        for gateway_id in touched:
+            self._outboxes[gateway_id].changed.set()
+
+    async def read(self, gateway_id: str) -> AsyncIterator[decode_pb2.StepTokens]:
+        """A gateway's token stream, an empty message first. A newer reader of the same gateway ends this one."""
+        self._num_readers += 1
+        reader = self._num_readers
+        outbox = self._outboxes.setdefault(gateway_id, _Outbox())
+        outbox.reader, outbox.left_at_s = reader, None
+        outbox.changed.set()
+        try:
+            yield decode_pb2.StepTokens()
+            while outbox.reader == reader:
+                outbox.changed.clear()
+                if not outbox.pending:
+                    await outbox.changed.wait()
+                else:
+                    tokens, outbox.pending = outbox.pending, []
+                    yield decode_pb2.StepTokens(tokens=tokens)
+            raise Unavailable("a newer reader took this gateway's token stream over")
+        finally:
+            if outbox.reader == reader:
+                outbox.left_at_s = self._clock()
+
+    def abandoned(self, patience_s: float) -> list[str]:
+        """Requests whose gateway has not read for `patience_s`; its outbox and their routes are dropped."""
+        now_s = self._clock()
+        gone = {
+            gateway_id
+            for gateway_id, outbox in self._outboxes.items()
+            if outbox.left_at_s is not None and now_s - outbox.left_at_s > patience_s
+        }
+        for gateway_id in gone:
+            del self._outboxes[gateway_id]
+        requests = [request_id for request_id, route in self._routes.items() if route.gateway_id in gone]
+        for request_id in requests:
+            self.forget(request_id)
+        return requests

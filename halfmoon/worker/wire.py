@@ -1,0 +1,73 @@
+"""Protobuf messages to the engine's values and back."""
+
+from __future__ import annotations
+
+from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
+from halfmoon.kv.layout import KVLayout
+from halfmoon.pb import types_pb2 as pb
+
+_FINISH: dict[FinishReason | None, pb.FinishReason] = {
+    None: pb.NOT_FINISHED,
+    "stop": pb.STOP,
+    "length": pb.LENGTH,
+    "cancelled": pb.CANCELLED,
+    "error": pb.ERROR,
+}
+
+
+def sampling_from(message: pb.SamplingParams) -> SamplingParams:
+    """The sampling parameters as sent; the engine judges their values."""
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        seed=message.seed,
+        min_tokens=message.min_tokens,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        logit_bias=dict(message.logit_bias),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
+    )
+
+
+def request_from(message: pb.Generation, *, prefill_only: bool, arrival_s: float) -> EngineRequest:
+    """The engine's request for one `Generation`."""
+    return EngineRequest(
+        request_id=message.request_id,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling_from(message.sampling),
+        output_token_ids=tuple(message.output_token_ids),
+        prefill_only=prefill_only,
+        priority=message.priority,
+        arrival_s=arrival_s,
+    )
+
+
+def token_message(output: TokenOutput) -> pb.Token:
+    """One generated token on its way to the gateway."""
+    message = pb.Token(
+        request_id=output.request_id,
+        token_id=output.token_id,
+        position=output.position,
+        finish_reason=_FINISH[output.finish_reason],
+    )
+    if output.logprobs is not None:
+        message.logprob = output.logprobs.logprob
+        message.top_logprobs.extend(pb.TopLogprob(token_id=t, logprob=p) for t, p in output.logprobs.top)
+    return message
+
+
+def layout_message(layout: KVLayout) -> pb.KVLayout:
+    """The layout as a worker announces it."""
+    return pb.KVLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        block_tokens=layout.block_tokens,
+    )
