@@ -9,7 +9,8 @@
     ├── NoCapacity                   RESOURCE_EXHAUSTED    full now; `retry_after_ms` says when to come back
     ├── Unavailable                  UNAVAILABLE           draining, or the peer is gone
     ├── Cancelled                    ABORTED               the request was cancelled while this call worked for it
-    └── DeadlineExceeded             DEADLINE_EXCEEDED     a peer did not answer in time
+    ├── DeadlineExceeded             DEADLINE_EXCEEDED     a peer did not answer in time
+    └── ServiceFailed                INTERNAL              a service's process ended on its own
 
 gRPC's own UNKNOWN and CANCELLED are never ours to send. This file knows nothing of gRPC but the status names.
 """
@@ -81,6 +82,10 @@ class DeadlineExceeded(HalfmoonError):
     """A peer did not answer within the call's deadline."""
 
     grpc_status = "DEADLINE_EXCEEDED"
+
+
+class ServiceFailed(HalfmoonError):
+    """A service's process ended on its own; the message says how and where its log is."""
 
 
 def error_classes() -> dict[str, type[HalfmoonError]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import math
 import os
 import sys
 import uuid
@@ -118,10 +118,11 @@ async def _watch(engine: AsyncEngine, state: WorkerState) -> None:
 
 async def _settle(engine: AsyncEngine, patience_s: float) -> None:
     """Returns when no request is left, or after `patience_s`."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(patience_s):
-            while (stats := engine.stats()).num_running + stats.num_waiting + stats.num_reserved + stats.num_held:
-                await asyncio.sleep(_SETTLE_POLL_S)
+    for _ in range(math.ceil(patience_s / _SETTLE_POLL_S)):
+        stats = engine.stats()
+        if stats.num_running + stats.num_waiting + stats.num_reserved + stats.num_held == 0:
+            return
+        await asyncio.sleep(_SETTLE_POLL_S)
 
 
 def _load_engine(settings: WorkerSettings) -> Engine:

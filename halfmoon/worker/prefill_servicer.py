@@ -1,4 +1,4 @@
-"""The prefill half of a worker: computes a prompt, sends the first token to the gateway and the KV to a decode worker."""
+"""The prefill half of a worker: computes a prompt, answers its first token, sends its KV to a decode worker."""
 
 from __future__ import annotations
 

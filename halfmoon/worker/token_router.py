@@ -1,10 +1,10 @@
-"""Where the engine's tokens go: the first one to the Prefill call that waits for it, the others to a gateway's stream."""
+"""Where the engine's tokens go: the first to the Prefill call that waits for it, the others to a gateway's stream."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from halfmoon.engine.request import TokenOutput
@@ -94,7 +94,7 @@ class TokenRouter:
         for gateway_id in touched:
             self._outboxes[gateway_id].changed.set()
 
-    async def read(self, gateway_id: str) -> AsyncIterator[decode_pb2.StepTokens]:
+    async def read(self, gateway_id: str) -> AsyncGenerator[decode_pb2.StepTokens, None]:
         """A gateway's token stream, an empty message first. A newer reader of the same gateway ends this one."""
         self._num_readers += 1
         reader = self._num_readers

@@ -6,7 +6,7 @@ from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams,
 from halfmoon.kv.layout import KVLayout
 from halfmoon.pb import types_pb2 as pb
 
-_FINISH: dict[FinishReason | None, pb.FinishReason] = {
+_FINISH: dict[FinishReason | None, pb.FinishReason.ValueType] = {
     None: pb.NOT_FINISHED,
     "stop": pb.STOP,
     "length": pb.LENGTH,

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
+
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, NoCapacity, Unavailable
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame
 from halfmoon.kv.layout import KVLayout
@@ -15,7 +17,6 @@ from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import RunningServer, running_server
 from halfmoon.rpc.transfer import answer, raw_service, transfer_to
-from prometheus_client import CollectorRegistry
 
 LAYOUT = KVLayout(2, 2, 4, "float32", 8)
 Unary = Callable[[bytes, grpc.aio.ServicerContext], object]

@@ -1,0 +1,80 @@
+"""The `halfmoon` command."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import halfmoon
+from halfmoon.errors import InvalidRequest
+from halfmoon.up import UpOptions, run_up
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+class Device(StrEnum):
+    """Where engines compute; `auto` takes a GPU if there is one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Dtype(StrEnum):
+    """Of weights and KV; `auto` takes bfloat16 where it is fast."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+@app.callback()
+def main() -> None:
+    """Halfmoon: disaggregated serving of large language models."""
+
+
+@app.command()
+def version() -> None:
+    """Prints the version."""
+    print(halfmoon.__version__)
+
+
+@app.command()
+def up(
+    model: Annotated[str, typer.Option(help="'demo', a directory, a .gguf file or a Hugging Face id")] = "demo",
+    prefill: Annotated[int | None, typer.Option(help="prefill workers (default 1, or 0 with --both)")] = None,
+    decode: Annotated[int | None, typer.Option(help="decode workers (default 1, or 0 with --both)")] = None,
+    both: Annotated[int, typer.Option(help="workers that prefill and decode on one engine")] = 0,
+    device: Annotated[Device, typer.Option(help="where engines compute")] = Device.AUTO,
+    dtype: Annotated[Dtype, typer.Option(help="of weights and KV")] = Dtype.AUTO,
+    host: Annotated[str, typer.Option(help="address of the HTTP server")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port of the HTTP server")] = 8000,
+    state_dir: Annotated[Path, typer.Option(help="logs and the ledger")] = Path(".halfmoon"),
+    console: Annotated[bool, typer.Option(help="start the Streamlit console, if it is installed")] = True,
+    console_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the console")] = 8501,
+) -> None:
+    """Starts gateway, workers, kvstore, planner and console on this host; Ctrl-C stops them all."""
+    default = 0 if both else 1
+    terminal = Console(stderr=False)
+    try:
+        options = UpOptions(
+            model=model,
+            num_prefill=default if prefill is None else prefill,
+            num_decode=default if decode is None else decode,
+            num_both=both,
+            device=device.value,
+            dtype=dtype.value,
+            host=host,
+            port=port,
+            state_dir=state_dir.absolute(),
+            console=console,
+            console_port=console_port,
+        )
+    except InvalidRequest as err:
+        raise typer.BadParameter(err.message) from err
+    raise typer.Exit(run_up(options, terminal))

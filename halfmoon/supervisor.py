@@ -1,0 +1,151 @@
+"""Starts the services of one host as child processes, watches them, and stops them all.
+
+Children run in sessions of their own, so a Ctrl-C reaches this process alone. Their log lines come here by pipe, go
+to files, and the few events this process acts on (`service.ready`, `weights.progress`) are read from them. Each child
+holds the other end of a pipe as its stdin: should this process be killed, the children see its end and stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfmoon.errors import ServiceFailed
+from halfmoon.rpc.server import SUPERVISED_ENV
+
+STOP_GRACE_S = 3.5  # from SIGTERM to SIGKILL; with what surrounds it, all is over within five seconds
+
+_TAIL_LINES = 15
+
+OnEvent = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """One child: its name (unique, also its log file's), its arguments to Python, and what its environment adds."""
+
+    name: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+class Child:
+    """Owns one child process, its log file and what it has said about itself."""
+
+    def __init__(
+        self, spec: ServiceSpec, process: asyncio.subprocess.Process, log_path: Path, on_event: OnEvent
+    ) -> None:
+        self.spec = spec
+        self.process = process
+        self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._log_path = log_path
+        self._on_event = on_event
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+
+    async def watch(self) -> None:
+        """Copies the child's lines to its log until it ends, then raises ServiceFailed."""
+        assert self.process.stdout is not None
+        with self._log_path.open("ab", buffering=0) as log_file:
+            async for line in _lines(self.process.stdout):
+                log_file.write(line)
+                self._read(line.decode(errors="replace").rstrip())
+        code = await self.process.wait()
+        raise ServiceFailed(f"{self.spec.name} ended with exit status {code}{self._why()}\nIts log: {self._log_path}")
+
+    def _read(self, line: str) -> None:
+        event: Any = None
+        with suppress(ValueError):
+            event = json.loads(line)
+        if not isinstance(event, dict):
+            self._tail.append(line)
+            return
+        if event.get("event") == "service.ready" and not self.ready.done():
+            self.ready.set_result(event)
+        if event.get("level") in ("ERROR", "CRITICAL"):
+            self._tail.append(str(event.get("reason") or event.get("exc_info") or event.get("event")))
+        self._on_event(self.spec.name, event)
+
+    def _why(self) -> str:
+        return ":\n  " + "\n  ".join(self._tail) if self._tail else ""
+
+
+class Supervisor:
+    """Owns the children. `start` may be called until `stop`; `until_one_ends` never returns while all are well."""
+
+    def __init__(self, log_dir: Path, on_event: OnEvent) -> None:
+        self._log_dir = log_dir
+        self._on_event = on_event
+        self._children: dict[asyncio.Task[None], Child] = {}
+        self._changed = asyncio.Event()
+
+    async def start(self, spec: ServiceSpec) -> Child:
+        """Starts a child; does not wait for it to be ready."""
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *spec.arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, SUPERVISED_ENV: "1", "PYTHONUNBUFFERED": "1", **spec.environment},
+        )
+        child = Child(spec, process, self._log_dir / f"{spec.name}.log", self._on_event)
+        self._children[asyncio.create_task(child.watch())] = child
+        self._changed.set()
+        return child
+
+    async def until_one_ends(self) -> None:
+        """Raises ServiceFailed as soon as any child ends."""
+        while True:
+            self._changed.clear()
+            changed = asyncio.create_task(self._changed.wait())
+            try:
+                done, _ = await asyncio.wait({*self._children, changed}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
+            for task in done & self._children.keys():
+                await task
+
+    async def stop(self) -> None:
+        """SIGTERM to all, SIGKILL to what is left after the grace. Afterwards no child is alive."""
+        _signal_all(self._children.values(), signal.SIGTERM)
+        if self._children:
+            _, pending = await asyncio.wait(self._children, timeout=STOP_GRACE_S)
+            _signal_all((self._children[task] for task in pending), signal.SIGKILL)
+            await asyncio.gather(*self._children, return_exceptions=True)
+        self._children.clear()
+
+
+def _signal_all(children: Any, number: signal.Signals) -> None:
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.killpg(child.process.pid, number)
+
+
+async def _lines(stream: asyncio.StreamReader) -> Any:
+    """Lines of any length: a longer one than the stream's buffer arrives in pieces."""
+    while True:
+        try:
+            line = await stream.readuntil(b"\n")
+        except asyncio.IncompleteReadError as err:
+            if err.partial:
+                yield err.partial
+            return
+        except asyncio.LimitOverrunError as err:
+            line = await stream.readexactly(err.consumed)
+        yield line
+
+
+def children_ready(children: Sequence[Child]) -> asyncio.Future[list[dict[str, Any]]]:
+    """Resolves to every child's `service.ready` event."""
+    return asyncio.gather(*(child.ready for child in children))

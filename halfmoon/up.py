@@ -1,0 +1,198 @@
+"""`halfmoon up`: the whole system on this host, as one command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+
+from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
+from halfmoon.errors import HalfmoonError, InvalidRequest
+from halfmoon.supervisor import Child, ServiceSpec, Supervisor, children_ready
+
+_HEALTH_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What to start. Counts are numbers of worker processes by role."""
+
+    model: str = "demo"
+    num_prefill: int = 1
+    num_decode: int = 1
+    num_both: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    state_dir: Path = Path(".halfmoon")
+    console: bool = True
+    console_port: int = 8501
+
+    def __post_init__(self) -> None:
+        if min(self.num_prefill, self.num_decode, self.num_both) < 0:
+            raise InvalidRequest("numbers of workers cannot be negative")
+        if not self.num_both and not (self.num_prefill and self.num_decode):
+            raise InvalidRequest(
+                "nothing could be served: start at least one --prefill and one --decode, or one --both"
+            )
+
+
+async def up(options: UpOptions, terminal: Console) -> None:
+    """Runs until Ctrl-C or SIGTERM. Raises ServiceFailed when a service ends on its own."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    with _bars(terminal) as bars:
+        supervisor = Supervisor(options.state_dir / "logs", _Display(bars).on_event)
+        stop = asyncio.create_task(stopping.wait())
+        run = asyncio.create_task(_run(options, supervisor, terminal, bars))
+        try:
+            await asyncio.wait({stop, run}, return_when=asyncio.FIRST_COMPLETED)
+            if run.done():
+                await run
+            terminal.print("halfmoon is stopping")
+        finally:
+            stop.cancel()
+            run.cancel()
+            await asyncio.gather(stop, run, return_exceptions=True)
+            await supervisor.stop()
+
+
+async def _run(options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress) -> None:
+    async with asyncio.TaskGroup() as group:
+        starting = group.create_task(_start(options, supervisor, terminal, bars))
+        group.create_task(supervisor.until_one_ends())
+        await starting
+
+
+async def _start(options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress) -> None:
+    checkpoint = await asyncio.to_thread(prepare_checkpoint, options.model, None, terminal.print)
+    name = "demo" if options.model == "demo" else checkpoint.name
+    gateway = await supervisor.start(_gateway_spec(options, checkpoint, name))
+    announced = await gateway.ready
+    others = [await supervisor.start(spec) for spec in _other_specs(options, checkpoint, name, announced["address"])]
+    await children_ready([child for child in others if child.spec.name != "console"])
+    await _until_healthy(announced["http"])
+    bars.stop()
+    _print_ready(options, terminal, announced["http"], name, others)
+
+
+def _gateway_spec(options: UpOptions, checkpoint: Checkpoint, name: str) -> ServiceSpec:
+    listen = ("--host", options.host, "--port", str(options.port), "--cluster-listen", "127.0.0.1:0")
+    model = ("--model", str(checkpoint.path), "--model-name", name, "--state-dir", str(options.state_dir))
+    return ServiceSpec("gateway", ("-m", "services.gateway", *listen, *model), {})
+
+
+def _other_specs(options: UpOptions, checkpoint: Checkpoint, name: str, cluster: str) -> list[ServiceSpec]:
+    model = ("--model", str(checkpoint.path), "--model-name", name)
+    common = ("--gateway", cluster, "--device", options.device, "--dtype", options.dtype, *model)
+    # Idle OpenMP threads that spin would take the cores of the other workers.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    state = ("--state-dir", str(options.state_dir))
+    specs = [
+        ServiceSpec("kvstore", ("-m", "services.kvstore"), {}),
+        ServiceSpec("planner", ("-m", "services.planner"), {}),
+    ]
+    counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
+    for role, count in counts.items():
+        module = "services.decode" if role == "decode" else "services.prefill"
+        for index in range(count):
+            arguments = ("-m", module, "--role", role, *common, *state)
+            specs.append(ServiceSpec(f"{role}-{index}", arguments, environment))
+    if options.console and find_spec("streamlit") is not None:
+        specs.append(_console_spec(options))
+    return specs
+
+
+def _console_spec(options: UpOptions) -> ServiceSpec:
+    app = Path(__file__).resolve().parent.parent / "console" / "app.py"
+    flags: Mapping[str, Any] = {
+        "server.port": options.console_port,
+        "server.address": options.host,
+        "server.headless": "true",
+        "browser.gatherUsageStats": "false",
+    }
+    arguments = ("-m", "streamlit", "run", str(app), *(f"--{key}={value}" for key, value in flags.items()))
+    return ServiceSpec("console", arguments, {"HALFMOON_GATEWAY_URL": _url(options)})
+
+
+async def _until_healthy(url: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        while True:
+            with suppress(aiohttp.ClientError, TimeoutError):
+                async with session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=2)) as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(_HEALTH_POLL_S)
+
+
+def _print_ready(options: UpOptions, terminal: Console, url: str, name: str, others: list[Child]) -> None:
+    if any(child.spec.name == "console" for child in others):
+        terminal.print(f"console: http://{_reachable(options.host)}:{options.console_port}", highlight=False)
+    terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)
+    terminal.print(f"halfmoon is ready: {url}", highlight=False, style="bold", soft_wrap=True)
+    body = f'{{"model": "{name}", "stream": true, "messages": [{{"role": "user", "content": "What is a half moon?"}}]}}'
+    command = f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    terminal.print(command, highlight=False, markup=False, soft_wrap=True)
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+
+
+def _url(options: UpOptions) -> str:
+    return f"http://{_reachable(options.host)}:{options.port}"
+
+
+def _bars(terminal: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    return Progress(*columns, console=terminal, transient=True)
+
+
+class _Display:
+    """Owns the progress bars: one for each thing that loads."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def on_event(self, service: str, event: dict[str, Any]) -> None:
+        """A child's log event."""
+        if event.get("event") == "weights.progress":
+            self._advance(f"{service}: weights", int(event["done_bytes"]), int(event["total_bytes"]))
+
+    def _advance(self, title: str, done: int, total: int) -> None:
+        if title not in self._tasks:
+            self._tasks[title] = self._bars.add_task(title)
+        self._bars.update(self._tasks[title], completed=done, total=total)
+
+
+def run_up(options: UpOptions, terminal: Console) -> int:
+    """The exit status of `halfmoon up`."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        asyncio.run(up(options, terminal))
+    except (HalfmoonError, ExceptionGroup) as err:
+        for error in _leaves(err):
+            if not isinstance(error, HalfmoonError):
+                raise
+            terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    return 0
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]

@@ -1,0 +1,87 @@
+"""The supervisor with small Python programs as its services."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfmoon.errors import ServiceFailed
+from halfmoon.supervisor import ServiceSpec, Supervisor, children_ready
+
+READY = 'print(\'{"event": "service.ready", "address": "here:1"}\', flush=True)\n'
+WAIT = "import sys; sys.stdin.read()\n"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + "time.sleep(600)\n"
+
+
+def spec(name: str, program: str) -> ServiceSpec:
+    return ServiceSpec(name, ("-c", program), {"EXTRA": "1"})
+
+
+@asynccontextmanager
+async def supervisor(directory: Path, events: list[tuple[str, dict[str, Any]]]) -> AsyncIterator[Supervisor]:
+    found = Supervisor(directory, lambda name, event: events.append((name, event)))
+    try:
+        yield found
+    finally:
+        await found.stop()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_ready_events_arrive_and_lines_are_kept(tmp_path: Path) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    async with supervisor(tmp_path, events) as boss:
+        child = await boss.start(spec("one", READY + "print('plain')\n" + WAIT))
+        (ready,) = await children_ready([child])
+        assert ready["address"] == "here:1"
+    assert (tmp_path / "one.log").read_text().splitlines()[-1] == "plain"
+    assert events[0][0] == "one"
+
+
+async def test_a_child_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> None:
+    async with supervisor(tmp_path, []) as boss:
+        await boss.start(spec("lasting", READY + WAIT))
+        await boss.start(
+            spec("broken", 'print(\'{"level": "ERROR", "reason": "no such model"}\'); raise SystemExit(3)')
+        )
+        with pytest.raises(ServiceFailed, match=r"broken ended with exit status 3[^$]*no such model"):
+            await boss.until_one_ends()
+
+
+async def test_a_child_started_later_is_watched_too(tmp_path: Path) -> None:
+    async with supervisor(tmp_path, []) as boss:
+        await boss.start(spec("lasting", READY + WAIT))
+        watching = asyncio.ensure_future(boss.until_one_ends())
+        await asyncio.sleep(0)
+        await boss.start(spec("late", "raise SystemExit(7)"))
+        with pytest.raises(ServiceFailed, match="late ended with exit status 7"):
+            await watching
+
+
+async def test_stop_leaves_nobody_alive_even_who_ignores_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halfmoon.supervisor.STOP_GRACE_S", 0.2)
+    async with supervisor(tmp_path, []) as boss:
+        children = [await boss.start(spec(f"stubborn-{index}", STUBBORN)) for index in range(2)]
+        await children_ready(children)
+    assert not any(is_alive(child.process.pid) for child in children)
+
+
+async def test_very_long_lines_do_not_end_the_watch(tmp_path: Path) -> None:
+    async with supervisor(tmp_path, []) as boss:
+        child = await boss.start(spec("wordy", "print('x' * 1_000_000, flush=True)\n" + READY + WAIT))
+        await children_ready([child])
+    assert (tmp_path / "wordy.log").stat().st_size > 1_000_000
