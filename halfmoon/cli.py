@@ -78,3 +78,7 @@ def up(
     except InvalidRequest as err:
         raise typer.BadParameter(err.message) from err
     raise typer.Exit(run_up(options, terminal))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,58 @@
+"""One system in float32 for all end-to-end tests, and the reference implementation beside it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
+from tests.e2e.system import System, running_system
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
+    """1 prefill and 1 decode worker, float32: what the golden test compares."""
+    async with running_system(tmp_path_factory.mktemp("state"), "--dtype", "float32") as found:
+        yield found
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def http(system: System) -> AsyncIterator[aiohttp.ClientSession]:
+    """A session of HTTP requests to the system."""
+    async with aiohttp.ClientSession(system.url) as session:
+        yield session
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> Checkpoint:
+    """The demo model."""
+    return prepare_checkpoint("demo")
+
+
+Reference = Callable[[str, int], list[int]]
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Checkpoint) -> Reference:
+    """Greedy tokens of `transformers` for a prompt, on the same float32 weights; each prompt computed once."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = Path(checkpoint.path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    known: dict[tuple[str, int], list[int]] = {}
+
+    def generate(prompt: str, max_tokens: int) -> list[int]:
+        if (prompt, max_tokens) not in known:
+            inputs = tokenizer(prompt, return_tensors="pt")
+            with torch.inference_mode():
+                output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+            known[prompt, max_tokens] = output[0, inputs["input_ids"].shape[1] :].tolist()
+        return known[prompt, max_tokens]
+
+    return generate

@@ -1,0 +1,80 @@
+"""`halfmoon up` as a child process, and what the tests ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+_READY = re.compile(r"halfmoon is ready: (\S+)")
+_START_TIMEOUT_S = 120
+
+
+class System:
+    """Owns one running system: its process, its URL, what it printed."""
+
+    def __init__(self, process: asyncio.subprocess.Process, url: str, printed: list[str]) -> None:
+        self.process = process
+        self.url = url
+        self.printed = printed
+
+    def descendants(self) -> list[psutil.Process]:
+        """Every process that the command started."""
+        return list(psutil.Process(self.process.pid).children(recursive=True))
+
+    async def cluster(self, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
+        """The workers as the gateway sees them."""
+        async with session.get(f"{self.url}/halfmoon/v1/cluster") as response:
+            found: list[dict[str, Any]] = (await response.json())["workers"]
+            return found
+
+
+@asynccontextmanager
+async def running_system(state_dir: Path, *options: str) -> AsyncIterator[System]:
+    """`halfmoon up` on a free port, until it printed that it is ready; stopped with Ctrl-C's signal."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "halfmoon.cli", "up", "--port", "0", "--no-console", "--state-dir", str(state_dir), *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=ROOT,
+        env={**os.environ, "TERM": "dumb", "COLUMNS": "200"},
+    )
+    printed: list[str] = []
+    try:
+        url = await asyncio.wait_for(_until_ready(process, printed), _START_TIMEOUT_S)
+        drain = asyncio.create_task(_drain(process, printed))
+        yield System(process, url, printed)
+        process.send_signal(signal.SIGINT) if process.returncode is None else None
+        await asyncio.wait_for(process.wait(), 30)
+        await drain
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _until_ready(process: asyncio.subprocess.Process, printed: list[str]) -> str:
+    assert process.stdout is not None
+    async for line in process.stdout:
+        printed.append(line.decode().rstrip())
+        found = _READY.search(printed[-1])
+        if found:
+            return found.group(1)
+    raise AssertionError("halfmoon up ended before it was ready:\n" + "\n".join(printed))
+
+
+async def _drain(process: asyncio.subprocess.Process, printed: list[str]) -> None:
+    assert process.stdout is not None
+    async for line in process.stdout:
+        printed.append(line.decode().rstrip())

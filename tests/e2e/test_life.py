@@ -1,0 +1,53 @@
+"""Start and stop: nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.e2e.system import running_system
+
+pytestmark = pytest.mark.e2e
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm")} if os.path.isdir("/dev/shm") else set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_stop_leaves_no_process_and_no_shared_memory(tmp_path: Path, number: signal.Signals) -> None:
+    before = shared_memory()
+    async with running_system(tmp_path, "--both", "1") as system:
+        started = system.descendants()
+        names = {Path(name).stem for name in os.listdir(tmp_path / "logs")}
+        assert names == {"gateway", "kvstore", "planner", "both-0"}
+        async with aiohttp.ClientSession(system.url) as http:
+            body = {"model": "demo", "prompt": "x", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+            async with http.post("/v1/completions", json=body) as response:
+                await response.content.readline()  # busy when the signal comes
+                system.process.send_signal(number)
+                await asyncio.wait_for(system.process.wait(), 30)
+        assert system.process.returncode == 0
+    assert len(started) >= 4
+    assert not [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert shared_memory() <= before
+
+
+async def test_services_stop_when_their_supervisor_is_killed(tmp_path: Path) -> None:
+    async with running_system(tmp_path, "--both", "1") as system:
+        started = system.descendants()
+        system.process.kill()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, started, 30)
+        assert not alive
+
+
+async def test_a_model_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="is no local directory"):
+        async with running_system(tmp_path, "--model", str(tmp_path / "absent")):
+            pass
