@@ -22,29 +22,30 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from halfmoon.pb import types_pb2 as halfmoon_dot_pb_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19halfmoon/pb/kvstore.proto\x12\x08halfmoon\"\x1c\n\x0cMatchRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"$\n\rMatchResponse\x12\x13\n\x0bnum_matched\x18\x01 \x01(\r\"\x1d\n\rDeleteRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"%\n\x0e\x44\x65leteResponse\x12\x13\n\x0bnum_deleted\x18\x01 \x01(\r\"\x0e\n\x0cStatsRequest\"\x9a\x01\n\rStatsResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x03 \x01(\x04\x12\x16\n\x0enum_hits_total\x18\x04 \x01(\x04\x12\x18\n\x10num_misses_total\x18\x05 \x01(\x04\x12\x19\n\x11num_evicted_total\x18\x06 \x01(\x04\"\x18\n\tBlockOpen\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x32\xba\x01\n\x07KVStore\x12\x38\n\x05Match\x12\x16.halfmoon.MatchRequest\x1a\x17.halfmoon.MatchResponse\x12;\n\x06\x44\x65lete\x12\x17.halfmoon.DeleteRequest\x1a\x18.halfmoon.DeleteResponse\x12\x38\n\x05Stats\x12\x16.halfmoon.StatsRequest\x1a\x17.halfmoon.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19halfmoon/pb/kvstore.proto\x12\x08halfmoon\x1a\x17halfmoon/pb/types.proto\"\x1c\n\x0cMatchRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"$\n\rMatchResponse\x12\x13\n\x0bnum_matched\x18\x01 \x01(\r\"\x1d\n\rDeleteRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"%\n\x0e\x44\x65leteResponse\x12\x13\n\x0bnum_deleted\x18\x01 \x01(\r\"\x0e\n\x0cStatsRequest\"\xe9\x01\n\rStatsResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x03 \x01(\x04\x12\x16\n\x0enum_hits_total\x18\x04 \x01(\x04\x12\x18\n\x10num_misses_total\x18\x05 \x01(\x04\x12\x19\n\x11num_evicted_total\x18\x06 \x01(\x04\x12\x16\n\x0ereserved_bytes\x18\x07 \x01(\x04\x12\x18\n\x10num_stored_total\x18\x08 \x01(\x04\x12\x1b\n\x13num_corrupted_total\x18\t \x01(\x04\"<\n\tBlockOpen\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\"\n\x06layout\x18\x02 \x01(\x0b\x32\x12.halfmoon.KVLayout2\xba\x01\n\x07KVStore\x12\x38\n\x05Match\x12\x16.halfmoon.MatchRequest\x1a\x17.halfmoon.MatchResponse\x12;\n\x06\x44\x65lete\x12\x17.halfmoon.DeleteRequest\x1a\x18.halfmoon.DeleteResponse\x12\x38\n\x05Stats\x12\x16.halfmoon.StatsRequest\x1a\x17.halfmoon.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'halfmoon.pb.kvstore_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MATCHREQUEST']._serialized_start=39
-  _globals['_MATCHREQUEST']._serialized_end=67
-  _globals['_MATCHRESPONSE']._serialized_start=69
-  _globals['_MATCHRESPONSE']._serialized_end=105
-  _globals['_DELETEREQUEST']._serialized_start=107
-  _globals['_DELETEREQUEST']._serialized_end=136
-  _globals['_DELETERESPONSE']._serialized_start=138
-  _globals['_DELETERESPONSE']._serialized_end=175
-  _globals['_STATSREQUEST']._serialized_start=177
-  _globals['_STATSREQUEST']._serialized_end=191
-  _globals['_STATSRESPONSE']._serialized_start=194
-  _globals['_STATSRESPONSE']._serialized_end=348
-  _globals['_BLOCKOPEN']._serialized_start=350
-  _globals['_BLOCKOPEN']._serialized_end=374
-  _globals['_KVSTORE']._serialized_start=377
-  _globals['_KVSTORE']._serialized_end=563
+  _globals['_MATCHREQUEST']._serialized_start=64
+  _globals['_MATCHREQUEST']._serialized_end=92
+  _globals['_MATCHRESPONSE']._serialized_start=94
+  _globals['_MATCHRESPONSE']._serialized_end=130
+  _globals['_DELETEREQUEST']._serialized_start=132
+  _globals['_DELETEREQUEST']._serialized_end=161
+  _globals['_DELETERESPONSE']._serialized_start=163
+  _globals['_DELETERESPONSE']._serialized_end=200
+  _globals['_STATSREQUEST']._serialized_start=202
+  _globals['_STATSREQUEST']._serialized_end=216
+  _globals['_STATSRESPONSE']._serialized_start=219
+  _globals['_STATSRESPONSE']._serialized_end=452
+  _globals['_BLOCKOPEN']._serialized_start=454
+  _globals['_BLOCKOPEN']._serialized_end=514
+  _globals['_KVSTORE']._serialized_start=517
+  _globals['_KVSTORE']._serialized_end=703
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from halfmoon.pb import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -121,12 +122,26 @@ class StatsResponse(_message.Message):
     NUM_HITS_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_MISSES_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_EVICTED_TOTAL_FIELD_NUMBER: _builtins.int
+    RESERVED_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_STORED_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_CORRUPTED_TOTAL_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
+    """whole ones; blocks still arriving are not counted"""
     used_bytes: _builtins.int
+    """of whole blocks"""
     budget_bytes: _builtins.int
     num_hits_total: _builtins.int
+    """blocks read"""
     num_misses_total: _builtins.int
+    """reads of absent blocks"""
     num_evicted_total: _builtins.int
+    """whole blocks that made room for others"""
+    reserved_bytes: _builtins.int
+    """of blocks still arriving"""
+    num_stored_total: _builtins.int
+    """blocks that became whole"""
+    num_corrupted_total: _builtins.int
+    """blocks dropped because their digest failed at a read"""
     def __init__(
         self,
         *,
@@ -136,10 +151,13 @@ class StatsResponse(_message.Message):
         num_hits_total: _builtins.int = ...,
         num_misses_total: _builtins.int = ...,
         num_evicted_total: _builtins.int = ...,
+        reserved_bytes: _builtins.int = ...,
+        num_stored_total: _builtins.int = ...,
+        num_corrupted_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_blocks", b"num_blocks", "num_evicted_total", b"num_evicted_total", "num_hits_total", b"num_hits_total", "num_misses_total", b"num_misses_total", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_blocks", b"num_blocks", "num_corrupted_total", b"num_corrupted_total", "num_evicted_total", b"num_evicted_total", "num_hits_total", b"num_hits_total", "num_misses_total", b"num_misses_total", "num_stored_total", b"num_stored_total", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -147,20 +165,34 @@ Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
 
 @_typing.final
 class BlockOpen(_message.Message):
-    """Body of OPEN, of a Put and of a Get: which block the frames that follow carry."""
+    """Put: the client sends OPEN (its range is one whole block, at whatever token position), the store answers ACCEPT;
+    DATA..., COMMIT (no body), the store answers DONE. The block is visible from DONE on.
+    Get: the client sends OPEN; its range names the layers and heads it wants and where it counts the block's tokens
+    from. The store answers DATA frames that cover that range, then DONE.
+    Errors: absent NOT_FOUND; over the budget RESOURCE_EXHAUSTED; another layout FAILED_PRECONDITION; digest DATA_LOSS.
+
+    Body of OPEN, of a Put and of a Get: which block the frames that follow carry.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
+    """16 bytes"""
+    @_builtins.property
+    def layout(self) -> _types_pb2.KVLayout:
+        """of a Put: the store holds blocks of any layout; a Get needs none"""
+
     def __init__(
         self,
         *,
         key: _builtins.bytes = ...,
+        layout: _types_pb2.KVLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "layout", b"layout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,82 @@
+"""Settings from both sources, and the program as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from services.kvstore.settings import KVStoreSettings
+
+
+def settings(*arguments: str) -> KVStoreSettings:
+    return KVStoreSettings(_cli_parse_args=list(arguments))
+
+
+def test_defaults() -> None:
+    assert settings().dram_bytes == 512 << 20
+    assert settings().listen == "127.0.0.1:0"
+
+
+@pytest.mark.parametrize("text", ["536870912", "512MiB"])
+def test_sizes_have_units_or_are_bytes(text: str) -> None:
+    assert settings("--dram-bytes", text).dram_bytes == 512 << 20
+
+
+def test_the_command_line_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFMOON_KVSTORE_DRAM_BYTES", "1MiB")
+    monkeypatch.setenv("HALFMOON_KVSTORE_METRICS_PORT", "9")
+    assert settings().dram_bytes == 1 << 20
+    got = settings("--dram-bytes", "2MiB")
+    assert (got.dram_bytes, got.metrics_port) == (2 << 20, 9)
+
+
+def test_unknown_flags_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings("--dram", "1")
+    assert "--dram" in capsys.readouterr().err
+
+
+def test_settings_do_not_change_and_are_checked() -> None:
+    with pytest.raises(ValidationError):
+        settings().listen = "x"  # type: ignore[misc]
+    for bad in (["--dram-bytes", "0"], ["--log-level", "LOUD"], ["--lease-s", "-1"]):
+        with pytest.raises(ValidationError):
+            settings(*bad)
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "services.kvstore", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+
+
+def test_the_program_says_ready_and_stops_cleanly() -> None:
+    with _start("--advertise", "store:7003", "--metrics-port", "0") as process:
+        assert process.stderr is not None
+        try:
+            events = [json.loads(process.stderr.readline()) for _ in range(2)]
+        finally:
+            process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+    assert [event["event"] for event in events] == ["service.settings", "service.ready"]
+    assert events[1]["address"] == "store:7003"
+    assert (process.returncode, rest) == (0, "")
+
+
+def test_what_cannot_start_says_why() -> None:
+    with _start("--listen", "256.0.0.1:1") as process:
+        assert process.stderr is not None
+        last = json.loads(process.stderr.read().splitlines()[-1])
+    assert process.returncode == 1
+    assert last["event"] == "service.failed"
+    assert "256.0.0.1:1" in last["reason"]
