@@ -1,0 +1,205 @@
+"""The engine for asyncio: the one place where a thread meets the event loop.
+
+One thread owns the engine. Between steps it runs commands from the loop; it steps while there is work and sleeps
+otherwise. Results go back in order, so a request's first output never overtakes the answer to its `add`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+from halfmoon.engine.config import EngineStats, StepResult
+from halfmoon.engine.engine import Engine
+from halfmoon.engine.kv_arena import KVBytes
+from halfmoon.engine.request import EngineRequest
+from halfmoon.errors import Unavailable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_NUM_COPY_THREADS = 2  # for KV going in and out beside the steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    call: Callable[[], Any]
+    answer: asyncio.Future[Any]
+
+
+class AsyncEngine:
+    """Owns the engine thread. `on_step` hears every step's result on the event loop; `on_death` that the thread died.
+
+    Made inside a running loop. After `async with` ends, or the thread died, every method raises Unavailable and all
+    blocks are free.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_step: Callable[[StepResult], None],
+        on_death: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.failed: BaseException | None = None  # what killed the thread
+        self._loop = asyncio.get_running_loop()
+        self._on_step = on_step
+        self._on_death = on_death
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()  # None: stop
+        self._closed = True
+        self._gate = threading.Lock()  # orders the last command against closing
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._copies = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="kv-copy")
+
+    async def __aenter__(self) -> AsyncEngine:
+        self._closed = False
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._copies.shutdown)
+
+    async def add(self, request: EngineRequest) -> None:
+        """As `Engine.add`. If the wait is cancelled, so is the request."""
+        await self._call_or_cancel(partial(self.engine.add, request), request.request_id)
+
+    async def reserve(self, request: EngineRequest) -> None:
+        """As `Engine.reserve`. If the wait is cancelled, so is the reservation."""
+        await self._call_or_cancel(partial(self.engine.reserve, request), request.request_id)
+
+    async def start(self, request_id: str, first_token_id: int) -> None:
+        """As `Engine.start`."""
+        await self._call(partial(self.engine.start, request_id, first_token_id))
+
+    async def cancel(self, request_id: str) -> bool:
+        """As `Engine.cancel`. Once it returns, no output of the request is delivered any more."""
+        return await self._call(partial(self.engine.cancel, request_id))
+
+    async def release(self, request_id: str) -> None:
+        """As `Engine.release`."""
+        await self._call(partial(self.engine.release, request_id))
+
+    async def stats(self) -> EngineStats:
+        """As `Engine.stats`, between two steps."""
+        return await self._call(self.engine.stats)
+
+    async def kv_write(
+        self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int, payload: KVBytes
+    ) -> None:
+        """As `Engine.kv_write`, beside the steps. `payload` must not change until this returns."""
+        await self._copy(
+            partial(self.engine.kv_write, request_id, layer_start, layer_end, token_start, num_tokens, payload)
+        )
+
+    async def kv_read(
+        self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int
+    ) -> memoryview:
+        """As `Engine.kv_read`, beside the steps."""
+        return await self._copy(
+            partial(self.engine.kv_read, request_id, layer_start, layer_end, token_start, num_tokens)
+        )
+
+    async def _copy(self, call: Callable[[], T]) -> T:
+        if self._closed:
+            raise self._unavailable()
+        return await self._loop.run_in_executor(self._copies, call)
+
+    async def _call_or_cancel(self, call: Callable[[], None], request_id: str) -> None:
+        try:
+            await self._call(call)
+        except asyncio.CancelledError:
+            self._put(partial(self.engine.cancel, request_id))
+            raise
+
+    async def _call(self, call: Callable[[], T]) -> T:
+        answer: asyncio.Future[T] | None = self._put(call)
+        if answer is None:
+            raise self._unavailable()
+        return await answer
+
+    def _put(self, call: Callable[[], T]) -> asyncio.Future[T] | None:
+        """Hands a command to the thread; None when there is no thread to hear it."""
+        with self._gate:
+            if self._closed:
+                return None
+            answer: asyncio.Future[T] = self._loop.create_future()
+            self._commands.put(_Command(call, answer))
+            return answer
+
+    def _unavailable(self) -> Unavailable:
+        return Unavailable(f"the engine died: {self.failed!r}" if self.failed else "the engine is closed")
+
+    # Everything below runs on the engine thread.
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            logger.exception("engine_thread_died")
+            self.failed = error
+        self._close()
+
+    def _serve(self) -> None:
+        idle = True
+        while True:
+            try:
+                command = self._commands.get(block=idle)
+            except queue.Empty:
+                idle = self._step()
+                continue
+            if command is None:
+                return
+            self._answer(command)
+            idle = not self.engine.has_work()
+
+    def _step(self) -> bool:
+        """One step; whether the next one must wait for a command: no work, or none that has blocks."""
+        result = self.engine.step()
+        if not result.is_empty:
+            self._loop.call_soon_threadsafe(self._on_step, result)
+        return result.is_empty or not self.engine.has_work()
+
+    def _answer(self, command: _Command) -> None:
+        try:
+            result = command.call()
+        except Exception as error:
+            self._deliver(command.answer, None, error)
+        else:
+            self._deliver(command.answer, result, None)
+
+    def _deliver(self, answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+        self._loop.call_soon_threadsafe(_resolve, answer, result, error)
+
+    def _close(self) -> None:
+        """No new commands; those in the queue fail; every request's blocks are freed."""
+        with self._gate:
+            self._closed = True
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                self._deliver(command.answer, None, self._unavailable())
+        self.engine.cancel_all()
+        if self.failed is not None and self._on_death is not None:
+            self._loop.call_soon_threadsafe(self._on_death, self.failed)
+
+
+def _resolve(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if answer.done():  # the one who waited was cancelled
+        return
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(result)

@@ -1,0 +1,90 @@
+"""What an engine is given and what it tells about itself: plain values, no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from halfmoon.engine.request import TokenOutput
+from halfmoon.errors import Incompatible
+
+_MAX_DEFAULT_KV_BYTES = 2 << 30
+_DEFAULT_KV_SHARE = 8  # of the free memory; two workers and the weights must fit on a laptop
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How one worker computes. `dtype` "auto" is bfloat16 where the CPU multiplies it natively, else float32."""
+
+    device: str = "cpu"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    block_tokens: int = 64
+    kv_memory_bytes: int | None = None  # None: an eighth of the free memory, at most 2 GiB
+    num_blocks: int | None = None  # overrides kv_memory_bytes
+    max_batch_tokens: int = 2048
+    chunk_tokens: int = 512  # most prefill tokens of a step that also decodes
+    max_running: int = 64
+    num_threads: int | None = None  # None: torch's own choice
+    max_context_tokens: int | None = None  # None: the model's
+    weights: Literal["checkpoint", "dummy"] = "checkpoint"
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "chunk_tokens", "max_running"):
+            if getattr(self, name) < 1:
+                raise Incompatible(f"engine: {name} must be at least 1, got {getattr(self, name)}", param=name)
+        if self.max_batch_tokens <= self.max_running:
+            raise Incompatible(
+                f"engine: max_batch_tokens ({self.max_batch_tokens}) must exceed max_running ({self.max_running})",
+                param="max_batch_tokens",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did. `context_tokens` is the sum of the sequences' lengths after it."""
+
+    outputs: tuple[TokenOutput, ...] = ()
+    num_prefill_tokens: int = 0
+    num_decode_seqs: int = 0
+    context_tokens: int = 0
+    num_preempted: int = 0
+    duration_s: float = 0.0
+    num_cached_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # by admitted request
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing ran: there is no work, or all of it waits for blocks."""
+        return not self.num_prefill_tokens and not self.num_decode_seqs
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts of blocks and requests. Free blocks include cached ones that nobody uses."""
+
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_running: int
+    num_waiting: int
+    num_reserved: int
+    num_held: int
+    kv_bytes: int
+    num_waiting_tokens: int  # not computed yet, of waiting and running requests
+
+
+def kv_budget_bytes(config: EngineConfig) -> int:
+    """Bytes of KV memory: the configured ones, or a share of the free memory."""
+    if config.kv_memory_bytes is not None:
+        return config.kv_memory_bytes
+    return min(_free_memory_bytes() // _DEFAULT_KV_SHARE, _MAX_DEFAULT_KV_BYTES)
+
+
+def _free_memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # no such names on this system
+        return 4 << 30

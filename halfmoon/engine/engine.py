@@ -1,0 +1,304 @@
+"""One worker's engine: requests in, tokens out, KV in and out. No network, no asyncio.
+
+All methods belong to one thread at a time, but for `kv_write` and `kv_read`, which say when they may run beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import torch
+
+from halfmoon.engine.block_pool import BlockPool
+from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.config import EngineConfig, EngineStats, StepResult, kv_budget_bytes
+from halfmoon.engine.kv_arena import KVArena, KVBytes
+from halfmoon.engine.model_runner import ModelRunner
+from halfmoon.engine.models import build_model
+from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_weights
+from halfmoon.engine.prefix_cache import PrefixCache
+from halfmoon.engine.request import EngineRequest, TokenOutput
+from halfmoon.engine.sampler import SampledToken
+from halfmoon.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerLimits
+from halfmoon.engine.sequence import Sequence
+from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound
+from halfmoon.kv.keys import root_key
+from halfmoon.kv.layout import KVDtype, KVLayout
+
+logger = logging.getLogger(__name__)
+
+ERROR_TOKEN_ID = -1  # of the output that ends a request whose step failed
+
+_DTYPES: dict[KVDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+class Engine:
+    """Owns the sequences by request id; asks the scheduler what runs and the runner to run it."""
+
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, on_progress: Progress | None = None) -> None:
+        """Loads the weights, telling `on_progress` (done_bytes, total_bytes). Raises Incompatible."""
+        model_config = checkpoint.model_config
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        dtype = _resolve_dtype(config)
+        self.checkpoint = checkpoint
+        self.config = config
+        self.context_tokens = min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
+        self.layout = KVLayout(
+            model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype, config.block_tokens
+        )
+        self.num_blocks = config.num_blocks or kv_budget_bytes(config) // self.layout.block_bytes
+        if self.num_blocks < 1:
+            raise Incompatible(f"the KV memory does not hold one block of {self.layout.block_bytes} bytes")
+        model = build_model(model_config, _DTYPES[dtype], config.device)
+        if config.weights == "dummy":
+            fill_dummy_weights(model)
+        else:
+            load_weights(model, checkpoint.weight_files, on_progress)
+        with torch.no_grad():
+            model.pack()
+        self._arena = KVArena(self.layout, self.num_blocks, _DTYPES[dtype], config.device)
+        self._runner = ModelRunner(model, self._arena, config.block_tokens, checkpoint.eos_token_ids)
+        self._pool = BlockPool(self.num_blocks)
+        root = root_key(checkpoint.fingerprint, self.layout) if config.prefix_cache else None
+        self._cache = PrefixCache(self._pool, config.block_tokens, root)
+        limits = SchedulerLimits(config.max_batch_tokens, config.chunk_tokens, config.max_running)
+        self._scheduler = Scheduler(self._cache, config.block_tokens, limits)
+        self._sequences: dict[str, Sequence] = {}
+        self._kv_locks: dict[str, threading.Lock] = {}  # held while a sequence's KV is copied or its blocks are freed
+        self._num_added = 0
+        self._step_s = 0.0  # duration of the last step that computed something
+
+    def add(self, request: EngineRequest) -> None:
+        """Queues a request. Raises InvalidRequest when it can never run here."""
+        self._scheduler.add(self._admit(request))
+
+    def reserve(self, request: EngineRequest) -> None:
+        """Blocks for a request whose KV comes from another worker: `kv_write` it all, then `start`.
+
+        Raises InvalidRequest when it can never run here and NoCapacity when there is no room now.
+        """
+        sequence = self._admit(request)
+        try:
+            self._scheduler.reserve(sequence)
+        except NoCapacity as error:
+            self._forget(sequence)
+            raise NoCapacity(error.message, retry_after_ms=self._retry_after_ms()) from None
+
+    def kv_write(
+        self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int, payload: KVBytes
+    ) -> None:
+        """Places canonical KV bytes `[layers, 2, kv_heads, num_tokens, head_dim]` of a reserved request.
+
+        May run on any thread: a reserved sequence is never stepped. Raises NotFound for a request that is not
+        reserved (any more), InvalidRequest for a wrong size or range.
+        """
+        with self._kv_lock(request_id):
+            sequence = self._in_state(request_id, "reserved")
+            self._arena.write(sequence.blocks, layer_start, layer_end, token_start, num_tokens, payload)
+
+    def kv_read(
+        self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int
+    ) -> memoryview:
+        """Canonical KV bytes of a prefill-only request. May run on any thread between its token and `release`.
+
+        Raises NotFound for a request that is not held (any more) and InvalidRequest for a wrong range.
+        """
+        with self._kv_lock(request_id):
+            sequence = self._in_state(request_id, "held")
+            if token_start + num_tokens > sequence.num_computed:
+                raise InvalidRequest(f"KV of {sequence.num_computed} tokens is here, not {token_start + num_tokens}")
+            return self._arena.read(sequence.blocks, layer_start, layer_end, token_start, num_tokens)
+
+    def start(self, request_id: str, first_token_id: int) -> None:
+        """All KV of a reserved request is in place: it joins the running batch.
+
+        The next token computed has position `len(output_token_ids) + 1`. Raises NotFound for a request that is not
+        reserved, InvalidRequest for a token outside the vocabulary or one that ends the request.
+        """
+        sequence = self._in_state(request_id, "reserved")
+        self._check_token_ids((first_token_id,), "first_token_id")
+        self._scheduler.start(sequence, first_token_id)
+        if sequence.finish_reason(self.checkpoint.eos_token_ids) is not None:
+            self._remove(sequence)
+            raise InvalidRequest("the first token ends the request; there is nothing to decode", param="first_token_id")
+
+    def cancel(self, request_id: str) -> bool:
+        """Frees a request's blocks at once, in any state; no more outputs. False when it is not here (any more)."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return False
+        self._remove(sequence)
+        return True
+
+    def cancel_all(self) -> None:
+        """`cancel` for every request that is here."""
+        for request_id in tuple(self._sequences):
+            self.cancel(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Drops the KV of a prefill-only request that has its token. Raises NotFound."""
+        self._remove(self._in_state(request_id, "held"))
+
+    def has_work(self) -> bool:
+        """Whether `step` could have something to compute. It computes nothing while all work waits for blocks."""
+        return self._scheduler.has_work()
+
+    def step(self) -> StepResult:
+        """Runs one batch. A failure inside it ends its requests with "error"; the engine goes on."""
+        started = time.perf_counter()
+        schedule = self._scheduler.schedule()
+        if not schedule.scheduled:
+            return StepResult(num_preempted=schedule.num_preempted)
+        context_tokens = sum(item.sequence.num_computed + item.num_tokens for item in schedule.scheduled)
+        cached = {
+            item.sequence.request_id: item.sequence.num_cached
+            for item in schedule.scheduled
+            if 0 < item.sequence.num_computed == item.sequence.num_cached
+        }
+        try:
+            sampled = self._runner.run(schedule.scheduled)
+        except Exception:
+            logger.exception("step_failed", extra={"num_requests": len(schedule.scheduled)})
+            outputs = [self._fail(item.sequence) for item in schedule.scheduled]
+        else:
+            outputs = self._advance(schedule, sampled)
+        self._step_s = time.perf_counter() - started
+        return StepResult(
+            outputs=tuple(outputs),
+            num_prefill_tokens=sum(item.num_tokens for item in schedule.scheduled[schedule.num_decode_seqs :]),
+            num_decode_seqs=schedule.num_decode_seqs,
+            context_tokens=context_tokens,
+            num_preempted=schedule.num_preempted,
+            num_cached_tokens=cached,
+            duration_s=self._step_s,
+        )
+
+    def stats(self) -> EngineStats:
+        """Counts as of now; from another thread than `step`'s they may be of two moments."""
+        running, waiting = self._scheduler.running, self._scheduler.waiting
+        return EngineStats(
+            num_blocks=self.num_blocks,
+            num_free_blocks=self._cache.num_available,
+            num_cached_blocks=self._cache.num_cached,
+            num_running=len(running),
+            num_waiting=len(waiting),
+            num_reserved=self._scheduler.num_reserved,
+            num_held=self._scheduler.num_held,
+            kv_bytes=self.num_blocks * self.layout.block_bytes,
+            num_waiting_tokens=sum(sequence.num_uncomputed for sequence in (*running, *waiting)),
+        )
+
+    def check_integrity(self) -> None:
+        """Asserts that block counts and the cache agree with each other."""
+        self._cache.check_integrity()
+
+    def _admit(self, request: EngineRequest) -> Sequence:
+        self._check(request)
+        sequence = Sequence(request, self._num_added)
+        self._num_added += 1
+        self._sequences[request.request_id] = sequence
+        self._kv_locks[request.request_id] = threading.Lock()
+        return sequence
+
+    def _check(self, request: EngineRequest) -> None:
+        sampling = request.sampling
+        if request.request_id in self._sequences:
+            raise InvalidRequest(f"request {request.request_id} is here already", param="request_id")
+        if not request.prompt_token_ids:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        self._check_token_ids(request.prompt_token_ids, "prompt")
+        self._check_token_ids(request.output_token_ids, "output_token_ids")
+        self._check_token_ids(tuple(sampling.logit_bias), "logit_bias")
+        if sampling.max_tokens <= len(request.output_token_ids):
+            raise InvalidRequest(
+                f"max_tokens is {sampling.max_tokens}, {len(request.output_token_ids)} tokens are there already",
+                param="max_tokens",
+            )
+        total_tokens = len(request.prompt_token_ids) + sampling.max_tokens
+        if total_tokens > self.context_tokens:
+            raise InvalidRequest(
+                f"prompt ({len(request.prompt_token_ids)}) and max_tokens ({sampling.max_tokens}) exceed the context "
+                f"of {self.context_tokens} tokens",
+                param="max_tokens",
+            )
+        num_blocks = self.layout.num_blocks(Sequence(request, 0).max_tokens_ever)
+        if num_blocks > self.num_blocks:
+            raise InvalidRequest(
+                f"the request can need {num_blocks} blocks of KV memory, this worker has {self.num_blocks}",
+                param="max_tokens",
+            )
+
+    def _check_token_ids(self, token_ids: tuple[int, ...], param: str) -> None:
+        vocab_size = self.checkpoint.model_config.vocab_size
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+            raise InvalidRequest(f"a token id is outside the vocabulary of {vocab_size}", param=param)
+
+    def _advance(self, schedule: Schedule, sampled: list[SampledToken]) -> list[TokenOutput]:
+        """Books what a step computed: counts, cache, new tokens, finished requests."""
+        tokens = iter(sampled)
+        outputs = []
+        for item in schedule.scheduled:
+            samples = item.samples
+            item.sequence.num_computed += item.num_tokens
+            self._cache.insert(item.sequence)
+            if samples:
+                outputs.append(self._append(item, next(tokens)))
+        return outputs
+
+    def _append(self, item: ScheduledSequence, token: SampledToken) -> TokenOutput:
+        sequence = item.sequence
+        position = sequence.num_output
+        sequence.token_ids.append(token.token_id)
+        reason = sequence.finish_reason(self.checkpoint.eos_token_ids)
+        if sequence.request.prefill_only:
+            self._scheduler.hold(sequence)
+        elif reason is not None:
+            self._remove(sequence)
+        return TokenOutput(sequence.request_id, token.token_id, position, reason, token.logprobs)
+
+    def _fail(self, sequence: Sequence) -> TokenOutput:
+        self._remove(sequence)
+        return TokenOutput(sequence.request_id, ERROR_TOKEN_ID, sequence.num_output, "error")
+
+    def _remove(self, sequence: Sequence) -> None:
+        with self._kv_locks[sequence.request_id]:  # a copy that is under way ends first
+            self._scheduler.remove(sequence)
+            self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request_id]
+        del self._kv_locks[sequence.request_id]
+
+    def _kv_lock(self, request_id: str) -> threading.Lock:
+        lock = self._kv_locks.get(request_id)
+        if lock is None:
+            raise NotFound(f"request {request_id} is not here")
+        return lock
+
+    def _in_state(self, request_id: str, state: str) -> Sequence:
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.state != state:
+            raise NotFound(f"request {request_id} is not {state} here")
+        return sequence
+
+    def _retry_after_ms(self) -> int:
+        """When the first running request will have made room, at the pace of the last step."""
+        left = [s.sampling.max_tokens - s.num_output for s in self._scheduler.running]
+        return min(max(int(1000 * self._step_s * min(left, default=1)), 10), 10_000)
+
+
+def _resolve_dtype(config: EngineConfig) -> KVDtype:
+    if config.dtype != "auto":
+        return config.dtype
+    if config.device != "cpu":
+        return "bfloat16"
+    capabilities = torch.cpu.get_capabilities()
+    fast = any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return "bfloat16" if fast else "float32"

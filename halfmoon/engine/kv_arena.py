@@ -1,0 +1,81 @@
+"""The KV memory of one worker: where block ids become tensors, and canonical bytes come in and go out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.kv.layout import KVLayout
+
+KVBytes = bytes | bytearray | memoryview
+
+
+def slot_runs(blocks: Sequence[int], block_tokens: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Half-open slot ranges that hold tokens `start`..`end` of a sequence, neighbouring blocks joined."""
+    while start < end:
+        index = start // block_tokens
+        run_start = blocks[index] * block_tokens + start % block_tokens
+        last = index
+        while (last + 1) * block_tokens < end and blocks[last + 1] == blocks[last] + 1:
+            last += 1
+        stop = min(end, (last + 1) * block_tokens)
+        yield run_start, run_start + stop - start
+        start = stop
+
+
+class KVArena:
+    """Owns the KV tensor. Head-major: a run of neighbouring blocks is one view, `[heads, tokens, head_dim]`.
+
+    `read` and `write` are safe beside a step, as long as they touch blocks that the step does not.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: str) -> None:
+        self._layout = layout
+        shape = (layout.num_layers, 2, layout.num_kv_heads, num_blocks * layout.block_tokens, layout.head_dim)
+        self.tensor = torch.empty(shape, dtype=dtype, device=device)  # [layers, 2, kv_heads, slots, head_dim]
+        # The same memory as 2- or 4-byte integers: numpy has no bfloat16, and copies without torch's threads.
+        self._integers = torch.int16 if layout.item_bytes == 2 else torch.int32
+        self._integer = np.dtype(f"i{layout.item_bytes}")
+
+    def write(
+        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVBytes
+    ) -> None:
+        """Scatters canonical bytes. Raises InvalidRequest when the payload's size is not that of the ranges."""
+        self._check(layer_start, layer_end, start, num_tokens, len(blocks))
+        shape = self._shape(layer_start, layer_end, num_tokens)
+        flat = np.frombuffer(payload, dtype=self._integer)
+        if flat.size != np.prod(shape):
+            raise InvalidRequest(f"KV payload of {flat.nbytes} bytes; {shape} is {np.prod(shape) * flat.itemsize}")
+        values = flat.reshape(shape)
+        done = 0
+        for first, last in slot_runs(blocks, self._layout.block_tokens, start, start + num_tokens):
+            piece = values[:, :, :, done : done + last - first]
+            view = self.tensor[layer_start:layer_end, :, :, first:last].view(self._integers)
+            if view.device.type == "cpu":
+                np.copyto(view.numpy(), piece)
+            else:
+                view.copy_(torch.from_numpy(piece.copy()))
+            done += last - first
+
+    def read(self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int) -> memoryview:
+        """Canonical bytes `[layers, 2, kv_heads, num_tokens, head_dim]`, copied out."""
+        self._check(layer_start, layer_end, start, num_tokens, len(blocks))
+        values = np.empty(self._shape(layer_start, layer_end, num_tokens), dtype=self._integer)
+        done = 0
+        for first, last in slot_runs(blocks, self._layout.block_tokens, start, start + num_tokens):
+            view = self.tensor[layer_start:layer_end, :, :, first:last].view(self._integers)
+            values[:, :, :, done : done + last - first] = view.cpu().numpy()
+            done += last - first
+        return values.reshape(-1).data.cast("B")
+
+    def _shape(self, layer_start: int, layer_end: int, num_tokens: int) -> tuple[int, ...]:
+        return (layer_end - layer_start, 2, self._layout.num_kv_heads, num_tokens, self._layout.head_dim)
+
+    def _check(self, layer_start: int, layer_end: int, start: int, num_tokens: int, num_blocks: int) -> None:
+        if not 0 <= layer_start < layer_end <= self._layout.num_layers:
+            raise InvalidRequest(f"layers {layer_start}..{layer_end} are outside 0..{self._layout.num_layers}")
+        if start < 0 or num_tokens < 1 or start + num_tokens > num_blocks * self._layout.block_tokens:
+            raise InvalidRequest(f"tokens {start}..{start + num_tokens} are outside the sequence's {num_blocks} blocks")

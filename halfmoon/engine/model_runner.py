@@ -1,0 +1,64 @@
+"""Runs a schedule: the only owner of tensors. Knows nothing of queues, clocks or finish rules."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from halfmoon.engine.attention import AttentionBatch, Segment
+from halfmoon.engine.kv_arena import KVArena, slot_runs
+from halfmoon.engine.models import ForwardBatch, Model
+from halfmoon.engine.sampler import SampledToken, SamplingRow, sample
+from halfmoon.engine.scheduler import ScheduledSequence
+
+
+class ModelRunner:
+    """Owns the model and the KV arena."""
+
+    def __init__(self, model: Model, arena: KVArena, block_tokens: int, eos_token_ids: frozenset[int]) -> None:
+        self._model = model
+        self._arena = arena
+        self._block_tokens = block_tokens
+        self._eos_token_ids = eos_token_ids
+
+    @torch.inference_mode()
+    def run(self, scheduled: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
+        """Computes the scheduled tokens; one sampled token for each item that `samples`, in order."""
+        batch = self._batch(scheduled)
+        logits = self._model.forward(batch, self._arena.tensor)
+        rows = [_sampling_row(item) for item in scheduled if item.samples]
+        return sample(logits, rows, self._eos_token_ids) if rows else []
+
+    def _batch(self, scheduled: tuple[ScheduledSequence, ...]) -> ForwardBatch:
+        token_ids: list[int] = []
+        positions: list[range] = []
+        slots: list[range] = []
+        segments: list[Segment] = []
+        logit_rows: list[int] = []
+        for item in scheduled:
+            sequence, start = item.sequence, item.sequence.num_computed
+            end, row = start + item.num_tokens, len(token_ids)
+            token_ids += sequence.token_ids[start:end]
+            positions.append(range(start, end))
+            slots += (range(*run) for run in slot_runs(sequence.blocks, self._block_tokens, start, end))
+            seen = end if item.num_tokens == 1 else start
+            runs = tuple(slot_runs(sequence.blocks, self._block_tokens, 0, seen))
+            segments.append(Segment(row, len(token_ids), runs))
+            if item.samples:
+                logit_rows.append(len(token_ids) - 1)
+        return ForwardBatch(
+            token_ids=self._tensor(token_ids),
+            positions=self._tensor(list(chain.from_iterable(positions))),
+            logit_rows=self._tensor(logit_rows),
+            attention=AttentionBatch(self._tensor(list(chain.from_iterable(slots))), tuple(segments)),
+        )
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._arena.tensor.device)
+
+
+def _sampling_row(item: ScheduledSequence) -> SamplingRow:
+    sequence = item.sequence
+    return SamplingRow(sequence.sampling, sequence.token_ids, sequence.num_prompt)

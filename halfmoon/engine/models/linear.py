@@ -1,0 +1,57 @@
+"""One affine map, in the memory layout that its device multiplies fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# oneDNN lays a packed weight out for a number of rows; 8 was as good as any other for 1 to 512 rows.
+_PACK_FOR_ROWS = 8
+
+
+class Linear:
+    """Owns a weight [out_features, in_features] and perhaps a bias [out_features].
+
+    `pack` re-orders the weight for oneDNN on the CPU (2x faster at 1 to 8 rows, equal results in bfloat16) and drops
+    the plain copy; a weight that is also read as an embedding is packed as a copy.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._packed: Tensor | None = None
+
+    @classmethod
+    def empty(cls, out_features: int, in_features: int, bias: bool, dtype: torch.dtype, device: str) -> Linear:
+        """Uninitialised; filled through views of `weight` and `bias`."""
+        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        return cls(weight, torch.empty(out_features, dtype=dtype, device=device) if bias else None)
+
+    def pack(self) -> None:
+        """Re-orders the weight where that helps. Afterwards `weight` is empty."""
+        packable = self.weight.dtype in (torch.float32, torch.bfloat16) and torch._C._has_mkldnn
+        if self.weight.device.type == "cpu" and packable:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_FOR_ROWS)
+            self.weight = self.weight.new_empty(0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in_features] -> [num_tokens, out_features]."""
+        if self._packed is None:
+            return functional.linear(x, self.weight, self.bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return out
+
+
+def split_rows(linear: Linear, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Consecutive row ranges of a fused matrix under the names they have in a checkpoint."""
+    named: dict[str, Tensor] = {}
+    start = 0
+    for name, size in sizes.items():
+        named[f"{name}.weight"] = linear.weight[start : start + size]
+        if linear.bias is not None:
+            named[f"{name}.bias"] = linear.bias[start : start + size]
+        start += size
+    return named

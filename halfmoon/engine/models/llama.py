@@ -1,0 +1,110 @@
+"""The Llama family: Llama, SmolLM2, Mistral, Qwen2 (biases on Q, K, V) and Qwen3 (norms on query and key heads).
+
+Q, K, V are one matrix and so are gate and up. Knows nothing of requests or blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from halfmoon.engine.attention import AttentionBatch, attend
+from halfmoon.engine.model_config import ModelConfig
+from halfmoon.engine.models import ForwardBatch
+from halfmoon.engine.models.linear import Linear, split_rows
+from halfmoon.engine.models.rotary import Rotary, rotate
+
+
+class LlamaModel:
+    """Owns the weights of a Llama-family transformer."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+        self._config = config
+        self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self._layers = [_Layer(config, dtype, device) for _ in range(config.num_layers)]
+        self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        tied = config.tie_word_embeddings
+        self._head = Linear(self._embedding if tied else torch.empty_like(self._embedding))
+        self._rotary = Rotary(config, dtype, device)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Views of the weights under their checkpoint names."""
+        named = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm}
+        if not self._config.tie_word_embeddings:
+            named["lm_head.weight"] = self._head.weight
+        for index, layer in enumerate(self._layers):
+            named |= {f"model.layers.{index}.{name}": view for name, view in layer.parameters().items()}
+        return named
+
+    def pack(self) -> None:
+        """Re-orders all matrices for speed."""
+        self._head.pack()
+        for layer in self._layers:
+            layer.pack()
+
+    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+        """Logits [num_logits, vocab_size]; kv: [num_layers, 2, num_kv_heads, num_slots, head_dim]."""
+        hidden = functional.embedding(batch.token_ids, self._embedding)  # [num_tokens, hidden_size]
+        cos, sin = self._rotary.rows(batch.positions)
+        for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
+            hidden = layer.forward(hidden, cos, sin, layer_kv, batch.attention)
+        hidden = hidden[batch.logit_rows]
+        return self._head(functional.rms_norm(hidden, self._norm.shape, self._norm, self._config.norm_eps))
+
+
+class _Layer:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+        self._config = config
+        hidden, inner = config.hidden_size, config.intermediate_size
+        qkv_size = config.q_size + 2 * config.kv_size
+        self._input_norm = torch.empty(hidden, dtype=dtype, device=device)
+        self._qkv = Linear.empty(qkv_size, hidden, config.qkv_bias, dtype, device)
+        self._q_norm = torch.empty(config.head_dim, dtype=dtype, device=device)
+        self._k_norm = torch.empty(config.head_dim, dtype=dtype, device=device)
+        self._output = Linear.empty(hidden, config.q_size, config.output_bias, dtype, device)
+        self._mlp_norm = torch.empty(hidden, dtype=dtype, device=device)
+        self._gate_up = Linear.empty(2 * inner, hidden, config.mlp_bias, dtype, device)
+        self._down = Linear.empty(hidden, inner, config.mlp_bias, dtype, device)
+
+    def parameters(self) -> dict[str, Tensor]:
+        config = self._config
+        named = {"input_layernorm.weight": self._input_norm, "post_attention_layernorm.weight": self._mlp_norm}
+        if config.qk_norm:
+            named |= {"self_attn.q_norm.weight": self._q_norm, "self_attn.k_norm.weight": self._k_norm}
+        qkv = {"q": config.q_size, "k": config.kv_size, "v": config.kv_size}
+        named |= split_rows(self._qkv, {f"self_attn.{part}_proj": size for part, size in qkv.items()})
+        named |= split_rows(self._output, {"self_attn.o_proj": config.hidden_size})
+        inner = config.intermediate_size
+        named |= split_rows(self._gate_up, {"mlp.gate_proj": inner, "mlp.up_proj": inner})
+        return named | split_rows(self._down, {"mlp.down_proj": config.hidden_size})
+
+    def pack(self) -> None:
+        for linear in (self._qkv, self._output, self._gate_up, self._down):
+            linear.pack()
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, layer_kv: Tensor, batch: AttentionBatch) -> Tensor:
+        eps, shape = self._config.norm_eps, self._input_norm.shape
+        normed = functional.rms_norm(hidden, shape, self._input_norm, eps)
+        hidden = hidden + self._output(self._attention(normed, cos, sin, layer_kv, batch))
+        normed = functional.rms_norm(hidden, shape, self._mlp_norm, eps)
+        gate, up = self._gate_up(normed).chunk(2, dim=-1)  # each [num_tokens, intermediate_size]
+        return hidden + self._down(functional.silu(gate) * up)
+
+    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, layer_kv: Tensor, batch: AttentionBatch) -> Tensor:
+        config = self._config
+        heads = self._qkv(x).view(x.shape[0], -1, config.head_dim)  # [num_tokens, q, k and v heads, head_dim]
+        num_qk = config.num_heads + config.num_kv_heads
+        qk, v = heads[:, :num_qk], heads[:, num_qk:]
+        if config.qk_norm:
+            qk = self._norm_heads(qk)
+        q, k = torch.split(rotate(qk, cos, sin), [config.num_heads, config.num_kv_heads], dim=1)
+        return attend(q, k, v, layer_kv, batch, config.head_dim**-0.5)
+
+    def _norm_heads(self, qk: Tensor) -> Tensor:
+        q, k = torch.split(qk, [self._config.num_heads, self._config.num_kv_heads], dim=1)
+        shape, eps = self._q_norm.shape, self._config.norm_eps
+        q = functional.rms_norm(q, shape, self._q_norm, eps)
+        return torch.cat((q, functional.rms_norm(k, shape, self._k_norm, eps)), dim=1)

@@ -1,0 +1,134 @@
+"""OPT (Zhang et al., 2022): learned positions, layer norms before or after each half of a layer, biases everywhere.
+
+Knows nothing of requests or blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from halfmoon.engine.attention import AttentionBatch, attend
+from halfmoon.engine.model_config import Activation, ModelConfig
+from halfmoon.engine.models import ForwardBatch
+from halfmoon.engine.models.linear import Linear, split_rows
+
+_POSITION_OFFSET = 2  # the first two rows of OPT's position table are never used
+
+
+class OPTModel:
+    """Owns the weights of an OPT transformer."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+        self._config = config
+        hidden, width = config.hidden_size, config.embed_proj_dim
+        self._embedding = torch.empty(config.vocab_size, width, dtype=dtype, device=device)
+        self._positions = torch.empty(config.max_positions + _POSITION_OFFSET, hidden, dtype=dtype, device=device)
+        projected = width != hidden
+        self._project_in = Linear.empty(hidden, width, False, dtype, device) if projected else None
+        self._project_out = Linear.empty(width, hidden, False, dtype, device) if projected else None
+        self._layers = [_Layer(config, dtype, device) for _ in range(config.num_layers)]
+        self._norm = _Norm(config, dtype, device) if config.final_norm else None
+        tied = config.tie_word_embeddings
+        self._head = Linear(self._embedding if tied else torch.empty_like(self._embedding))
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Views of the weights under their checkpoint names."""
+        named = {"embed_tokens.weight": self._embedding, "embed_positions.weight": self._positions}
+        if self._project_in is not None and self._project_out is not None:
+            named["project_in.weight"] = self._project_in.weight
+            named["project_out.weight"] = self._project_out.weight
+        if self._norm is not None:
+            named |= self._norm.parameters("final_layer_norm")
+        for index, layer in enumerate(self._layers):
+            named |= {f"layers.{index}.{name}": view for name, view in layer.parameters().items()}
+        named = {f"model.decoder.{name}": view for name, view in named.items()}
+        return named if self._config.tie_word_embeddings else named | {"lm_head.weight": self._head.weight}
+
+    def pack(self) -> None:
+        """Re-orders all matrices for speed."""
+        for linear in (self._project_in, self._project_out, self._head):
+            if linear is not None:
+                linear.pack()
+        for layer in self._layers:
+            layer.pack()
+
+    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+        """Logits [num_logits, vocab_size]; kv: [num_layers, 2, num_kv_heads, num_slots, head_dim]."""
+        hidden = functional.embedding(batch.token_ids, self._embedding)  # [num_tokens, embed_proj_dim]
+        if self._project_in is not None:
+            hidden = self._project_in(hidden)
+        hidden = hidden + self._positions[batch.positions + _POSITION_OFFSET]  # [num_tokens, hidden_size]
+        for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
+            hidden = layer.forward(hidden, layer_kv, batch.attention)
+        hidden = hidden[batch.logit_rows]
+        if self._norm is not None:
+            hidden = self._norm(hidden)
+        return self._head(hidden if self._project_out is None else self._project_out(hidden))
+
+
+class _Layer:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+        self._config = config
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self._attention_norm = _Norm(config, dtype, device)
+        self._qkv = Linear.empty(3 * hidden, hidden, config.qkv_bias, dtype, device)
+        self._output = Linear.empty(hidden, hidden, config.output_bias, dtype, device)
+        self._mlp_norm = _Norm(config, dtype, device)
+        self._up = Linear.empty(inner, hidden, config.mlp_bias, dtype, device)
+        self._down = Linear.empty(hidden, inner, config.mlp_bias, dtype, device)
+        self._activation = _activation(config.activation)
+
+    def parameters(self) -> dict[str, Tensor]:
+        hidden = self._config.hidden_size
+        named = split_rows(self._qkv, {f"self_attn.{part}_proj": hidden for part in ("q", "k", "v")})
+        named |= split_rows(self._output, {"self_attn.out_proj": hidden})
+        named |= split_rows(self._up, {"fc1": self._config.intermediate_size})
+        named |= split_rows(self._down, {"fc2": hidden})
+        named |= self._attention_norm.parameters("self_attn_layer_norm")
+        return named | self._mlp_norm.parameters("final_layer_norm")
+
+    def pack(self) -> None:
+        for linear in (self._qkv, self._output, self._up, self._down):
+            linear.pack()
+
+    def forward(self, hidden: Tensor, layer_kv: Tensor, batch: AttentionBatch) -> Tensor:
+        if self._config.norm_before:
+            hidden = hidden + self._attention(self._attention_norm(hidden), layer_kv, batch)
+            return hidden + self._mlp(self._mlp_norm(hidden))
+        hidden = self._attention_norm(hidden + self._attention(hidden, layer_kv, batch))
+        return self._mlp_norm(hidden + self._mlp(hidden))
+
+    def _attention(self, x: Tensor, layer_kv: Tensor, batch: AttentionBatch) -> Tensor:
+        head_dim = self._config.head_dim
+        q, k, v = self._qkv(x).view(x.shape[0], 3, -1, head_dim).unbind(1)  # each [num_tokens, num_heads, head_dim]
+        return self._output(attend(q, k, v, layer_kv, batch, head_dim**-0.5))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return self._down(self._activation(self._up(x)))
+
+
+class _Norm:
+    """A layer norm, with weight and bias unless the model has plain ones."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+        self._eps = config.norm_eps
+        self._affine = config.norm_affine
+        self._weight = torch.ones(config.hidden_size, dtype=dtype, device=device)
+        self._bias = torch.zeros(config.hidden_size, dtype=dtype, device=device)
+
+    def parameters(self, name: str) -> dict[str, Tensor]:
+        return {f"{name}.weight": self._weight, f"{name}.bias": self._bias} if self._affine else {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
+
+
+def _activation(name: Activation) -> Callable[[Tensor], Tensor]:
+    if name == "relu":
+        return torch.relu
+    approximate = "tanh" if name == "gelu_new" else "none"
+    return lambda x: functional.gelu(x, approximate=approximate)

@@ -1,0 +1,54 @@
+"""Rotary position embedding (Su et al., RoFormer), with the frequencies of transformers so that scaling variants match.
+
+`dynamic` scaling starts only past `max_positions`, which is where our context ends: below it is the default.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfmoon.engine.model_config import ModelConfig
+
+
+class Rotary:
+    """Owns the cosine and sine tables. Frequencies are computed in float32 and rounded to the model's dtype."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+        inv_freq, scaling = _frequencies(config)
+        positions = torch.arange(config.context_tokens, dtype=torch.float32)
+        angles = torch.outer(positions, inv_freq.float())  # [context_tokens, head_dim / 2]
+        self._cos = (angles.cos() * scaling).repeat(1, 2).to(device, dtype)  # [context_tokens, head_dim]
+        # The first half is negated here, so that a row needs no negation: x * cos + swap_halves(x) * sin.
+        sin = angles.sin() * scaling
+        self._sin = torch.cat((-sin, sin), dim=1).to(device, dtype)  # [context_tokens, head_dim]
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine for `rotate`, each [num_tokens, 1, head_dim]; once per forward pass."""
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [num_tokens, num_heads, head_dim], rotated by halves (the layout of transformers' Llama)."""
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    return torch.addcmul(x * cos, swapped, sin)
+
+
+def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """Inverse frequencies [head_dim / 2] and the factor on cosine and sine."""
+    if config.rope_type in ("default", "dynamic"):
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        return 1.0 / (config.rope_theta**exponents), 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    hf_config = LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_positions,
+        rope_parameters=dict(config.rope_parameters),
+    )
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[config.rope_type](hf_config, torch.device("cpu"))
+    return inv_freq, float(scaling)

@@ -1,0 +1,99 @@
+"""Finds blocks that already hold a prompt's prefix. No torch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as SequenceOf
+
+from halfmoon.engine.block_pool import BlockPool
+from halfmoon.engine.sequence import Sequence
+from halfmoon.errors import NoCapacity
+from halfmoon.kv.keys import child_key
+
+
+class PrefixCache:
+    """Owns the map from block keys to blocks, and the order in which unused ones are evicted (least recently used).
+
+    It holds one reference to each cached block. A block that nobody else references is idle: still found by `match`,
+    and evicted when `allocate` runs short. Only whole, computed blocks are cached. With `root` None nothing is.
+    """
+
+    def __init__(self, pool: BlockPool, block_tokens: int, root: bytes | None) -> None:
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._root = root
+        self._blocks: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out: free ones and idle ones."""
+        return self._pool.num_free + len(self._idle)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that hold a known prefix, idle or in use."""
+        return len(self._blocks)
+
+    def match(self, sequence: Sequence) -> list[int]:
+        """References to the blocks of the longest cached prefix. At least one token is left to compute."""
+        blocks: list[int] = []
+        for index in range((len(sequence.token_ids) - 1) // self._block_tokens if self._root is not None else 0):
+            block = self._blocks.get(self._key(sequence, index))
+            if block is None:
+                break
+            self._idle.pop(block, None)
+            blocks.append(block)
+        self._pool.share(blocks)
+        return blocks
+
+    def allocate(self, num_blocks: int, near: int | None = None, room: int = 0) -> list[int]:
+        """As `BlockPool.allocate`, evicting idle blocks as needed. Raises NoCapacity, and then evicts nothing."""
+        if num_blocks > self.num_available:
+            raise NoCapacity(f"{num_blocks} blocks are wanted, {self.num_available} are available")
+        while self._pool.num_free < num_blocks:
+            self._evict()
+        return self._pool.allocate(num_blocks, near, room)
+
+    def release(self, blocks: SequenceOf[int]) -> None:
+        """Gives references back. The last block of a prefix goes idle first, so that it is evicted first."""
+        for block in reversed(blocks):
+            self._pool.release([block])
+            if block in self._keys and self._pool.references(block) == 1:
+                self._idle[block] = None
+
+    def insert(self, sequence: Sequence) -> None:
+        """Makes the sequence's computed full blocks known. Of two equal blocks the first stays."""
+        num_full = sequence.num_computed // self._block_tokens
+        if self._root is None or num_full <= sequence.num_known_blocks:
+            return
+        for index in range(sequence.num_known_blocks, num_full):
+            key, block = self._key(sequence, index), sequence.blocks[index]
+            if key not in self._blocks:
+                self._pool.share([block])
+                self._blocks[key] = block
+                self._keys[block] = key
+        sequence.num_known_blocks = num_full
+
+    def check_integrity(self) -> None:
+        """Asserts that both maps, the idle blocks and the pool agree."""
+        self._pool.check_integrity()
+        assert self._keys == {block: key for key, block in self._blocks.items()}, "the maps disagree"
+        idle = {block for block in self._keys if self._pool.references(block) == 1}
+        assert idle == set(self._idle), "a block is idle and referenced, or neither"
+
+    def _evict(self) -> None:
+        block, _ = self._idle.popitem(last=False)
+        del self._blocks[self._keys.pop(block)]
+        self._pool.release([block])
+
+    def _key(self, sequence: Sequence, index: int) -> bytes:
+        """Key of the sequence's block `index`; computed once, in order, and kept with the sequence."""
+        keys = sequence.block_keys
+        while len(keys) <= index:
+            start = len(keys) * self._block_tokens
+            parent = keys[-1] if keys else self._root
+            assert parent is not None
+            keys.append(child_key(parent, sequence.token_ids[start : start + self._block_tokens]))
+        return keys[index]

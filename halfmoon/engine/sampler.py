@@ -1,0 +1,149 @@
+"""From logits to tokens. Stateless: what is drawn at output position i depends on logits, parameters and (seed, i).
+
+Order of operations as in vLLM and transformers: bias and bans, penalties, temperature, min-p, top-k, top-p. The
+distribution that is left is inverted at one uniform number, which Philox (Salmon et al., 2011) gives for (seed, i).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfmoon.engine.request import SamplingParams, TokenLogprobs
+
+_FIRST_CANDIDATES = 256  # most likely tokens looked at before a whole vocabulary is sorted
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One sequence at the moment its next token is drawn. `token_ids` are prompt and output."""
+
+    params: SamplingParams
+    token_ids: Sequence[int]
+    num_prompt: int
+
+    @property
+    def position(self) -> int:
+        """Output position that is drawn now."""
+        return len(self.token_ids) - self.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A drawn token, with log-probabilities where they were asked for."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int]) -> list[SampledToken]:
+    """One token a row. logits: [num_rows, vocab_size], any float dtype; not changed."""
+    if all(is_plain_greedy(row.params, row.position) for row in rows):
+        return [SampledToken(token_id) for token_id in logits.argmax(dim=-1).tolist()]
+    raw = logits.float()
+    adjusted = raw.clone()
+    for row, values in zip(rows, adjusted, strict=True):
+        adjust_logits(values, row, eos_token_ids)
+    token_ids = adjusted.argmax(dim=-1).tolist()
+    random = [index for index, row in enumerate(rows) if row.params.temperature > 0]
+    if random:
+        drawn = _draw(adjusted[random], [rows[index] for index in random])
+        for index, token_id in zip(random, drawn, strict=True):
+            token_ids[index] = token_id
+    return [
+        SampledToken(token_id, _logprobs(values, token_id, row.params.num_top_logprobs))
+        for token_id, values, row in zip(token_ids, raw, rows, strict=True)
+    ]
+
+
+def is_plain_greedy(params: SamplingParams, position: int) -> bool:
+    """Whether the largest raw logit is the answer, and all of it."""
+    return (
+        params.temperature <= 0
+        and params.num_top_logprobs is None
+        and not params.logit_bias
+        and position >= params.min_tokens
+        and not params.presence_penalty
+        and not params.frequency_penalty
+        and params.repetition_penalty == 1.0
+    )
+
+
+def adjust_logits(values: Tensor, row: SamplingRow, eos_token_ids: frozenset[int]) -> None:
+    """Penalties, bias and bans, in place. values: [vocab_size] float32."""
+    params = row.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(row.token_ids)), device=values.device)
+        picked = values[seen]
+        factor = params.repetition_penalty
+        values[seen] = torch.where(picked > 0, picked / factor, picked * factor)
+    output = row.token_ids[row.num_prompt :]
+    if output and (params.presence_penalty or params.frequency_penalty):
+        ids, counts = torch.unique(torch.tensor(output, device=values.device), return_counts=True)
+        values[ids] -= params.presence_penalty + params.frequency_penalty * counts
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=values.device)
+        values[ids] += torch.tensor(list(params.logit_bias.values()), device=values.device)
+    if row.position < params.min_tokens:
+        banned = [*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids]
+        if banned:
+            values[torch.tensor(banned, device=values.device)] = float("-inf")
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) that draws output position `position` under `seed`; the same on every machine."""
+    bits = np.random.Philox(key=seed % (1 << 64), counter=position)
+    return float(np.random.Generator(bits).random())
+
+
+def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """logits: [num_rows, vocab_size] float32."""
+    temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
+    probabilities = torch.softmax(logits / temperatures.unsqueeze(1), dim=-1)
+    wanted = max(_FIRST_CANDIDATES, *(row.params.top_k for row in rows), 0)
+    top, top_ids = probabilities.topk(min(wanted, logits.shape[1]), dim=-1)
+    return [_draw_one(probabilities[index], top[index], top_ids[index], row) for index, row in enumerate(rows)]
+
+
+def _draw_one(probabilities: Tensor, top: Tensor, top_ids: Tensor, row: SamplingRow) -> int:
+    """probabilities: [vocab_size]; top, top_ids: [num_candidates], the most likely, in order."""
+    params, point = row.params, uniform(row.params.seed, row.position)
+    if not 0 < params.top_k < len(probabilities) and params.top_p >= 1.0 and params.min_p <= 0.0:
+        return _invert(probabilities, point)
+    kept = num_kept(top, params)
+    if kept == len(top) < len(probabilities) and params.top_k != kept:  # the cut lies further down
+        top, top_ids = probabilities.sort(descending=True)
+        kept = num_kept(top, params)
+    return int(top_ids[_invert(top[:kept], point)])
+
+
+def num_kept(top: Tensor, params: SamplingParams) -> int:
+    """How many of the most likely tokens (`top`, probabilities in falling order) survive min-p, top-k and top-p."""
+    kept = len(top) if params.top_k <= 0 else min(params.top_k, len(top))
+    if params.min_p > 0:
+        kept = min(kept, int((top >= params.min_p * top[0]).sum()))
+    if params.top_p < 1:
+        cumulative = top[:kept].double().cumsum(0)
+        mass = cumulative[-1] if params.top_k > 0 or params.min_p > 0 else 1.0
+        kept = min(kept, int((cumulative < params.top_p * mass).sum()) + 1)
+    return max(kept, 1)
+
+
+def _invert(weights: Tensor, point: float) -> int:
+    """Index of the token whose share of the cumulative `weights` holds `point`."""
+    cumulative = weights.double().cumsum(0)
+    index = int(torch.searchsorted(cumulative, point * float(cumulative[-1]), right=True))
+    return min(index, len(weights) - 1)
+
+
+def _logprobs(values: Tensor, token_id: int, num_top: int | None) -> TokenLogprobs | None:
+    """Of the model's own distribution: before penalties and temperature. values: [vocab_size] float32."""
+    if num_top is None:
+        return None
+    logprobs = values.log_softmax(dim=-1)
+    top, ids = logprobs.topk(min(num_top, len(values)))
+    return TokenLogprobs(float(logprobs[token_id]), tuple(zip(ids.tolist(), top.tolist(), strict=True)))

@@ -1,0 +1,206 @@
+"""Which tokens run in the next step. No torch, no clock, no asyncio.
+
+There are no phases: every sequence has tokens and a count of computed ones, and a step runs some uncomputed tokens of
+some sequences (the unified view of Sarathi-Serve and vLLM V1). A prompt's chunk, a decode step, and the recomputation
+after a preemption are the same thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from halfmoon.engine.prefix_cache import PrefixCache
+from halfmoon.engine.sequence import Sequence
+from halfmoon.errors import NoCapacity
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What a step may hold. `chunk_tokens` bounds prefill beside decodes, and so the stall of a running request."""
+
+    max_batch_tokens: int = 2048
+    chunk_tokens: int = 512
+    max_running: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """`num_tokens` tokens of `sequence`, from its `num_computed` on, run in this step."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step ends with this sequence's newest token, so that the next one is drawn."""
+        return self.num_tokens == self.sequence.num_uncomputed
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step's work, decodes first."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    num_decode_seqs: int
+    num_preempted: int
+
+
+class Scheduler:
+    """Owns the queues: waiting, running, reserved, held. Takes blocks from the cache, not their content."""
+
+    def __init__(self, cache: PrefixCache, block_tokens: int, limits: SchedulerLimits) -> None:
+        self._cache = cache
+        self._block_tokens = block_tokens
+        self._limits = limits
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._reserved: dict[str, Sequence] = {}
+        self._held: dict[str, Sequence] = {}
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Sequences without blocks."""
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences with blocks and uncomputed tokens."""
+        return tuple(self._running)
+
+    @property
+    def num_reserved(self) -> int:
+        """Sequences whose K and V are on their way from another worker."""
+        return len(self._reserved)
+
+    @property
+    def num_held(self) -> int:
+        """Prefilled sequences whose K and V somebody may still read."""
+        return len(self._held)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence to be computed here from its first token."""
+        self._waiting.append(sequence)
+
+    def reserve(self, sequence: Sequence) -> None:
+        """Blocks for all its tokens and the next one, now. Raises NoCapacity when there are none."""
+        if len(self._running) + len(self._reserved) >= self._limits.max_running:
+            raise NoCapacity(f"{self._limits.max_running} sequences run or are reserved already")
+        num_blocks = self._blocks_for(len(sequence.token_ids) + 1)
+        sequence.blocks = self._cache.allocate(num_blocks, room=self._room(sequence, num_blocks))
+        sequence.state = "reserved"
+        self._reserved[sequence.request_id] = sequence
+
+    def start(self, sequence: Sequence, first_token_id: int) -> None:
+        """The reserved sequence's K and V are in place: it decodes from the next step on."""
+        del self._reserved[sequence.request_id]
+        sequence.num_computed = len(sequence.token_ids)
+        sequence.token_ids.append(first_token_id)
+        self._run(sequence)
+
+    def hold(self, sequence: Sequence) -> None:
+        """A running sequence stops, and keeps its blocks until `remove`."""
+        self._running.remove(sequence)
+        sequence.state = "held"
+        self._held[sequence.request_id] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forgets a sequence in any state and gives its blocks back."""
+        if sequence.state == "waiting":
+            self._waiting.remove(sequence)
+        elif sequence.state == "running":
+            self._running.remove(sequence)
+        else:
+            queue = self._reserved if sequence.state == "reserved" else self._held
+            del queue[sequence.request_id]
+        self._free(sequence)
+
+    def has_work(self) -> bool:
+        """Whether some sequence has uncomputed tokens (it may still lack blocks)."""
+        return bool(self._waiting or self._running)
+
+    def schedule(self) -> Schedule:
+        """The next step. Decodes come first, then prefill chunks by rank; the blocks they need are theirs."""
+        num_preempted = 0
+        scheduled: list[ScheduledSequence] = []
+        for sequence in _by_rank(self._running):
+            if sequence.num_uncomputed > 1 or sequence.state != "running":
+                continue
+            if len(scheduled) == self._limits.max_batch_tokens:
+                break
+            num_preempted += self._make_room(sequence)
+            if sequence.state == "running":
+                scheduled.append(ScheduledSequence(sequence, 1))
+        num_decode_seqs = len(scheduled)
+        budget = self._limits.max_batch_tokens - num_decode_seqs
+        if num_decode_seqs:
+            budget = min(budget, self._limits.chunk_tokens)
+        scheduled.extend(self._prefills(budget, admit=num_preempted == 0))
+        return Schedule(tuple(scheduled), num_decode_seqs, num_preempted)
+
+    def _prefills(self, budget: int, admit: bool) -> Iterable[ScheduledSequence]:
+        """Chunks within `budget` tokens. The first sequence that cannot be admitted stops the search: none starves."""
+        queue = [sequence for sequence in self._running if sequence.num_uncomputed > 1]
+        for sequence in _by_rank(queue + self._waiting):
+            if budget <= 0:
+                return
+            if sequence.state == "waiting" and not (admit and self._admit(sequence)):
+                return
+            num_tokens = min(sequence.num_uncomputed, budget)
+            budget -= num_tokens
+            yield ScheduledSequence(sequence, num_tokens)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Takes blocks for everything the sequence has to compute, if there are enough."""
+        if len(self._running) + len(self._reserved) >= self._limits.max_running:
+            return False
+        matched = self._cache.match(sequence)
+        num_blocks = self._blocks_for(len(sequence.token_ids))
+        if num_blocks - len(matched) > self._cache.num_available:
+            self._cache.release(matched)
+            return False
+        sequence.blocks = matched + self._cache.allocate(
+            num_blocks - len(matched), near=matched[-1] if matched else None, room=self._room(sequence, num_blocks)
+        )
+        sequence.num_known_blocks = len(matched)
+        sequence.num_computed = sequence.num_cached = len(matched) * self._block_tokens
+        self._waiting.remove(sequence)
+        self._run(sequence)
+        return True
+
+    def _make_room(self, sequence: Sequence) -> int:
+        """Gets the block a decoding sequence's next token needs, preempting the last in rank while none is free."""
+        num_preempted = 0
+        while len(sequence.blocks) < self._blocks_for(len(sequence.token_ids)) and sequence.state == "running":
+            if self._cache.num_available:
+                sequence.blocks += self._cache.allocate(1, near=sequence.blocks[-1])
+                continue
+            self._preempt(max(self._running, key=lambda other: other.rank))
+            num_preempted += 1
+        return num_preempted
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Back to the queue; its tokens stay, its K and V are computed again (recomputation, as in vLLM)."""
+        self._running.remove(victim)
+        self._free(victim)
+        victim.num_computed = 0
+        victim.state = "waiting"
+        self._waiting.append(victim)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.state = "running"
+        self._running.append(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        self._cache.release(sequence.blocks)
+        sequence.blocks = []
+
+    def _room(self, sequence: Sequence, num_blocks: int) -> int:
+        return max(self._blocks_for(sequence.max_tokens_ever) - num_blocks, 0)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_tokens)
+
+
+def _by_rank(sequences: Iterable[Sequence]) -> list[Sequence]:
+    return sorted(sequences, key=lambda sequence: sequence.rank)

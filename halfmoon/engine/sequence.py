@@ -1,0 +1,66 @@
+"""One request's progress through the engine. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams
+
+SequenceState = Literal["waiting", "running", "reserved", "held"]
+
+
+class Sequence:
+    """Owns the token ids of one request and how many of them have their K and V in memory.
+
+    `blocks` are references that the scheduler took from the pool. `held` is a prefill-only sequence that has its token.
+    """
+
+    def __init__(self, request: EngineRequest, order: int) -> None:
+        self.request = request
+        self.rank = (request.priority, request.arrival_s, order)  # smaller goes first; unique
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_computed = 0  # leading tokens whose K and V are in `blocks`
+        self.num_cached = 0  # of those, how many came from the prefix cache
+        self.blocks: list[int] = []
+        self.block_keys: list[bytes] = []  # of the leading full blocks, as far as they were needed
+        self.num_known_blocks = 0  # leading blocks that the prefix cache has seen
+        self.state: SequenceState = "waiting"
+
+    @property
+    def request_id(self) -> str:
+        """The request's name."""
+        return self.request.request_id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How the request's tokens are drawn."""
+        return self.request.sampling
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt, without any output."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens so far, wherever they were computed."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens still to run before the next one can be drawn: 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def max_tokens_ever(self) -> int:
+        """Most tokens whose K and V this sequence can need: the last output is never run."""
+        new = 1 if self.request.prefill_only else self.sampling.max_tokens
+        return self.num_prompt + max(new - 1, self.num_output)
+
+    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Whether the newest output token is the last, and why."""
+        token_id, sampling = self.token_ids[-1], self.sampling
+        is_stop = token_id in sampling.stop_token_ids or (token_id in eos_token_ids and not sampling.ignore_eos)
+        if is_stop and self.num_output > sampling.min_tokens:
+            return "stop"
+        return "length" if self.num_output >= sampling.max_tokens else None

@@ -1,0 +1,178 @@
+"""Text to token ids and back, torch-free: the tokenizers library and the checkpoint's own chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+
+from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.errors import InvalidRequest
+
+_REPLACEMENT = "\ufffd"
+_MOST_HELD_TOKENS = 8  # no character has more bytes; what still is not UTF-8 then never will be
+
+
+class Tokenizer:
+    """Owns the vocabulary and the chat template of one checkpoint. Safe to use from several threads."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        config = _read_json(checkpoint.path / "tokenizer_config.json")
+        self.eos_token_ids = checkpoint.eos_token_ids
+        self._fast = _load(checkpoint.path)
+        self._special_tokens = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in config.items()
+            if name in ("bos_token", "eos_token", "pad_token", "unk_token") and value is not None
+        }
+        source = _chat_template(checkpoint.path, config)
+        self._template = None if source is None else _environment().from_string(source)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids, added tokens included. A model's logits may be wider."""
+        return self._fast.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` can be used."""
+        return self._template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with those the tokenizer puts around a text (a BOS, say)."""
+        return list(self._fast.encode(text).ids)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation. Raises InvalidRequest without a template, or when it refuses."""
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; use the completions endpoint", param="messages")
+        context = {**self._special_tokens, **(template_kwargs or {}), "messages": messages, "tools": tools}
+        try:
+            return self._template.render(**context, add_generation_prompt=add_generation_prompt)
+        except (TemplateError, TypeError) as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of `render_chat`; the template itself writes all special tokens."""
+        text = self.render_chat(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+        )
+        return list(self._fast.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+
+class Detokenizer:
+    """Owns the undecided tail of one stream of token ids: text comes out in whole characters, special tokens never."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []  # tokens whose text is out; the next ones decode differently without them
+        self._held: list[int] = []  # tokens whose text ends inside a character
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now, perhaps none."""
+        self._held.append(token_id)
+        text = self._new_text()
+        if text.endswith(_REPLACEMENT) and len(self._held) < _MOST_HELD_TOKENS:
+            return ""
+        self._settle(text)
+        return text
+
+    def flush(self) -> str:
+        """What was held back; an unfinished character comes out as U+FFFD."""
+        text = self._new_text() if self._held else ""
+        self._settle(text)
+        return text
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._held)[len(before) :]
+
+    def _settle(self, text: str) -> None:
+        if text:  # a token without text (a special one) adds nothing to what the next ones need
+            self._context = self._held
+        self._held = []
+
+
+def _load(path: Path) -> FastTokenizer:
+    if (path / "tokenizer.json").is_file():
+        return FastTokenizer.from_file(str(path / "tokenizer.json"))
+    from transformers import AutoTokenizer  # imports torch; converts the older formats
+
+    try:
+        return AutoTokenizer.from_pretrained(path).backend_tokenizer
+    except (OSError, ValueError, AttributeError) as error:
+        raise InvalidRequest(f"{path} holds no tokenizer that can be read: {error}", param="model") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return loaded
+
+
+def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}` marks an assistant's words for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as chat templates expect it (the conventions of transformers)."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
