@@ -1,0 +1,1 @@
+"""Which configuration to run: for now, what fits in memory."""

@@ -1,0 +1,15 @@
+"""Every metric of the planner: so far what its RPCs did."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from halfmoon.rpc.metrics import RpcMetrics
+
+
+class PlannerMetrics:
+    """Owns the service's registry."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.rpc = RpcMetrics(self.registry)
