@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 import xxhash
-from typing_extensions import Buffer
 
 from halfmoon.errors import DataLoss, Incompatible, InvalidRequest
-from halfmoon.kv.layout import KVLayout, Shard
+from halfmoon.kv.layout import KVBytes, KVLayout, Shard
 
 VERSION = 1
 HEADER_BYTES = 64
@@ -95,7 +94,7 @@ class Frame:
     sequence: int
     range: KVRange = field(default_factory=KVRange)
     codec: Codec = Codec.RAW
-    payload: Buffer = b""
+    payload: KVBytes = b""
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -112,7 +111,7 @@ def encode_frame(frame: Frame) -> bytes:
     return b"".join((head, _DIGEST.pack(_digest(head, payload)), payload))
 
 
-def decode_frame(message: Buffer) -> Frame:
+def decode_frame(message: KVBytes) -> Frame:
     """Parses one message without copying its payload.
 
     Raises Incompatible for another protocol or version, DataLoss for a digest or length that does not match.
@@ -169,7 +168,7 @@ def _token_runs(block_tokens: int, start: int, num_tokens: int, fitting_tokens: 
     yield start, end - start
 
 
-def _digest(head: Buffer, payload: Buffer) -> int:
+def _digest(head: KVBytes, payload: KVBytes) -> int:
     hasher = xxhash.xxh3_64(bytes(head))
     hasher.update(payload)
     return hasher.intdigest()

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from halfmoon.errors import Incompatible
 
 KVDtype = Literal["float32", "float16", "bfloat16"]
+KVBytes = bytes | bytearray | memoryview
 _ITEM_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 _MAX_INDEX = 0xFFFF  # a frame header names layers and heads in 16 bits
 

@@ -14,11 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from typing_extensions import Buffer
-
 from halfmoon.errors import Cancelled, DataLoss, Incompatible, InvalidRequest
 from halfmoon.kv.frame import Codec, Frame, FrameKind, KVRange
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.layout import KVBytes, KVLayout
 
 State = Literal["fresh", "opened", "committed", "closed"]
 
@@ -43,7 +41,7 @@ class Write:
     """Put `payload` (canonical order) at `range`."""
 
     range: KVRange
-    payload: Buffer
+    payload: KVBytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import grpc
-from typing_extensions import Buffer
 
 from halfmoon.errors import Incompatible, Unavailable
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.layout import KVBytes, KVLayout
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.status import error_from
 
@@ -54,7 +53,7 @@ class TransferSender:
         """Keeps the reservation while there is nothing to send."""
         await self._send(FrameKind.RENEW, KVRange(), b"")
 
-    async def data(self, part: KVRange, payload: Buffer) -> None:
+    async def data(self, part: KVRange, payload: KVBytes) -> None:
         """Sends KV bytes; waits while the receiver is behind."""
         await self._send(FrameKind.DATA, part, payload)
 
@@ -67,7 +66,7 @@ class TransferSender:
         """Returns never; raises as soon as the receiver ends the call. For while nothing is being sent."""
         raise await self._failure(await self._call.code())
 
-    async def _send(self, kind: FrameKind, part: KVRange, payload: Buffer) -> None:
+    async def _send(self, kind: FrameKind, part: KVRange, payload: KVBytes) -> None:
         async with self._lock:
             frame = Frame(kind, self._transfer_id, self._fingerprint, self._sequence, part, payload=payload)
             self._sequence += 1

@@ -10,13 +10,15 @@ import sys
 import uuid
 from collections.abc import Callable
 
+import torch
 from prometheus_client import start_http_server
 
 import halfmoon
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint import prepare_checkpoint
-from halfmoon.engine.engine import Engine, EngineConfig
-from halfmoon.errors import HalfmoonError
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.engine import Engine
+from halfmoon.errors import HalfmoonError, InvalidRequest, Unavailable
 from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.rpc.logs import configure_logs
 from halfmoon.rpc.server import advertised_address, run_service, running_server, until_told_to_stop
@@ -61,7 +63,8 @@ async def serve(settings: WorkerSettings) -> None:
     metrics = WorkerMetrics()
     identity = gateway_pb2.WorkerIdentity()
     state = WorkerState(identity, engine.layout, metrics)
-    async with AsyncEngine(engine, state.on_step) as async_engine:
+    death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    async with AsyncEngine(engine, state.on_step, death.set_result) as async_engine:
         prefill = PrefillServicer(async_engine, state, metrics)
         decode = DecodeServicer(async_engine, state, metrics, settings.lease_s)
         services = (
@@ -76,12 +79,16 @@ async def serve(settings: WorkerSettings) -> None:
             if settings.metrics_port is not None:
                 start_http_server(settings.metrics_port, registry=metrics.registry)
             log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
-            await _until_stopped(settings, async_engine, state, stopping)
+            await _until_stopped(settings, async_engine, state, stopping, death)
         await prefill.close()
 
 
 async def _until_stopped(
-    settings: WorkerSettings, engine: AsyncEngine, state: WorkerState, stopping: asyncio.Task[None]
+    settings: WorkerSettings,
+    engine: AsyncEngine,
+    state: WorkerState,
+    stopping: asyncio.Task[None],
+    death: asyncio.Future[BaseException],
 ) -> None:
     registrations = [
         Registration(address.strip(), state.identity, lambda: state.load(engine))
@@ -90,7 +97,7 @@ async def _until_stopped(
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(registration.run()) for registration in registrations]
         tasks.append(group.create_task(_sweep(engine, state)))
-        tasks.append(group.create_task(_watch(engine, state)))
+        tasks.append(group.create_task(_watch(death, state)))
         await stopping
         state.draining = True
         for registration in registrations:
@@ -109,9 +116,9 @@ async def _sweep(engine: AsyncEngine, state: WorkerState) -> None:
             await engine.cancel(request_id)
 
 
-async def _watch(engine: AsyncEngine, state: WorkerState) -> None:
+async def _watch(death: asyncio.Future[BaseException], state: WorkerState) -> None:
     """Raises if the engine's thread dies, so that the process ends and its gateway places elsewhere."""
-    error = await engine.failed()
+    error = Unavailable(f"the engine of this worker died: {await death!r}")
     state.router.forget_all(error)
     raise error
 
@@ -119,7 +126,7 @@ async def _watch(engine: AsyncEngine, state: WorkerState) -> None:
 async def _settle(engine: AsyncEngine, patience_s: float) -> None:
     """Returns when no request is left, or after `patience_s`."""
     for _ in range(math.ceil(patience_s / _SETTLE_POLL_S)):
-        stats = engine.stats()
+        stats = engine.engine.stats()
         if stats.num_running + stats.num_waiting + stats.num_reserved + stats.num_held == 0:
             return
         await asyncio.sleep(_SETTLE_POLL_S)
@@ -128,7 +135,7 @@ async def _settle(engine: AsyncEngine, patience_s: float) -> None:
 def _load_engine(settings: WorkerSettings) -> Engine:
     checkpoint = prepare_checkpoint(settings.model)
     config = EngineConfig(
-        device=settings.device,
+        device=_device(settings.device),
         dtype=settings.dtype,
         weights=settings.weights,
         block_tokens=settings.block_tokens,
@@ -143,6 +150,14 @@ def _load_engine(settings: WorkerSettings) -> Engine:
         return Engine(checkpoint, config, on_progress)
 
 
+def _device(wanted: str) -> str:
+    """`auto` is a GPU if there is one. Raises InvalidRequest if a GPU is asked for and there is none."""
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise InvalidRequest("--device cuda: PyTorch sees no CUDA device here; use --device cpu", param="device")
+    return "cuda" if has_cuda and wanted != "cpu" else "cpu"
+
+
 def _identity(settings: WorkerSettings, engine: Engine, address: str) -> gateway_pb2.WorkerIdentity:
     return gateway_pb2.WorkerIdentity(
         worker_id=f"{settings.role}-{uuid.uuid4().hex[:8]}",
@@ -154,6 +169,6 @@ def _identity(settings: WorkerSettings, engine: Engine, address: str) -> gateway
         context_tokens=engine.context_tokens,
         total_blocks=engine.stats().num_blocks,
         version=halfmoon.__version__,
-        device=engine.device_name,
+        device=engine.config.device,
         pid=os.getpid(),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from halfmoon.engine.engine import EngineStats, StepResult
+from halfmoon.engine.config import EngineStats, StepResult
 from halfmoon.rpc.metrics import RpcMetrics
 
 _STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
 import grpc
 
@@ -159,11 +160,12 @@ class _Prefilling:
 async def _while_renewing(first: asyncio.Future[TokenOutput], transfer: TransferSender) -> TokenOutput:
     """Waits for the first token while the decode worker's reservation is kept; raises when that is lost."""
     broken = asyncio.ensure_future(transfer.until_broken())
+    either: set[asyncio.Future[Any]] = {first, broken}
     try:
         while not first.done():
-            done, _ = await asyncio.wait({first, broken}, timeout=RENEW_S, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(either, timeout=RENEW_S, return_when=asyncio.FIRST_COMPLETED)
             if broken in done:
-                broken.result()
+                await broken
             if not done:
                 await transfer.renew()
         return first.result()

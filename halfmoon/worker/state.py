@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 
 from halfmoon.engine.async_engine import AsyncEngine
-from halfmoon.engine.engine import StepResult
+from halfmoon.engine.config import StepResult
 from halfmoon.errors import Cancelled, Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.layout import KVLayout
 from halfmoon.pb import gateway_pb2, types_pb2
@@ -30,7 +30,7 @@ class WorkerState:
         self._num_prefill_tokens = 0
         self._num_output_tokens = 0
 
-    def check_can_serve(self, generation: types_pb2.Generation, role: types_pb2.Role) -> None:
+    def check_can_serve(self, generation: types_pb2.Generation, role: types_pb2.Role.ValueType) -> None:
         """Raises Unavailable, InvalidRequest, Incompatible or Cancelled unless new work of this kind is welcome."""
         if self.draining:
             raise Unavailable("this worker is draining")
@@ -61,7 +61,7 @@ class WorkerState:
 
     def load(self, engine: AsyncEngine) -> gateway_pb2.WorkerLoad:
         """The next load report."""
-        stats = engine.stats()
+        stats = engine.engine.stats()  # not between steps: a heartbeat must not wait for a long one
         self._num_loads += 1
         self._metrics.observe_stats(stats)
         return gateway_pb2.WorkerLoad(

@@ -52,7 +52,7 @@ def token_message(output: TokenOutput) -> pb.Token:
     """One generated token on its way to the gateway."""
     message = pb.Token(
         request_id=output.request_id,
-        token_id=output.token_id,
+        token_id=max(output.token_id, 0),  # an output that only says "error" has no token
         position=output.position,
         finish_reason=_FINISH[output.finish_reason],
     )

@@ -1,0 +1,37 @@
+"""`python -m halfmoon.rpc.health_probe HOST:PORT`: exits 0 if the service there is SERVING, else 1 and says why."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from halfmoon.errors import HalfmoonError
+from halfmoon.rpc.peer import Peer
+
+_DEADLINE_S = 3.0
+
+
+async def probe(address: str, deadline_s: float = _DEADLINE_S) -> str:
+    """The name of the health status. Raises Unavailable or DeadlineExceeded if nobody answers."""
+    async with Peer(address) as peer:
+        check = health_pb2_grpc.HealthStub(peer.channel).Check
+        response = await peer.call(check, health_pb2.HealthCheckRequest(), deadline_s=deadline_s)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+
+
+def main() -> None:
+    """Reads the address from the command line."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m halfmoon.rpc.health_probe HOST:PORT")
+    try:
+        status = asyncio.run(probe(sys.argv[1]))
+    except HalfmoonError as err:
+        sys.exit(f"{sys.argv[1]}: {err.message}")
+    if status != "SERVING":
+        sys.exit(f"{sys.argv[1]}: {status}")
+
+
+if __name__ == "__main__":
+    main()
