@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import Callable
 
+import grpc
 import torch
 from prometheus_client import start_http_server
 
@@ -67,12 +68,7 @@ async def serve(settings: WorkerSettings) -> None:
     async with AsyncEngine(engine, state.on_step, death.set_result) as async_engine:
         prefill = PrefillServicer(async_engine, state, metrics)
         decode = DecodeServicer(async_engine, state, metrics, settings.lease_s)
-        services = (
-            lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server),
-            lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(decode, server),
-            raw_service(KV_TRANSFER, {PUSH: decode.push}),
-        )
-        async with running_server(settings.listen, services, metrics.rpc) as server:
+        async with running_server(settings.listen, worker_services(prefill, decode), metrics.rpc) as server:
             address = advertised_address(settings.listen, server.port, settings.advertise)
             identity.CopyFrom(_identity(settings, engine, address))
             await server.set_serving()
@@ -81,6 +77,15 @@ async def serve(settings: WorkerSettings) -> None:
             log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
             await _until_stopped(settings, async_engine, state, stopping, death)
         await prefill.close()
+
+
+def worker_services(prefill: PrefillServicer, decode: DecodeServicer) -> tuple[Callable[[grpc.aio.Server], None], ...]:
+    """What a worker's server offers, whatever its role."""
+    return (
+        lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server),
+        lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(decode, server),
+        raw_service(KV_TRANSFER, {PUSH: decode.push}),
+    )
 
 
 async def _until_stopped(

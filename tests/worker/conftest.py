@@ -1,0 +1,103 @@
+"""Two workers with a tiny random model, served over loopback in this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from halfmoon.engine.async_engine import AsyncEngine
+from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.engine import Engine
+from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
+from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.server import running_server
+from halfmoon.worker.decode_servicer import DecodeServicer
+from halfmoon.worker.main import worker_services
+from halfmoon.worker.metrics import WorkerMetrics
+from halfmoon.worker.prefill_servicer import PrefillServicer
+from halfmoon.worker.state import WorkerState
+
+
+class RunningWorker:
+    """A worker as its peers see it, and its inside for the test to look at."""
+
+    def __init__(self, engine: Engine, state: WorkerState, peer: Peer) -> None:
+        self.engine = engine
+        self.state = state
+        self.peer = peer
+        self.prefill = prefill_pb2_grpc.PrefillStub(peer.channel)
+        self.decode = decode_pb2_grpc.DecodeStub(peer.channel)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that requests hold."""
+        stats = self.engine.stats()
+        return stats.num_blocks - stats.num_free_blocks
+
+
+StartWorker = Callable[..., "AsyncIterator[RunningWorker]"]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A Llama with 2 layers and random weights."""
+    path = tmp_path_factory.mktemp("tiny")
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=2,
+    )
+    torch.manual_seed(1)
+    LlamaForCausalLM(config).save_pretrained(path)
+    return prepare_checkpoint(str(path))
+
+
+@pytest.fixture
+async def start_worker(tiny: Checkpoint) -> AsyncIterator[Callable[..., object]]:
+    """`await start_worker(role, num_blocks=…, lease_s=…)` gives a running worker; all stop with the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start(role: str, num_blocks: int = 32, lease_s: float = 10.0, **config: int) -> RunningWorker:
+            return await stack.enter_async_context(_worker(tiny, role, num_blocks, lease_s, config))
+
+        yield start
+
+
+_numbers = itertools.count()
+
+
+@asynccontextmanager
+async def _worker(
+    checkpoint: Checkpoint, role: str, num_blocks: int, lease_s: float, config: dict[str, int]
+) -> AsyncIterator[RunningWorker]:
+    engine = Engine(checkpoint, EngineConfig(dtype="float32", block_tokens=8, num_blocks=num_blocks, **config))
+    metrics = WorkerMetrics()
+    identity = gateway_pb2.WorkerIdentity(
+        worker_id=f"{role}-{next(_numbers)}",
+        role=types_pb2.Role.Value(role.upper()),
+        model="tiny",
+        model_fingerprint=checkpoint.fingerprint,
+    )
+    state = WorkerState(identity, engine.layout, metrics)
+    async with AsyncEngine(engine, state.on_step) as async_engine:
+        prefill = PrefillServicer(async_engine, state, metrics)
+        decode = DecodeServicer(async_engine, state, metrics, lease_s)
+        services = worker_services(prefill, decode)
+        async with (
+            running_server("127.0.0.1:0", services, metrics.rpc, grace_s=0) as server,
+            Peer(f"127.0.0.1:{server.port}") as peer,
+        ):
+            yield RunningWorker(engine, state, peer)
+        await prefill.close()
+    engine.check_integrity()
