@@ -1,0 +1,175 @@
+"""Imports point one way, and what must run without torch does. The arrows are those of docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SERVICES = ("gateway", "prefill", "decode", "kvstore", "planner")
+COMMAND_LINE = ("cli", "up", "supervisor")  # one room, `halfmoon.cli`, in several files
+ROOMS = ("errors", "pb", "kv", "engine", "policy", "sim", "rpc", "ledger", "worker")
+
+# A room may import itself, `halfmoon` (the version) and the rooms named here.
+ALLOWED: dict[str, frozenset[str]] = {
+    "halfmoon": frozenset(),
+    "halfmoon.errors": frozenset(),
+    "halfmoon.pb": frozenset(),
+    "halfmoon.kv": frozenset({"halfmoon.errors"}),
+    "halfmoon.policy": frozenset({"halfmoon.errors"}),
+    "halfmoon.ledger": frozenset({"halfmoon.errors"}),
+    "halfmoon.engine": frozenset({"halfmoon.errors", "halfmoon.kv"}),
+    "halfmoon.rpc": frozenset({"halfmoon.errors", "halfmoon.kv"}),
+    "halfmoon.sim": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
+    "halfmoon.worker": frozenset(f"halfmoon.{room}" for room in ("engine", "kv", "rpc", "pb", "policy", "errors")),
+    "halfmoon.cli": frozenset(f"halfmoon.{room}" for room in ROOMS),
+    **{f"services.{name}": frozenset(f"halfmoon.{room}" for room in ROOMS) for name in SERVICES},
+    "services": frozenset(),
+    "console": frozenset({"halfmoon.rpc"}),
+}
+TORCH_FREE_PACKAGES = (
+    *(f"halfmoon/{room}" for room in ("kv", "policy", "sim", "rpc", "ledger", "pb")),
+    *(f"services/{name}" for name in ("gateway", "kvstore", "planner")),
+)
+TORCH_FREE_FILES = (
+    "halfmoon/errors.py",
+    *(
+        f"halfmoon/engine/{name}.py"
+        for name in ("request", "block_pool", "prefix_cache", "sequence", "scheduler", "checkpoint", "model_config")
+    ),
+)
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        sys.exit(f"{name} imports torch")
+"""
+
+
+def room_of(module: str) -> str | None:
+    """The longest room that `module` is in; None for what is not ours."""
+    parts = module.split(".")
+    if parts[0] not in ("halfmoon", "services", "console"):
+        return None
+    if parts[0] == "console" or len(parts) == 1:
+        return parts[0]
+    return "halfmoon.cli" if parts[1] in COMMAND_LINE else ".".join(parts[:2])
+
+
+def imported_modules(module: str, source: str, is_package: bool = False) -> Iterator[str]:
+    """Every module that `source` names in an import statement, wherever it stands."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            origin = ".".join(part for part in (base, node.module or "") if part)
+            # `from halfmoon import kv` names a room, `from halfmoon import __version__` does not
+            yield from (
+                f"{origin}.{alias.name}" if origin in ("halfmoon", "services") else origin for alias in node.names
+            )
+
+
+def violations(module: str, source: str, is_package: bool = False) -> list[str]:
+    """What `module` imports against the arrows."""
+    room = room_of(module)
+    assert room is not None
+    found = []
+    for imported in imported_modules(module, source, is_package):
+        target = room_of(imported)
+        if target is None or target == room or imported in ("halfmoon", "halfmoon.__version__"):
+            continue
+        if target not in ALLOWED.get(room, frozenset()):
+            found.append(f"{module} imports {imported}")
+    return found
+
+
+def module_name(file: Path) -> str:
+    """Dotted name of a file of this repository."""
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def our_files() -> list[Path]:
+    return sorted(file for top in ("halfmoon", "services", "console") for file in (ROOT / top).rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", our_files(), ids=module_name)
+def test_imports_follow_the_arrows(file: Path) -> None:
+    name = module_name(file)
+    assert room_of(name) in ALLOWED, f"{name} is in a room without a rule: add one to ALLOWED and to the architecture"
+    assert violations(name, file.read_text(), file.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "is_violation"),
+    [
+        ("halfmoon.kv.frame", "import halfmoon.rpc.peer", True),
+        ("halfmoon.kv.frame", "from halfmoon.engine.request import X", True),
+        ("halfmoon.kv.frame", "from halfmoon import engine", True),
+        ("halfmoon.kv.frame", "from ..engine import request", True),
+        ("halfmoon.kv.frame", "from . import keys", False),
+        ("halfmoon.kv.frame", "from halfmoon import __version__, errors", False),
+        ("halfmoon.kv.frame", "def f():\n    from services.gateway import x", True),
+        ("halfmoon.kv.frame", "import numpy, halfmoonlight", False),
+        ("halfmoon.pb.types_pb2", "from halfmoon import errors", True),
+        ("halfmoon.policy.placement", "from halfmoon.kv.keys import KEY_BYTES", True),
+        ("halfmoon.sim.cluster", "from halfmoon.policy.placement import place", False),
+        ("halfmoon.sim.cluster", "from halfmoon.engine.request import X", True),
+        ("halfmoon.engine.engine", "from halfmoon.rpc.peer import Peer", True),
+        ("halfmoon.worker.main", "from halfmoon.engine.engine import Engine", False),
+        ("halfmoon.worker.main", "from halfmoon.ledger import models", True),
+        ("halfmoon.rpc.peer", "from halfmoon.worker import main", True),
+        ("services.gateway.app", "from services.kvstore.store import BlockStore", True),
+        ("services.gateway.app", "from services import kvstore", True),
+        ("services.gateway.app", "from .relay import Relay", False),
+        ("services.gateway.app", "from ..kvstore import store", True),
+        ("services.gateway.app", "from halfmoon.cli import app", True),
+        ("services.prefill.__main__", "from halfmoon.worker.main import run", False),
+        ("console.app", "from halfmoon.rpc.context import request_id", False),
+        ("console.app", "from halfmoon.errors import NotFound", True),
+        ("halfmoon.cli", "from halfmoon.sim import clock", False),
+        ("halfmoon.cli", "from halfmoon.up import Up", False),
+        ("halfmoon.cli", "import services.gateway", True),
+        ("halfmoon.rpc.peer", "from halfmoon.supervisor import X", True),
+    ],
+)
+def test_the_checker_can_fail(module: str, source: str, is_violation: bool) -> None:
+    assert bool(violations(module, source)) == is_violation
+
+
+def _import_all(modules: list[str], *paths: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT)))}
+    command = [sys.executable, "-c", IMPORT_ALL, *modules]
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+
+
+def test_what_needs_no_torch_imports_none() -> None:
+    files = [file for package in TORCH_FREE_PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    files += [ROOT / name for name in TORCH_FREE_FILES if (ROOT / name).exists()]
+    done = _import_all([module_name(file) for file in files])
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_torch_check_can_fail(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("")
+    (tmp_path / "innocent.py").write_text("import json\n")
+    (tmp_path / "offender.py").write_text("def f() -> None: ...\nimport torch\n")
+    assert _import_all(["innocent"], tmp_path).returncode == 0
+    done = _import_all(["innocent", "offender"], tmp_path)
+    assert (done.returncode, done.stderr.strip()) == (1, "offender imports torch")
+
+
+@pytest.mark.skipif(find_spec("grpc_tools") is None, reason="grpcio-tools is not installed")
+def test_generated_code_is_current() -> None:
+    env = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run([ROOT / "scripts/proto", "--check"], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
