@@ -1,0 +1,1 @@
+"""Streamlit pages over the gateway's control API; holds no state."""
