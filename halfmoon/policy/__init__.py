@@ -1,0 +1,1 @@
+"""Decisions: pure functions of a cluster view. The gateway runs them live, the simulator on a fake clock."""

@@ -1,0 +1,63 @@
+"""`python -m services.gateway`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+
+from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.engine.tokenizer import Detokenizer, Tokenizer
+from halfmoon.errors import HalfmoonError
+from halfmoon.rpc.logs import configure_logs
+from halfmoon.rpc.server import run_service, until_told_to_stop
+from services.gateway.intake import ServedModel
+from services.gateway.service import running_gateway
+from services.gateway.settings import GatewaySettings, read_settings
+
+log = logging.getLogger(__name__)
+
+
+def load_model(settings: GatewaySettings) -> ServedModel:
+    """The model as the gateway needs it. Raises InvalidRequest or UnknownModel."""
+    checkpoint = prepare_checkpoint(settings.model, on_progress=lambda step: log.info("model", extra={"step": step}))
+    tokenizer = Tokenizer(checkpoint)
+    return ServedModel(
+        name=settings.model_name or checkpoint.name,
+        checkpoint_name=checkpoint.name,
+        fingerprint=checkpoint.fingerprint,
+        vocab_size=checkpoint.model_config.vocab_size,
+        context_tokens=checkpoint.context_tokens,
+        tokenizer=tokenizer,
+        new_detokenizer=lambda: Detokenizer(tokenizer),
+        created=int(time.time()),
+    )
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Serves until told to stop."""
+    stop = asyncio.ensure_future(until_told_to_stop())
+    model = await asyncio.to_thread(load_model, settings)
+    async with running_gateway(settings, model) as gateway:
+        log.info("service.ready", extra={"address": gateway.address, "http": gateway.http})
+        await stop
+        log.info("service.stopping")
+
+
+def main() -> int:
+    """The process's exit status."""
+    configure_logs("gateway")
+    try:
+        settings = read_settings(sys.argv[1:])
+        configure_logs("gateway", settings.log_level)
+        log.info("service.settings", extra=settings.as_logged())
+        run_service(lambda: serve(settings))
+    except HalfmoonError as error:
+        log.error("service.failed", extra={"reason": error.message})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

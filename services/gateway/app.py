@@ -1,0 +1,55 @@
+"""The HTTP front door: routes, request ids, and every error in the OpenAI API's shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from halfmoon.errors import HalfmoonError
+from halfmoon.rpc.context import request_scope
+from services.gateway.control import ControlEndpoints
+from services.gateway.endpoints import GenerationEndpoints
+from services.gateway.errors_http import error_response, http_error_response
+from services.gateway.replies import ClientGone
+from services.gateway.request_ids import HEADER, assign_request_id, request_id_of
+
+log = logging.getLogger(__name__)
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_app(generation: GenerationEndpoints, control: ControlEndpoints, max_body_bytes: int) -> web.Application:
+    """Every route of the gateway."""
+    app = web.Application(middlewares=[_outermost], client_max_size=max_body_bytes)
+    app.on_response_prepare.append(_name_request)
+    app.router.add_post("/v1/chat/completions", generation.chat)
+    app.router.add_post("/v1/completions", generation.completions)
+    app.router.add_get("/v1/models", control.models)
+    app.router.add_get("/v1/models/{model_id:.+}", control.model)
+    app.router.add_get("/health", control.health)
+    app.router.add_get("/metrics", control.metrics)
+    app.router.add_get("/halfmoon/v1/cluster", control.cluster)
+    app.router.add_get("/halfmoon/v1/requests", control.requests)
+    return app
+
+
+@web.middleware
+async def _outermost(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    with request_scope(assign_request_id(request)):
+        try:
+            return await handler(request)
+        except HalfmoonError as error:
+            return error_response(error)
+        except web.HTTPException as error:
+            return http_error_response(error)
+        except ClientGone:
+            return web.Response(status=499)  # nobody is there to read it
+        except Exception:
+            log.exception("http.failed", extra={"path": request.path})
+            return error_response(HalfmoonError("internal error: see the gateway's log"))
+
+
+async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers[HEADER] = request_id_of(request)

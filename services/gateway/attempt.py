@@ -1,0 +1,178 @@
+"""One attempt at a request on one placement, from the Prefill call to the last token or the first failure."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from halfmoon.errors import HalfmoonError, Unavailable
+from halfmoon.pb.prefill_pb2 import HandedOver, PrefillRequest
+from halfmoon.pb.types_pb2 import CANCELLED, ERROR, NOT_FINISHED, Generation, SamplingParams, Token
+from halfmoon.policy.placement import Placement
+from halfmoon.rpc.peer import LONG_LIVED_S
+from services.gateway.cluster import Cluster, Worker
+from services.gateway.progress import Progress
+from services.gateway.token_order import TokenOrder
+from services.gateway.token_streams import (
+    Event,
+    FirstTokenArrived,
+    PrefillEnded,
+    Route,
+    Stopping,
+    TokenArrived,
+    WorkerLost,
+)
+
+log = logging.getLogger(__name__)
+
+_PREFILL_LINGER_S = 5.0  # the last token may overtake the end of its Prefill call
+
+
+@dataclass(frozen=True, slots=True)
+class RelayRequest:
+    """What the workers are asked for; the same on every attempt."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+class TokenSink(Protocol):
+    """Where the tokens of a request go."""
+
+    async def push(self, tokens: Sequence[Token]) -> bool:
+        """Takes tokens in order; True when no more are wanted."""
+        ...
+
+
+class Attempt:
+    """Owns one attempt: its Prefill call, its place in the token router, and that both workers hear of its end."""
+
+    def __init__(self, cluster: Cluster, request: RelayRequest, progress: Progress, placement: Placement) -> None:
+        self._cluster = cluster
+        self._progress = progress
+        self._prefill = cluster.worker(placement.prefill.worker_id)
+        self._decode = cluster.worker(placement.decode.worker_id)
+        self._wire_id = f"{request.request_id}.{secrets.token_hex(4)}"  # attempts never meet on a worker
+        self._message = PrefillRequest(
+            generation=Generation(
+                request_id=self._wire_id,
+                model_fingerprint=cluster.membership.model_fingerprint,
+                prompt_token_ids=request.prompt_token_ids,
+                output_token_ids=progress.output_token_ids,
+                sampling=request.sampling,
+                gateway_id=cluster.gateway_id,
+            ),
+            decode_address=placement.decode_address,
+        )
+        self._order = TokenOrder(len(progress.output_token_ids))
+        self._handed_over = False
+        progress.prefill_worker = placement.prefill.worker_id
+        progress.decode_worker = placement.decode.worker_id
+
+    async def run(self, sink: TokenSink) -> None:
+        """Returns after the last token, or when the sink has enough. Raises the error that ended the attempt.
+
+        NoCapacity and Unavailable: another attempt may succeed, with the tokens that `progress` has by then.
+        """
+        membership = self._cluster.membership
+        prefill, decode = self._prefill.member, self._decode.member
+        generation = self._message.generation
+        num_prompt = len(generation.prompt_token_ids) + len(generation.output_token_ids)
+        with self._cluster.router.route(self._wire_id, prefill.worker_id, decode.worker_id) as route:
+            membership.note_placed(self._wire_id, prefill, decode, num_prompt)
+            call = self._cluster.spawn(_call_prefill(self._prefill, self._message, route, self._cluster))
+            complete = False
+            try:
+                complete = await self._consume(route, sink)
+            finally:
+                membership.note_ended(self._wire_id, prefill, decode)
+                self._end(call, complete)
+
+    def _end(self, call: asyncio.Task[None], complete: bool) -> None:
+        """A complete request has left both workers by itself; any other one is taken from them."""
+        if complete:
+            asyncio.get_running_loop().call_later(_PREFILL_LINGER_S, call.cancel)
+        else:
+            call.cancel()
+            self._cluster.cancel_request(self._decode, self._wire_id)
+
+    async def _consume(self, route: Route, sink: TokenSink) -> bool:
+        """True when the workers ended the request, False when the sink did."""
+        while True:
+            tokens, failure = self._take(await route.ready())
+            if tokens:
+                wants_no_more = await sink.push(tokens)
+                if tokens[-1].finish_reason != NOT_FINISHED:
+                    return True
+                if wants_no_more:
+                    return False
+            if failure is not None:
+                raise failure
+
+    def _take(self, events: Sequence[Event]) -> tuple[list[Token], HalfmoonError | None]:
+        """The tokens due after `events`, up to the last token or a failure."""
+        due: list[Token] = []
+        for event in events:
+            try:
+                due += self._handle(event)
+            except HalfmoonError as error:
+                return due, error
+            if due and due[-1].finish_reason != NOT_FINISHED:
+                break
+        return due, None
+
+    def _handle(self, event: Event) -> list[Token]:
+        match event:
+            case TokenArrived(token, at_s):
+                self._handed_over = True
+                return self._accept(token, at_s)
+            case FirstTokenArrived(first, at_s):
+                self._cluster.membership.note_prefilled(self._wire_id, self._prefill.member)
+                self._progress.note_prefill(first)
+                return self._accept(first.token, at_s)
+            case HandedOver():
+                self._handed_over = True
+            case PrefillEnded(None) if self._order.has_begun:
+                self._handed_over = True
+            case PrefillEnded(None):
+                raise HalfmoonError("the prefill worker ended its call without a token")
+            case PrefillEnded(error) if error is not None and not self._handed_over:
+                raise error
+            case WorkerLost(worker_id, error):
+                if worker_id == self._decode.member.worker_id or not self._handed_over:
+                    raise Unavailable(error.message)
+            case Stopping(error):
+                raise error
+        return []
+
+    def _accept(self, token: Token, at_s: float) -> list[Token]:
+        if token.finish_reason == CANCELLED:
+            raise Unavailable("a worker gave the request up")
+        if token.finish_reason == ERROR:
+            raise HalfmoonError("a worker failed while computing the request")
+        due = self._order.push(token)
+        self._progress.note_tokens([one.token_id for one in due], at_s)
+        return due
+
+
+async def _call_prefill(worker: Worker, message: PrefillRequest, route: Route, cluster: Cluster) -> None:
+    """Puts the Prefill call's events, its end included, on the route."""
+    error: HalfmoonError | None = None
+    try:
+        async with worker.peer.stream(worker.prefill.Prefill, message, deadline_s=LONG_LIVED_S) as events:
+            async for event in events:
+                if event.HasField("first_token"):
+                    route.put(FirstTokenArrived(event.first_token, cluster.clock()))
+                elif event.HasField("handed_over"):
+                    route.put(event.handed_over)
+    except HalfmoonError as failure:
+        error = failure
+    except Exception as failure:  # a task beside the requests must not take the gateway down
+        log.error("prefill.failed", exc_info=failure)
+        error = HalfmoonError("internal error: see the gateway's log")
+    route.put(PrefillEnded(error))

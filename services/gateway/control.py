@@ -1,0 +1,109 @@
+"""What the gateway tells about itself: models, health, metrics, and the console's control API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.ledger.ledger import Ledger
+from halfmoon.ledger.models import RequestRow
+from services.gateway.cluster import Cluster
+from services.gateway.door import Door
+from services.gateway.intake import ServedModel, check_model
+from services.gateway.membership import Member
+from services.gateway.metrics import GatewayMetrics
+
+_MAX_ROWS = 1_000
+
+
+class ControlEndpoints:
+    """Serves everything that generates nothing. Owns nothing."""
+
+    def __init__(
+        self, model: ServedModel, cluster: Cluster, ledger: Ledger, metrics: GatewayMetrics, door: Door
+    ) -> None:
+        self._model = model
+        self._cluster = cluster
+        self._ledger = ledger
+        self._metrics = metrics
+        self._door = door
+        self._started_s = cluster.clock()
+
+    async def models(self, request: web.Request) -> web.Response:
+        """GET /v1/models."""
+        return web.json_response({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """GET /v1/models/{id}. Raises UnknownModel."""
+        check_model(request.match_info["model_id"], self._model)
+        return web.json_response(self._model_card())
+
+    async def health(self, request: web.Request) -> web.Response:
+        """GET /health: 200 only when a request could be placed now."""
+        missing = list(self._cluster.membership.view().missing)
+        if self._door.is_closed:
+            return web.json_response({"status": "stopping", "missing": missing}, status=503)
+        status = "unavailable" if missing else "ok"
+        return web.json_response({"status": status, "missing": missing}, status=503 if missing else 200)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """GET /metrics."""
+        text = generate_latest(self._metrics.registry)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def cluster(self, request: web.Request) -> web.Response:
+        """GET /halfmoon/v1/cluster."""
+        now_s = self._cluster.clock()
+        membership = self._cluster.membership
+        return web.json_response(
+            {
+                "gateway_id": self._cluster.gateway_id,
+                "model": self._model.checkpoint_name,
+                "model_fingerprint": self._model.fingerprint,
+                "served_model": self._model.name,
+                "context_tokens": membership.context_tokens(self._model.context_tokens),
+                "uptime_s": now_s - self._started_s,
+                "missing": list(membership.view().missing),
+                "workers": [_worker(member, now_s) for member in membership.members()],
+            }
+        )
+
+    async def requests(self, request: web.Request) -> web.Response:
+        """GET /halfmoon/v1/requests?limit=50: newest first. Raises InvalidRequest or Unavailable."""
+        given = request.query.get("limit", "50")
+        if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= _MAX_ROWS):
+            raise InvalidRequest(f"limit must be 1..{_MAX_ROWS}", param="limit")
+        rows = await self._ledger.recent(int(given))
+        return web.json_response({"requests": [_row(row) for row in rows]})
+
+    def _model_card(self) -> dict[str, Any]:
+        model = self._model
+        context_tokens = self._cluster.membership.context_tokens(model.context_tokens)
+        card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "halfmoon"}
+        return {**card, "max_model_len": context_tokens}
+
+
+def _worker(member: Member, now_s: float) -> dict[str, Any]:
+    identity, load = member.identity, member.load
+    return {
+        "worker_id": identity.worker_id,
+        "role": member.role,
+        "address": identity.address,
+        "device": identity.device,
+        "model": identity.model,
+        "pid": identity.pid,
+        "version": identity.version,
+        "age_s": now_s - member.joined_s,
+        "heard_s_ago": now_s - member.heard_s,
+        "listening": member.listening,
+        "context_tokens": identity.context_tokens,
+        "total_blocks": identity.total_blocks,
+        "load": {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields},
+    }
+
+
+def _row(row: RequestRow) -> dict[str, Any]:
+    return {**row.as_dict(), "created_at": row.created_at.isoformat()}

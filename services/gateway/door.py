@@ -1,0 +1,50 @@
+"""Whether requests come in, and which are inside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from halfmoon.errors import Unavailable
+
+
+class Door:
+    """Owns whether the gateway accepts requests and how many are running."""
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._num_inside = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether new requests are refused."""
+        return self._closed
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """One running request. Raises Unavailable when the door is closed."""
+        if self._closed:
+            raise Unavailable("the gateway is shutting down", retry_after_ms=1_000)
+        self._num_inside += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._empty.set()
+
+    def close(self) -> None:
+        """Refuses new requests from now on."""
+        self._closed = True
+
+    async def until_empty(self, timeout_s: float) -> bool:
+        """Waits for the running requests to end; False when some are still there after `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True

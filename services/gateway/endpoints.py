@@ -1,0 +1,185 @@
+"""The two generation endpoints: one HTTP request from its body to its last byte, and its row in the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from aiohttp import web
+
+from halfmoon.errors import HalfmoonError, InvalidRequest, NoCapacity, NotFound, Unavailable
+from halfmoon.ledger.ledger import Ledger
+from halfmoon.ledger.models import RequestRow, RequestStatus
+from services.gateway.attempt import RelayRequest
+from services.gateway.door import Door
+from services.gateway.errors_http import error_response, kind_of
+from services.gateway.intake import Intake, ServedModel, take_in_chat, take_in_completion
+from services.gateway.membership import Membership
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.progress import Progress
+from services.gateway.relay import Relay
+from services.gateway.replies import ClientGone, StreamReply, WholeReply
+from services.gateway.request_body import parse_body
+from services.gateway.request_ids import request_id_of
+from services.gateway.responses import ChatShape, CompletionShape, Shape
+from services.gateway.schemas import ChatBody, CompletionBody
+from services.gateway.text_stream import TextStream
+
+log = logging.getLogger(__name__)
+
+_CLIENT_CLOSED = 499  # nobody reads it but the ledger
+_REJECTIONS = (InvalidRequest, NotFound, NoCapacity, Unavailable)
+
+
+@dataclass(slots=True)
+class _Call:
+    """One HTTP request on its way through; owned by the handler."""
+
+    endpoint: str
+    request_id: str
+    created_at: datetime
+    progress: Progress
+    text_stream: TextStream | None = None
+    has_begun: bool = False  # tokens reached the client
+
+
+class GenerationEndpoints:
+    """Serves chat completions and completions. Owns nothing; writes down every request once."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        membership: Membership,
+        relay: Relay,
+        ledger: Ledger,
+        metrics: GatewayMetrics,
+        door: Door,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model = model
+        self._membership = membership
+        self._relay = relay
+        self._ledger = ledger
+        self._metrics = metrics
+        self._door = door
+        self._clock = clock
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        return await self._recorded(request, "chat.completions")
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        return await self._recorded(request, "completions")
+
+    async def _recorded(self, request: web.Request, endpoint: str) -> web.StreamResponse:
+        """Runs one request; whatever comes of it is counted and written down."""
+        call = _Call(endpoint, request_id_of(request), datetime.now(UTC), Progress(self._clock()))
+        try:
+            with self._door.inside(), self._metrics.in_flight.track_inprogress():
+                response = await self._serve(request, call)
+        except HalfmoonError as error:
+            rejected = isinstance(error, _REJECTIONS) and not call.has_begun
+            self._write_down(call, "rejected" if rejected else "error", kind_of(error).status, error.message)
+            return error_response(error)
+        except (asyncio.CancelledError, ClientGone):
+            self._write_down(call, "cancelled", _CLIENT_CLOSED, "the client went away")
+            raise
+        except web.HTTPException as error:  # the body is too large
+            self._write_down(call, "rejected", error.status, error.reason)
+            raise
+        except Exception:
+            self._write_down(call, "error", 500, "internal error")
+            raise
+        return response
+
+    async def _serve(self, request: web.Request, call: _Call) -> web.StreamResponse:
+        raw = await request.read()
+        context_tokens = self._membership.context_tokens(self._model.context_tokens)
+        head = (call.request_id, self._model.name, int(call.created_at.timestamp()), self._model.tokenizer)
+        shape: Shape
+        body: ChatBody | CompletionBody
+        if call.endpoint == "chat.completions":
+            body, shape = parse_body(ChatBody, raw), ChatShape(*head)
+            intake = await take_in_chat(body, self._model, context_tokens)
+        else:
+            body, shape = parse_body(CompletionBody, raw), CompletionShape(*head)
+            intake = await take_in_completion(body, self._model, context_tokens)
+        call.progress.prompt_tokens = len(intake.prompt_token_ids)
+        call.text_stream = text_stream = TextStream(self._model.new_detokenizer(), intake.stops)
+        with_logprobs = intake.sampling.HasField("num_top_logprobs")
+        if body.stream:
+            with_usage = bool(body.stream_options and body.stream_options.include_usage)
+            reply = StreamReply(request, shape, text_stream, with_logprobs, with_usage)
+            return await self._stream(intake, call, reply)
+        return await self._whole(intake, call, WholeReply(shape, text_stream, with_logprobs))
+
+    async def _whole(self, intake: Intake, call: _Call, reply: WholeReply) -> web.StreamResponse:
+        await self._relay.run(_relay_request(intake, call), call.progress, reply)
+        response = await reply.finish(call.progress)
+        self._write_down(call, "ok", 200, None)
+        return response
+
+    async def _stream(self, intake: Intake, call: _Call, reply: StreamReply) -> web.StreamResponse:
+        try:
+            await self._relay.run(_relay_request(intake, call), call.progress, reply)
+        except HalfmoonError as error:
+            call.has_begun = reply.has_begun
+            if not reply.has_begun:
+                raise
+            response = await reply.fail(error)
+            self._write_down(call, "error", kind_of(error).status, error.message)
+            return response
+        response = await reply.finish(call.progress)
+        self._write_down(call, "ok", 200, None)
+        return response
+
+    def _write_down(self, call: _Call, status: RequestStatus, http_status: int, error: str | None) -> None:
+        """One ledger row, the metrics, one line in the log."""
+        progress, text = call.progress, call.text_stream
+        row = RequestRow(
+            request_id=call.request_id,
+            created_at=call.created_at,
+            model=self._model.name,
+            endpoint=call.endpoint,
+            status=status,
+            http_status=http_status,
+            error=error,
+            prompt_tokens=progress.prompt_tokens,
+            cached_tokens=progress.cached_tokens,
+            output_tokens=text.num_tokens if text else 0,
+            finish_reason=text.finish_reason if text else None,
+            prefill_worker=progress.prefill_worker,
+            decode_worker=progress.decode_worker,
+            queue_s=progress.queue_s,
+            ttft_s=progress.ttft_s,
+            mean_tbt_s=progress.mean_tbt_s,
+            max_tbt_s=progress.max_tbt_s,
+            e2e_s=self._clock() - progress.arrived_s,
+            num_retries=progress.num_retries,
+        )
+        self._ledger.record(row)
+        self._count(row, progress)
+        log.info("request.ended", extra={**row.as_dict(), "created_at": call.created_at.isoformat()})
+
+    def _count(self, row: RequestRow, progress: Progress) -> None:
+        metrics = self._metrics
+        metrics.requests.labels(row.endpoint, row.status, str(row.http_status)).inc()
+        metrics.retries.inc(row.num_retries)
+        metrics.output_tokens.inc(row.output_tokens)
+        if row.ttft_s is not None:
+            metrics.prompt_tokens.inc(row.prompt_tokens)
+            metrics.cached_tokens.inc(row.cached_tokens)
+            metrics.ttft_seconds.observe(row.ttft_s)
+        for gap_s in progress.gaps_s:
+            metrics.tbt_seconds.observe(gap_s)
+        if row.status == "ok":
+            metrics.e2e_seconds.observe(row.e2e_s)
+
+
+def _relay_request(intake: Intake, call: _Call) -> RelayRequest:
+    return RelayRequest(call.request_id, intake.prompt_token_ids, intake.sampling)

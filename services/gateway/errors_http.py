@@ -1,0 +1,71 @@
+"""The error tree as the OpenAI API speaks it: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from halfmoon.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HalfmoonError,
+    InvalidRequest,
+    NoCapacity,
+    NotFound,
+    Unavailable,
+    UnknownModel,
+)
+from services.gateway.intake import ContextLengthExceeded
+
+
+class HttpKind(NamedTuple):
+    """How one class of errors looks."""
+
+    status: int
+    type: str
+    code: str | None
+
+
+_KINDS: dict[type[HalfmoonError], HttpKind] = {
+    ContextLengthExceeded: HttpKind(400, "invalid_request_error", "context_length_exceeded"),
+    InvalidRequest: HttpKind(400, "invalid_request_error", None),
+    UnknownModel: HttpKind(404, "invalid_request_error", "model_not_found"),
+    NotFound: HttpKind(404, "invalid_request_error", "not_found"),
+    NoCapacity: HttpKind(429, "rate_limit_error", "no_capacity"),
+    Unavailable: HttpKind(503, "service_unavailable_error", "unavailable"),
+    Cancelled: HttpKind(503, "service_unavailable_error", "cancelled"),
+    DeadlineExceeded: HttpKind(504, "timeout_error", "deadline_exceeded"),
+    HalfmoonError: HttpKind(500, "server_error", "internal_error"),
+}
+
+
+def kind_of(error: HalfmoonError) -> HttpKind:
+    """Status, type and code of an error: those of the nearest class of its ancestry."""
+    return next(_KINDS[cls] for cls in type(error).__mro__ if cls in _KINDS)
+
+
+def error_body(error: HalfmoonError) -> dict[str, Any]:
+    """The JSON of an error, for a response or for an event of a stream."""
+    kind = kind_of(error)
+    return {"error": {"message": error.message, "type": kind.type, "param": error.param, "code": kind.code}}
+
+
+def error_response(error: HalfmoonError) -> web.Response:
+    """The response for an error; Retry-After in whole seconds where the error says when to come back."""
+    headers = {}
+    if error.retry_after_ms is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
+    return web.json_response(error_body(error), status=kind_of(error).status, headers=headers)
+
+
+def http_error_response(error: web.HTTPException) -> web.Response:
+    """aiohttp's own errors (no such path, wrong method, body too large) in the same shape."""
+    messages = {404: "there is nothing at this address", 405: "this address does not take this method"}
+    message = messages.get(error.status, error.reason)
+    code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(error.status)
+    type_name = "invalid_request_error" if error.status < 500 else "server_error"
+    body = {"error": {"message": message, "type": type_name, "param": None, "code": code}}
+    allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+    return web.json_response(body, status=error.status, headers=allow)

@@ -1,0 +1,182 @@
+"""From a right body to a request for the workers: the prompt's token ids, and how to sample."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from halfmoon.errors import InvalidRequest, UnknownModel
+from halfmoon.pb.types_pb2 import SamplingParams
+from services.gateway.schemas import ChatBody, CompletionBody, GenerationBody
+from services.gateway.text_stream import PushesText
+
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_MAX_STOPS = 16
+_SLOW_TEXT_CHARS = 2_000  # longer ones are tokenized off the event loop
+_UINT64 = 2**64 - 1
+
+
+class Encodes(Protocol):
+    """halfmoon.engine.tokenizer.Tokenizer, as far as the gateway uses it."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        ...
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and output together are longer than the model's context."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the gateway knows of the model; torch-free."""
+
+    name: str  # under which it is served
+    checkpoint_name: str
+    fingerprint: str
+    vocab_size: int
+    context_tokens: int
+    tokenizer: Encodes
+    new_detokenizer: Callable[[], PushesText]
+    created: int  # Unix seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """A request that may go to the workers."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stops: tuple[str, ...]
+
+
+async def take_in_chat(body: ChatBody, model: ServedModel, context_tokens: int) -> Intake:
+    """Applies the chat template. Raises InvalidRequest, UnknownModel or ContextLengthExceeded."""
+    check_model(body.model, model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    messages = [
+        {"role": "system" if one.role == "developer" else one.role, "content": one.text} for one in body.messages
+    ]
+    num_chars = sum(len(one["content"]) for one in messages)
+    prompt = await _off_loop_if_long(num_chars, lambda: model.tokenizer.encode_chat(messages))
+    limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    left = _room(len(prompt), wanted, context_tokens, "messages", limit_name)
+    num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _intake(body, model, prompt, left if wanted is None else wanted, num_top_logprobs)
+
+
+async def take_in_completion(body: CompletionBody, model: ServedModel, context_tokens: int) -> Intake:
+    """The prompt as it is. Raises InvalidRequest, UnknownModel or ContextLengthExceeded."""
+    check_model(body.model, model)
+    prompt = await _prompt_token_ids(_one_prompt(body), model)
+    left = _room(len(prompt), body.max_tokens, context_tokens, "prompt", "max_tokens")
+    max_tokens = min(left, _DEFAULT_COMPLETION_TOKENS) if body.max_tokens is None else body.max_tokens
+    return _intake(body, model, prompt, max_tokens, body.logprobs)
+
+
+def check_model(name: str, model: ServedModel) -> None:
+    """Raises UnknownModel for any other name than the served one."""
+    if name != model.name:
+        raise UnknownModel(f"the model {name!r} does not exist; this server serves {model.name!r}", param="model")
+
+
+def _one_prompt(body: CompletionBody) -> str | list[int]:
+    prompt = body.prompt
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise InvalidRequest("one prompt a request for now", param="prompt")
+        prompt = prompt[0]
+    if not prompt:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    return prompt  # type: ignore[return-value]  # a list is of one type: the schema saw to that
+
+
+async def _prompt_token_ids(prompt: str | list[int], model: ServedModel) -> list[int]:
+    if isinstance(prompt, list):
+        _check_token_ids(prompt, model, "prompt")
+        return prompt
+    return await _off_loop_if_long(len(prompt), lambda: model.tokenizer.encode(prompt))
+
+
+async def _off_loop_if_long(num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
+    return await asyncio.to_thread(encode) if num_chars > _SLOW_TEXT_CHARS else encode()
+
+
+def _room(num_prompt: int, wanted: int | None, context_tokens: int, prompt_name: str, limit_name: str) -> int:
+    """Output tokens that the context still holds. Raises when `wanted`, or one token, is more."""
+    if num_prompt == 0:
+        raise InvalidRequest(f"{prompt_name} gave no tokens", param=prompt_name)
+    left = context_tokens - num_prompt
+    figures = f"the context length is {context_tokens} tokens, the prompt has {num_prompt}"
+    if left < 1:
+        raise ContextLengthExceeded(f"{figures}: no room for output; shorten {prompt_name}", param=prompt_name)
+    if wanted is not None and wanted > left:
+        raise ContextLengthExceeded(f"{figures} and {limit_name} is {wanted}; at most {left} fit", param=limit_name)
+    return left
+
+
+def _intake(
+    body: GenerationBody, model: ServedModel, prompt: list[int], max_tokens: int, num_top_logprobs: int | None
+) -> Intake:
+    if body.min_tokens is not None and body.min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens is more than the {max_tokens} tokens allowed", param="min_tokens")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+    stop_token_ids = body.stop_token_ids or []
+    _check_token_ids(stop_token_ids, model, "stop_token_ids")
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=min(max(body.top_k or 0, 0), model.vocab_size),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        seed=secrets.randbits(64) if body.seed is None else body.seed & _UINT64,
+        min_tokens=body.min_tokens or 0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=_logit_bias(body, model),
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        num_top_logprobs=num_top_logprobs,
+    )
+    return Intake(tuple(prompt), sampling, _stops(body))
+
+
+def _stops(body: GenerationBody) -> tuple[str, ...]:
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > _MAX_STOPS:
+        raise InvalidRequest(f"at most {_MAX_STOPS} stop strings", param="stop")
+    if not all(stops):
+        raise InvalidRequest("a stop string must not be empty", param="stop")
+    return tuple(stops)
+
+
+def _logit_bias(body: GenerationBody, model: ServedModel) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for name, value in (body.logit_bias or {}).items():
+        if not (name.isascii() and name.isdigit() and len(name) < 10):
+            raise InvalidRequest(f"logit_bias: {name[:40]!r} is no token id", param="logit_bias")
+        bias[int(name)] = value
+    _check_token_ids(bias, model, "logit_bias")
+    return bias
+
+
+def _check_token_ids(token_ids: Sequence[int] | Mapping[int, Any], model: ServedModel, param: str) -> None:
+    outside = next((one for one in token_ids if not 0 <= one < model.vocab_size), None)
+    if outside is not None:
+        raise InvalidRequest(f"{param}: token id {outside} is not in 0..{model.vocab_size - 1}", param=param)

@@ -1,0 +1,150 @@
+"""Who is in the cluster: a pure core with the time as an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
+from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL
+from halfmoon.pb.types_pb2 import Role as PbRole
+from halfmoon.policy.cluster_view import ClusterView, Role, WorkerView
+
+MISSED_HEARTBEATS = 3
+
+_ROLES: dict[PbRole.ValueType, Role] = {PREFILL: "prefill", DECODE: "decode", BOTH: "both"}
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One worker's standing. Owned by `Membership`, which alone changes it."""
+
+    identity: WorkerIdentity
+    joined_s: float
+    heard_s: float
+    load: WorkerLoad
+    listening: bool = False
+    prefilling: dict[str, int] = field(default_factory=dict)  # sent since the last report: prompt tokens by request
+    decoding: set[str] = field(default_factory=set)  # placed since the last report
+
+    @property
+    def worker_id(self) -> str:
+        """Its name, unique in the cluster."""
+        return self.identity.worker_id
+
+    @property
+    def role(self) -> Role:
+        """Its role as the policies name it."""
+        return _ROLES[self.identity.role]
+
+    def view(self) -> WorkerView:
+        """What the policies see of it."""
+        identity, load = self.identity, self.load
+        return WorkerView(
+            worker_id=identity.worker_id,
+            role=self.role,
+            address=identity.address,
+            context_tokens=identity.context_tokens,
+            block_tokens=identity.layout.block_tokens,
+            total_blocks=identity.total_blocks,
+            free_blocks=load.free_blocks,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_reserved=load.num_reserved,
+            num_placed=len(self.decoding),
+            waiting_prefill_tokens=load.waiting_prefill_tokens + sum(self.prefilling.values()),
+            draining=load.draining,
+            listening=self.listening,
+        )
+
+
+class Membership:
+    """Owns the members and when each was last heard. Knows nothing of connections and has no clock."""
+
+    def __init__(self, model_fingerprint: str, heartbeat_interval_s: float) -> None:
+        self.model_fingerprint = model_fingerprint
+        self.heartbeat_interval_s = heartbeat_interval_s
+        self._members: dict[str, Member] = {}
+
+    def members(self) -> list[Member]:
+        """Every member, in the order of joining."""
+        return list(self._members.values())
+
+    def join(self, identity: WorkerIdentity, now_s: float) -> Member:
+        """Adds a worker; one of the same id is replaced.
+
+        Raises InvalidRequest for an unusable identity and Incompatible for another model or KV layout.
+        """
+        self._check(identity)
+        load = WorkerLoad(free_blocks=identity.total_blocks)
+        member = Member(identity, joined_s=now_s, heard_s=now_s, load=load)
+        self._members.pop(identity.worker_id, None)
+        self._members[identity.worker_id] = member
+        return member
+
+    def report(self, member: Member, load: WorkerLoad, now_s: float) -> None:
+        """Takes a load report, which is also a heartbeat. What was sent before it is in its figures."""
+        member.heard_s = now_s
+        member.load = load
+        member.prefilling.clear()
+        member.decoding.clear()
+
+    def set_listening(self, member: Member, listening: bool) -> None:
+        """Notes whether tokens of this worker reach the gateway: only then it can be placed on."""
+        member.listening = listening
+
+    def note_placed(self, request_id: str, prefill: Member, decode: Member, num_prompt_tokens: int) -> None:
+        """Counts a request against both its workers until their next report."""
+        prefill.prefilling[request_id] = num_prompt_tokens
+        decode.decoding.add(request_id)
+
+    def note_prefilled(self, request_id: str, prefill: Member) -> None:
+        """The prompt is computed, or will not be."""
+        prefill.prefilling.pop(request_id, None)
+
+    def note_ended(self, request_id: str, prefill: Member, decode: Member) -> None:
+        """The request is on none of its workers any more."""
+        prefill.prefilling.pop(request_id, None)
+        decode.decoding.discard(request_id)
+
+    def leave(self, member: Member) -> bool:
+        """Removes `member`; False if it is gone or replaced already."""
+        if self._members.get(member.worker_id) is not member:
+            return False
+        del self._members[member.worker_id]
+        return True
+
+    def overdue(self, now_s: float) -> list[Member]:
+        """Members that missed three heartbeats."""
+        limit_s = MISSED_HEARTBEATS * self.heartbeat_interval_s
+        return [member for member in self._members.values() if now_s - member.heard_s > limit_s]
+
+    def view(self) -> ClusterView:
+        """The cluster for the policies."""
+        return ClusterView(tuple(member.view() for member in self._members.values()))
+
+    def context_tokens(self, model_context_tokens: int) -> int:
+        """Longest prompt + output that model and every member can hold."""
+        return min([model_context_tokens, *(member.identity.context_tokens for member in self._members.values())])
+
+    def _check(self, identity: WorkerIdentity) -> None:
+        if identity.role not in _ROLES:
+            raise InvalidRequest("a worker must say its role", param="role")
+        for name in ("worker_id", "address", "context_tokens", "total_blocks"):
+            if not getattr(identity, name):
+                raise InvalidRequest(f"a worker must say its {name}", param=name)
+        if identity.model_fingerprint != self.model_fingerprint:
+            raise Incompatible(
+                f"worker {identity.worker_id} serves model {identity.model_fingerprint}, "
+                f"this gateway serves {self.model_fingerprint}"
+            )
+        for member in self._members.values():
+            if member.worker_id != identity.worker_id and member.identity.layout != identity.layout:
+                raise Incompatible(
+                    f"worker {identity.worker_id} has KV layout ({_one_line(identity)}), "
+                    f"worker {member.worker_id} has ({_one_line(member.identity)})"
+                )
+
+
+def _one_line(identity: WorkerIdentity) -> str:
+    return " ".join(str(identity.layout).split())

@@ -1,0 +1,78 @@
+"""Every metric of the gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from halfmoon.rpc.metrics import RpcMetrics
+from services.gateway.membership import Member, Membership
+
+_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+WORKER_GAUGES = {
+    "num_running": "Requests in the running batch",
+    "num_waiting": "Requests queued",
+    "num_reserved": "Requests whose KV is on its way there",
+    "num_held": "Prefilled requests whose KV is not handed over yet",
+    "free_blocks": "KV blocks free",
+    "waiting_prefill_tokens": "Prompt tokens accepted and not computed",
+}
+
+
+class GatewayMetrics:
+    """Owns the gateway's registry."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.rpc = RpcMetrics(registry)
+        self.requests = Counter(
+            "halfmoon_gateway_requests",
+            "HTTP generation requests ended",
+            ["endpoint", "status", "http_status"],
+            registry=registry,
+        )
+        self.in_flight = Gauge("halfmoon_gateway_requests_in_flight", "Generation requests running", registry=registry)
+        self.ttft_seconds = Histogram(
+            "halfmoon_gateway_ttft_seconds", "Arrival to first token", buckets=_LATENCY_S, registry=registry
+        )
+        self.tbt_seconds = Histogram(
+            "halfmoon_gateway_tbt_seconds", "Gap between two tokens", buckets=_GAP_S, registry=registry
+        )
+        self.e2e_seconds = Histogram(
+            "halfmoon_gateway_e2e_seconds", "Arrival to last token", buckets=_LATENCY_S, registry=registry
+        )
+        self.prompt_tokens = Counter("halfmoon_gateway_prompt_tokens", "Prompt tokens", registry=registry)
+        self.cached_tokens = Counter(
+            "halfmoon_gateway_cached_tokens", "Prompt tokens not computed again", registry=registry
+        )
+        self.output_tokens = Counter("halfmoon_gateway_output_tokens", "Tokens generated", registry=registry)
+        self.retries = Counter("halfmoon_gateway_retries", "Attempts after the first at a request", registry=registry)
+        registry.register(_Workers(membership))
+
+
+class _Workers(Collector):
+    """Reads the members' loads at scrape time: a worker that left leaves no line."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def collect(self) -> Iterator[Metric]:
+        members = self._membership.members()
+        for field, text in WORKER_GAUGES.items():
+            family = GaugeMetricFamily(f"halfmoon_worker_{field}", text, labels=["worker_id", "role"])
+            for member in members:
+                family.add_metric(_labels(member), getattr(member.load, field))
+            yield family
+        blocks = GaugeMetricFamily("halfmoon_worker_total_blocks", "KV blocks", labels=["worker_id", "role"])
+        for member in members:
+            blocks.add_metric(_labels(member), member.identity.total_blocks)
+        yield blocks
+
+
+def _labels(member: Member) -> list[str]:
+    return [member.worker_id, member.role]

@@ -1,0 +1,128 @@
+"""One request's life: placed, prefilled, decoded, and moved to another worker when one fails it.
+
+Knows nothing of HTTP and of text: tokens go to a `TokenSink`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from halfmoon.errors import DeadlineExceeded, NoCapacity, Unavailable
+from halfmoon.policy.placement import Placement, place
+from halfmoon.rpc.context import request_scope
+from services.gateway.attempt import Attempt, RelayRequest, TokenSink
+from services.gateway.cluster import Cluster
+from services.gateway.progress import Progress
+from services.gateway.token_streams import GatewayStopping
+
+log = logging.getLogger(__name__)
+
+_MAX_REFUSALS = 3  # attempts in a row that gave no token
+_MAX_FAILOVERS = 2  # attempts that gave tokens, then failed
+_DEFAULT_WAIT_MS = 100
+_MAX_WAIT_MS = 1_000
+
+
+class Relay:
+    """Runs requests on the cluster. Owns nothing but its limits."""
+
+    def __init__(self, cluster: Cluster, deadline_s: float, failover_wait_s: float) -> None:
+        self._cluster = cluster
+        self._deadline_s = deadline_s
+        self._failover_wait_s = failover_wait_s
+
+    async def run(self, request: RelayRequest, progress: Progress, sink: TokenSink) -> None:
+        """Streams the request's tokens into `sink` until the last one, or until the sink has enough.
+
+        Raises NoCapacity or Unavailable when no worker took it, DeadlineExceeded, or what a worker failed with.
+        Whatever ends it early, a cancellation included, is told to the workers.
+        """
+        try:
+            with request_scope(request.request_id, self._deadline_s):
+                async with asyncio.timeout(self._deadline_s):
+                    await self._run(request, progress, sink)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the request was not done within {self._deadline_s:g} s") from error
+
+    async def _run(self, request: RelayRequest, progress: Progress, sink: TokenSink) -> None:
+        failures = _Failures()
+        while True:
+            placement = await self._placement(request, progress, failures)
+            num_before = len(progress.output_token_ids)
+            try:
+                await Attempt(self._cluster, request, progress, placement).run(sink)
+                return
+            except GatewayStopping:
+                raise
+            except (NoCapacity, Unavailable) as error:
+                failures.add(error, placement, gave_tokens=len(progress.output_token_ids) > num_before)
+                progress.num_retries += 1
+                fields = {"reason": error.message, "num_output_tokens": len(progress.output_token_ids)}
+                log.warning("request.retried", extra=fields)
+
+    async def _placement(self, request: RelayRequest, progress: Progress, failures: _Failures) -> Placement:
+        """Where to try next: elsewhere if there is an elsewhere, else after a pause anywhere.
+
+        A request that has streamed tokens already waits up to `failover_wait_s` for a worker to come.
+        """
+        for exclude in failures.exclusions():
+            try:
+                return self._place(request, progress, exclude)
+            except Unavailable:
+                continue
+        if failures.last is not None:
+            await asyncio.sleep(min(failures.last.retry_after_ms or _DEFAULT_WAIT_MS, _MAX_WAIT_MS) / 1000)
+        patience_s = self._failover_wait_s if progress.output_token_ids else 0.0
+        return await self._place_within(request, progress, patience_s)
+
+    async def _place_within(self, request: RelayRequest, progress: Progress, patience_s: float) -> Placement:
+        give_up_s = time.monotonic() + patience_s
+        while True:
+            changed = asyncio.ensure_future(self._cluster.until_changed())
+            try:
+                return self._place(request, progress, ())
+            except Unavailable:
+                left_s = give_up_s - time.monotonic()
+                if left_s <= 0:
+                    raise
+                await asyncio.wait({changed}, timeout=left_s)
+            finally:
+                changed.cancel()
+
+    def _place(self, request: RelayRequest, progress: Progress, exclude: Sequence[str]) -> Placement:
+        num_output = len(progress.output_token_ids)
+        view = self._cluster.membership.view()
+        num_prompt = len(request.prompt_token_ids) + num_output
+        return place(view, num_prompt, request.sampling.max_tokens - num_output, exclude)
+
+
+class _Failures:
+    """Owns the attempts that failed, and when to give up."""
+
+    def __init__(self) -> None:
+        self.last: NoCapacity | Unavailable | None = None
+        self._refusals = 0
+        self._failovers = 0
+        self._refused_by: list[tuple[str, ...]] = []
+
+    def add(self, error: NoCapacity | Unavailable, placement: Placement, *, gave_tokens: bool) -> None:
+        """Notes a failed attempt. Raises its error when it was the last one."""
+        self._failovers += gave_tokens
+        self._refusals = 0 if gave_tokens else self._refusals + 1
+        if self._refusals >= _MAX_REFUSALS or self._failovers > _MAX_FAILOVERS:
+            raise error
+        self.last = error
+        ids = (placement.decode.worker_id, placement.prefill.worker_id)
+        self._refused_by.append(ids[:1] if isinstance(error, NoCapacity) else ids)
+
+    def exclusions(self) -> list[tuple[str, ...]]:
+        """Workers to avoid, most wary first. No capacity is the decode worker's; Unavailable may be either's."""
+        if not self._refused_by:
+            return [()]
+        both = tuple(name for ids in self._refused_by for name in ids)
+        decodes = tuple(ids[0] for ids in self._refused_by)
+        prefills = tuple(ids[1] for ids in self._refused_by if len(ids) > 1)
+        return [both, decodes, prefills] if prefills else [both]

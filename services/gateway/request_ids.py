@@ -1,0 +1,26 @@
+"""The request id that a client may choose, and that travels to every worker and log line."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from aiohttp import web
+
+HEADER = "X-Request-Id"
+
+_REQUEST_ID = web.RequestKey("request_id", str)
+_OUTSIDE = re.compile(r"[^A-Za-z0-9._-]+")
+_MAX_CHARS = 64
+
+
+def request_id_of(request: web.Request) -> str:
+    """The id given to this request by `assign_request_id`."""
+    return request[_REQUEST_ID]
+
+
+def assign_request_id(request: web.Request) -> str:
+    """The client's id without anything odd in it, or a random one."""
+    given = _OUTSIDE.sub("", request.headers.get(HEADER, ""))[:_MAX_CHARS]
+    request[_REQUEST_ID] = given or secrets.token_hex(12)
+    return request[_REQUEST_ID]

@@ -1,0 +1,100 @@
+"""The gateway's life: ledger, cluster, RPC server and HTTP server up, and down again in the opposite order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from aiohttp import web
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.ledger.ledger import open_ledger
+from halfmoon.pb.gateway_pb2_grpc import add_ClusterServicer_to_server
+from halfmoon.rpc.server import RunningServer, advertised_address, running_server
+from services.gateway.app import make_app
+from services.gateway.cluster import Cluster, running_cluster
+from services.gateway.control import ControlEndpoints
+from services.gateway.door import Door
+from services.gateway.endpoints import GenerationEndpoints
+from services.gateway.intake import ServedModel
+from services.gateway.membership import Membership
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.relay import Relay
+from services.gateway.settings import GatewaySettings
+
+log = logging.getLogger(__name__)
+
+_GOODBYE_S = 0.5  # for error events to reach their clients, after the grace
+
+
+@dataclass(frozen=True, slots=True)
+class RunningGateway:
+    """A gateway that is listening."""
+
+    http: str  # http://host:port
+    address: str  # host:port where workers register
+    cluster: Cluster
+
+
+@asynccontextmanager
+async def running_gateway(settings: GatewaySettings, model: ServedModel) -> AsyncIterator[RunningGateway]:
+    """A gateway that serves `model`; leaving the block stops it within the grace and about a second.
+
+    Raises InvalidRequest for an address that cannot be bound.
+    """
+    membership = Membership(model.fingerprint, settings.heartbeat_interval_s)
+    metrics = GatewayMetrics(membership)
+    door = Door()
+    gateway_id = f"gateway-{secrets.token_hex(4)}"
+    async with open_ledger(settings.ledger) as ledger, running_cluster(gateway_id, membership) as cluster:
+        relay = Relay(cluster, settings.request_deadline_s, settings.failover_wait_s)
+        app = make_app(
+            GenerationEndpoints(model, membership, relay, ledger, metrics, door),
+            ControlEndpoints(model, cluster, ledger, metrics, door),
+            settings.max_body_bytes,
+        )
+        add = partial(add_ClusterServicer_to_server, cluster)
+        async with running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2) as server:
+            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_GOODBYE_S)
+            await runner.setup()
+            try:
+                port = await _listen(runner, settings)
+                await server.set_serving()
+                address = advertised_address(settings.cluster_listen, server.port, settings.advertise_cluster)
+                yield RunningGateway(f"http://{_url_host(settings.host)}:{port}", address, cluster)
+            finally:
+                await _stop(door, cluster, server, runner, settings.shutdown_grace_s)
+
+
+async def _listen(runner: web.AppRunner, settings: GatewaySettings) -> int:
+    site = web.TCPSite(runner, settings.host, settings.port)
+    try:
+        await site.start()
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}", param="port"
+        ) from error
+    return int(runner.addresses[0][1])
+
+
+def _url_host(host: str) -> str:
+    if host in ("0.0.0.0", "::", ""):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+async def _stop(door: Door, cluster: Cluster, server: RunningServer, runner: web.AppRunner, grace_s: float) -> None:
+    """Refuses new work, gives running requests `grace_s`, ends them with an error, then lets the workers go."""
+    door.close()
+    rpc_end = asyncio.ensure_future(server.stop(grace_s + _GOODBYE_S + 1))  # registrations outlive the requests
+    if not await door.until_empty(grace_s):
+        cluster.router.stop()
+        await door.until_empty(_GOODBYE_S)
+    await runner.cleanup()
+    await cluster.close(grace_s=0.5)
+    await rpc_end

@@ -1,0 +1,60 @@
+"""The gateway's settings: environment (`HALFMOON_GATEWAY_...`) and command line from one class."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.ledger.ledger import mask_password
+
+_PREFIX = "HALFMOON_GATEWAY_"
+
+
+class GatewaySettings(BaseSettings):
+    """Read once in `__main__`. Seconds are in names that end in `_s`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=_PREFIX,
+        extra="forbid",
+        frozen=True,
+        cli_kebab_case=True,
+        cli_prog_name="python -m services.gateway",
+    )
+
+    host: str = Field("127.0.0.1", description="where HTTP listens")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks one")
+    cluster_listen: str = Field("127.0.0.1:0", description="host:port where workers register (gRPC)")
+    advertise_cluster: str | None = Field(None, description="host:port that workers dial, if not cluster_listen")
+    model: str = Field("demo", description="model whose tokenizer and chat template are used")
+    model_name: str | None = Field(None, description="name under which the model is served; None: its own")
+    state_dir: Path = Field(Path(".halfmoon"), description="where the default ledger is kept")
+    ledger_url: str | None = Field(None, description="SQLAlchemy URL; None: SQLite in state_dir")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    heartbeat_interval_s: float = Field(1.0, gt=0, description="workers report at least this often; 3 missed is dead")
+    request_deadline_s: float = Field(600.0, gt=0, description="total time of one request")
+    failover_wait_s: float = Field(10.0, ge=0, description="how long a started request waits for another worker")
+    shutdown_grace_s: float = Field(2.0, ge=0, description="how long running requests may go on after SIGTERM")
+    max_body_bytes: int = Field(16 << 20, gt=0, description="largest accepted HTTP body")
+
+    @property
+    def ledger(self) -> str:
+        """The ledger's SQLAlchemy URL."""
+        return self.ledger_url or f"sqlite:///{self.state_dir.resolve() / 'ledger.db'}"
+
+    def as_logged(self) -> dict[str, Any]:
+        """Every setting, without the ledger's password."""
+        return {**self.model_dump(mode="json"), "ledger_url": mask_password(self.ledger)}
+
+
+def read_settings(arguments: list[str]) -> GatewaySettings:
+    """Settings from environment and command line. Raises InvalidRequest for a variable that names no setting."""
+    known = {_PREFIX + name.upper() for name in GatewaySettings.model_fields}
+    unknown = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in known)
+    if unknown:
+        raise InvalidRequest(f"unknown settings in the environment: {', '.join(unknown)}")
+    return CliApp.run(GatewaySettings, cli_args=arguments)

@@ -1,0 +1,38 @@
+"""Stop strings over text that comes in pieces. The result never depends on where the pieces are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Owns the text that is held back because it may be the beginning of a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops)
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that is certain now. After the stop string that is complete first, `matched` is set: no more."""
+        text, self._held = self._held + text, ""
+        ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if ends:
+            _, start, self.matched = min(ends)
+            return text[:start]
+        keep = self._possible_beginning(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The held text: the end has come, and it was no stop string."""
+        text, self._held = self._held, ""
+        return text
+
+    def _possible_beginning(self, text: str) -> int:
+        longest = min(len(text), max(map(len, self._stops), default=1) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0

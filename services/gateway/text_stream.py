@@ -1,0 +1,66 @@
+"""Tokens to text: detokenizer, then stop strings. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from halfmoon.pb.types_pb2 import LENGTH, NOT_FINISHED, STOP, FinishReason, Token
+from services.gateway.stop_strings import StopStrings
+
+Ending = Literal["stop", "length"]
+
+_ENDINGS: dict[FinishReason.ValueType, Ending] = {STOP: "stop", LENGTH: "length"}
+
+
+class PushesText(Protocol):
+    """halfmoon.engine.tokenizer.Detokenizer."""
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token."""
+        ...
+
+    def flush(self) -> str:
+        """What is left."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """What some tokens gave: certain text, the tokens that are content (for logprobs), and the end, if it is that."""
+
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: Ending | None
+
+
+class TextStream:
+    """Owns one request's text on its way out, and how many tokens it took."""
+
+    def __init__(self, detokenizer: PushesText, stops: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops)
+        self.num_tokens = 0
+        self.finish_reason: Ending | None = None
+
+    def push(self, tokens: Sequence[Token]) -> TextPiece:
+        """Takes tokens up to the last one or to the one that completes a stop string; the rest is ignored.
+
+        A token that ends the sequence (finish reason STOP: end-of-sequence or a stop token) has no text.
+        """
+        text, content = "", []
+        for token in tokens:
+            self.num_tokens += 1
+            if token.finish_reason != STOP:
+                content.append(token)
+                text += self._stops.push(self._detokenizer.push(token.token_id))
+            if self._stops.matched is None and token.finish_reason != NOT_FINISHED:
+                text += self._stops.push(self._detokenizer.flush())
+                text += self._stops.flush()
+                self.finish_reason = _ENDINGS[token.finish_reason]
+            if self._stops.matched is not None:
+                self.finish_reason = "stop"
+            if self.finish_reason is not None:
+                break
+        return TextPiece(text, tuple(content), self.finish_reason)

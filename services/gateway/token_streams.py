@@ -1,0 +1,115 @@
+"""What workers say about running requests, brought to the request it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from halfmoon.errors import HalfmoonError, Unavailable
+from halfmoon.pb.decode_pb2 import StepTokens
+from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver
+from halfmoon.pb.types_pb2 import Token
+
+
+@dataclass(frozen=True, slots=True)
+class TokenArrived:
+    """A token from the decode worker's stream, at the gateway's monotonic clock."""
+
+    token: Token
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenArrived:
+    """The prefill worker's token."""
+
+    first: FirstToken
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEnded:
+    """The Prefill call ended: well when `error` is None."""
+
+    error: HalfmoonError | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """A worker left the cluster, or its token stream broke and may have lost tokens."""
+
+    worker_id: str
+    error: HalfmoonError
+
+
+class GatewayStopping(Unavailable):
+    """The gateway ends; no attempt can help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The gateway ends."""
+
+    error: GatewayStopping
+
+
+Event = TokenArrived | FirstTokenArrived | HandedOver | PrefillEnded | WorkerLost | Stopping
+
+
+class Route:
+    """Owns the events of one attempt at a request that nobody has handled yet."""
+
+    def __init__(self, prefill_id: str, decode_id: str) -> None:
+        self.worker_ids = frozenset((prefill_id, decode_id))
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+
+    def put(self, event: Event) -> None:
+        """Never waits: an attempt's events are bounded by its tokens."""
+        self._queue.put_nowait(event)
+
+    async def ready(self) -> list[Event]:
+        """Waits for an event; gives all that are there."""
+        events = [await self._queue.get()]
+        while not self._queue.empty():
+            events.append(self._queue.get_nowait())
+        return events
+
+
+class TokenRouter:
+    """Owns which attempt listens to which request id. Knows nothing of connections."""
+
+    def __init__(self) -> None:
+        self._routes: dict[str, Route] = {}
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+    @contextmanager
+    def route(self, request_id: str, prefill_id: str, decode_id: str) -> Iterator[Route]:
+        """Inside the block, events of `request_id` are kept for the caller; outside of it they are dropped."""
+        assert request_id not in self._routes
+        route = self._routes[request_id] = Route(prefill_id, decode_id)
+        try:
+            yield route
+        finally:
+            del self._routes[request_id]
+
+    def deliver(self, step: StepTokens, at_s: float) -> None:
+        """Hands one engine step's tokens out; those of forgotten requests are dropped."""
+        for token in step.tokens:
+            route = self._routes.get(token.request_id)
+            if route is not None:
+                route.put(TokenArrived(token, at_s))
+
+    def lose(self, worker_id: str, error: HalfmoonError) -> None:
+        """Tells every attempt on `worker_id` that it is lost."""
+        for route in self._routes.values():
+            if worker_id in route.worker_ids:
+                route.put(WorkerLost(worker_id, error))
+
+    def stop(self) -> None:
+        """Ends every attempt with GatewayStopping."""
+        for route in self._routes.values():
+            route.put(Stopping(GatewayStopping("the gateway is shutting down", retry_after_ms=1_000)))

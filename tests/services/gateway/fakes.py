@@ -1,0 +1,327 @@
+"""A cluster without models: scripted workers behind the real protocol, and a real gateway on port 0."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+from openai import AsyncOpenAI
+from prometheus_client import CollectorRegistry
+
+from halfmoon.errors import HalfmoonError
+from halfmoon.pb.decode_pb2 import CancelRequest, CancelResponse, StepTokens, TokensRequest
+from halfmoon.pb.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
+from halfmoon.pb.gateway_pb2 import GatewayMessage, WorkerIdentity, WorkerLoad, WorkerMessage
+from halfmoon.pb.gateway_pb2_grpc import ClusterStub
+from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, PrefillEvent, PrefillRequest
+from halfmoon.pb.prefill_pb2_grpc import PrefillServicer, add_PrefillServicer_to_server
+from halfmoon.pb.types_pb2 import (
+    BOTH,
+    DECODE,
+    LENGTH,
+    NOT_FINISHED,
+    PREFILL,
+    STOP,
+    FinishReason,
+    Generation,
+    KVLayout,
+    Token,
+    TopLogprob,
+)
+from halfmoon.rpc.metrics import RpcMetrics
+from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.server import running_server
+from services.gateway.intake import ServedModel
+from services.gateway.service import RunningGateway, running_gateway
+from services.gateway.settings import GatewaySettings
+
+MODEL = "bytes"
+FINGERPRINT = "f" * 32
+EOS = 256
+VOCAB_SIZE = 257
+CONTEXT_TOKENS = 200
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_tokens=8)
+PATIENCE_S = 20  # for what must happen; never slept
+
+
+class ByteTokenizer:
+    """One token a byte; 256 is the end of a text."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return self.encode("".join(f"{one['role']}:{one['content']}\n" for one in messages))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(one for one in token_ids if one < EOS).decode(errors="replace")
+
+
+class ByteDetokenizer:
+    """Holds the bytes of an unfinished character."""
+
+    def __init__(self) -> None:
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._held.append(token_id)
+        text = ByteTokenizer().decode(self._held)
+        if text.endswith("\ufffd"):
+            return ""
+        self._held = []
+        return text
+
+    def flush(self) -> str:
+        text, self._held = ByteTokenizer().decode(self._held), []
+        return text
+
+
+def served_model() -> ServedModel:
+    return ServedModel(
+        MODEL, "byte-model", FINGERPRINT, VOCAB_SIZE, CONTEXT_TOKENS, ByteTokenizer(), ByteDetokenizer, 1_700_000_000
+    )
+
+
+@dataclass
+class Script:
+    """What the workers answer: `text`, then the end-of-sequence token, cut off by max_tokens."""
+
+    text: str | bytes = "hello"
+    decode_gate: asyncio.Event | None = None  # decode tokens wait for it
+    tokens_before_gate: int = 0  # decode tokens sent all the same
+    cached_tokens: int = 0
+
+    def token(self, generation: Generation, position: int) -> Token:
+        ids = [*(self.text.encode() if isinstance(self.text, str) else self.text), EOS]
+        sampling = generation.sampling
+        finish: FinishReason.ValueType = NOT_FINISHED
+        if ids[position] == EOS:
+            finish = STOP
+        elif position + 1 == sampling.max_tokens:
+            finish = LENGTH
+        token = Token(request_id=generation.request_id, token_id=ids[position], position=position, finish_reason=finish)
+        if sampling.HasField("num_top_logprobs"):
+            token.logprob = -0.5
+            token.top_logprobs.extend(
+                TopLogprob(token_id=65 + i, logprob=-i - 0.5) for i in range(sampling.num_top_logprobs)
+            )
+        return token
+
+
+@dataclass
+class Calls:
+    """What a fake worker was asked."""
+
+    prefills: list[PrefillRequest] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    cancel_came: asyncio.Event = field(default_factory=asyncio.Event)
+    prefill_came: asyncio.Event = field(default_factory=asyncio.Event)
+    prefill_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+OnPrefill = Callable[["FakeWorker", PrefillRequest], AsyncIterator[PrefillEvent]]
+
+
+class FakeWorker(PrefillServicer, DecodeServicer):
+    """A worker of any role. Which decode worker a prefill worker hands over to is looked up in `fleet` by address."""
+
+    def __init__(
+        self, worker_id: str, role: Literal["prefill", "decode", "both"], script: Script, fleet: Fleet
+    ) -> None:
+        self.worker_id = worker_id
+        self.role = role
+        self.script = script
+        self.fleet = fleet
+        self.calls = Calls()
+        self.refuse: list[HalfmoonError] = []  # raised by the next Prefill calls
+        self.on_prefill: OnPrefill | None = None
+        self.address = ""
+        self.steps: dict[str, asyncio.Queue[StepTokens | HalfmoonError]] = {}
+        self.decoding: list[asyncio.Task[None]] = []
+        self.end_registration = asyncio.Event()
+        self.registered = asyncio.Event()
+        self.loads: asyncio.Queue[WorkerLoad] = asyncio.Queue()
+
+    async def Prefill(self, request: PrefillRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[PrefillEvent]:
+        self.calls.prefills.append(request)
+        self.calls.prefill_came.set()
+        try:
+            if self.refuse:
+                raise self.refuse.pop(0)
+            events = self.on_prefill(self, request) if self.on_prefill else self.usual_prefill(request)
+            async for event in events:
+                yield event
+        finally:
+            self.calls.prefill_ended.set()
+
+    async def usual_prefill(self, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        generation = request.generation
+        first = self.script.token(generation, len(generation.output_token_ids))
+        yield PrefillEvent(
+            first_token=FirstToken(
+                token=first, num_cached_tokens=self.script.cached_tokens, queue_s=0.25, compute_s=0.5
+            )
+        )
+        if first.finish_reason == NOT_FINISHED:
+            self.hand_over(request)
+            yield PrefillEvent(handed_over=HandedOver(kv_bytes=1))
+
+    def hand_over(self, request: PrefillRequest) -> None:
+        decode = self.fleet.by_address[request.decode_address] if request.decode_address else self
+        task = asyncio.ensure_future(decode.decode(request.generation))
+        decode.decoding.append(task)
+
+    async def decode(self, generation: Generation) -> None:
+        position, num_sent = len(generation.output_token_ids) + 1, 0
+        while True:
+            if self.script.decode_gate is not None and num_sent >= self.script.tokens_before_gate:
+                await self.script.decode_gate.wait()
+            token = self.script.token(generation, position)
+            self.send(generation.gateway_id, token)
+            if token.finish_reason != NOT_FINISHED:
+                return
+            position, num_sent = position + 1, num_sent + 1
+            await asyncio.sleep(0)
+
+    def send(self, gateway_id: str, *tokens: Token) -> None:
+        self.steps[gateway_id].put_nowait(StepTokens(tokens=tokens))
+
+    async def Tokens(self, request: TokensRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[StepTokens]:
+        queue = self.steps[request.gateway_id] = asyncio.Queue()
+        yield StepTokens()
+        while True:
+            step = await queue.get()
+            if isinstance(step, HalfmoonError):
+                raise step
+            yield step
+
+    async def Cancel(self, request: CancelRequest, context: grpc.aio.ServicerContext) -> CancelResponse:
+        self.calls.cancelled += request.request_ids
+        self.calls.cancel_came.set()
+        return CancelResponse(num_cancelled=len(request.request_ids))
+
+    def identity(self) -> WorkerIdentity:
+        return WorkerIdentity(
+            worker_id=self.worker_id,
+            role={"prefill": PREFILL, "decode": DECODE, "both": BOTH}[self.role],
+            address=self.address,
+            model=MODEL,
+            model_fingerprint=FINGERPRINT,
+            layout=LAYOUT,
+            context_tokens=CONTEXT_TOKENS,
+            total_blocks=100,
+            version="1",
+            device="fake",
+            pid=7,
+        )
+
+    async def register(self, gateway_address: str) -> None:
+        """Stays registered until `end_registration`. Raises what the gateway refuses with."""
+
+        async def messages() -> AsyncIterator[WorkerMessage]:
+            yield WorkerMessage(identity=self.identity())
+            ended = asyncio.ensure_future(self.end_registration.wait())
+            try:
+                while True:
+                    load = asyncio.ensure_future(self.loads.get())
+                    await asyncio.wait({ended, load}, return_when=asyncio.FIRST_COMPLETED)
+                    if ended.done():
+                        load.cancel()
+                        return
+                    yield WorkerMessage(load=load.result())
+            finally:
+                ended.cancel()
+
+        async with (
+            Peer(gateway_address) as peer,
+            peer.stream(ClusterStub(peer.channel).Register, messages(), deadline_s=600) as answers,
+        ):
+            async for answer in answers:
+                assert isinstance(answer, GatewayMessage)
+                self.registered.set()
+
+
+class Fleet:
+    """Owns the fake workers of a test, one gateway, and an OpenAI client."""
+
+    def __init__(self, stack: AsyncExitStack, gateway: RunningGateway) -> None:
+        self._stack = stack
+        self.gateway = gateway
+        self.cluster = gateway.cluster
+        self.http = gateway.http
+        self.by_address: dict[str, FakeWorker] = {}
+        self.client = AsyncOpenAI(base_url=f"{gateway.http}/v1", api_key="none", max_retries=0, timeout=60)
+
+    async def add(
+        self, worker_id: str, role: Literal["prefill", "decode", "both"], script: Script | None = None
+    ) -> FakeWorker:
+        """A registered worker, placeable when this returns."""
+        worker = FakeWorker(worker_id, role, script or Script(), self)
+        await self._stack.enter_async_context(_served(worker))
+        self.by_address[worker.address] = worker
+        registration = asyncio.ensure_future(worker.register(self.gateway.address))
+        self._stack.push_async_callback(_cancelled, registration)
+        await self.until(lambda: worker_id in self.placeable())
+        return worker
+
+    async def pair(self, script: Script | None = None) -> tuple[FakeWorker, FakeWorker]:
+        """One prefill and one decode worker."""
+        script = script or Script()
+        return await self.add("p0", "prefill", script), await self.add("d0", "decode", script)
+
+    def placeable(self) -> set[str]:
+        view = self.cluster.membership.view()
+        return {one.worker_id for one in view.workers if one.can_prefill or one.can_decode or one.can_do_both}
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Waits until `holds`, asking again whenever the cluster changed."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():
+                await self.cluster.until_changed()
+
+    async def until_idle(self) -> None:
+        """Waits until no attempt is listened for."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.cluster.router):
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def running_fleet(tmp_path: Path, **settings: Any) -> AsyncIterator[Fleet]:
+    chosen = GatewaySettings(port=0, state_dir=tmp_path, shutdown_grace_s=0, **settings)
+    async with running_gateway(chosen, served_model()) as gateway, AsyncExitStack() as stack:
+        fleet = Fleet(stack, gateway)
+        stack.push_async_callback(fleet.client.close)
+        yield fleet
+
+
+@asynccontextmanager
+async def _served(worker: FakeWorker) -> AsyncIterator[None]:
+    def add(server: grpc.aio.Server) -> None:
+        add_PrefillServicer_to_server(worker, server)
+        add_DecodeServicer_to_server(worker, server)
+
+    async with running_server("127.0.0.1:0", [add], RpcMetrics(CollectorRegistry()), grace_s=0) as server:
+        worker.address = f"127.0.0.1:{server.port}"
+        try:
+            yield
+        finally:
+            for task in worker.decoding:
+                await _cancelled(task)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled() and task.exception() is not None and not isinstance(task.exception(), HalfmoonError):
+        task.result()
+
+
+async def soon(waiting: Awaitable[Any]) -> Any:
+    """The result, or a failed test when it does not come."""
+    return await asyncio.wait_for(waiting, PATIENCE_S)
