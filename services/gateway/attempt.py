@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from halfmoon.errors import HalfmoonError, Unavailable
+from halfmoon.errors import Cancelled, HalfmoonError, Unavailable
 from halfmoon.pb.prefill_pb2 import HandedOver, PrefillRequest
 from halfmoon.pb.types_pb2 import CANCELLED, ERROR, NOT_FINISHED, Generation, SamplingParams, Token
 from halfmoon.policy.placement import Placement
@@ -141,6 +141,8 @@ class Attempt:
                 self._handed_over = True
             case PrefillEnded(None):
                 raise HalfmoonError("the prefill worker ended its call without a token")
+            case PrefillEnded(Cancelled(message=message)) if not self._handed_over:
+                raise Unavailable(message)  # not by us: we would not be here
             case PrefillEnded(error) if error is not None and not self._handed_over:
                 raise error
             case WorkerLost(worker_id, error):

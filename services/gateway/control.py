@@ -77,7 +77,7 @@ class ControlEndpoints:
         if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= _MAX_ROWS):
             raise InvalidRequest(f"limit must be 1..{_MAX_ROWS}", param="limit")
         rows = await self._ledger.recent(int(given))
-        return web.json_response({"requests": [_row(row) for row in rows]})
+        return web.json_response([_row(row) for row in rows])
 
     def _model_card(self) -> dict[str, Any]:
         model = self._model
@@ -96,8 +96,8 @@ def _worker(member: Member, now_s: float) -> dict[str, Any]:
         "model": identity.model,
         "pid": identity.pid,
         "version": identity.version,
-        "age_s": now_s - member.joined_s,
-        "heard_s_ago": now_s - member.heard_s,
+        "age_s": now_s - member.heard_s,  # of the load below
+        "member_s": now_s - member.joined_s,
         "listening": member.listening,
         "context_tokens": identity.context_tokens,
         "total_blocks": identity.total_blocks,

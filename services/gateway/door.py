@@ -43,6 +43,8 @@ class Door:
 
     async def until_empty(self, timeout_s: float) -> bool:
         """Waits for the running requests to end; False when some are still there after `timeout_s`."""
+        if not self._num_inside:
+            return True
         try:
             await asyncio.wait_for(self._empty.wait(), timeout_s)
         except TimeoutError:

@@ -127,10 +127,13 @@ class GenerationEndpoints:
     async def _stream(self, intake: Intake, call: _Call, reply: StreamReply) -> web.StreamResponse:
         try:
             await self._relay.run(_relay_request(intake, call), call.progress, reply)
-        except HalfmoonError as error:
+        except ClientGone:
+            raise
+        except Exception as failure:
             call.has_begun = reply.has_begun
             if not reply.has_begun:
                 raise
+            error = _shown(failure)
             response = await reply.fail(error)
             self._write_down(call, "error", kind_of(error).status, error.message)
             return response
@@ -179,6 +182,14 @@ class GenerationEndpoints:
             metrics.tbt_seconds.observe(gap_s)
         if row.status == "ok":
             metrics.e2e_seconds.observe(row.e2e_s)
+
+
+def _shown(failure: Exception) -> HalfmoonError:
+    """The error as a client may see it; the text of an unknown one stays in the log."""
+    if isinstance(failure, HalfmoonError):
+        return failure
+    log.error("request.failed", exc_info=failure)
+    return HalfmoonError("internal error: see the gateway's log")
 
 
 def _relay_request(intake: Intake, call: _Call) -> RelayRequest:

@@ -95,12 +95,13 @@ class Script:
     decode_gate: asyncio.Event | None = None  # decode tokens wait for it
     tokens_before_gate: int = 0  # decode tokens sent all the same
     cached_tokens: int = 0
+    stop_after: int | None = None  # the worker says STOP at this many tokens: a stop token
 
     def token(self, generation: Generation, position: int) -> Token:
         ids = [*(self.text.encode() if isinstance(self.text, str) else self.text), EOS]
         sampling = generation.sampling
         finish: FinishReason.ValueType = NOT_FINISHED
-        if ids[position] == EOS:
+        if ids[position] == EOS or position + 1 == self.stop_after:
             finish = STOP
         elif position + 1 == sampling.max_tokens:
             finish = LENGTH
@@ -287,7 +288,7 @@ class Fleet:
     async def until_idle(self) -> None:
         """Waits until no attempt is listened for."""
         async with asyncio.timeout(PATIENCE_S):
-            while len(self.cluster.router):
+            while len(self.cluster.router):  # noqa: ASYNC110 (what is awaited has no event of its own)
                 await asyncio.sleep(0)
 
 
