@@ -30,7 +30,7 @@ def worker_row(worker: Mapping[str, Any]) -> dict[str, Any]:
         "device": worker.get("device"),
         "pid": worker.get("pid"),
         "version": worker.get("version"),
-        "last seen (s)": worker.get("age_s"),
+        "age (s)": worker.get("age_s"),
     }
 
 
@@ -52,7 +52,7 @@ def _render_now(api: GatewayApi) -> None:
     except GatewayError as err:
         st.error(str(err))
         return
-    workers = cluster.get("workers", [])
+    workers = cluster["workers"]
     columns = st.columns(4)
     columns[0].metric("Model", cluster.get("served_model") or cluster.get("model") or "none")
     columns[1].metric("Workers", len(workers))
@@ -62,8 +62,9 @@ def _render_now(api: GatewayApi) -> None:
         f"gateway {cluster.get('gateway_id', '?')}, up {cluster.get('uptime_s', 0):.0f} s, "
         f"context {cluster.get('context_tokens') or 'unknown'} tokens"
     )
+    if cluster.get("missing"):
+        st.warning(f"Requests are refused: there is no {' and no '.join(cluster['missing'])} worker.")
     if not workers:
-        st.warning("No worker has registered yet: requests are refused until one prefill and one decode worker have.")
         return
     share = st.column_config.ProgressColumn(format="percent", min_value=0, max_value=1)
     st.dataframe([worker_row(worker) for worker in workers], column_config={"blocks used": share}, hide_index=True)

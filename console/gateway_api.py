@@ -27,16 +27,16 @@ class GatewayApi:
     def cluster(self) -> dict[str, Any]:
         """The gateway, its model and its workers."""
         found = self._get("/halfmoon/v1/cluster")
-        if not isinstance(found, dict):
+        if not isinstance(found, dict) or "workers" not in found:
             raise GatewayError(f"{self.url} answered something that is not a cluster: is it a Halfmoon gateway?")
         return found
 
     def requests(self, limit: int) -> list[dict[str, Any]]:
         """The newest ledger rows, newest first."""
         found = self._get(f"/halfmoon/v1/requests?limit={limit}")
-        if not isinstance(found, list):
+        if not isinstance(found, dict) or not isinstance(found.get("requests"), list):
             raise GatewayError(f"{self.url} answered something that is not a list of requests")
-        return found
+        return list(found["requests"])
 
     def chat(
         self, model: str, messages: Sequence[Mapping[str, str]], max_tokens: int, temperature: float

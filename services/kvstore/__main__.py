@@ -8,14 +8,13 @@ import sys
 from contextlib import ExitStack
 
 from prometheus_client import start_http_server
-from pydantic import ValidationError
 
-from halfmoon.errors import HalfmoonError
+from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.rpc.logs import configure_logs
 from halfmoon.rpc.server import advertised_address, run_service, running_server, until_told_to_stop
 from services.kvstore.metrics import KVStoreMetrics
 from services.kvstore.servicer import KVStoreServicer
-from services.kvstore.settings import KVStoreSettings
+from services.kvstore.settings import KVStoreSettings, read_settings
 from services.kvstore.store import BlockStore
 
 log = logging.getLogger(__name__)
@@ -42,9 +41,9 @@ async def serve(settings: KVStoreSettings) -> None:
 def main() -> None:
     """Exits with 1 and one clear line when the service cannot start."""
     try:
-        settings = KVStoreSettings()
-    except ValidationError as err:
-        sys.exit(str(err))
+        settings = read_settings(sys.argv[1:])
+    except InvalidRequest as err:
+        sys.exit(err.message)
     configure_logs("kvstore", settings.log_level)
     log.info("service.settings", extra={"settings": settings.model_dump(mode="json")})
     try:

@@ -8,15 +8,14 @@ import sys
 from contextlib import ExitStack
 
 from prometheus_client import start_http_server
-from pydantic import ValidationError
 
-from halfmoon.errors import HalfmoonError
+from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.rpc.logs import configure_logs
 from halfmoon.rpc.server import advertised_address, run_service, running_server, until_told_to_stop
 from services.planner.metrics import PlannerMetrics
 from services.planner.model import read_model_config
 from services.planner.servicer import PlannerServicer
-from services.planner.settings import PlannerSettings
+from services.planner.settings import PlannerSettings, read_settings
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +40,9 @@ async def serve(settings: PlannerSettings) -> None:
 def main() -> None:
     """Exits with 1 and one clear line when the service cannot start."""
     try:
-        settings = PlannerSettings()
-    except ValidationError as err:
-        sys.exit(str(err))
+        settings = read_settings(sys.argv[1:])
+    except InvalidRequest as err:
+        sys.exit(err.message)
     configure_logs("planner", settings.log_level)
     log.info("service.settings", extra={"settings": settings.model_dump(mode="json")})
     try:

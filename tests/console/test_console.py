@@ -48,6 +48,7 @@ CLUSTER = {
     "served_model": "SmolLM2-135M",
     "context_tokens": 2048,
     "uptime_s": 12.5,
+    "missing": [],
     "workers": [WORKER, WORKER | {"worker_id": "decode-1", "role": "decode", "load": LOAD | {"draining": True}}],
 }
 ROWS = [
@@ -74,7 +75,7 @@ class FakeGateway:
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, Any]] = {
             "/halfmoon/v1/cluster": (200, CLUSTER),
-            "/halfmoon/v1/requests": (200, ROWS),
+            "/halfmoon/v1/requests": (200, {"requests": ROWS}),
             "/v1/chat/completions": (200, [{"choices": [{"delta": {"content": t}}]} for t in ("Hel", "lo")]),
         }
         self.asked: list[str] = []
@@ -154,9 +155,10 @@ def test_the_cluster_page_shows_workers_and_block_use(app: Any) -> None:
 
 
 def test_an_empty_cluster_says_what_is_missing(app: Any, gateway: FakeGateway) -> None:
-    gateway.answers["/halfmoon/v1/cluster"] = (200, CLUSTER | {"workers": []})
+    gateway.answers["/halfmoon/v1/cluster"] = (200, CLUSTER | {"workers": [], "missing": ["prefill", "decode"]})
     shown = open_page(app, "Cluster")
-    assert "No worker has registered" in shown.warning[0].value
+    assert "no prefill and no decode worker" in shown.warning[0].value
+    assert not shown.dataframe
 
 
 def test_the_requests_page_shows_times(app: Any, gateway: FakeGateway) -> None:
@@ -172,7 +174,7 @@ def test_the_requests_page_shows_times(app: Any, gateway: FakeGateway) -> None:
 
 
 def test_no_requests_yet(app: Any, gateway: FakeGateway) -> None:
-    gateway.answers["/halfmoon/v1/requests"] = (200, [])
+    gateway.answers["/halfmoon/v1/requests"] = (200, {"requests": []})
     assert "No request has come yet" in open_page(app, "Requests").info[0].value
 
 

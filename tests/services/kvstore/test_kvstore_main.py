@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from services.kvstore.settings import KVStoreSettings
+from halfmoon.errors import InvalidRequest
+from services.kvstore.settings import KVStoreSettings, read_settings
 
 
 def settings(*arguments: str) -> KVStoreSettings:
-    return KVStoreSettings(_cli_parse_args=list(arguments))
+    return read_settings(arguments)
 
 
 def test_defaults() -> None:
@@ -47,8 +48,14 @@ def test_settings_do_not_change_and_are_checked() -> None:
     with pytest.raises(ValidationError):
         settings().listen = "x"  # type: ignore[misc]
     for bad in (["--dram-bytes", "0"], ["--log-level", "LOUD"], ["--lease-s", "-1"]):
-        with pytest.raises(ValidationError):
+        with pytest.raises(InvalidRequest):
             settings(*bad)
+
+
+def test_a_variable_that_names_no_setting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFMOON_KVSTORE_DRAM_BITES", "1MiB")
+    with pytest.raises(InvalidRequest, match="HALFMOON_KVSTORE_DRAM_BITES"):
+        settings()
 
 
 def _start(*arguments: str) -> subprocess.Popen[str]:

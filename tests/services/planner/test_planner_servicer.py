@@ -21,7 +21,7 @@ from services.planner import model as model_module
 from services.planner.metrics import PlannerMetrics
 from services.planner.model import read_model_config
 from services.planner.servicer import PlannerServicer
-from services.planner.settings import PlannerSettings
+from services.planner.settings import read_settings
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -121,11 +121,16 @@ def test_a_hub_that_does_not_answer_is_an_unknown_model(monkeypatch: pytest.Monk
 
 def test_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HALFMOON_PLANNER_LISTEN", "127.0.0.1:7")
-    assert PlannerSettings(_cli_parse_args=[]).listen == "127.0.0.1:7"
-    assert PlannerSettings(_cli_parse_args=["--listen", "127.0.0.1:8"]).listen == "127.0.0.1:8"
+    assert read_settings([]).listen == "127.0.0.1:7"
+    assert read_settings(["--listen", "127.0.0.1:8"]).listen == "127.0.0.1:8"
     with pytest.raises(SystemExit):
-        PlannerSettings(_cli_parse_args=["--lissten", "x"])
+        read_settings(["--lissten", "x"])
     assert "--lissten" in capsys.readouterr().err
+    with pytest.raises(InvalidRequest):
+        read_settings(["--metrics-port", "70000"])
+    monkeypatch.setenv("HALFMOON_PLANNER_LISSTEN", "x")
+    with pytest.raises(InvalidRequest, match="LISSTEN"):
+        read_settings([])
 
 
 def test_the_program_says_ready_and_stops_cleanly() -> None:

