@@ -55,7 +55,8 @@ async def running_system(state_dir: Path, *options: str) -> AsyncIterator[System
         url = await asyncio.wait_for(_until_ready(process, printed), _START_TIMEOUT_S)
         drain = asyncio.create_task(_drain(process, printed))
         yield System(process, url, printed)
-        process.send_signal(signal.SIGINT) if process.returncode is None else None
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
         await asyncio.wait_for(process.wait(), 30)
         await drain
     finally:
@@ -71,6 +72,7 @@ async def _until_ready(process: asyncio.subprocess.Process, printed: list[str]) 
         found = _READY.search(printed[-1])
         if found:
             return found.group(1)
+    await process.wait()
     raise AssertionError("halfmoon up ended before it was ready:\n" + "\n".join(printed))
 
 
