@@ -30,7 +30,7 @@ def worker_row(worker: Mapping[str, Any]) -> dict[str, Any]:
         "device": worker.get("device"),
         "pid": worker.get("pid"),
         "version": worker.get("version"),
-        "age (s)": worker.get("age_s"),
+        "last heard (s ago)": worker.get("age_s"),
     }
 
 

@@ -34,9 +34,9 @@ class GatewayApi:
     def requests(self, limit: int) -> list[dict[str, Any]]:
         """The newest ledger rows, newest first."""
         found = self._get(f"/halfmoon/v1/requests?limit={limit}")
-        if not isinstance(found, dict) or not isinstance(found.get("requests"), list):
+        if not isinstance(found, list):
             raise GatewayError(f"{self.url} answered something that is not a list of requests")
-        return list(found["requests"])
+        return found
 
     def chat(
         self, model: str, messages: Sequence[Mapping[str, str]], max_tokens: int, temperature: float

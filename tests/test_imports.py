@@ -26,7 +26,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.policy": frozenset({"halfmoon.errors"}),
     "halfmoon.ledger": frozenset({"halfmoon.errors"}),
     "halfmoon.engine": frozenset({"halfmoon.errors", "halfmoon.kv"}),
-    "halfmoon.rpc": frozenset({"halfmoon.errors", "halfmoon.kv"}),
+    "halfmoon.rpc": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.pb"}),
     "halfmoon.sim": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
     "halfmoon.worker": frozenset(f"halfmoon.{room}" for room in ("engine", "kv", "rpc", "pb", "policy", "errors")),
     "halfmoon.cli": frozenset(f"halfmoon.{room}" for room in ROOMS),

@@ -75,7 +75,7 @@ class FakeGateway:
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, Any]] = {
             "/halfmoon/v1/cluster": (200, CLUSTER),
-            "/halfmoon/v1/requests": (200, {"requests": ROWS}),
+            "/halfmoon/v1/requests": (200, ROWS),
             "/v1/chat/completions": (200, [{"choices": [{"delta": {"content": t}}]} for t in ("Hel", "lo")]),
         }
         self.asked: list[str] = []
@@ -174,7 +174,7 @@ def test_the_requests_page_shows_times(app: Any, gateway: FakeGateway) -> None:
 
 
 def test_no_requests_yet(app: Any, gateway: FakeGateway) -> None:
-    gateway.answers["/halfmoon/v1/requests"] = (200, {"requests": []})
+    gateway.answers["/halfmoon/v1/requests"] = (200, [])
     assert "No request has come yet" in open_page(app, "Requests").info[0].value
 
 
