@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -46,10 +47,10 @@ class KVArena:
         """Scatters canonical bytes. Raises InvalidRequest when the payload's size is not that of the ranges."""
         self._check(layer_start, layer_end, start, num_tokens, len(blocks))
         shape = self._shape(layer_start, layer_end, num_tokens)
-        flat = np.frombuffer(payload, dtype=self._integer)
-        if flat.size != np.prod(shape):
-            raise InvalidRequest(f"KV payload of {flat.nbytes} bytes; {shape} is {np.prod(shape) * flat.itemsize}")
-        values = flat.reshape(shape)
+        num_bytes = math.prod(shape) * self._layout.item_bytes
+        if memoryview(payload).nbytes != num_bytes:
+            raise InvalidRequest(f"KV payload has {memoryview(payload).nbytes} bytes; {shape} has {num_bytes}")
+        values = np.frombuffer(payload, dtype=self._integer).reshape(shape)
         done = 0
         for first, last in slot_runs(blocks, self._layout.block_tokens, start, start + num_tokens):
             piece = values[:, :, :, done : done + last - first]

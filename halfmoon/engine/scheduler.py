@@ -139,13 +139,15 @@ class Scheduler:
         return Schedule(tuple(scheduled), num_decode_seqs, num_preempted)
 
     def _prefills(self, budget: int, admit: bool) -> Iterable[ScheduledSequence]:
-        """Chunks within `budget` tokens. The first sequence that cannot be admitted stops the search: none starves."""
+        """Chunks within `budget` tokens. After the first sequence that cannot be admitted no other is: none starves."""
         queue = [sequence for sequence in self._running if sequence.num_uncomputed > 1]
         for sequence in _by_rank(queue + self._waiting):
             if budget <= 0:
                 return
-            if sequence.state == "waiting" and not (admit and self._admit(sequence)):
-                return
+            if sequence.state == "waiting":
+                admit = admit and self._admit(sequence)
+                if not admit:
+                    continue
             num_tokens = min(sequence.num_uncomputed, budget)
             budget -= num_tokens
             yield ScheduledSequence(sequence, num_tokens)

@@ -19,7 +19,9 @@ from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.errors import InvalidRequest
 
 _REPLACEMENT = "\ufffd"
-_MOST_HELD_TOKENS = 8  # no character has more bytes; what still is not UTF-8 then never will be
+_MOST_SILENT_TOKENS = 8  # no character has so many bytes: what still is not UTF-8 then never will be
+_MOST_HELD_TOKENS = 64
+_MOST_UNDECIDED = 3  # replacement characters that may yet become one character, at the end of a text
 
 
 class Tokenizer:
@@ -94,30 +96,36 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._context: list[int] = []  # tokens whose text is out; the next ones decode differently without them
         self._held: list[int] = []  # tokens whose text ends inside a character
+        self._num_out = 0  # characters of their text that are out
 
     def push(self, token_id: int) -> str:
         """The text that is certain now, perhaps none."""
         self._held.append(token_id)
         text = self._new_text()
-        if text.endswith(_REPLACEMENT) and len(self._held) < _MOST_HELD_TOKENS:
+        if not text.endswith(_REPLACEMENT) or len(self._held) >= _MOST_HELD_TOKENS:
+            return self._settle(text)
+        if len(self._held) < _MOST_SILENT_TOKENS:
             return ""
-        self._settle(text)
-        return text
+        undecided = min(len(text) - len(text.rstrip(_REPLACEMENT)), _MOST_UNDECIDED)
+        certain = text[self._num_out : len(text) - undecided]
+        self._num_out += len(certain)
+        return certain
 
     def flush(self) -> str:
         """What was held back; an unfinished character comes out as U+FFFD."""
-        text = self._new_text() if self._held else ""
-        self._settle(text)
-        return text
+        return self._settle(self._new_text() if self._held else "")
 
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._context)
         return self._tokenizer.decode(self._context + self._held)[len(before) :]
 
-    def _settle(self, text: str) -> None:
+    def _settle(self, text: str) -> str:
+        """Lets all of `text` go; returns what of it is not out yet."""
         if text:  # a token without text (a special one) adds nothing to what the next ones need
             self._context = self._held
-        self._held = []
+        rest = text[self._num_out :]
+        self._held, self._num_out = [], 0
+        return rest
 
 
 def _load(path: Path) -> FastTokenizer:

@@ -1,0 +1,57 @@
+"""The demo model says what transformers says with the same weights, greedily."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.engine import Engine
+from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.tokenizer import Tokenizer
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write one sentence about the moon.",
+    "Count from one to ten.",
+)
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def prompts(demo: Checkpoint) -> list[list[int]]:
+    tokenizer = Tokenizer(demo)
+    return [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+
+
+def test_greedy_answers_equal_transformers(
+    demo: Checkpoint, prompts: list[list[int]], reference: Callable[[Checkpoint], Any]
+) -> None:
+    engine = Engine(demo, EngineConfig(dtype="float32", num_blocks=16, chunk_tokens=16))
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
+        engine.add(EngineRequest(str(index), tuple(prompt), sampling))
+    answers: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    while engine.has_work():
+        for output in engine.step().outputs:
+            answers[output.request_id].append(output.token_id)
+    model = reference(demo)
+    for index, prompt in enumerate(prompts):
+        with torch.no_grad():
+            expected = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False)[0]
+        assert answers[str(index)] == expected[len(prompt) :].tolist()
+
+
+def test_it_knows_the_capital_of_france_in_the_dtype_of_this_machine(
+    demo: Checkpoint, prompts: list[list[int]]
+) -> None:
+    engine = Engine(demo, EngineConfig(num_blocks=4))
+    engine.add(EngineRequest("a", tuple(prompts[0]), SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)))
+    tokens = []
+    while engine.has_work():
+        tokens += [output.token_id for output in engine.step().outputs]
+    assert "Paris" in Tokenizer(demo).decode(tokens)

@@ -1,0 +1,139 @@
+"""Our logits are transformers' logits, through the paged path, however the tokens are cut into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfmoon.engine.attention import AttentionBatch, Segment
+from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.kv_arena import KVArena, slot_runs
+from halfmoon.engine.models import ForwardBatch, Model, build_model
+from halfmoon.engine.models.weights import fill_dummy_weights, load_weights
+from halfmoon.errors import Incompatible
+from halfmoon.kv.layout import KVLayout
+
+BLOCK_TOKENS = 8
+MODELS = (
+    "llama",
+    "llama-tied-biased",
+    "llama-llama3-rope",
+    "llama-yarn-rope",
+    "llama-linear-rope",
+    "llama-wide-heads",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "opt",
+    "opt-norm-after",
+)
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Model:
+    model = build_model(checkpoint.model_config, dtype, "cpu")
+    load_weights(model, checkpoint.weight_files)
+    with torch.no_grad():
+        model.pack()
+    return model
+
+
+def paged_logits(model: Model, checkpoint: Checkpoint, token_ids: list[int], cuts: Iterable[int]) -> Tensor:
+    """Logits of every position, [num_tokens, vocab_size]; `cuts` are the ends of the chunks."""
+    config = checkpoint.model_config
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, "float32", BLOCK_TOKENS)
+    blocks = [5, 6, 2, 9, 10, 11, 0, 1, 20, 19, 18, 17]  # runs of several lengths, not in order
+    arena = KVArena(layout, 24, torch.float32, "cpu")
+    arena.tensor.fill_(float("nan"))  # whoever reads a slot before it is written shows
+    logits, start = [], 0
+    for end in cuts:
+        slots = [slot for run in slot_runs(blocks, BLOCK_TOKENS, start, end) for slot in range(*run)]
+        seen = tuple(slot_runs(blocks, BLOCK_TOKENS, 0, end if end - start == 1 else start))
+        batch = ForwardBatch(
+            token_ids=torch.tensor(token_ids[start:end]),
+            positions=torch.arange(start, end),
+            logit_rows=torch.arange(end - start),
+            attention=AttentionBatch(torch.tensor(slots), (Segment(0, end - start, seen),)),
+        )
+        with torch.inference_mode():
+            logits.append(model.forward(batch, arena.tensor))
+        start = end
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cuts", [(80,), (30, 31, 32, 33, 77, 78, 79, 80)], ids=["one shot", "chunks and decodes"])
+def test_logits_equal_transformers(
+    name: str,
+    cuts: tuple[int, ...],
+    tiny_checkpoint: Callable[[str], Checkpoint],
+    reference: Callable[[Checkpoint], torch.nn.Module],
+) -> None:
+    checkpoint = tiny_checkpoint(name)
+    token_ids = torch.randint(3, 199, (80,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference(checkpoint)(token_ids[None]).logits[0]
+    got = paged_logits(load(checkpoint), checkpoint, token_ids.tolist(), cuts)
+    assert expected.std() > 0.1  # else the tolerance would mean nothing
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_close(dtype: torch.dtype, tiny_checkpoint: Callable[[str], Checkpoint]) -> None:
+    checkpoint = tiny_checkpoint("llama")
+    token_ids = list(range(3, 43))
+    expected = paged_logits(load(checkpoint), checkpoint, token_ids, (40,))
+    layout = KVLayout(3, 2, 16, "float16" if dtype == torch.float16 else "bfloat16", BLOCK_TOKENS)
+    arena = KVArena(layout, 8, dtype, "cpu")
+    batch = ForwardBatch(
+        torch.tensor(token_ids),
+        torch.arange(40),
+        torch.arange(40),
+        AttentionBatch(torch.arange(40), (Segment(0, 40, ()),)),
+    )
+    with torch.inference_mode():
+        got = load(checkpoint, dtype).forward(batch, arena.tensor).float()
+    assert torch.nn.functional.cosine_similarity(got, expected).min() > 0.99
+
+
+def test_dummy_weights_are_the_same_everywhere(tiny_checkpoint: Callable[[str], Checkpoint]) -> None:
+    checkpoint = tiny_checkpoint("qwen3")
+    models = [build_model(checkpoint.model_config, torch.float32, "cpu") for _ in range(2)]
+    for model in models:
+        fill_dummy_weights(model)
+    one, two = (model.parameters() for model in models)
+    assert all(torch.equal(one[name], two[name]) and one[name].isfinite().all() for name in one)
+    assert one["model.layers.0.mlp.up_proj.weight"].std() > 0
+
+
+@pytest.mark.parametrize(
+    ("weights_of", "config_of", "message"),
+    [
+        ("llama", "llama-tied-biased", "lacks .* tensors: .*bias"),
+        ("qwen2", "llama", r"does not know: .*[qkv]_proj.bias"),
+        ("llama-wide-heads", "llama", r"k_proj.weight has shape \[64, 64\], the configuration says \[32, 64\]"),
+        ("opt", "llama", "does not know: model.decoder"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    weights_of: str, config_of: str, message: str, tiny_checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    model = build_model(tiny_checkpoint(config_of).model_config, torch.float32, "cpu")
+    with pytest.raises(Incompatible, match=message):
+        load_weights(model, tiny_checkpoint(weights_of).weight_files)
+
+
+def test_loading_tells_its_progress(tiny_checkpoint: Callable[[str], Checkpoint]) -> None:
+    checkpoint = tiny_checkpoint("llama")
+    seen: list[tuple[int, int]] = []
+    load_weights(
+        build_model(checkpoint.model_config, torch.float32, "cpu"),
+        checkpoint.weight_files,
+        lambda done, total: seen.append((done, total)),
+    )
+    done, totals = zip(*seen, strict=True)
+    assert list(done) == sorted(done)
+    assert set(totals) == {checkpoint.weight_files[0].stat().st_size}
+    assert done[-1] > 0.8 * totals[0]

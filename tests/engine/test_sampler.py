@@ -1,0 +1,179 @@
+"""What is drawn: the right distribution, reproducibly, row by row whatever the batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from halfmoon.engine.request import SamplingParams
+from halfmoon.engine.sampler import SamplingRow, adjust_logits, num_kept, sample, uniform
+
+EOS = frozenset({2})
+VOCAB_SIZE = 600  # more than the sampler looks at first
+
+
+def row(token_ids: list[int] | None = None, num_prompt: int = 1, **params: Any) -> SamplingRow:
+    return SamplingRow(SamplingParams(**{"max_tokens": 1000, **params}), token_ids or [0], num_prompt)
+
+
+def logits(seed: int = 0, rows: int = 1) -> Tensor:
+    return 3 * torch.randn(rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def draws(values: Tensor, count: int, **params: Any) -> Tensor:
+    """Relative frequencies of `count` draws, one seed each, [vocab_size]."""
+    rows = [row(seed=seed, **params) for seed in range(count)]
+    tokens = sample(values.expand(count, -1), rows, EOS)
+    return torch.bincount(torch.tensor([token.token_id for token in tokens]), minlength=values.shape[-1]) / count
+
+
+def test_greedy_takes_the_largest() -> None:
+    values = logits(rows=4)
+    got = [token.token_id for token in sample(values, [row(temperature=0.0)] * 4, EOS)]
+    assert got == values.argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.5},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"top_k": 7, "top_p": 0.7, "temperature": 1.5},
+    ],
+)
+def test_draws_follow_the_distribution_of_transformers(params: dict[str, Any]) -> None:
+    values = logits()
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(params.get("temperature", 1.0)))])
+    if "top_k" in params:
+        warpers.append(TopKLogitsWarper(params["top_k"]))
+    if "top_p" in params:
+        warpers.append(TopPLogitsWarper(params["top_p"]))
+    if "min_p" in params:
+        warpers.append(MinPLogitsWarper(params["min_p"]))
+    no_tokens: Any = torch.zeros(1, 1, dtype=torch.long)
+    expected = warpers(no_tokens, values.clone()).softmax(dim=-1)[0]
+    count = 4000
+    got = draws(values, count, **params)
+    assert not got[expected == 0].any()
+    spread = (expected * (1 - expected) / count).sqrt()
+    assert ((got - expected).abs() <= 5 * spread + 1e-3).all()
+
+
+def test_the_whole_vocabulary_is_considered_when_the_cut_lies_deep() -> None:
+    flat = torch.zeros(1, VOCAB_SIZE)
+    kept = int((draws(flat, 3000, top_p=0.9) > 0).sum())
+    assert 256 < kept <= math.ceil(0.9 * VOCAB_SIZE)
+    assert int((draws(flat, 3000, min_p=0.5) > 0).sum()) > 256
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    weights=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=30),
+    top_k=st.integers(0, 40),
+    top_p=st.floats(0.05, 1.0),
+    min_p=st.floats(0.0, 1.0),
+)
+def test_something_is_always_kept_and_stricter_keeps_less(
+    weights: list[float], top_k: int, top_p: float, min_p: float
+) -> None:
+    top = torch.tensor(sorted(weights, reverse=True))
+    top = top / top.sum()
+    params = SamplingParams(max_tokens=1, top_k=top_k, top_p=top_p, min_p=min_p)
+    kept = num_kept(top, params)
+    assert 1 <= kept <= len(top)
+    assert kept <= num_kept(top, replace(params, top_p=1.0))
+    assert kept <= num_kept(top, replace(params, min_p=0.0))
+
+
+def test_a_draw_does_not_depend_on_the_batch() -> None:
+    values = logits(rows=6)
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 9}, {"top_p": 0.9}, {"temperature": 0.0}, {"min_p": 0.2}]
+    kinds.append({"top_k": 300})
+    rows = [row(seed=11 + index, **params) for index, params in enumerate(kinds)]
+    together = sample(values, rows, EOS)
+    alone = [sample(values[i : i + 1], [rows[i]], EOS)[0] for i in range(6)]
+    backwards = sample(values.flip(0), rows[::-1], EOS)[::-1]
+    assert together == alone == backwards
+
+
+def test_seed_and_position_each_change_the_draw() -> None:
+    numbers = {uniform(seed, position) for seed in range(40) for position in range(40)}
+    assert len(numbers) == 1600
+    assert all(0 <= number < 1 for number in numbers)
+    assert abs(sum(numbers) / 1600 - 0.5) < 0.05
+    assert uniform(-1, 3) == uniform((1 << 64) - 1, 3)
+
+
+def test_the_number_is_fixed_for_all_machines_and_versions() -> None:
+    assert uniform(42, 7) == 0.4074136540795371
+
+
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    values, seen = logits(), [3, 5, 5, 9]
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([seen]), values.clone())[0]
+    got = values[0].clone()
+    adjust_logits(got, row(seen, num_prompt=2, repetition_penalty=1.7), EOS)
+    torch.testing.assert_close(got, expected)
+
+
+def test_presence_and_frequency_count_the_output_only() -> None:
+    values = logits()[0]
+    got = values.clone()
+    adjust_logits(got, row([3, 3, 5, 5, 9], num_prompt=2, presence_penalty=0.5, frequency_penalty=0.25), EOS)
+    change = torch.zeros(VOCAB_SIZE)
+    change[5], change[9] = -1.0, -0.75
+    torch.testing.assert_close(got, values + change)
+
+
+def test_bias_and_bans() -> None:
+    biased = row(temperature=0.0, logit_bias={17: 100.0, 18: -100.0})
+    assert sample(logits(), [biased], EOS)[0].token_id == 17
+    values = torch.zeros(1, VOCAB_SIZE)
+    values[0, 2], values[0, 4], values[0, 6] = 3.0, 2.0, 1.0
+    early = row([0, 1], temperature=0.0, min_tokens=2, stop_token_ids=(4,))
+    assert sample(values, [early], EOS)[0].token_id == 6
+    late = row([0, 1, 1], temperature=0.0, min_tokens=2, stop_token_ids=(4,))
+    assert sample(values, [late], EOS)[0].token_id == 2
+    deaf = row([0, 1], temperature=0.0, min_tokens=2, ignore_eos=True)
+    assert sample(values, [deaf], EOS)[0].token_id == 2
+
+
+def test_logprobs_are_those_of_the_model() -> None:
+    values = logits()
+    expected = values[0].log_softmax(dim=-1)
+    token = sample(values, [row(temperature=0.7, logit_bias={9: 50.0}, num_top_logprobs=3)], EOS)[0]
+    assert token.token_id == 9
+    assert token.logprobs is not None
+    assert token.logprobs.logprob == pytest.approx(float(expected[9]), abs=1e-5)
+    top = expected.topk(3)
+    assert [token_id for token_id, _ in token.logprobs.top] == top.indices.tolist()
+    assert [logprob for _, logprob in token.logprobs.top] == pytest.approx(top.values.tolist(), abs=1e-5)
+    none_asked = sample(values, [row(temperature=0.0, num_top_logprobs=0)], EOS)[0].logprobs
+    assert none_asked is not None
+    assert none_asked.top == ()
+    assert sample(values, [row()], EOS)[0].logprobs is None
+
+
+def test_logits_are_left_as_they_were() -> None:
+    values = logits()
+    before = values.clone()
+    sample(values, [row([1, 2, 3], repetition_penalty=2.0, logit_bias={1: 5.0})], EOS)
+    assert torch.equal(values, before)
