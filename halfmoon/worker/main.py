@@ -6,23 +6,21 @@ import asyncio
 import logging
 import math
 import os
-import sys
 import uuid
 from collections.abc import Callable
 
 import grpc
 import torch
-from prometheus_client import start_http_server
 
 import halfmoon
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
-from halfmoon.errors import HalfmoonError, InvalidRequest, Unavailable
+from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
-from halfmoon.rpc.logs import configure_logs
-from halfmoon.rpc.server import advertised_address, run_service, running_server, until_told_to_stop
+from halfmoon.rpc.server import advertised_address, running_server, until_told_to_stop
+from halfmoon.rpc.service import metrics_endpoint
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, raw_service
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.metrics import WorkerMetrics
@@ -39,18 +37,6 @@ _ROLES = {"prefill": types_pb2.PREFILL, "decode": types_pb2.DECODE, "both": type
 _GATEWAY_PATIENCE_S = 5.0  # a gateway that stopped reading its tokens for this long has given its requests up
 _SWEEP_S = 1.0
 _SETTLE_POLL_S = 0.05
-
-
-def run(service: str, settings_class: Callable[[], WorkerSettings]) -> None:
-    """`__main__` of a worker. Exits with 1 and one clear log line when it cannot start or is refused."""
-    settings = settings_class()
-    configure_logs(service, settings.log_level)
-    log.info("service.settings", extra={"settings": settings.model_dump(mode="json")})
-    try:
-        run_service(lambda: serve(settings))
-    except* HalfmoonError as group:
-        log.error("service.failed", extra={"reason": "; ".join(str(error) for error in group.exceptions)})
-        sys.exit(1)
 
 
 async def serve(settings: WorkerSettings) -> None:
@@ -72,10 +58,9 @@ async def serve(settings: WorkerSettings) -> None:
             address = advertised_address(settings.listen, server.port, settings.advertise)
             identity.CopyFrom(_identity(settings, engine, address))
             await server.set_serving()
-            if settings.metrics_port is not None:
-                start_http_server(settings.metrics_port, registry=metrics.registry)
-            log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
-            await _until_stopped(settings, async_engine, state, stopping, death)
+            with metrics_endpoint(settings.metrics_port, metrics.registry):
+                log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
+                await _until_stopped(settings, async_engine, state, stopping, death)
         await prefill.close()
 
 

@@ -6,24 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import ByteSize, Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings
 
 RoleName = Literal["prefill", "decode", "both"]
 
 
 class WorkerSettings(BaseSettings):
     """Environment (`HALFMOON_<SERVICE>_…`) and command line (`--kebab-case`), read once."""
-
-    model_config = SettingsConfigDict(
-        extra="forbid",
-        frozen=True,
-        cli_parse_args=True,
-        cli_kebab_case=True,
-        cli_avoid_json=True,
-        cli_implicit_flags=True,
-        cli_hide_none_type=True,
-        env_ignore_empty=True,
-    )
 
     role: RoleName = Field(description="which half of a request this worker serves")
     gateway: str = Field(description="host:port of the gateway's cluster service; several separated by commas")

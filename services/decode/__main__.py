@@ -1,7 +1,8 @@
 """`python -m services.decode`: a worker that writes answers, unless told another role."""
 
-from halfmoon.worker.main import run
+from halfmoon.rpc.service import service_main
+from halfmoon.worker.main import serve
 from services.decode.settings import DecodeSettings
 
 if __name__ == "__main__":
-    run("decode", DecodeSettings)
+    service_main("decode", DecodeSettings, serve)

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
-from contextlib import ExitStack
 
-from prometheus_client import start_http_server
-
-from halfmoon.errors import HalfmoonError, InvalidRequest
-from halfmoon.rpc.logs import configure_logs
-from halfmoon.rpc.server import advertised_address, run_service, running_server, until_told_to_stop
+from halfmoon.rpc.server import advertised_address, running_server, until_told_to_stop
+from halfmoon.rpc.service import metrics_endpoint, service_main
 from services.kvstore.metrics import KVStoreMetrics
 from services.kvstore.servicer import KVStoreServicer
-from services.kvstore.settings import KVStoreSettings, read_settings
+from services.kvstore.settings import KVStoreSettings
 from services.kvstore.store import BlockStore
 
 log = logging.getLogger(__name__)
@@ -27,31 +22,12 @@ async def serve(settings: KVStoreSettings) -> None:
     metrics = KVStoreMetrics(store.stats)
     services = KVStoreServicer(store, settings.lease_s).registrations()
     async with running_server(settings.listen, services, metrics.rpc) as server:
-        with ExitStack() as stack:
-            if settings.metrics_port is not None:
-                http, _ = start_http_server(settings.metrics_port, registry=metrics.registry)
-                stack.callback(http.server_close)
-                stack.callback(http.shutdown)
+        with metrics_endpoint(settings.metrics_port, metrics.registry):
             await server.set_serving()
             address = advertised_address(settings.listen, server.port, settings.advertise)
             log.info("service.ready", extra={"address": address})
             await stopping
 
 
-def main() -> None:
-    """Exits with 1 and one clear line when the service cannot start."""
-    try:
-        settings = read_settings(sys.argv[1:])
-    except InvalidRequest as err:
-        sys.exit(err.message)
-    configure_logs("kvstore", settings.log_level)
-    log.info("service.settings", extra={"settings": settings.model_dump(mode="json")})
-    try:
-        run_service(lambda: serve(settings))
-    except HalfmoonError as err:
-        log.error("service.failed", extra={"reason": err.message})
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    service_main("kvstore", KVStoreSettings, serve)

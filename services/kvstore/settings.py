@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import ByteSize, Field, ValidationError
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+from pydantic import ByteSize, Field
+from pydantic_settings import BaseSettings
 
-from halfmoon.errors import InvalidRequest
-
-_PREFIX = "HALFMOON_KVSTORE_"
+from halfmoon.rpc.service import service_config
 
 
 class KVStoreSettings(BaseSettings):
     """Environment (`HALFMOON_KVSTORE_…`) and command line (`--kebab-case`), read once."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=_PREFIX,
-        cli_prog_name="python -m services.kvstore",
-        extra="forbid",
-        frozen=True,
-        cli_kebab_case=True,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        env_ignore_empty=True,
-    )
+    model_config = service_config("kvstore")
 
     listen: str = Field("127.0.0.1:0", description="host:port of the store; port 0 picks one")
     advertise: str | None = Field(None, description="host:port where others reach the store, if not --listen")
@@ -34,18 +21,3 @@ class KVStoreSettings(BaseSettings):
     lease_s: float = Field(10.0, gt=0, description="a block on its way in is freed when its sender is silent this long")
     metrics_port: int | None = Field(None, ge=0, le=65535, description="serve Prometheus metrics on this port")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-
-
-def read_settings(arguments: Sequence[str]) -> KVStoreSettings:
-    """From environment and command line. Raises InvalidRequest for a wrong value or a variable that names no setting.
-
-    A wrong command line ends the program with its usage, as argparse does.
-    """
-    known = {_PREFIX + name.upper() for name in KVStoreSettings.model_fields}
-    unknown = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in known)
-    if unknown:
-        raise InvalidRequest(f"unknown settings in the environment: {', '.join(unknown)}")
-    try:
-        return CliApp.run(KVStoreSettings, cli_args=list(arguments))
-    except ValidationError as err:
-        raise InvalidRequest(str(err)) from err

@@ -1,7 +1,8 @@
 """`python -m services.prefill`: a worker that reads prompts, unless told another role."""
 
-from halfmoon.worker.main import run
+from halfmoon.rpc.service import service_main
+from halfmoon.worker.main import serve
 from services.prefill.settings import PrefillSettings
 
 if __name__ == "__main__":
-    run("prefill", PrefillSettings)
+    service_main("prefill", PrefillSettings, serve)

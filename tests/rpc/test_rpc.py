@@ -69,7 +69,7 @@ async def test_an_inner_cancellation_answers_at_once() -> None:
 
 async def test_deadline_and_request_id_travel_on() -> None:
     async def inner(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        return f"{request_id()} {0 < bounded_deadline_s(1000) <= 7}".encode()
+        return f"{request_id()} {0 < bounded_deadline_s(1000) < 8}".encode()
 
     add = methods(M=grpc.unary_unary_rpc_method_handler(inner))
     async with running_server("127.0.0.1:0", [add], RpcMetrics(CollectorRegistry())) as server:

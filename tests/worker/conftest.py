@@ -68,8 +68,8 @@ async def start_worker(tiny: Checkpoint) -> AsyncIterator[Callable[..., object]]
     """`await start_worker(role, num_blocks=…, lease_s=…)` gives a running worker; all stop with the test."""
     async with AsyncExitStack() as stack:
 
-        async def start(role: str, num_blocks: int = 32, lease_s: float = 10.0, **config: int) -> RunningWorker:
-            return await stack.enter_async_context(_worker(tiny, role, num_blocks, lease_s, config))
+        async def start(role: str, num_blocks: int = 32, lease_s: float = 10.0, max_running: int = 64) -> RunningWorker:
+            return await stack.enter_async_context(_worker(tiny, role, num_blocks, lease_s, max_running))
 
         yield start
 
@@ -79,9 +79,11 @@ _numbers = itertools.count()
 
 @asynccontextmanager
 async def _worker(
-    checkpoint: Checkpoint, role: str, num_blocks: int, lease_s: float, config: dict[str, int]
+    checkpoint: Checkpoint, role: str, num_blocks: int, lease_s: float, max_running: int
 ) -> AsyncIterator[RunningWorker]:
-    engine = Engine(checkpoint, EngineConfig(dtype="float32", block_tokens=8, num_blocks=num_blocks, **config))
+    engine = Engine(
+        checkpoint, EngineConfig(dtype="float32", block_tokens=8, num_blocks=num_blocks, max_running=max_running)
+    )
     metrics = WorkerMetrics()
     identity = gateway_pb2.WorkerIdentity(
         worker_id=f"{role}-{next(_numbers)}",

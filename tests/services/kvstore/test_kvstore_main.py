@@ -13,11 +13,12 @@ import pytest
 from pydantic import ValidationError
 
 from halfmoon.errors import InvalidRequest
-from services.kvstore.settings import KVStoreSettings, read_settings
+from halfmoon.rpc.service import read_settings
+from services.kvstore.settings import KVStoreSettings
 
 
 def settings(*arguments: str) -> KVStoreSettings:
-    return read_settings(arguments)
+    return read_settings(KVStoreSettings, arguments)
 
 
 def test_defaults() -> None:
@@ -46,7 +47,7 @@ def test_unknown_flags_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_settings_do_not_change_and_are_checked() -> None:
     with pytest.raises(ValidationError):
-        settings().listen = "x"  # type: ignore[misc]
+        settings().listen = "x"
     for bad in (["--dram-bytes", "0"], ["--log-level", "LOUD"], ["--lease-s", "-1"]):
         with pytest.raises(InvalidRequest):
             settings(*bad)

@@ -17,11 +17,12 @@ from halfmoon.errors import Incompatible, InvalidRequest, UnknownModel
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.service import read_settings
 from services.planner import model as model_module
 from services.planner.metrics import PlannerMetrics
 from services.planner.model import read_model_config
 from services.planner.servicer import PlannerServicer
-from services.planner.settings import read_settings
+from services.planner.settings import PlannerSettings
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -121,16 +122,16 @@ def test_a_hub_that_does_not_answer_is_an_unknown_model(monkeypatch: pytest.Monk
 
 def test_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HALFMOON_PLANNER_LISTEN", "127.0.0.1:7")
-    assert read_settings([]).listen == "127.0.0.1:7"
-    assert read_settings(["--listen", "127.0.0.1:8"]).listen == "127.0.0.1:8"
+    assert read_settings(PlannerSettings, []).listen == "127.0.0.1:7"
+    assert read_settings(PlannerSettings, ["--listen", "127.0.0.1:8"]).listen == "127.0.0.1:8"
     with pytest.raises(SystemExit):
-        read_settings(["--lissten", "x"])
+        read_settings(PlannerSettings, ["--lissten", "x"])
     assert "--lissten" in capsys.readouterr().err
     with pytest.raises(InvalidRequest):
-        read_settings(["--metrics-port", "70000"])
+        read_settings(PlannerSettings, ["--metrics-port", "70000"])
     monkeypatch.setenv("HALFMOON_PLANNER_LISSTEN", "x")
     with pytest.raises(InvalidRequest, match="LISSTEN"):
-        read_settings([])
+        read_settings(PlannerSettings, [])
 
 
 def test_the_program_says_ready_and_stops_cleanly() -> None:

@@ -1,0 +1,102 @@
+"""What every service's `__main__` does: read settings once, set logs up, run; one clear line if it cannot."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry, start_http_server
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+
+from halfmoon.errors import HalfmoonError, InvalidRequest
+from halfmoon.rpc.logs import configure_logs
+from halfmoon.rpc.server import run_service
+
+log = logging.getLogger(__name__)
+
+Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+def service_config(service: str) -> SettingsConfigDict:
+    """How `service`'s settings are read: environment `HALFMOON_<SERVICE>_…` and command line `--kebab-case`."""
+    return SettingsConfigDict(
+        env_prefix=_prefix(service),
+        cli_prog_name=f"python -m services.{service}",
+        extra="forbid",
+        frozen=True,
+        cli_kebab_case=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        env_ignore_empty=True,
+    )
+
+
+def read_settings(settings_class: type[Settings], arguments: Sequence[str]) -> Settings:
+    """From environment and command line. Raises InvalidRequest for a wrong value or a variable that names no setting.
+
+    A wrong command line ends the program with its usage, as argparse does.
+    """
+    prefix = settings_class.model_config["env_prefix"]
+    known = {prefix + name.upper() for name in settings_class.model_fields}
+    unknown = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
+    if unknown:
+        raise InvalidRequest(f"unknown settings in the environment: {', '.join(unknown)}")
+    try:
+        return CliApp.run(settings_class, cli_args=list(arguments))
+    except ValidationError as err:
+        raise InvalidRequest(str(err)) from err
+
+
+def service_main(
+    service: str, settings_class: type[Settings], serve: Callable[[Settings], Coroutine[Any, Any, None]]
+) -> None:
+    """Runs `serve(settings)` to its end. Exits with 1 and one log line for an error of our tree."""
+    configure_logs(service)
+    try:
+        settings = read_settings(settings_class, sys.argv[1:])
+        configure_logs(service, getattr(settings, "log_level", "INFO"))
+        log.info("service.settings", extra={"settings": _as_logged(settings)})
+        run_service(lambda: serve(settings))
+    except (HalfmoonError, BaseExceptionGroup) as err:
+        leaves = list(_leaves(err))
+        if not all(isinstance(leaf, HalfmoonError) for leaf in leaves):
+            raise
+        log.error("service.failed", extra={"reason": "; ".join(str(leaf) for leaf in leaves)})
+        sys.exit(1)
+
+
+@contextmanager
+def metrics_endpoint(port: int | None, registry: CollectorRegistry) -> Iterator[None]:
+    """Serves `registry` over HTTP on `port`, if there is one."""
+    if port is None:
+        yield
+        return
+    server, _ = start_http_server(port, registry=registry)
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _prefix(service: str) -> str:
+    return f"HALFMOON_{service.upper()}_"
+
+
+def _as_logged(settings: BaseSettings) -> dict[str, Any]:
+    """The settings' own choice of what to log where they hold a secret, else all of them."""
+    own: Callable[[], dict[str, Any]] | None = getattr(settings, "as_logged", None)
+    return own() if own is not None else settings.model_dump(mode="json")
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
