@@ -111,13 +111,12 @@ async def open_ledger(url: str) -> AsyncIterator[Ledger]:
     try:
         await asyncio.to_thread(_create_tables, engine, url)
         ledger = Ledger(engine)
-        async with asyncio.TaskGroup() as tasks:
-            writer = tasks.create_task(ledger.write_behind())
-            try:
-                yield ledger
-            finally:
-                await ledger.close()
-                await writer  # here, because a group whose block failed cancels its tasks
+        writer = asyncio.create_task(ledger.write_behind())  # no group: that would cancel it when the block fails
+        try:
+            yield ledger
+        finally:
+            await ledger.close()
+            await writer
     finally:
         await asyncio.to_thread(engine.dispose)
 

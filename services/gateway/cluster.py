@@ -229,12 +229,17 @@ class Cluster(ClusterServicer):
 async def running_cluster(
     gateway_id: str, membership: Membership, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[Cluster]:
-    """A cluster whose tasks end with the block."""
-    async with asyncio.TaskGroup() as tasks:
-        cluster = Cluster(gateway_id, membership, tasks, clock)
-        watch = tasks.create_task(cluster.watch_heartbeats())
-        try:
-            yield cluster
-        finally:
-            watch.cancel()
-            await cluster.close(grace_s=1.0)
+    """A cluster whose tasks end with the block. An error of the block leaves it as it is, without a group around."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            cluster = Cluster(gateway_id, membership, tasks, clock)
+            watch = tasks.create_task(cluster.watch_heartbeats())
+            try:
+                yield cluster
+            finally:
+                watch.cancel()
+                await cluster.close(grace_s=1.0)
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) == 1:
+            raise group.exceptions[0] from None
+        raise

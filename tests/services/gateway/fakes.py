@@ -142,6 +142,7 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         self.refuse: list[HalfmoonError] = []  # raised by the next Prefill calls
         self.on_prefill: OnPrefill | None = None
         self.address = ""
+        self.changes: Mapping[str, Any] = {}  # of its identity
         self.steps: dict[str, asyncio.Queue[StepTokens | HalfmoonError]] = {}
         self.decoding: list[asyncio.Task[None]] = []
         self.end_registration = asyncio.Event()
@@ -197,6 +198,7 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         yield StepTokens()
         while True:
             step = await queue.get()
+            queue.task_done()
             if isinstance(step, HalfmoonError):
                 raise step
             yield step
@@ -207,19 +209,20 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         return CancelResponse(num_cancelled=len(request.request_ids))
 
     def identity(self) -> WorkerIdentity:
-        return WorkerIdentity(
-            worker_id=self.worker_id,
-            role={"prefill": PREFILL, "decode": DECODE, "both": BOTH}[self.role],
-            address=self.address,
-            model=MODEL,
-            model_fingerprint=FINGERPRINT,
-            layout=LAYOUT,
-            context_tokens=CONTEXT_TOKENS,
-            total_blocks=100,
-            version="1",
-            device="fake",
-            pid=7,
-        )
+        fields: dict[str, Any] = {
+            "worker_id": self.worker_id,
+            "role": {"prefill": PREFILL, "decode": DECODE, "both": BOTH}[self.role],
+            "address": self.address,
+            "model": MODEL,
+            "model_fingerprint": FINGERPRINT,
+            "layout": LAYOUT,
+            "context_tokens": CONTEXT_TOKENS,
+            "total_blocks": 100,
+            "version": "1",
+            "device": "fake",
+            "pid": 7,
+        }
+        return WorkerIdentity(**{**fields, **self.changes})
 
     async def register(self, gateway_address: str) -> None:
         """Stays registered until `end_registration`. Raises what the gateway refuses with."""
@@ -247,11 +250,38 @@ class FakeWorker(PrefillServicer, DecodeServicer):
                 self.registered.set()
 
 
+class Life:
+    """Owns the gateway's life in a task of its own, so that a test may end it while it looks on."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._end = asyncio.Event()
+        self._started: asyncio.Future[RunningGateway] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.ensure_future(self._live())
+
+    async def start(self) -> RunningGateway:
+        either: set[asyncio.Future[Any]] = {self._task, self._started}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._task.done():
+            self._task.result()
+        return self._started.result()
+
+    async def stop(self) -> None:
+        self._end.set()
+        await self._task
+
+    async def _live(self) -> None:
+        async with running_gateway(self._settings, served_model()) as gateway:
+            self._started.set_result(gateway)
+            await self._end.wait()
+
+
 class Fleet:
     """Owns the fake workers of a test, one gateway, and an OpenAI client."""
 
-    def __init__(self, stack: AsyncExitStack, gateway: RunningGateway) -> None:
+    def __init__(self, stack: AsyncExitStack, gateway: RunningGateway, life: Life) -> None:
         self._stack = stack
+        self.stop = life.stop
         self.gateway = gateway
         self.cluster = gateway.cluster
         self.http = gateway.http
@@ -294,9 +324,13 @@ class Fleet:
 
 @asynccontextmanager
 async def running_fleet(tmp_path: Path, **settings: Any) -> AsyncIterator[Fleet]:
-    chosen = GatewaySettings(port=0, state_dir=tmp_path, shutdown_grace_s=0, **settings)
-    async with running_gateway(chosen, served_model()) as gateway, AsyncExitStack() as stack:
-        fleet = Fleet(stack, gateway)
+    calm = {"heartbeat_interval_s": 1000.0, "shutdown_grace_s": 0.0}  # fake workers report when a test says so
+    chosen = GatewaySettings(port=0, state_dir=tmp_path, **{**calm, **settings})
+    async with AsyncExitStack() as stack:
+        life = Life(chosen)
+        gateway = await life.start()
+        stack.push_async_callback(life.stop)
+        fleet = Fleet(stack, gateway, life)
         stack.push_async_callback(fleet.client.close)
         yield fleet
 

@@ -115,7 +115,7 @@ async def test_sampling_parameters_arrive_as_they_are(tmp_path: Path) -> None:
             seed=-1,
             presence_penalty=1.5,
             frequency_penalty=-1.25,
-            logit_bias={"5": -100, "6": 2.5},
+            logit_bias={"5": -100, "6": 2},
             logprobs=True,
             top_logprobs=2,
             extra_body={
@@ -138,7 +138,7 @@ async def test_sampling_parameters_arrive_as_they_are(tmp_path: Path) -> None:
     assert sampling.presence_penalty == 1.5
     assert sampling.frequency_penalty == -1.25
     assert sampling.repetition_penalty == 1.25
-    assert dict(sampling.logit_bias) == {5: -100, 6: 2.5}
+    assert dict(sampling.logit_bias) == {5: -100, 6: 2}
     assert sampling.num_top_logprobs == 2
     assert sampling.min_tokens == 3
     assert list(sampling.stop_token_ids) == [9, 10]

@@ -1,0 +1,203 @@
+"""Everything a client can get wrong, in the OpenAI API's shape and naming the parameter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from .fakes import CONTEXT_TOKENS, MODEL, Fleet, running_fleet
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with running_fleet(tmp_path, max_body_bytes=50_000) as fleet:
+        await fleet.pair()
+        yield fleet
+
+
+async def refused(fleet: Fleet, path: str, body: Any, method: str = "POST") -> tuple[int, dict[str, Any]]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with aiohttp.ClientSession() as session, session.request(method, fleet.http + path, data=data) as response:
+        answer = await response.json()
+        assert set(answer) == {"error"}
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert answer["error"]["message"]
+        return response.status, answer["error"]
+
+
+async def test_every_wrong_chat_parameter_is_named(fleet: Fleet) -> None:
+    wrong: list[tuple[str, Any]] = [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", 2),
+        ("seed", "5"),
+        ("seed", 2**64),
+        ("max_tokens", 0),
+        ("max_tokens", True),
+        ("max_tokens", "5"),
+        ("max_tokens", 5.0),
+        ("max_completion_tokens", -1),
+        ("n", 2),
+        ("n", True),
+        ("n", 0),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", ["a"] * 17),
+        ("stop", 5),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -3),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"257": 1}),
+        ("logit_bias", {"5": "1"}),
+        ("logit_bias", [1]),
+        ("logprobs", 1),
+        ("top_logprobs", 21),
+        ("top_logprobs", 3),
+        ("min_tokens", -1),
+        ("min_tokens", CONTEXT_TOKENS),
+        ("stop_token_ids", [257]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("ignore_eos", "yes"),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("user", 5),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+        ("modalities", ["audio"]),
+        ("audio", {}),
+        ("store", True),
+        ("no_such_parameter", 1),
+        ("prompt", "hi"),
+        ("messages", []),
+        ("messages", "hi"),
+        ("messages", None),
+        ("model", 5),
+        ("model", None),
+    ]
+    for param, value in wrong:
+        status, error = await refused(fleet, CHAT, {"model": MODEL, "messages": MESSAGES, param: value})
+        assert (status, error["type"]) == (400, "invalid_request_error"), (param, value)
+        assert str(error["param"]).split("[")[0].split(".")[0] == param, (param, value, error)
+        assert param in error["message"] or param == "stop", (param, value, error)
+
+
+async def test_wrong_messages_are_named_by_place(fleet: Fleet) -> None:
+    wrong: list[tuple[Any, str]] = [
+        ({"role": "boss", "content": "hi"}, "messages[1].role"),
+        ({"content": "hi"}, "messages[1].role"),
+        ({"role": "user", "content": 5}, "messages[1].content"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "messages[1].content[0].type",
+        ),
+        ({"role": "user", "content": "hi", "mood": "good"}, "messages[1].mood"),
+        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "messages[1].tool_calls"),
+        ("hi", "messages[1]"),
+    ]
+    for message, param in wrong:
+        status, error = await refused(fleet, CHAT, {"model": MODEL, "messages": [*MESSAGES, message]})
+        assert (status, error["param"]) == (400, param), (message, error)
+
+
+async def test_neutral_values_and_nulls_change_nothing(fleet: Fleet) -> None:
+    names = ("temperature", "top_p", "stop", "max_tokens", "logit_bias", "seed", "tools", "response_format", "logprobs")
+    neutral: dict[str, Any] = {
+        "n": 1,
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "store": False,
+        "metadata": {"a": "b"},
+        "user": "me",
+        "parallel_tool_calls": True,
+        "top_k": -1,
+        "stop": [],
+    }
+    for extra in (dict.fromkeys(names), neutral):
+        body = json.dumps({"model": MODEL, "messages": MESSAGES, **extra})
+        async with aiohttp.ClientSession() as session, session.post(fleet.http + CHAT, data=body) as response:
+            assert response.status == 200, await response.text()
+
+
+async def test_wrong_prompts(fleet: Fleet) -> None:
+    wrong: tuple[Any, ...] = ("", [], [""], ["a", "b"], [[1], [2]], [257], [-1], ["a", 5], [True], {}, 5, None, [[]])
+    for prompt in wrong:
+        status, error = await refused(fleet, COMPLETIONS, {"model": MODEL, "prompt": prompt})
+        assert (status, str(error["param"]).split("[")[0]) == (400, "prompt"), (prompt, error)
+    _, error = await refused(fleet, COMPLETIONS, {"model": MODEL, "prompt": ["a", "b"]})
+    assert error["message"] == "one prompt a request for now"
+    for param, value in (("logprobs", 6), ("logprobs", True), ("echo", True), ("suffix", "x"), ("best_of", 2)):
+        status, error = await refused(fleet, COMPLETIONS, {"model": MODEL, "prompt": "a", param: value})
+        assert (status, error["param"]) == (400, param)
+    status, error = await refused(fleet, COMPLETIONS, {"model": MODEL})
+    assert (status, error["param"], error["message"]) == (400, "prompt", "missing parameter: prompt")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b"5", b"\xff", b'{"model": NaN}', b"[" * 5000, b'{"a": "\\ud800"}']
+)
+async def test_bodies_that_are_no_json_object(fleet: Fleet, body: bytes) -> None:
+    status, error = await refused(fleet, CHAT, body)
+    assert (status, error["type"]) == (400, "invalid_request_error")
+
+
+async def test_addresses_methods_and_sizes(fleet: Fleet) -> None:
+    assert (await refused(fleet, "/v2/none", b""))[0] == 404
+    assert (await refused(fleet, CHAT, b"", method="GET"))[0] == 405
+    assert (await refused(fleet, "/health", b"", method="DELETE"))[0] == 405
+    status, error = await refused(
+        fleet, CHAT, {"model": MODEL, "messages": [{"role": "user", "content": "x" * 60_000}]}
+    )
+    assert (status, error["code"]) == (413, "body_too_large")
+
+
+async def test_an_unknown_model(fleet: Fleet) -> None:
+    status, error = await refused(fleet, CHAT, {"model": "gpt-x", "messages": MESSAGES})
+    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        await fleet.client.models.retrieve("some/other")
+    assert (await fleet.client.models.retrieve(MODEL)).id == MODEL
+    assert [model.id async for model in fleet.client.models.list()] == [MODEL]
+
+
+async def test_the_context_length_with_its_figures(fleet: Fleet) -> None:
+    long = [{"role": "user", "content": "x" * 300}]
+    status, error = await refused(fleet, CHAT, {"model": MODEL, "messages": long})
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+    assert "200" in error["message"]
+    assert "306" in error["message"]
+    for name in ("max_tokens", "max_completion_tokens"):
+        status, error = await refused(fleet, CHAT, {"model": MODEL, "messages": MESSAGES, name: 193})
+        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", name)
+    status, error = await refused(fleet, COMPLETIONS, {"model": MODEL, "prompt": "x" * 200})
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+    whole = await fleet.client.completions.create(model=MODEL, prompt="x" * 199)
+    assert whole.choices[0].text == "h"  # sixteen by default, but only one fits
+
+
+async def test_the_client_raises_its_own_error(fleet: Fleet) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await fleet.client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "a"}], temperature=3
+        )
+    assert caught.value.param == "temperature"
