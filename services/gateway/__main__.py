@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 
 from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.engine.tokenizer import Detokenizer, Tokenizer
-from halfmoon.errors import HalfmoonError
-from halfmoon.rpc.logs import configure_logs
-from halfmoon.rpc.server import run_service, until_told_to_stop
+from halfmoon.rpc.server import until_told_to_stop
+from halfmoon.rpc.service import service_main
 from services.gateway.intake import ServedModel
 from services.gateway.service import running_gateway
-from services.gateway.settings import GatewaySettings, read_settings
+from services.gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
@@ -45,19 +43,5 @@ async def serve(settings: GatewaySettings) -> None:
         log.info("service.stopping")
 
 
-def main() -> int:
-    """The process's exit status."""
-    configure_logs("gateway")
-    try:
-        settings = read_settings(sys.argv[1:])
-        configure_logs("gateway", settings.log_level)
-        log.info("service.settings", extra=settings.as_logged())
-        run_service(lambda: serve(settings))
-    except HalfmoonError as error:
-        log.error("service.failed", extra={"reason": error.message})
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    service_main("gateway", GatewaySettings, serve)

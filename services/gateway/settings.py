@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+from pydantic_settings import BaseSettings
 
-from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import mask_password
-
-_PREFIX = "HALFMOON_GATEWAY_"
+from halfmoon.rpc.service import service_config
 
 
 class GatewaySettings(BaseSettings):
     """Read once in `__main__`. Seconds are in names that end in `_s`."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=_PREFIX,
-        extra="forbid",
-        frozen=True,
-        cli_kebab_case=True,
-        cli_prog_name="python -m services.gateway",
-    )
+    model_config = service_config("gateway")
 
     host: str = Field("127.0.0.1", description="where HTTP listens")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks one")
@@ -49,12 +40,3 @@ class GatewaySettings(BaseSettings):
     def as_logged(self) -> dict[str, Any]:
         """Every setting, without the ledger's password."""
         return {**self.model_dump(mode="json"), "ledger_url": mask_password(self.ledger)}
-
-
-def read_settings(arguments: list[str]) -> GatewaySettings:
-    """Settings from environment and command line. Raises InvalidRequest for a variable that names no setting."""
-    known = {_PREFIX + name.upper() for name in GatewaySettings.model_fields}
-    unknown = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in known)
-    if unknown:
-        raise InvalidRequest(f"unknown settings in the environment: {', '.join(unknown)}")
-    return CliApp.run(GatewaySettings, cli_args=arguments)

@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2 import WorkerLoad
+from halfmoon.rpc.service import read_settings
 from services.gateway.service import running_gateway
-from services.gateway.settings import GatewaySettings, read_settings
+from services.gateway.settings import GatewaySettings
 
 from .fakes import MODEL, Fleet, Script, running_fleet, served_model, soon
 
@@ -146,21 +147,23 @@ async def test_a_taken_port_is_a_clear_error(tmp_path: Path) -> None:
 def test_settings_come_from_environment_and_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HALFMOON_GATEWAY_PORT", "81")
     monkeypatch.setenv("HALFMOON_GATEWAY_MODEL_NAME", "served")
-    settings = read_settings(["--port", "82", "--state-dir", str(tmp_path), "--cluster-listen", "127.0.0.1:0"])
+    settings = read_settings(
+        GatewaySettings, ["--port", "82", "--state-dir", str(tmp_path), "--cluster-listen", "127.0.0.1:0"]
+    )
     assert (settings.port, settings.model_name, settings.advertise_cluster) == (82, "served", None)
     assert settings.ledger == f"sqlite:///{tmp_path / 'ledger.db'}"
     with pytest.raises(ValidationError):
-        settings.port = 5  # type: ignore[misc]
-    secret = read_settings(["--ledger-url", "postgresql://me:secret@host/db"])
+        settings.port = 5
+    secret = read_settings(GatewaySettings, ["--ledger-url", "postgresql://me:secret@host/db"])
     assert "secret" not in str(secret.as_logged())
 
 
 def test_unknown_settings_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit):
-        read_settings(["--no-such-option", "1"])
+        read_settings(GatewaySettings, ["--no-such-option", "1"])
     monkeypatch.setenv("HALFMOON_GATEWAY_PROT", "81")
     with pytest.raises(InvalidRequest, match="HALFMOON_GATEWAY_PROT"):
-        read_settings([])
+        read_settings(GatewaySettings, [])
 
 
 async def test_the_program_says_when_it_cannot_start(tmp_path: Path) -> None:
