@@ -1,0 +1,132 @@
+"""Blocks between the arena and a contiguous transfer buffer, which has the canonical order of `halfmoon.kv.layout`.
+
+One launch moves every layer and head of a transfer. Rows are moved as integers, so that no dtype is interpreted.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfmoon.engine.kernels.tensor_check import check_contiguous, check_same_device, check_shape, check_tensor
+
+_TILE_TOKENS = 32
+
+
+@triton.jit
+def _copy_blocks_kernel(
+    arena: tl.tensor,  # [num_planes, num_slots, row_words]
+    buffer: tl.tensor,  # [num_planes, num_tokens, row_words]
+    block_ids: tl.tensor,  # [num_blocks]
+    start: tl.tensor,  # position in the sequence of the buffer's first token
+    num_tokens: tl.tensor,
+    num_slots: tl.tensor,
+    BLOCK_TOKENS: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    ROW_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    DIRECTION: tl.constexpr,
+) -> None:
+    plane = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    word = tl.arange(0, ROW_PAD)
+    in_range = row < num_tokens
+    position = start + row
+    block = tl.load(block_ids + position // BLOCK_TOKENS, mask=in_range, other=0).to(tl.int64)
+    slot = block * BLOCK_TOKENS + position % BLOCK_TOKENS
+    mask = in_range[:, None] & (word < ROW_WORDS)[None, :]
+    in_arena = arena + (plane * num_slots + slot)[:, None] * ROW_WORDS + word[None, :]
+    in_buffer = buffer + (plane * num_tokens + row)[:, None] * ROW_WORDS + word[None, :]
+    if DIRECTION == "gather":
+        tl.store(in_buffer, tl.load(in_arena, mask=mask), mask=mask)
+    else:
+        tl.store(in_arena, tl.load(in_buffer, mask=mask), mask=mask)
+
+
+def gather_blocks(
+    arena: Tensor, block_ids: Tensor, block_tokens: int, layer_start: int, layer_end: int, start: int, num_tokens: int
+) -> Tensor:
+    """Tokens `start`..`start + num_tokens` of the sequence that `block_ids` holds, copied out of the arena.
+
+    arena: [num_layers, 2, num_kv_heads, num_slots, head_dim]; block_ids: [num_blocks] int32 or int64.
+    Returns [layer_end - layer_start, 2, num_kv_heads, num_tokens, head_dim]. Raises ValueError or TypeError.
+    """
+    _check(arena, block_ids, block_tokens, layer_start, layer_end, start, num_tokens)
+    layers = arena[layer_start:layer_end]
+    shape = (*layers.shape[:3], num_tokens, layers.shape[4])
+    buffer = torch.empty(shape, dtype=arena.dtype, device=arena.device)
+    _launch(layers, buffer, block_ids, block_tokens, start, "gather")
+    return buffer
+
+
+def scatter_blocks(
+    buffer: Tensor, arena: Tensor, block_ids: Tensor, block_tokens: int, layer_start: int, start: int
+) -> None:
+    """The way back: buffer [layers, 2, num_kv_heads, num_tokens, head_dim] into the arena's layers from `layer_start`.
+
+    Raises ValueError or TypeError.
+    """
+    check_shape("buffer", buffer, (None, 2, None, None, None))
+    layer_end = layer_start + buffer.shape[0]
+    _check(arena, block_ids, block_tokens, layer_start, layer_end, start, buffer.shape[3])
+    check_shape("buffer", buffer, (None, 2, arena.shape[2], None, arena.shape[4]))
+    if buffer.dtype != arena.dtype:
+        raise TypeError(f"buffer: dtype {buffer.dtype} where the arena has {arena.dtype}")
+    check_contiguous("buffer", buffer)
+    check_same_device(arena=arena, buffer=buffer)
+    _launch(arena[layer_start:layer_end], buffer, block_ids, block_tokens, start, "scatter")
+
+
+def _check(
+    arena: Tensor, block_ids: Tensor, block_tokens: int, layer_start: int, layer_end: int, start: int, num_tokens: int
+) -> None:
+    check_shape("arena", arena, (None, 2, None, None, None))
+    check_contiguous("arena", arena)
+    check_tensor("block_ids", block_ids, (None,), (torch.int32, torch.int64))
+    check_same_device(arena=arena, block_ids=block_ids)
+    if not 0 <= layer_start < layer_end <= arena.shape[0]:
+        raise ValueError(f"layers {layer_start}..{layer_end} are outside 0..{arena.shape[0]}")
+    if start < 0 or num_tokens < 1 or start + num_tokens > block_ids.numel() * block_tokens:
+        raise ValueError(f"tokens {start}..{start + num_tokens} are outside {block_ids.numel()} blocks")
+
+
+def _launch(layers: Tensor, buffer: Tensor, block_ids: Tensor, block_tokens: int, start: int, direction: str) -> None:
+    integers = _integers(layers)
+    num_tokens, row_words = buffer.shape[3], buffer.shape[4] * buffer.element_size() // integers.itemsize
+    num_planes = layers.shape[0] * 2 * layers.shape[2]
+    _copy_blocks_kernel[(triton.cdiv(num_tokens, _TILE_TOKENS), num_planes)](
+        layers.view(integers), buffer.view(integers), block_ids, start, num_tokens, layers.shape[3],
+        BLOCK_TOKENS=block_tokens, ROW_WORDS=row_words, ROW_PAD=triton.next_power_of_2(row_words),
+        TILE=_TILE_TOKENS, DIRECTION=direction, num_warps=4,
+    )  # fmt: skip
+
+
+def _integers(layers: Tensor) -> torch.dtype:
+    """The widest integers that divide a row and fit the memory's alignment, up to 4 bytes."""
+    row_bytes = layers.shape[4] * layers.element_size()
+    for dtype in (torch.int32, torch.int16):
+        if row_bytes % dtype.itemsize == 0 and layers.storage_offset() * layers.element_size() % dtype.itemsize == 0:
+            return dtype
+    return torch.int8
+
+
+def gather_blocks_reference(
+    arena: Tensor, block_ids: Tensor, block_tokens: int, layer_start: int, layer_end: int, start: int, num_tokens: int
+) -> Tensor:
+    """`gather_blocks` in plain torch."""
+    return arena[layer_start:layer_end, :, :, _slots(block_ids, block_tokens, start, num_tokens)]
+
+
+def scatter_blocks_reference(
+    buffer: Tensor, arena: Tensor, block_ids: Tensor, block_tokens: int, layer_start: int, start: int
+) -> None:
+    """`scatter_blocks` in plain torch."""
+    slots = _slots(block_ids, block_tokens, start, buffer.shape[3])
+    arena[layer_start : layer_start + buffer.shape[0], :, :, slots] = buffer
+
+
+def _slots(block_ids: Tensor, block_tokens: int, start: int, num_tokens: int) -> Tensor:
+    positions = torch.arange(start, start + num_tokens, device=block_ids.device)
+    return block_ids.long()[positions // block_tokens] * block_tokens + positions % block_tokens

@@ -1,0 +1,218 @@
+"""Attention of one new token per sequence over its paged K and V, split along the keys (FlashDecoding, Dao et al. 2023).
+
+All query heads of a KV head are one program's rows, so its keys are read once. The grid depends only on the number of
+sequences and of splits; who attends to what is computed in the kernel from `context_lens`, so that a captured CUDA
+graph stays right as sequences grow. Partial outputs are merged by their log-sum-exp in a second kernel.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfmoon.engine.kernels.paged_kv import PagedKV, tile_slots
+from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
+
+MIN_SPLIT_TOKENS = 256  # under this a program costs more to start and merge than it saves
+_LOG2_E = math.log2(math.e)
+_MIN_ROWS = 16  # of a tensor-core product; a smaller group of query heads is padded
+_STAGES = 4  # one goes to block ids, which leaves K and V what three stages give a kernel without paging
+
+
+def choose_num_splits(num_seqs: int, num_kv_heads: int, max_context_tokens: int, num_sms: int) -> int:
+    """Programs along the keys: about two waves of them over the device, each with at least MIN_SPLIT_TOKENS.
+
+    A power of two (the nearest to 2 * num_sms / (num_seqs * num_kv_heads)), for few compiled variants.
+    """
+    wanted = 2 * num_sms / max(1, num_seqs * num_kv_heads)
+    lower = 1 << max(0, math.floor(math.log2(wanted)))
+    nearest = 2 * lower if wanted > 1.5 * lower else lower
+    most = max(1, max_context_tokens // MIN_SPLIT_TOKENS)
+    return min(nearest, 1 << (most.bit_length() - 1))
+
+
+@triton.jit
+def _split_tokens(
+    context: tl.tensor, NUM_SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
+    """Tokens of each of a sequence's splits, whole tiles; trailing splits may be left with none."""
+    share = tl.maximum(tl.cdiv(context, NUM_SPLITS), MIN_SPLIT)
+    return tl.cdiv(share, TILE) * TILE
+
+
+@triton.jit
+def _decode_attention_kernel(
+    q: tl.tensor,  # [num_seqs, num_q_heads, head_dim]
+    k: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
+    v: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
+    k_scales: tl.tensor,  # [num_kv_heads, num_slots]; None when not quantised
+    v_scales: tl.tensor,  # like k_scales
+    block_table: tl.tensor,  # [num_seqs, max_blocks]
+    context_lens: tl.tensor,  # [num_seqs]
+    out: tl.tensor,  # [num_seqs, num_q_heads, NUM_SPLITS, head_dim]
+    out_lse: tl.tensor,  # [num_seqs, num_q_heads, NUM_SPLITS], base 2
+    scale_log2: tl.tensor,
+    q_seq_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    kv_head_stride: tl.tensor,
+    scale_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    NUM_Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    IS_QUANTISED: tl.constexpr,
+) -> None:
+    seq = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    context = tl.load(context_lens + seq)
+    first, last = 0, context
+    if NUM_SPLITS > 1:
+        split_tokens = _split_tokens(context, NUM_SPLITS, MIN_SPLIT, TILE)
+        first = split * split_tokens
+        last = tl.minimum(first + split_tokens, context)
+        if first >= last:
+            return  # the merge does not look at this split either
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM_PAD)
+    head = kv_head * GROUP + row
+    row_mask = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    query = tl.load(
+        q + seq * q_seq_stride + head[:, None] * q_head_stride + dim[None, :], mask=row_mask, other=0.0
+    )  # [ROWS, DIM_PAD]
+    k += kv_head.to(tl.int64) * kv_head_stride
+    v += kv_head.to(tl.int64) * kv_head_stride
+    if IS_QUANTISED:
+        k_scales += kv_head.to(tl.int64) * scale_head_stride
+        v_scales += kv_head.to(tl.int64) * scale_head_stride
+    block_row = block_table + seq * table_stride
+
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    for start in range(first, last, TILE):
+        seen = start + tl.arange(0, TILE) < last
+        slots = tile_slots(block_row, start, last, TILE, BLOCK_TOKENS)
+        at = slots[:, None] * HEAD_DIM + dim[None, :]
+        mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
+        keys = tl.load(k + at, mask=mask, other=0.0).to(query.dtype)  # [TILE, DIM_PAD]
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale_log2  # [ROWS, TILE]
+        if IS_QUANTISED:
+            scores *= tl.load(k_scales + slots, mask=seen, other=0.0)[None, :]
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        shrink = tl.exp2(best - new_best)
+        weights = tl.exp2(scores - new_best[:, None])
+        total = total * shrink + tl.sum(weights, axis=1)
+        if IS_QUANTISED:
+            weights *= tl.load(v_scales + slots, mask=seen, other=0.0)[None, :]
+        values = tl.load(v + at, mask=mask, other=0.0).to(query.dtype)  # [TILE, DIM_PAD]
+        acc = acc * shrink[:, None] + tl.dot(weights.to(query.dtype), values, input_precision="ieee")
+        best = new_best
+
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # zeros where there is no context
+    where = (seq * NUM_Q_HEADS + head) * NUM_SPLITS + split
+    tl.store(out + where[:, None] * HEAD_DIM + dim[None, :], result.to(out.dtype.element_ty), mask=row_mask)
+    if NUM_SPLITS > 1:
+        tl.store(out_lse + where, best + tl.log2(total), mask=row < GROUP)
+
+
+@triton.jit
+def _merge_splits_kernel(
+    parts: tl.tensor,  # [num_seqs, num_q_heads, NUM_SPLITS, head_dim]
+    parts_lse: tl.tensor,  # [num_seqs, num_q_heads, NUM_SPLITS], base 2
+    context_lens: tl.tensor,  # [num_seqs]
+    out: tl.tensor,  # [num_seqs, num_q_heads, head_dim]
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+) -> None:
+    seq = tl.program_id(0).to(tl.int64)
+    at = seq * tl.num_programs(1) + tl.program_id(1)
+    context = tl.load(context_lens + seq)
+    num_used = tl.cdiv(context, _split_tokens(context, NUM_SPLITS, MIN_SPLIT, TILE))
+    split = tl.arange(0, NUM_SPLITS)
+    dim = tl.arange(0, DIM_PAD)
+    used = split < num_used
+    lse = tl.load(parts_lse + at * NUM_SPLITS + split, mask=used, other=float("-inf"))
+    best = tl.where(num_used > 0, tl.max(lse, axis=0), 0.0)
+    weights = tl.where(used, tl.exp2(lse - best), 0.0)
+    total = tl.sum(weights, axis=0)
+    part = tl.load(
+        parts + (at * NUM_SPLITS + split)[:, None] * HEAD_DIM + dim[None, :],
+        mask=used[:, None] & (dim < HEAD_DIM)[None, :],
+        other=0.0,
+    )  # [NUM_SPLITS, DIM_PAD]
+    merged = tl.sum(part * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(out + at * HEAD_DIM + dim, merged.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+def decode_attention(
+    q: Tensor, kv: PagedKV, block_table: Tensor, context_lens: Tensor, scale: float, num_splits: int
+) -> Tensor:
+    """The last token of each sequence, whose K and V are stored already, attends to its whole sequence.
+
+    q: [num_seqs, num_q_heads, head_dim]; block_table: [num_seqs, max_blocks] int32; context_lens: [num_seqs] int32,
+    0 for a row that pads a CUDA graph (its output is zeros). Returns a new [num_seqs, num_q_heads, head_dim].
+    `num_splits` is a power of two (`choose_num_splits`). Raises ValueError or TypeError.
+    """
+    group = kv.check_query(q)
+    num_seqs, num_q_heads, head_dim = q.shape
+    check_tensor("block_table", block_table, (num_seqs, None), (torch.int32,))
+    check_tensor("context_lens", context_lens, (num_seqs,), (torch.int32,))
+    check_same_device(q=q, kv=kv.k, block_table=block_table, context_lens=context_lens)
+    if num_splits < 1 or num_splits & (num_splits - 1):
+        raise ValueError(f"num_splits: {num_splits} is no power of two")
+    out = torch.empty((num_seqs, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
+    if num_seqs == 0:
+        return out
+    parts, parts_lse = out, out
+    if num_splits > 1:
+        shape = (num_seqs, num_q_heads, num_splits)
+        parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+        parts_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    dim_pad = max(16, triton.next_power_of_2(head_dim))
+    tile = max(32, min(128, 8192 // dim_pad))  # 64 tokens at head size 128
+    _decode_attention_kernel[(num_seqs, kv.k.shape[0], num_splits)](
+        q, kv.k, kv.v, kv.k_scales, kv.v_scales, block_table, context_lens, parts, parts_lse, scale * _LOG2_E,
+        q.stride(0), q.stride(1), kv.k.stride(0), kv.scale_stride, block_table.stride(0),
+        NUM_Q_HEADS=num_q_heads, GROUP=group, ROWS=max(_MIN_ROWS, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_TOKENS=kv.block_tokens, TILE=tile,
+        NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS, IS_QUANTISED=kv.quantised,
+        num_warps=4, num_stages=_STAGES,
+    )  # fmt: skip
+    if num_splits > 1:
+        _merge_splits_kernel[(num_seqs, num_q_heads)](
+            parts, parts_lse, context_lens, out,
+            HEAD_DIM=head_dim, DIM_PAD=dim_pad, TILE=tile, NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS,
+            num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def decode_attention_reference(
+    q: Tensor, kv: PagedKV, block_table: Tensor, context_lens: Tensor, scale: float, num_splits: int
+) -> Tensor:
+    """`decode_attention` in plain torch, float32 inside; the number of splits makes no difference to it."""
+    del num_splits
+    out = torch.zeros_like(q)
+    group = kv.check_query(q)
+    for seq, context in enumerate(context_lens.tolist()):
+        if context:
+            keys, values = (x.repeat_interleave(group, dim=0) for x in kv.gathered(block_table[seq], context))
+            scores = torch.einsum("hd,htd->ht", q[seq].float(), keys) * scale
+            out[seq] = torch.einsum("ht,htd->hd", scores.softmax(dim=-1), values).to(q.dtype)
+    return out

@@ -1,0 +1,97 @@
+"""One layer's K and V in the arena, as the attention and store kernels see them: plain, or quantised with scales.
+
+A slot is one token's place in a head: `block_id * block_tokens + offset`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfmoon.engine.kernels.tensor_check import FLOATS, check_same_device, check_tensor
+
+QUANTISED = (torch.float8_e4m3fn, torch.int8)
+_MAX_HEAD_DIM = 256  # what the attention kernels' tiles are sized for
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """K and V of one layer. `value = stored * scale` when quantised, one scale a token and head.
+
+    Raises ValueError or TypeError when built of tensors that do not fit together.
+    """
+
+    k: Tensor  # [num_kv_heads, num_slots, head_dim], slots dense
+    v: Tensor  # like k
+    block_tokens: int
+    k_scales: Tensor | None = None  # [num_kv_heads, num_slots] float32, when k and v are fp8 e4m3 or int8
+    v_scales: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_tensor("k", self.k, (None, None, None), (*FLOATS, *QUANTISED))
+        check_tensor("v", self.v, self.k.shape, (self.k.dtype,))
+        num_kv_heads, num_slots, head_dim = self.k.shape
+        if self.k.stride() != self.v.stride() or self.k.stride(1) != head_dim:
+            raise ValueError(f"k, v: slots must be dense and strides equal, not {self.k.stride()} and {self.v.stride()}")
+        if head_dim > _MAX_HEAD_DIM:
+            raise ValueError(f"k: head size {head_dim} is over {_MAX_HEAD_DIM}")
+        if self.block_tokens < 1 or num_slots % self.block_tokens:
+            raise ValueError(f"k: {num_slots} slots are not whole blocks of {self.block_tokens}")
+        if (self.k_scales is not None, self.v_scales is not None) != (self.quantised, self.quantised):
+            raise ValueError(f"k_scales and v_scales go with quantised K and V, and with no other ({self.k.dtype})")
+        if self.k_scales is not None and self.v_scales is not None:
+            for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
+                check_tensor(name, scales, (num_kv_heads, num_slots), (torch.float32,))
+            if self.k_scales.stride() != self.v_scales.stride():
+                raise ValueError(f"scales: strides {self.k_scales.stride()} and {self.v_scales.stride()} differ")
+        check_same_device(k=self.k, v=self.v, k_scales=self.k_scales, v_scales=self.v_scales)
+
+    @property
+    def quantised(self) -> bool:
+        return self.k.dtype in QUANTISED
+
+    @property
+    def scale_stride(self) -> int:
+        """From one head's scales to the next's."""
+        return 0 if self.k_scales is None else self.k_scales.stride(0)
+
+    def check_query(self, q: Tensor) -> int:
+        """q: [rows, num_q_heads, head_dim]. Returns query heads a KV head; raises ValueError or TypeError."""
+        check_tensor("q", q, (None, None, self.k.shape[2]), FLOATS if self.quantised else (self.k.dtype,))
+        group, rest = divmod(q.shape[1], self.k.shape[0])
+        if group == 0 or rest:
+            raise ValueError(f"q: {q.shape[1]} query heads cannot share {self.k.shape[0]} KV heads evenly")
+        return group
+
+    def gathered(self, block_row: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """K and V of the first tokens of a sequence, [num_kv_heads, num_tokens, head_dim] float32: for references."""
+        positions = torch.arange(num_tokens, device=block_row.device)
+        slots = block_row.long()[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
+        k, v = self.k[:, slots].float(), self.v[:, slots].float()
+        if self.k_scales is not None and self.v_scales is not None:
+            k, v = k * self.k_scales[:, slots, None], v * self.v_scales[:, slots, None]
+        return k, v
+
+
+@triton.jit
+def tile_slots(
+    block_row: tl.tensor,  # one sequence's row of the block table
+    start: tl.tensor,  # first position, a multiple of TILE
+    end: tl.tensor,  # positions from here on are masked
+    TILE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+) -> tl.tensor:
+    """Slots of positions `start`..`start + TILE`, int64 [TILE]."""
+    offset = tl.arange(0, TILE)
+    if BLOCK_TOKENS % TILE == 0:  # the tile is inside one block: one load, and consecutive slots
+        block = tl.load(block_row + start // BLOCK_TOKENS).to(tl.int64)
+        slots = block * BLOCK_TOKENS + start % BLOCK_TOKENS + offset
+    else:
+        position = start + offset
+        blocks = tl.load(block_row + position // BLOCK_TOKENS, mask=position < end, other=0).to(tl.int64)
+        slots = blocks * BLOCK_TOKENS + position % BLOCK_TOKENS
+    return slots

@@ -1,0 +1,205 @@
+"""Causal attention of packed new tokens over paged K and V: a cached prefix and the new tokens themselves.
+
+FlashAttention (Dao et al., 2022): tiles of keys, running softmax. The query heads of a KV head are rows of one tile,
+row r being token r // GROUP, so that short chunks still fill it and keys are read once for the whole group.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfmoon.engine.kernels.paged_kv import PagedKV, tile_slots
+from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
+
+_LOG2_E = math.log2(math.e)
+_MIN_ROWS = 16  # of a tensor-core product
+
+
+@triton.jit
+def _attend_tiles(
+    query: tl.tensor,  # [ROWS, DIM_PAD]
+    position: tl.tensor,  # [ROWS], each row's last visible key
+    acc: tl.tensor,  # [ROWS, DIM_PAD]
+    best: tl.tensor,  # [ROWS]
+    total: tl.tensor,  # [ROWS]
+    k: tl.tensor,  # one head's [num_slots, head_dim]
+    v: tl.tensor,
+    k_scales: tl.tensor,  # one head's [num_slots]
+    v_scales: tl.tensor,
+    block_row: tl.tensor,
+    first: tl.tensor,  # keys first..last, first a multiple of TILE
+    last: tl.tensor,
+    scale_log2: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_QUANTISED: tl.constexpr,
+    VISIBILITY: tl.constexpr,  # "all" (every row sees whole tiles) or "causal"
+) -> tl.tensor:
+    dim = tl.arange(0, DIM_PAD)
+    for start in range(first, last, TILE):
+        key = start + tl.arange(0, TILE)
+        slots = tile_slots(block_row, start, last, TILE, BLOCK_TOKENS)
+        at = slots[:, None] * HEAD_DIM + dim[None, :]
+        mask = (dim < HEAD_DIM)[None, :]
+        if VISIBILITY == "causal":  # only there can a tile reach past the last key
+            mask = (key < last)[:, None] & mask
+        keys = tl.load(k + at, mask=mask, other=0.0).to(query.dtype)  # [TILE, DIM_PAD]
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale_log2  # [ROWS, TILE]
+        if IS_QUANTISED:
+            scores *= tl.load(k_scales + slots, mask=key < last, other=0.0)[None, :]
+        if VISIBILITY == "causal":
+            scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        shrink = tl.exp2(best - new_best)
+        weights = tl.exp2(scores - new_best[:, None])
+        total = total * shrink + tl.sum(weights, axis=1)
+        if IS_QUANTISED:
+            weights *= tl.load(v_scales + slots, mask=key < last, other=0.0)[None, :]
+        values = tl.load(v + at, mask=mask, other=0.0).to(query.dtype)  # [TILE, DIM_PAD]
+        acc = tl.dot(weights.to(query.dtype), values, acc * shrink[:, None], input_precision="ieee")
+        best = new_best
+    return acc, best, total
+
+
+@triton.jit
+def _prefill_attention_kernel(
+    q: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
+    k: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
+    v: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
+    k_scales: tl.tensor,  # [num_kv_heads, num_slots]; None when not quantised
+    v_scales: tl.tensor,  # like k_scales
+    block_table: tl.tensor,  # [num_seqs, max_blocks]
+    cu_seqlens: tl.tensor,  # [num_seqs + 1]
+    context_lens: tl.tensor,  # [num_seqs]
+    out: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
+    scale_log2: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    kv_head_stride: tl.tensor,
+    scale_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    NUM_Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_QUANTISED: tl.constexpr,
+) -> None:
+    row_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    kv_head = tl.program_id(1)
+    seq = tl.program_id(2).to(tl.int64)
+    token_start = tl.load(cu_seqlens + seq)
+    num_new = tl.load(cu_seqlens + seq + 1) - token_start
+    num_cached = tl.load(context_lens + seq) - num_new
+    if row_tile * ROWS >= num_new * GROUP:
+        return
+
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    token = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    dim = tl.arange(0, DIM_PAD)
+    mask = (token < num_new)[:, None] & (dim < HEAD_DIM)[None, :]
+    packed = (token_start + token).to(tl.int64)
+    query = tl.load(
+        q + packed[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :], mask=mask, other=0.0
+    )  # [ROWS, DIM_PAD]
+    k += kv_head.to(tl.int64) * kv_head_stride
+    v += kv_head.to(tl.int64) * kv_head_stride
+    if IS_QUANTISED:
+        k_scales += kv_head.to(tl.int64) * scale_head_stride
+        v_scales += kv_head.to(tl.int64) * scale_head_stride
+    block_row = block_table + seq * table_stride
+
+    position = num_cached + token
+    seen_by_all = num_cached + row_tile * ROWS // GROUP + 1
+    last_token = tl.minimum((row_tile * ROWS + ROWS - 1) // GROUP, num_new - 1)
+    whole = seen_by_all // TILE * TILE
+    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc, best, total = _attend_tiles(
+        query, position, acc, best, total, k, v, k_scales, v_scales, block_row, 0, whole, scale_log2,
+        HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, IS_QUANTISED, "all",
+    )  # fmt: skip
+    acc, best, total = _attend_tiles(
+        query, position, acc, best, total, k, v, k_scales, v_scales, block_row, whole, num_cached + last_token + 1,
+        scale_log2, HEAD_DIM, DIM_PAD, BLOCK_TOKENS, TILE, IS_QUANTISED, "causal",
+    )  # fmt: skip
+    result = acc / total[:, None]
+    to = out + (packed * NUM_Q_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=mask)
+
+
+def prefill_attention(
+    q: Tensor,
+    kv: PagedKV,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    max_new_tokens: int,
+    scale: float,
+) -> Tensor:
+    """Each sequence's new tokens, whose K and V are stored already, attend to what precedes them and to themselves.
+
+    q: [num_tokens, num_q_heads, head_dim], sequences one after the other; block_table: [num_seqs, max_blocks] int32;
+    cu_seqlens: [num_seqs + 1] int32, where each begins; context_lens: [num_seqs] int32, cached and new tokens together;
+    max_new_tokens: of any sequence, known to the host. Returns a new tensor like q. Raises ValueError or TypeError.
+    """
+    group = kv.check_query(q)
+    num_tokens, num_q_heads, head_dim = q.shape
+    check_tensor("block_table", block_table, (None, None), (torch.int32,))
+    num_seqs = block_table.shape[0]
+    check_tensor("cu_seqlens", cu_seqlens, (num_seqs + 1,), (torch.int32,))
+    check_tensor("context_lens", context_lens, (num_seqs,), (torch.int32,))
+    check_same_device(q=q, kv=kv.k, block_table=block_table, cu_seqlens=cu_seqlens, context_lens=context_lens)
+    out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
+    if num_tokens == 0:
+        return out
+    if not 0 < max_new_tokens <= num_tokens:
+        raise ValueError(f"max_new_tokens: {max_new_tokens} of {num_tokens} packed tokens")
+    dim_pad = max(16, triton.next_power_of_2(head_dim))
+    is_float32 = q.dtype == torch.float32  # which tensor cores do not take: smaller tiles, or registers spill
+    rows = min(64 if is_float32 else 128, max(_MIN_ROWS, triton.next_power_of_2(max_new_tokens * group)))
+    tile = max(32, min(64, 8192 // dim_pad))
+    _prefill_attention_kernel[(triton.cdiv(max_new_tokens * group, rows), kv.k.shape[0], num_seqs)](
+        q, kv.k, kv.v, kv.k_scales, kv.v_scales, block_table, cu_seqlens, context_lens, out, scale * _LOG2_E,
+        q.stride(0), q.stride(1), kv.k.stride(0), kv.scale_stride, block_table.stride(0),
+        NUM_Q_HEADS=num_q_heads, GROUP=group, ROWS=rows, HEAD_DIM=head_dim, DIM_PAD=dim_pad,
+        BLOCK_TOKENS=kv.block_tokens, TILE=tile, IS_QUANTISED=kv.quantised,
+        num_warps=8 if rows == 128 and dim_pad >= 128 else 4, num_stages=2 if is_float32 else 3,
+    )  # fmt: skip
+    return out
+
+
+def prefill_attention_reference(
+    q: Tensor,
+    kv: PagedKV,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    max_new_tokens: int,
+    scale: float,
+) -> Tensor:
+    """`prefill_attention` in plain torch, float32 inside."""
+    del max_new_tokens
+    out = torch.empty_like(q)
+    group = kv.check_query(q)
+    starts = cu_seqlens.tolist()
+    for seq, context in enumerate(context_lens.tolist()):
+        rows = slice(starts[seq], starts[seq + 1])
+        num_new = starts[seq + 1] - starts[seq]
+        keys, values = (x.repeat_interleave(group, dim=0) for x in kv.gathered(block_table[seq], context))
+        scores = torch.einsum("nhd,htd->hnt", q[rows].float(), keys) * scale
+        future = torch.ones(num_new, context, dtype=torch.bool, device=q.device).triu(context - num_new + 1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+        out[rows] = torch.einsum("hnt,htd->nhd", weights, values).to(q.dtype)
+    return out

@@ -1,0 +1,54 @@
+"""The gated activation between a transformer's fused gate-up projection and its down projection."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from halfmoon.engine.kernels.tensor_check import FLOATS, check_tensor
+
+_TILE = 1024
+
+
+@triton.jit
+def _silu_mul_kernel(
+    gate_up: tl.tensor,  # [num_tokens, 2 * size]
+    out: tl.tensor,  # [num_tokens, size]
+    row_stride: tl.tensor,
+    size: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < size
+    at = gate_up + row * row_stride + column
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + size, mask=mask, other=0.0).to(tl.float32)
+    product = gate * tl.sigmoid(gate) * up
+    tl.store(out + row * size + column, product.to(out.dtype.element_ty), mask=mask)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up: [num_tokens, 2 * size], gate first. Returns silu(gate) * up, [num_tokens, size].
+
+    Raises ValueError or TypeError.
+    """
+    check_tensor("gate_up", gate_up, (None, None), FLOATS)
+    num_tokens, width = gate_up.shape
+    if width % 2:
+        raise ValueError(f"gate_up: {width} columns are no two halves")
+    size = width // 2
+    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    if num_tokens:
+        grid = (num_tokens, triton.cdiv(size, _TILE))
+        _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, TILE=_TILE, num_warps=4)
+    return out
+
+
+def silu_mul_reference(gate_up: Tensor) -> Tensor:
+    """`silu_mul` in plain torch."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)

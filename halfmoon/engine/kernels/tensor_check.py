@@ -1,0 +1,47 @@
+"""What every wrapper demands of its tensors before it launches: a kernel that reads past a tensor says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_tensor(name: str, tensor: Tensor, shape: Sequence[int | None], dtypes: Sequence[torch.dtype]) -> None:
+    """Shape (None is any size), dtype, and a dense last dimension. Raises ValueError or TypeError.
+
+    Triton's interpreter computes bfloat16 wrongly without saying so; here it is refused.
+    """
+    check_shape(name, tensor, shape)
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: dtype {tensor.dtype} is not one of {', '.join(map(str, dtypes))}")
+    if tensor.dtype == torch.bfloat16 and knobs.runtime.interpret:
+        raise TypeError(f"{name}: Triton's interpreter computes bfloat16 wrongly; use float16 or float32")
+    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: the last dimension must be dense, its stride is {tensor.stride(-1)}")
+
+
+def check_shape(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:
+    """None in `shape` is any size. Raises ValueError."""
+    sizes = tuple(tensor.shape)
+    if len(shape) != len(sizes) or any(
+        want is not None and want != size for want, size in zip(shape, sizes, strict=True)
+    ):
+        raise ValueError(f"{name}: shape {sizes} where {tuple(shape)} is needed")
+
+
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Raises ValueError."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: must be contiguous, its strides are {tensor.stride()}")
+
+
+def check_same_device(**tensors: Tensor | None) -> None:
+    """Raises ValueError."""
+    devices = {name: str(tensor.device) for name, tensor in tensors.items() if tensor is not None}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"tensors on different devices: {devices}")
