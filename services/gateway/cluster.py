@@ -77,9 +77,9 @@ class Cluster(ClusterServicer):
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
 
-    async def until_changed(self) -> None:
-        """Returns when a worker joined, left, or began to listen."""
-        await self._changed.wait()
+    def until_changed(self) -> Coroutine[Any, Any, Any]:
+        """To be awaited: a worker joined, left, or began to listen after this was called."""
+        return self._changed.wait()
 
     async def Register(
         self, messages: AsyncIterator[WorkerMessage], context: grpc.aio.ServicerContext

@@ -98,7 +98,7 @@ class GenerationEndpoints:
         return response
 
     async def _serve(self, request: web.Request, call: _Call) -> web.StreamResponse:
-        raw = await request.read()
+        raw = await _read(request)
         context_tokens = self._membership.context_tokens(self._model.context_tokens)
         head = (call.request_id, self._model.name, int(call.created_at.timestamp()), self._model.tokenizer)
         shape: Shape
@@ -182,6 +182,14 @@ class GenerationEndpoints:
             metrics.tbt_seconds.observe(gap_s)
         if row.status == "ok":
             metrics.e2e_seconds.observe(row.e2e_s)
+
+
+async def _read(request: web.Request) -> bytes:
+    """The whole body. Raises InvalidRequest for one that breaks off or is not encoded as it says."""
+    try:
+        return await request.read()
+    except (web.RequestPayloadError, ConnectionError) as error:
+        raise InvalidRequest("the body could not be read") from error
 
 
 def _shown(failure: Exception) -> HalfmoonError:

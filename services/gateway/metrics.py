@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from halfmoon.ledger.ledger import Ledger
 from halfmoon.rpc.metrics import RpcMetrics
 from services.gateway.membership import Member, Membership
 
@@ -27,7 +28,7 @@ WORKER_GAUGES = {
 class GatewayMetrics:
     """Owns the gateway's registry."""
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, ledger: Ledger) -> None:
         self.registry = registry = CollectorRegistry()
         self.rpc = RpcMetrics(registry)
         self.requests = Counter(
@@ -53,6 +54,7 @@ class GatewayMetrics:
         self.output_tokens = Counter("halfmoon_gateway_output_tokens", "Tokens generated", registry=registry)
         self.retries = Counter("halfmoon_gateway_retries", "Attempts after the first at a request", registry=registry)
         registry.register(_Workers(membership))
+        registry.register(_LedgerRows(ledger))
 
 
 class _Workers(Collector):
@@ -72,6 +74,19 @@ class _Workers(Collector):
         for member in members:
             blocks.add_metric(_labels(member), member.identity.total_blocks)
         yield blocks
+
+
+class _LedgerRows(Collector):
+    """Reads the ledger's own counts."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def collect(self) -> Iterator[Metric]:
+        rows = CounterMetricFamily("halfmoon_ledger_rows", "Ledger rows by what became of them", labels=["result"])
+        rows.add_metric(["written"], self._ledger.num_written)
+        rows.add_metric(["lost"], self._ledger.num_lost)
+        yield rows
 
 
 def _labels(member: Member) -> list[str]:

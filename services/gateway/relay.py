@@ -74,23 +74,21 @@ class Relay:
             except Unavailable:
                 continue
         if failures.last is not None:
-            await asyncio.sleep(min(failures.last.retry_after_ms or _DEFAULT_WAIT_MS, _MAX_WAIT_MS) / 1000)
+            wait_ms = min(failures.last.retry_after_ms or _DEFAULT_WAIT_MS, _MAX_WAIT_MS)
+            await self._cluster.router.pause(wait_ms / 1000)
         patience_s = self._failover_wait_s if progress.output_token_ids else 0.0
         return await self._place_within(request, progress, patience_s)
 
     async def _place_within(self, request: RelayRequest, progress: Progress, patience_s: float) -> Placement:
         give_up_s = time.monotonic() + patience_s
         while True:
-            changed = asyncio.ensure_future(self._cluster.until_changed())
             try:
                 return self._place(request, progress, ())
             except Unavailable:
                 left_s = give_up_s - time.monotonic()
                 if left_s <= 0:
                     raise
-                await asyncio.wait({changed}, timeout=left_s)
-            finally:
-                changed.cancel()
+            await self._cluster.router.pause(left_s, until=self._cluster.until_changed())
 
     def _place(self, request: RelayRequest, progress: Progress, exclude: Sequence[str]) -> Placement:
         num_output = len(progress.output_token_ids)

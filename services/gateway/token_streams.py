@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.pb.decode_pb2 import StepTokens
@@ -82,13 +83,18 @@ class TokenRouter:
 
     def __init__(self) -> None:
         self._routes: dict[str, Route] = {}
+        self._stopping = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._routes)
 
     @contextmanager
     def route(self, request_id: str, prefill_id: str, decode_id: str) -> Iterator[Route]:
-        """Inside the block, events of `request_id` are kept for the caller; outside of it they are dropped."""
+        """Inside the block, events of `request_id` are kept for the caller; outside of it they are dropped.
+
+        Raises GatewayStopping after `stop`.
+        """
+        self.check_running()
         assert request_id not in self._routes
         route = self._routes[request_id] = Route(prefill_id, decode_id)
         try:
@@ -110,6 +116,26 @@ class TokenRouter:
                 route.put(WorkerLost(worker_id, error))
 
     def stop(self) -> None:
-        """Ends every attempt with GatewayStopping."""
+        """Ends every attempt, and every pause between attempts, with GatewayStopping."""
+        self._stopping.set()
         for route in self._routes.values():
-            route.put(Stopping(GatewayStopping("the gateway is shutting down", retry_after_ms=1_000)))
+            route.put(Stopping(_stopping_error()))
+
+    def check_running(self) -> None:
+        """Raises GatewayStopping after `stop`."""
+        if self._stopping.is_set():
+            raise _stopping_error()
+
+    async def pause(self, seconds: float, until: Awaitable[Any] | None = None) -> None:
+        """Waits, at most until `until` is done. Raises GatewayStopping as soon as `stop` was called."""
+        waiting = [asyncio.ensure_future(one) for one in (self._stopping.wait(), until) if one is not None]
+        try:
+            await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
+        self.check_running()
+
+
+def _stopping_error() -> GatewayStopping:
+    return GatewayStopping("the gateway is shutting down", retry_after_ms=1_000)

@@ -171,6 +171,18 @@ async def test_addresses_methods_and_sizes(fleet: Fleet) -> None:
     assert (status, error["code"]) == (413, "body_too_large")
 
 
+async def test_a_body_that_is_not_encoded_as_it_says(fleet: Fleet) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(
+            fleet.http + CHAT, data=b"no gzip", headers=headers, skip_auto_headers=["Content-Type"]
+        ) as response,
+    ):
+        assert response.status == 400
+        assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+
 async def test_an_unknown_model(fleet: Fleet) -> None:
     status, error = await refused(fleet, CHAT, {"model": "gpt-x", "messages": MESSAGES})
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")

@@ -91,6 +91,7 @@ async def test_every_request_leaves_one_row_and_its_metrics(tmp_path: Path) -> N
     assert good.e2e_s >= good.ttft_s
     assert 'requests_total{endpoint="chat.completions",http_status="200",status="ok"} 1.0' in metrics
     assert "halfmoon_gateway_ttft_seconds_count 1.0" in metrics
+    assert 'halfmoon_ledger_rows_total{result="lost"} 0.0' in metrics
     assert "halfmoon_gateway_tbt_seconds_count 5.0" in metrics
     assert "halfmoon_gateway_output_tokens_total 6.0" in metrics
 
@@ -114,6 +115,20 @@ async def test_at_the_end_running_streams_get_an_error_event(tmp_path: Path) -> 
     async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
         (row,) = await ledger.recent(10)
     assert (row.status, row.http_status, row.error) == ("error", 503, "the gateway is shutting down")
+
+
+async def test_at_the_end_a_stream_between_two_workers_gets_an_error_event(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, failover_wait_s=300) as fleet:
+        worker = await fleet.add("b0", "both", Script("hello", asyncio.Event()))
+        stream = await fleet.client.chat.completions.create(model=MODEL, messages=HI, stream=True)
+        while not (await soon(anext(stream))).choices[0].delta.content:
+            pass
+        worker.end_registration.set()
+        await fleet.until(lambda: not fleet.placeable())
+        stopping = asyncio.ensure_future(fleet.stop())
+        with pytest.raises(openai.APIError, match="shutting down"):
+            await soon(anext(stream))
+        await soon(stopping)
 
 
 async def test_at_the_end_running_streams_may_finish_and_new_requests_may_not(tmp_path: Path) -> None:
