@@ -1,0 +1,220 @@
+"""The same load for several OpenAI-compatible servers, in turns, and the ratios between them.
+
+    python -m benchmarks.serving ours=http://127.0.0.1:8000/demo theirs=http://127.0.0.1:9000/smollm2 --repeat 3
+
+Each server is NAME=URL/MODEL. Every repeat runs every scenario on every server before the next repeat begins, so slow
+drifts of the machine hit all alike. Figures are medians over the repeats; ratios are to the first server, and above 1
+where the server is better. Prompts are random token ids: no server's tokenizer counts, and prefixes are shared only
+where that is meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+
+_VOCABULARY = range(1000, 30000)  # ids that every common tokenizer of 32k and more has as ordinary text
+_TIMEOUT_S = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One system under test."""
+
+    name: str
+    url: str
+    model: str
+
+    @classmethod
+    def parse(cls, text: str) -> Server:
+        """From NAME=URL/MODEL."""
+        name, _, rest = text.partition("=")
+        url, _, model = rest.rpartition("/")
+        if not (name and url.startswith("http") and model):
+            raise argparse.ArgumentTypeError(f"{text!r} is not NAME=URL/MODEL, such as ours=http://127.0.0.1:8000/demo")
+        return cls(name, url, model)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One streamed request: seconds from its sending to each token that arrived."""
+
+    arrivals_s: Sequence[float]
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.arrivals_s[0]
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between tokens."""
+        return [after - before for before, after in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per token after the first."""
+        return (self.arrivals_s[-1] - self.arrivals_s[0]) / max(1, len(self.arrivals_s) - 1)
+
+
+@dataclass(slots=True)
+class Client:
+    """Sends requests to one server."""
+
+    server: Server
+    session: aiohttp.ClientSession
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """Random token ids."""
+        return self.rng.choices(_VOCABULARY, k=num_tokens)
+
+    async def stream(self, prompt: list[int], num_output: int) -> Sample:
+        """One greedy request of exactly `num_output` tokens."""
+        body = {
+            "model": self.server.model,
+            "prompt": prompt,
+            "max_tokens": num_output,
+            "min_tokens": num_output,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "logprobs": 0,  # so that a token without text of its own has a chunk too
+        }
+        started_s = time.perf_counter()
+        arrivals: list[float] = []
+        async with self.session.post(f"{self.server.url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise RuntimeError(f"{self.server.name} answered {response.status}: {await response.text()}")
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    choices = json.loads(line[6:]).get("choices") or [{}]
+                    tokens = ((choices[0].get("logprobs") or {}).get("tokens")) or []
+                    arrivals += [time.perf_counter() - started_s] * len(tokens)
+        if len(arrivals) != num_output:
+            raise RuntimeError(f"{self.server.name} sent {len(arrivals)} tokens where {num_output} were due")
+        return Sample(arrivals)
+
+
+Figures = dict[str, float]
+Scenario = Callable[[Client], Awaitable[Figures]]
+
+
+async def single(client: Client) -> Figures:
+    """One request of 512 in, 64 out, on an idle server."""
+    sample = await client.stream(client.prompt(512), 64)
+    return {"single ttft s": sample.ttft_s, "single tpot ms": 1000 * sample.tpot_s}
+
+
+def at_once(num_requests: int) -> Scenario:
+    """Requests of 512 in, 64 out, sent at the same time."""
+
+    async def scenario(client: Client) -> Figures:
+        started_s = time.perf_counter()
+        samples = await asyncio.gather(*(client.stream(client.prompt(512), 64) for _ in range(num_requests)))
+        tokens_s = sum(len(sample.arrivals_s) for sample in samples) / (time.perf_counter() - started_s)
+        return {f"{num_requests} at once tokens/s": tokens_s}
+
+    return scenario
+
+
+async def long_prompt(client: Client) -> Figures:
+    """A prompt of 1,532 tokens twice: the second time its prefix is known."""
+    prompt = client.prompt(1532)
+    cold = await client.stream(prompt, 8)
+    again = await client.stream(prompt, 8)
+    return {"1532 cold ttft s": cold.ttft_s, "1532 again ttft s": again.ttft_s}
+
+
+async def mixed(client: Client) -> Figures:
+    """Open loop: chats (128 in, 64 out) while long prompts (1,024 in, 8 out) keep arriving."""
+    rng = random.Random(client.rng.random())
+
+    async def later(at_s: float, num_prompt: int, num_output: int) -> Sample:
+        await asyncio.sleep(at_s)
+        return await client.stream(client.prompt(num_prompt), num_output)
+
+    chats = [later(rng.uniform(0, 12), 128, 64) for _ in range(8)]
+    long = [later(1 + 2.0 * index, 1024, 8) for index in range(5)]
+    samples = await asyncio.gather(*chats, *long)
+    gaps = sorted(gap for sample in samples[: len(chats)] for gap in sample.gaps_s)
+    ttfts = sorted(sample.ttft_s for sample in samples[: len(chats)])
+    return {
+        "mixed chat ttft p50 s": statistics.median(ttfts),
+        "mixed chat ttft max s": ttfts[-1],
+        "mixed tbt p50 ms": 1000 * statistics.median(gaps),
+        "mixed tbt p99 ms": 1000 * gaps[int(0.99 * len(gaps))],
+        "mixed tbt max ms": 1000 * gaps[-1],
+    }
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "single": single,
+    "eight": at_once(8),
+    "burst": at_once(24),
+    "long": long_prompt,
+    "mixed": mixed,
+}
+
+
+async def measure(servers: Sequence[Server], names: Sequence[str], repeat: int) -> dict[str, dict[str, list[float]]]:
+    """Every figure of every repeat: figure -> server -> values."""
+    found: dict[str, dict[str, list[float]]] = {}
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        clients = [Client(server, session) for server in servers]
+        for client in clients:
+            await client.stream(client.prompt(16), 4)  # warm
+        for _ in range(repeat):
+            for name in names:
+                for client in clients:
+                    for figure, value in (await SCENARIOS[name](client)).items():
+                        found.setdefault(figure, {}).setdefault(client.server.name, []).append(value)
+    return found
+
+
+def table(found: dict[str, dict[str, list[float]]], servers: Sequence[Server]) -> str:
+    """Medians, and how many times better than the first server each other one is."""
+    first = servers[0].name
+    lines = [f"{'':24}" + "".join(f"{server.name:>16}" for server in servers)]
+    for figure, by_server in found.items():
+        medians = {name: statistics.median(values) for name, values in by_server.items()}
+        higher_is_better = figure.endswith("/s")
+        cells = []
+        for server in servers:
+            value = medians[server.name]
+            ratio = value / medians[first] if higher_is_better else medians[first] / value
+            cells.append(f"{value:9.3f} {'' if server.name == first else f'{ratio:.2f}x':>6}")
+        lines.append(f"{figure:24}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("servers", nargs="+", type=Server.parse, metavar="NAME=URL/MODEL")
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help=f"of {', '.join(SCENARIOS)}")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", metavar="FILE", help="write every value here too")
+    arguments = parser.parse_args()
+    names = arguments.scenarios.split(",")
+    for name in names:
+        if name not in SCENARIOS:
+            parser.error(f"no scenario {name!r}; there are {', '.join(SCENARIOS)}")
+    found = asyncio.run(measure(arguments.servers, names, arguments.repeat))
+    print(table(found, arguments.servers))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
