@@ -24,8 +24,8 @@ class EngineConfig:
     block_tokens: int = 64
     kv_memory_bytes: int | None = None  # None: an eighth of the free memory, at most 2 GiB
     num_blocks: int | None = None  # overrides kv_memory_bytes
-    max_batch_tokens: int = 2048
-    chunk_tokens: int = 512  # most prefill tokens of a step that also decodes
+    max_batch_tokens: int | None = None  # of one step; None: 512 on a CPU, which that keeps busy, else 2048
+    chunk_tokens: int | None = None  # of prefill in a step that also decodes; None: 128 on a CPU, else 512
     max_running: int = 64
     num_threads: int | None = None  # None: torch's own choice
     max_context_tokens: int | None = None  # None: the model's
@@ -33,14 +33,25 @@ class EngineConfig:
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("block_tokens", "chunk_tokens", "max_running"):
-            if getattr(self, name) < 1:
-                raise Incompatible(f"engine: {name} must be at least 1, got {getattr(self, name)}", param=name)
-        if self.max_batch_tokens <= self.max_running:
+        for name in ("block_tokens", "max_batch_tokens", "chunk_tokens", "max_running"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise Incompatible(f"engine: {name} must be at least 1, got {value}", param=name)
+        if self.step_tokens <= self.max_running:
             raise Incompatible(
-                f"engine: max_batch_tokens ({self.max_batch_tokens}) must exceed max_running ({self.max_running})",
+                f"engine: max_batch_tokens ({self.step_tokens}) must exceed max_running ({self.max_running})",
                 param="max_batch_tokens",
             )
+
+    @property
+    def step_tokens(self) -> int:
+        """`max_batch_tokens`, resolved. A larger batch than keeps the device busy only makes the first prompt wait."""
+        return self.max_batch_tokens or (512 if self.device == "cpu" else 2048)
+
+    @property
+    def prefill_chunk_tokens(self) -> int:
+        """`chunk_tokens`, resolved: the stall that a running request feels for each chunk."""
+        return self.chunk_tokens or (128 if self.device == "cpu" else 512)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class Engine:
         self._pool = BlockPool(self.num_blocks)
         root = root_key(checkpoint.fingerprint, self.layout) if config.prefix_cache else None
         self._cache = PrefixCache(self._pool, config.block_tokens, root)
-        limits = SchedulerLimits(config.max_batch_tokens, config.chunk_tokens, config.max_running)
+        limits = SchedulerLimits(config.step_tokens, config.prefill_chunk_tokens, config.max_running)
         self._scheduler = Scheduler(self._cache, config.block_tokens, limits)
         self._sequences: dict[str, Sequence] = {}
         self._kv_locks: dict[str, threading.Lock] = {}  # held while a sequence's KV is copied or its blocks are freed

@@ -114,11 +114,18 @@ def _draw_one(probabilities: Tensor, top: Tensor, top_ids: Tensor, row: Sampling
     params, point = row.params, uniform(row.params.seed, row.position)
     if not 0 < params.top_k < len(probabilities) and params.top_p >= 1.0 and params.min_p <= 0.0:
         return _invert(probabilities, point)
-    kept = num_kept(top, params)
-    if kept == len(top) < len(probabilities) and params.top_k != kept:  # the cut lies further down
+    if len(top) < len(probabilities) and _reaches_past(top, params):
         top, top_ids = probabilities.sort(descending=True)
-        kept = num_kept(top, params)
-    return int(top_ids[_invert(top[:kept], point)])
+    return int(top_ids[_invert(top[: num_kept(top, params)], point)])
+
+
+def _reaches_past(top: Tensor, params: SamplingParams) -> bool:
+    """Whether tokens less likely than all of `top` may survive."""
+    if 0 < params.top_k <= len(top):
+        return False
+    if params.min_p > 0:
+        return bool(top[-1] >= params.min_p * top[0])
+    return float(top.double().sum()) < params.top_p
 
 
 def num_kept(top: Tensor, params: SamplingParams) -> int:

@@ -134,9 +134,10 @@ def _load(path: Path) -> FastTokenizer:
     from transformers import AutoTokenizer  # imports torch; converts the older formats
 
     try:
-        return AutoTokenizer.from_pretrained(path).backend_tokenizer
+        fast: FastTokenizer = AutoTokenizer.from_pretrained(path).backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:
         raise InvalidRequest(f"{path} holds no tokenizer that can be read: {error}", param="model") from error
+    return fast
 
 
 def _read_json(path: Path) -> dict[str, Any]:

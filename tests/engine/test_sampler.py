@@ -57,6 +57,7 @@ def test_greedy_takes_the_largest() -> None:
         {"top_p": 0.8},
         {"min_p": 0.1},
         {"top_k": 7, "top_p": 0.7, "temperature": 1.5},
+        {"top_p": 0.6, "temperature": 9.0},
     ],
 )
 def test_draws_follow_the_distribution_of_transformers(params: dict[str, Any]) -> None:
