@@ -25,7 +25,7 @@ from services.gateway.relay import Relay
 from services.gateway.replies import ClientGone, StreamReply, WholeReply
 from services.gateway.request_body import parse_body
 from services.gateway.request_ids import request_id_of
-from services.gateway.responses import ChatShape, CompletionShape, Shape
+from services.gateway.responses import ChatShape, CompletionShape, Wanted
 from services.gateway.schemas import ChatBody, CompletionBody
 from services.gateway.text_stream import TextStream
 
@@ -100,23 +100,23 @@ class GenerationEndpoints:
     async def _serve(self, request: web.Request, call: _Call) -> web.StreamResponse:
         raw = await _read(request)
         context_tokens = self._membership.context_tokens(self._model.context_tokens)
-        head = (call.request_id, self._model.name, int(call.created_at.timestamp()), self._model.tokenizer)
-        shape: Shape
         body: ChatBody | CompletionBody
+        make_shape: type[ChatShape | CompletionShape]
         if call.endpoint == "chat.completions":
-            body, shape = parse_body(ChatBody, raw), ChatShape(*head)
-            intake = await take_in_chat(body, self._model, context_tokens)
+            body = parse_body(ChatBody, raw)
+            intake, make_shape = await take_in_chat(body, self._model, context_tokens), ChatShape
         else:
-            body, shape = parse_body(CompletionBody, raw), CompletionShape(*head)
-            intake = await take_in_completion(body, self._model, context_tokens)
+            body = parse_body(CompletionBody, raw)
+            intake, make_shape = await take_in_completion(body, self._model, context_tokens), CompletionShape
         call.progress.prompt_tokens = len(intake.prompt_token_ids)
         call.text_stream = text_stream = TextStream(self._model.new_detokenizer(), intake.stops)
-        with_logprobs = intake.sampling.HasField("num_top_logprobs")
+        wanted = Wanted(intake.sampling.HasField("num_top_logprobs"), bool(body.return_token_ids))
+        created = int(call.created_at.timestamp())
+        shape = make_shape(call.request_id, self._model.name, created, self._model.tokenizer, wanted)
         if body.stream:
             with_usage = bool(body.stream_options and body.stream_options.include_usage)
-            reply = StreamReply(request, shape, text_stream, with_logprobs, with_usage)
-            return await self._stream(intake, call, reply)
-        return await self._whole(intake, call, WholeReply(shape, text_stream, with_logprobs))
+            return await self._stream(intake, call, StreamReply(request, shape, text_stream, with_usage))
+        return await self._whole(intake, call, WholeReply(shape, text_stream))
 
     async def _whole(self, intake: Intake, call: _Call, reply: WholeReply) -> web.StreamResponse:
         await self._relay.run(_relay_request(intake, call), call.progress, reply)

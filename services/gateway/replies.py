@@ -13,7 +13,7 @@ from halfmoon.pb.types_pb2 import Token
 from services.gateway.errors_http import error_body
 from services.gateway.progress import Progress
 from services.gateway.responses import Shape, usage_of
-from services.gateway.text_stream import TextStream
+from services.gateway.text_stream import TextPiece, TextStream, joined
 
 _SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
@@ -25,38 +25,30 @@ class ClientGone(Exception):
 class WholeReply:
     """Owns the text of a response that is sent at once."""
 
-    def __init__(self, shape: Shape, text_stream: TextStream, with_logprobs: bool) -> None:
+    def __init__(self, shape: Shape, text_stream: TextStream) -> None:
         self._shape = shape
         self._text_stream = text_stream
-        self._texts: list[str] = []
-        self._tokens: list[Token] | None = [] if with_logprobs else None
+        self._pieces: list[TextPiece] = []
 
     async def push(self, tokens: Sequence[Token]) -> bool:
         """Keeps the text."""
         piece = self._text_stream.push(tokens)
-        self._texts.append(piece.text)
-        if self._tokens is not None:
-            self._tokens += piece.tokens
+        self._pieces.append(piece)
         return piece.finish_reason is not None
 
     async def finish(self, progress: Progress) -> web.Response:
         """The response, after the last token."""
-        reason = self._text_stream.finish_reason
-        assert reason is not None
         usage = usage_of(progress.prompt_tokens, progress.cached_tokens, self._text_stream.num_tokens)
-        return web.json_response(self._shape.whole("".join(self._texts), self._tokens, reason, usage))
+        return web.json_response(self._shape.whole(joined(self._pieces), usage))
 
 
 class StreamReply:
     """Owns an event stream. It begins with the first token: an error before that is an ordinary response."""
 
-    def __init__(
-        self, request: web.Request, shape: Shape, text_stream: TextStream, with_logprobs: bool, with_usage: bool
-    ) -> None:
+    def __init__(self, request: web.Request, shape: Shape, text_stream: TextStream, with_usage: bool) -> None:
         self._request = request
         self._shape = shape
         self._text_stream = text_stream
-        self._with_logprobs = with_logprobs
         self._with_usage = with_usage
         self._response = web.StreamResponse(headers=_SSE_HEADERS)
 
@@ -69,7 +61,7 @@ class StreamReply:
         """Sends what became certain. Raises ClientGone."""
         chunks = [] if self.has_begun else [self._shape.opening()]
         piece = self._text_stream.push(tokens)
-        chunks += self._shape.chunk(piece.text, piece.tokens if self._with_logprobs else None, piece.finish_reason)
+        chunks += self._shape.chunks(piece)
         await self._send([self._with_null_usage(chunk) for chunk in chunks if chunk is not None])
         return piece.finish_reason is not None
 

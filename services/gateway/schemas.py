@@ -90,6 +90,7 @@ class GenerationBody(BaseModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None  # not OpenAI's: the output's token ids, in `choices[].token_ids`
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None

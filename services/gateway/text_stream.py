@@ -28,11 +28,22 @@ class PushesText(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What some tokens gave: certain text, the tokens that are content (for logprobs), and the end, if it is that."""
+    """What some tokens gave: certain text, the tokens that are content (for logprobs), all of them, and the end."""
 
     text: str
     tokens: tuple[Token, ...]
-    finish_reason: Ending | None
+    token_ids: tuple[int, ...]  # also of the one that ended the sequence
+    finish_reason: Ending | None  # None: not the end yet
+
+
+def joined(pieces: Sequence[TextPiece]) -> TextPiece:
+    """Pieces in a row, as one."""
+    return TextPiece(
+        text="".join(piece.text for piece in pieces),
+        tokens=tuple(token for piece in pieces for token in piece.tokens),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        finish_reason=pieces[-1].finish_reason,
+    )
 
 
 class TextStream:
@@ -49,9 +60,10 @@ class TextStream:
 
         A token that ends the sequence (finish reason STOP: end-of-sequence or a stop token) has no text.
         """
-        text, content = "", []
+        text, content, token_ids = "", [], []
         for token in tokens:
             self.num_tokens += 1
+            token_ids.append(token.token_id)
             if token.finish_reason != STOP:
                 content.append(token)
                 text += self._stops.push(self._detokenizer.push(token.token_id))
@@ -63,4 +75,4 @@ class TextStream:
                 self.finish_reason = "stop"
             if self.finish_reason is not None:
                 break
-        return TextPiece(text, tuple(content), self.finish_reason)
+        return TextPiece(text, tuple(content), tuple(token_ids), self.finish_reason)

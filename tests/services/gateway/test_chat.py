@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from .fakes import MODEL, Fleet, Script, running_fleet, soon
+from .fakes import EOS, MODEL, Fleet, Script, running_fleet, soon
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]  # 8 tokens: "user:hi\n"
 
@@ -255,6 +255,24 @@ async def test_completion_logprobs(tmp_path: Path) -> None:
     assert logprobs.top_logprobs == [{"A": -0.5}] * 3
     streamed = [chunk.choices[0].logprobs for chunk in chunks]
     assert [offset for one in streamed if one for offset in one.text_offset or ()] == [0, 1, 2]
+
+
+async def test_token_ids_on_request(tmp_path: Path) -> None:
+    body = {"model": MODEL, "prompt": "x", "return_token_ids": True}
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair(Script("é"))
+        whole = json.loads(await post(fleet, "/v1/completions", body))
+        events = (await post(fleet, "/v1/completions", {**body, "stream": True})).split("\n\n")[:-2]
+        chat = json.loads(
+            await post(fleet, "/v1/chat/completions", {"model": MODEL, "messages": HI, "return_token_ids": True})
+        )
+        plain = json.loads(await post(fleet, "/v1/completions", {**body, "return_token_ids": False}))
+    expected = [*"é".encode(), EOS]
+    assert whole["choices"][0]["token_ids"] == expected
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert [token_id for choice in choices for token_id in choice["token_ids"]] == expected
+    assert chat["choices"][0]["token_ids"] == expected
+    assert "token_ids" not in plain["choices"][0]
 
 
 async def test_twenty_streams_at_once(tmp_path: Path) -> None:
