@@ -99,7 +99,7 @@ def _launch(layers: Tensor, buffer: Tensor, block_ids: Tensor, block_tokens: int
     _copy_blocks_kernel[(triton.cdiv(num_tokens, _TILE_TOKENS), num_planes)](
         layers.view(integers), buffer.view(integers), block_ids, start, num_tokens, layers.shape[3],
         BLOCK_TOKENS=block_tokens, ROW_WORDS=row_words, ROW_PAD=triton.next_power_of_2(row_words),
-        TILE=_TILE_TOKENS, DIRECTION=direction, num_warps=4,
+        TILE=_TILE_TOKENS, DIRECTION=direction, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence over its paged K and V, split along the keys (FlashDecoding, Dao et al. 2023).
+"""Attention of one new token per sequence over its paged K and V, split along the keys (FlashDecoding, Dao, 2023).
 
 All query heads of a KV head are one program's rows, so its keys are read once. The grid depends only on the number of
 sequences and of splits; who attends to what is computed in the kernel from `context_lens`, so that a captured CUDA
@@ -20,7 +20,6 @@ from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
 MIN_SPLIT_TOKENS = 256  # under this a program costs more to start and merge than it saves
 _LOG2_E = math.log2(math.e)
 _MIN_ROWS = 16  # of a tensor-core product; a smaller group of query heads is padded
-_STAGES = 4  # one goes to block ids, which leaves K and V what three stages give a kernel without paging
 
 
 def choose_num_splits(num_seqs: int, num_kv_heads: int, max_context_tokens: int, num_sms: int) -> int:
@@ -101,9 +100,10 @@ def _decode_attention_kernel(
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    next_slots = tile_slots(block_row, first, last, TILE, BLOCK_TOKENS)  # one tile ahead: addresses must not wait
     for start in range(first, last, TILE):
         seen = start + tl.arange(0, TILE) < last
-        slots = tile_slots(block_row, start, last, TILE, BLOCK_TOKENS)
+        slots, next_slots = next_slots, tile_slots(block_row, start + TILE, last, TILE, BLOCK_TOKENS)
         at = slots[:, None] * HEAD_DIM + dim[None, :]
         mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
         keys = tl.load(k + at, mask=mask, other=0.0).to(query.dtype)  # [TILE, DIM_PAD]
@@ -192,13 +192,13 @@ def decode_attention(
         NUM_Q_HEADS=num_q_heads, GROUP=group, ROWS=max(_MIN_ROWS, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_TOKENS=kv.block_tokens, TILE=tile,
         NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS, IS_QUANTISED=kv.quantised,
-        num_warps=4, num_stages=_STAGES,
+        num_warps=4, enable_fp_fusion=True, num_stages=kv.num_stages(tile, 0),
     )  # fmt: skip
     if num_splits > 1:
         _merge_splits_kernel[(num_seqs, num_q_heads)](
             parts, parts_lse, context_lens, out,
             HEAD_DIM=head_dim, DIM_PAD=dim_pad, TILE=tile, NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS,
-            num_warps=4,
+            num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 

@@ -66,9 +66,7 @@ def _kv_store_kernel(
     slots = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1)
     kept = slots >= 0
     mask = kept[:, None] & (dim < HEAD_DIM)[None, :]
-    keys = tl.load(
-        k_new + token[:, None] * k_token_stride + head * k_head_stride + dim[None, :], mask=mask, other=0.0
-    )
+    keys = tl.load(k_new + token[:, None] * k_token_stride + head * k_head_stride + dim[None, :], mask=mask, other=0.0)
     values = tl.load(
         v_new + token[:, None] * v_token_stride + head * v_head_stride + dim[None, :], mask=mask, other=0.0
     )
@@ -85,8 +83,8 @@ def kv_store(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     """Stores new K and V where `slot_mapping` says; -1 stores nothing.
 
     k, v: [num_tokens, num_kv_heads, head_dim], views into a fused QKV output will do; slot_mapping: [num_tokens] int64.
-    Raises ValueError or TypeError. Triton's interpreter rounds fp8 wrongly (a carry out of the mantissa is lost) without
-    saying so; storing fp8 is refused there, reading it is right.
+    Raises ValueError or TypeError. Triton's interpreter rounds to fp8 wrongly without saying so (a carry out of the
+    mantissa is lost, 3.9): storing fp8 is refused there, reading it is right.
     """
     if kv.k.dtype == torch.float8_e4m3fn and knobs.runtime.interpret:
         raise TypeError("kv: Triton's interpreter rounds to fp8 wrongly; use int8")
@@ -102,7 +100,7 @@ def kv_store(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
         k, v, slot_mapping, kv.k, kv.v, kv.k_scales, kv.v_scales, num_tokens,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv.k.stride(0), kv.scale_stride,
         HEAD_DIM=head_dim, DIM_PAD=triton.next_power_of_2(head_dim), TILE=_TILE_TOKENS,
-        LARGEST=_LARGEST.get(kv.k.dtype, 0.0), num_warps=4,
+        LARGEST=_LARGEST.get(kv.k.dtype, 0.0), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ A slot is one token's place in a head: `block_id * block_tokens + offset`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -15,12 +16,15 @@ from torch import Tensor
 from halfmoon.engine.kernels.tensor_check import FLOATS, check_same_device, check_tensor
 
 QUANTISED = (torch.float8_e4m3fn, torch.int8)
+_STAGES = 3
 _MAX_HEAD_DIM = 256  # what the attention kernels' tiles are sized for
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
     """K and V of one layer. `value = stored * scale` when quantised, one scale a token and head.
+
+    fp8 e4m3 needs compute capability 8.9.
 
     Raises ValueError or TypeError when built of tensors that do not fit together.
     """
@@ -36,7 +40,9 @@ class PagedKV:
         check_tensor("v", self.v, self.k.shape, (self.k.dtype,))
         num_kv_heads, num_slots, head_dim = self.k.shape
         if self.k.stride() != self.v.stride() or self.k.stride(1) != head_dim:
-            raise ValueError(f"k, v: slots must be dense and strides equal, not {self.k.stride()} and {self.v.stride()}")
+            raise ValueError(
+                f"k, v: slots must be dense and strides equal, not {self.k.stride()} and {self.v.stride()}"
+            )
         if head_dim > _MAX_HEAD_DIM:
             raise ValueError(f"k: head size {head_dim} is over {_MAX_HEAD_DIM}")
         if self.block_tokens < 1 or num_slots % self.block_tokens:
@@ -67,6 +73,15 @@ class PagedKV:
             raise ValueError(f"q: {q.shape[1]} query heads cannot share {self.k.shape[0]} KV heads evenly")
         return group
 
+    def num_stages(self, tile: int, other_bytes: int) -> int:
+        """Depth of the load pipeline: three tiles of K and V, or what shared memory holds beside `other_bytes`."""
+        if self.k.device.type != "cuda":
+            return _STAGES
+        device: Any = torch.cuda.get_device_properties(self.k.device)  # torch's stubs lack the field
+        limit = int(device.shared_memory_per_block_optin)
+        stage_bytes = 2 * tile * triton.next_power_of_2(self.k.shape[2]) * self.k.element_size()
+        return max(1, min(_STAGES, (limit - other_bytes) // stage_bytes))
+
     def gathered(self, block_row: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """K and V of the first tokens of a sequence, [num_kv_heads, num_tokens, head_dim] float32: for references."""
         positions = torch.arange(num_tokens, device=block_row.device)
@@ -88,7 +103,7 @@ def tile_slots(
     """Slots of positions `start`..`start + TILE`, int64 [TILE]."""
     offset = tl.arange(0, TILE)
     if BLOCK_TOKENS % TILE == 0:  # the tile is inside one block: one load, and consecutive slots
-        block = tl.load(block_row + start // BLOCK_TOKENS).to(tl.int64)
+        block = tl.load(block_row + start // BLOCK_TOKENS, mask=start < end, other=0).to(tl.int64)
         slots = block * BLOCK_TOKENS + start % BLOCK_TOKENS + offset
     else:
         position = start + offset

@@ -43,9 +43,10 @@ def _attend_tiles(
     VISIBILITY: tl.constexpr,  # "all" (every row sees whole tiles) or "causal"
 ) -> tl.tensor:
     dim = tl.arange(0, DIM_PAD)
+    next_slots = tile_slots(block_row, first, last, TILE, BLOCK_TOKENS)  # one tile ahead: addresses must not wait
     for start in range(first, last, TILE):
         key = start + tl.arange(0, TILE)
-        slots = tile_slots(block_row, start, last, TILE, BLOCK_TOKENS)
+        slots, next_slots = next_slots, tile_slots(block_row, start + TILE, last, TILE, BLOCK_TOKENS)
         at = slots[:, None] * HEAD_DIM + dim[None, :]
         mask = (dim < HEAD_DIM)[None, :]
         if VISIBILITY == "causal":  # only there can a tile reach past the last key
@@ -167,15 +168,17 @@ def prefill_attention(
     if not 0 < max_new_tokens <= num_tokens:
         raise ValueError(f"max_new_tokens: {max_new_tokens} of {num_tokens} packed tokens")
     dim_pad = max(16, triton.next_power_of_2(head_dim))
-    is_float32 = q.dtype == torch.float32  # which tensor cores do not take: smaller tiles, or registers spill
-    rows = min(64 if is_float32 else 128, max(_MIN_ROWS, triton.next_power_of_2(max_new_tokens * group)))
-    tile = max(32, min(64, 8192 // dim_pad))
+    # float32 has no tensor cores at full precision: it is there to debug with, in tiles that fit the registers.
+    most_rows, most_keys = (32, 32) if q.dtype == torch.float32 else (128, 64)
+    rows = min(most_rows, max(_MIN_ROWS, triton.next_power_of_2(max_new_tokens * group)))
+    tile = max(32, min(most_keys, 8192 // dim_pad))
     _prefill_attention_kernel[(triton.cdiv(max_new_tokens * group, rows), kv.k.shape[0], num_seqs)](
         q, kv.k, kv.v, kv.k_scales, kv.v_scales, block_table, cu_seqlens, context_lens, out, scale * _LOG2_E,
         q.stride(0), q.stride(1), kv.k.stride(0), kv.scale_stride, block_table.stride(0),
         NUM_Q_HEADS=num_q_heads, GROUP=group, ROWS=rows, HEAD_DIM=head_dim, DIM_PAD=dim_pad,
         BLOCK_TOKENS=kv.block_tokens, TILE=tile, IS_QUANTISED=kv.quantised,
-        num_warps=8 if rows == 128 and dim_pad >= 128 else 4, num_stages=2 if is_float32 else 3,
+        num_warps=8 if rows == most_rows and dim_pad >= 128 else 4, enable_fp_fusion=True,
+        num_stages=kv.num_stages(tile, rows * dim_pad * q.element_size()),
     )  # fmt: skip
     return out
 

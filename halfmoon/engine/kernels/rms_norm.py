@@ -82,7 +82,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         size_pad, rows, num_warps = _tiling(size)
         _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
             x, weight, out, num_rows, num_heads, x.stride(0), x.stride(1) if x.ndim == 3 else 0, eps,
-            SIZE=size, SIZE_PAD=size_pad, ROWS=rows, num_warps=num_warps,
+            SIZE=size, SIZE_PAD=size_pad, ROWS=rows, num_warps=num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -102,7 +102,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         size_pad, rows, num_warps = _tiling(size)
         _add_rms_norm_kernel[(triton.cdiv(x.shape[0], rows),)](
             x, residual, weight, out, x.shape[0], x.stride(0), residual.stride(0), eps,
-            SIZE=size, SIZE_PAD=size_pad, ROWS=rows, num_warps=num_warps,
+            SIZE=size, SIZE_PAD=size_pad, ROWS=rows, num_warps=num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 

@@ -85,7 +85,7 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) ->
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos.stride(0), sin.stride(0),
         NUM_Q_HEADS=num_q_heads, Q_HEADS_PAD=triton.next_power_of_2(num_q_heads),
         NUM_KV_HEADS=num_kv_heads, KV_HEADS_PAD=triton.next_power_of_2(num_kv_heads),
-        HALF=half, HALF_PAD=triton.next_power_of_2(half), num_warps=4,
+        HALF=half, HALF_PAD=triton.next_power_of_2(half), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -95,5 +95,5 @@ def rotary_reference(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: 
     c, s = cos[positions].float().unsqueeze(1), sin[positions].float().unsqueeze(1)  # [num_tokens, 1, half]
     for heads in (q, k):
         first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
-        heads[..., :half] = (first * c - second * s).to(heads.dtype)
-        heads[..., half : 2 * half] = (second * c + first * s).to(heads.dtype)
+        rotated = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+        heads[..., : 2 * half] = rotated.to(heads.dtype)

@@ -44,7 +44,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:
         grid = (num_tokens, triton.cdiv(size, _TILE))
-        _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, TILE=_TILE, num_warps=4)
+        _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, TILE=_TILE, num_warps=4, enable_fp_fusion=True)
     return out
 
 

@@ -1,0 +1,153 @@
+"""Run as a program: compiles every kernel for a Hopper GPU through its wrapper, without one, and prints JSON.
+
+It needs an environment without TRITON_INTERPRET. Nothing is launched: the tensors are on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from halfmoon.engine.kernels.block_copy import gather_blocks, scatter_blocks
+from halfmoon.engine.kernels.decode_attention import decode_attention
+from halfmoon.engine.kernels.kv_store import kv_store
+from halfmoon.engine.kernels.paged_kv import QUANTISED, PagedKV
+from halfmoon.engine.kernels.prefill_attention import prefill_attention
+from halfmoon.engine.kernels.rms_norm import add_rms_norm, rms_norm
+from halfmoon.engine.kernels.rotary import rotary
+from halfmoon.engine.kernels.silu_mul import silu_mul
+
+BF16 = torch.bfloat16
+
+
+class HopperTarget:
+    """What Triton's compiler asks of a driver."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def paged(dtype: torch.dtype, head_dim: int, num_kv_heads: int = 2) -> PagedKV:
+    shape = (num_kv_heads, 128, head_dim)
+    if dtype not in QUANTISED:
+        return PagedKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), 64)
+    scales = torch.zeros(shape[:2])
+    return PagedKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), 64, scales, scales.clone())
+
+
+def decode(dtype: torch.dtype, head_dim: int, num_splits: int, q_dtype: torch.dtype = BF16) -> None:
+    table, lens = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    q = torch.zeros(1, 8, head_dim, dtype=q_dtype)
+    decode_attention(q, paged(dtype, head_dim), table, lens, 0.1, num_splits)
+
+
+def prefill(dtype: torch.dtype, head_dim: int, num_tokens: int, q_dtype: torch.dtype = BF16) -> None:
+    table, lens = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    starts = torch.zeros(2, dtype=torch.int32)
+    q = torch.zeros(num_tokens, 8, head_dim, dtype=q_dtype)
+    prefill_attention(q, paged(dtype, head_dim), table, starts, lens, num_tokens, 0.1)
+
+
+def store(dtype: torch.dtype) -> None:
+    k = torch.zeros(1, 2, 128, dtype=BF16)
+    kv_store(k, k, paged(dtype, 128), torch.zeros(1, dtype=torch.int64))
+
+
+def copies() -> None:
+    arena, blocks = torch.zeros(2, 2, 2, 128, 128, dtype=BF16), torch.zeros(2, dtype=torch.int32)
+    scatter_blocks(gather_blocks(arena, blocks, 64, 0, 2, 0, 100), arena, blocks, 64, 0, 0)
+
+
+def pointwise() -> None:
+    x, weight = torch.zeros(2, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16)
+    rms_norm(x, weight, 1e-5)
+    add_rms_norm(x, x.clone(), weight, 1e-5)
+    silu_mul(x)
+    q, k, cos = torch.zeros(2, 32, 128, dtype=BF16), torch.zeros(2, 8, 128, dtype=BF16), torch.zeros(4, 64)
+    rotary(q, k, torch.zeros(2, dtype=torch.int64), cos, cos)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "decode bf16 128": lambda: decode(BF16, 128, 4),
+    "decode fp8 128": lambda: decode(torch.float8_e4m3fn, 128, 1),
+    "decode int8 64": lambda: decode(torch.int8, 64, 4),
+    "prefill bf16 128": lambda: prefill(BF16, 128, 512),
+    "prefill fp8 128": lambda: prefill(torch.float8_e4m3fn, 128, 512),
+    "store bf16": lambda: store(BF16),
+    "store fp8": lambda: store(torch.float8_e4m3fn),
+    "copies": copies,
+    "pointwise": pointwise,
+}
+MORE: dict[str, Callable[[], None]] = {  # not in the test, for its time
+    "decode bf16 64": lambda: decode(BF16, 64, 1),
+    "decode bf16 96": lambda: decode(BF16, 96, 1),
+    "decode bf16 256": lambda: decode(BF16, 256, 1),
+    "decode fp32 128": lambda: decode(torch.float32, 128, 1, torch.float32),
+    "prefill bf16 64": lambda: prefill(BF16, 64, 512),
+    "prefill bf16 256": lambda: prefill(BF16, 256, 512),
+    "prefill bf16 short": lambda: prefill(BF16, 128, 2),
+    "prefill fp32 128": lambda: prefill(torch.float32, 128, 512, torch.float32),
+    "prefill int8 128": lambda: prefill(torch.int8, 128, 512),
+    "store int8": lambda: store(torch.int8),
+}
+
+
+def usage(case: str, compiled: Any) -> dict[str, Any]:
+    """Shared memory and, registers and stack (spills) of one compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    ptx = compiled.asm["ptx"]
+    return {
+        "case": case,
+        "kernel": compiled.metadata.name,
+        "shared_bytes": compiled.metadata.shared,
+        "registers": int(found[1]),
+        "stack_bytes": int(found[2]),
+        "warps": compiled.metadata.num_warps,
+        "wgmma": "wgmma.mma_async" in ptx,
+        "mma": "mma.sync" in ptx,
+        "async_copies": ptx.count("cp.async.cg") + ptx.count("cp.async.ca"),
+    }
+
+
+def main() -> None:
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    JITFunction.run = compile_only
+    driver.set_active(HopperTarget())
+    report = []
+    for name, case in (CASES | (MORE if "--all" in sys.argv else {})).items():
+        compiled.clear()
+        case()
+        report += [usage(name, kernel) for kernel in compiled]
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

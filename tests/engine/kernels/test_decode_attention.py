@@ -1,0 +1,159 @@
+"""Paged decode attention against its reference: groups, dtypes, tails, splits, padding rows, captured graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.kernels.conftest import Close, MakePaged
+
+kernels = pytest.importorskip("halfmoon.engine.kernels.decode_attention", reason="triton is missing (extra `gpu`)")
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+GPU = pytest.mark.gpu
+
+
+def query(num_seqs: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(num_seqs, num_heads, head_dim, generator=generator).to(device, dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (FP32, FP32),
+        (FP16, FP16),
+        (FP16, torch.int8),
+        (FP32, torch.int8),
+        (FP16, FP8),
+        pytest.param(BF16, BF16, marks=GPU),
+        pytest.param(BF16, FP8, marks=GPU),
+        pytest.param(BF16, torch.int8, marks=GPU),
+    ],
+)
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_dtypes_and_ragged_contexts(
+    make_paged: MakePaged,
+    device: str,
+    assert_close: Close,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    num_splits: int,
+) -> None:
+    paged = make_paged([1, 63, 64, 65, 0, 300], kv_dtype)
+    q = query(6, 6, 64, dtype, device)
+    arguments = (q, *paged, 0.125, num_splits)
+    out = kernels.decode_attention(*arguments)
+    assert_close(out, kernels.decode_attention_reference(*arguments))
+    assert out[4].eq(0).all()  # the row that pads a captured graph
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 20])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+def test_groups_and_head_sizes(
+    make_paged: MakePaged, device: str, assert_close: Close, group: int, head_dim: int
+) -> None:
+    paged = make_paged([70, 130], FP16, head_dim=head_dim)
+    arguments = (query(2, 2 * group, head_dim, FP16, device), *paged, head_dim**-0.5, 1)
+    assert_close(kernels.decode_attention(*arguments), kernels.decode_attention_reference(*arguments))
+
+
+@pytest.mark.parametrize("block_tokens", [1, 8, 24, 128, 256])
+def test_block_sizes_other_than_the_tile(
+    make_paged: MakePaged, device: str, assert_close: Close, block_tokens: int
+) -> None:
+    paged = make_paged([5, 129, 200], FP32, head_dim=128, block_tokens=block_tokens)
+    arguments = (query(3, 4, 128, FP32, device), *paged, 0.1, 1)
+    assert_close(kernels.decode_attention(*arguments), kernels.decode_attention_reference(*arguments))
+
+
+@pytest.mark.parametrize("num_splits", [2, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_split_boundaries(
+    make_paged: MakePaged, device: str, assert_close: Close, num_splits: int, head_dim: int
+) -> None:
+    minimum = kernels.MIN_SPLIT_TOKENS
+    contexts = [minimum - 1, minimum, minimum + 1, 2 * minimum, 2 * minimum + 1]
+    paged = make_paged(contexts, FP32, num_kv_heads=1, head_dim=head_dim)
+    arguments = (query(5, 2, head_dim, FP32, device), *paged, 0.1, num_splits)
+    assert_close(kernels.decode_attention(*arguments), kernels.decode_attention_reference(*arguments))
+
+
+def test_long_contexts_are_shared_by_all_splits(make_paged: MakePaged, device: str, assert_close: Close) -> None:
+    paged = make_paged([4 * kernels.MIN_SPLIT_TOKENS + 77], FP32, num_kv_heads=1)
+    arguments = (query(1, 2, 64, FP32, device), *paged, 0.125, 4)
+    assert_close(kernels.decode_attention(*arguments), kernels.decode_attention_reference(*arguments))
+
+
+def test_a_strided_query(make_paged: MakePaged, device: str, assert_close: Close) -> None:
+    paged = make_paged([40, 9], FP32)
+    q = query(2, 10, 64, FP32, device)[:, 2:6]  # as sliced from a fused projection
+    arguments = (q, *paged, 0.125, 1)
+    assert_close(kernels.decode_attention(*arguments), kernels.decode_attention_reference(*arguments))
+
+
+def test_no_sequences(make_paged: MakePaged, device: str) -> None:
+    paged = make_paged([5], FP32)
+    out = kernels.decode_attention(
+        query(0, 4, 64, FP32, device), paged.kv, paged.block_table[:0], paged.context_lens[:0], 0.125, 1
+    )
+    assert out.shape == (0, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_kv_heads", "context", "num_sms", "splits"),
+    [
+        (1, 8, 8192, 132, 32),
+        (8, 8, 8192, 132, 4),
+        (64, 8, 32768, 132, 1),
+        (1, 8, 1024, 132, 4),
+        (1, 8, 255, 132, 1),
+        (0, 8, 0, 132, 1),
+        (1, 32, 32768, 132, 8),
+        (3, 4, 32768, 114, 16),  # 19 is nearer to 16 than to 32
+    ],
+)
+def test_choose_num_splits(num_seqs: int, num_kv_heads: int, context: int, num_sms: int, splits: int) -> None:
+    assert kernels.choose_num_splits(num_seqs, num_kv_heads, context, num_sms) == splits
+
+
+def test_what_does_not_fit_is_refused(make_paged: MakePaged, device: str) -> None:
+    paged = make_paged([5], FP32)
+    q = query(1, 4, 64, FP32, device)
+    with pytest.raises(ValueError, match="query heads cannot share"):
+        kernels.decode_attention(q[:, :3], *paged, 0.1, 1)
+    with pytest.raises(ValueError, match="no power of two"):
+        kernels.decode_attention(q, *paged, 0.1, 3)
+    with pytest.raises(TypeError, match="q: dtype"):
+        kernels.decode_attention(q.half(), *paged, 0.1, 1)
+    with pytest.raises(ValueError, match="last dimension must be dense"):
+        kernels.decode_attention(query(1, 4, 128, FP32, device)[..., ::2], *paged, 0.1, 1)
+    with pytest.raises(TypeError, match="block_table"):
+        kernels.decode_attention(q, paged.kv, paged.block_table.long(), paged.context_lens, 0.1, 1)
+    with pytest.raises(ValueError, match="context_lens"):
+        kernels.decode_attention(q, paged.kv, paged.block_table, paged.context_lens.repeat(2), 0.1, 1)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_the_context_lens(make_paged: MakePaged, device: str, assert_close: Close) -> None:
+    paged = make_paged([5000, 3000, 900, 4096], BF16, num_kv_heads=8, head_dim=128)
+    q = query(4, 32, 128, BF16, device)
+    full = paged.context_lens.clone()
+    arguments = (q, *paged, 0.09, 16)
+    kernels.decode_attention(*arguments)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernels.decode_attention(*arguments)
+    for lens in (full, torch.ones_like(full), full // 3, torch.zeros_like(full)):
+        paged.context_lens.copy_(lens)
+        graph.replay()
+        assert_close(out, kernels.decode_attention_reference(*arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [1, 32])
+def test_llama_8b_shapes(make_paged: MakePaged, device: str, assert_close: Close, num_splits: int) -> None:
+    paged = make_paged([8192, 1, 1000], BF16, num_kv_heads=8, head_dim=128)
+    arguments = (query(3, 32, 128, BF16, device), *paged, 128**-0.5, num_splits)
+    assert_close(kernels.decode_attention(*arguments), kernels.decode_attention_reference(*arguments))

@@ -1,0 +1,123 @@
+"""Storing K and V in the arena, plain and quantised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from halfmoon.engine.kernels.paged_kv import PagedKV
+
+kernels = pytest.importorskip("halfmoon.engine.kernels.kv_store", reason="triton is missing (extra `gpu`)")
+paged_kv = pytest.importorskip("halfmoon.engine.kernels.paged_kv", reason="triton is missing (extra `gpu`)")
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+NUM_HEADS, NUM_SLOTS = 3, 64
+
+
+def empty_kv(dtype: torch.dtype, head_dim: int, device: str) -> PagedKV:
+    tensors = [torch.full((NUM_HEADS, NUM_SLOTS, head_dim), 7.0, device=device).to(dtype) for _ in range(2)]
+    if dtype not in paged_kv.QUANTISED:
+        return paged_kv.PagedKV(*tensors, 8)
+    return paged_kv.PagedKV(*tensors, 8, *(torch.full((NUM_HEADS, NUM_SLOTS), 9.0, device=device) for _ in range(2)))
+
+
+def fused(num_tokens: int, head_dim: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """K and V as views into a fused projection."""
+    generator = torch.Generator().manual_seed(2)
+    heads = torch.randn(num_tokens, 3 * NUM_HEADS, head_dim, generator=generator).to(device, dtype)
+    return heads[:, NUM_HEADS : 2 * NUM_HEADS], heads[:, 2 * NUM_HEADS :]
+
+
+def tensors(kv: PagedKV) -> list[Tensor]:
+    return [tensor for tensor in (kv.k, kv.v, kv.k_scales, kv.v_scales) if tensor is not None]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (FP32, FP32),
+        (FP16, FP16),
+        (FP16, torch.int8),
+        pytest.param(BF16, BF16, marks=pytest.mark.gpu),
+        pytest.param(BF16, torch.int8, marks=pytest.mark.gpu),
+        pytest.param(BF16, FP8, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("num_tokens", [1, 16, 37])
+def test_every_slot_is_written_or_left_alone(
+    device: str, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, num_tokens: int
+) -> None:
+    k, v = fused(num_tokens, head_dim, dtype, device)
+    k[0, 0] = 0.0  # no scale can be made of it
+    slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(1))[:num_tokens].to(device)
+    slots[1::5] = -1
+    actual, expected = empty_kv(kv_dtype, head_dim, device), empty_kv(kv_dtype, head_dim, device)
+    kernels.kv_store(k, v, actual, slots)
+    kernels.kv_store_reference(k, v, expected, slots)
+    for got, want in zip(tensors(actual), tensors(expected), strict=True):
+        # A quantised element on the edge between two values may fall either way on a GPU, whose division is rounded.
+        slack = {torch.int8: 1.0, FP8: 32.0}.get(want.dtype, 0.0)
+        torch.testing.assert_close(got.float(), want.float(), rtol=1e-6, atol=slack if device == "cuda" else 0.0)
+
+
+def test_no_slot_at_all(device: str) -> None:
+    k, v = fused(4, 64, FP32, device)
+    kv = empty_kv(FP32, 64, device)
+    kernels.kv_store(k, v, kv, torch.full((4,), -1, dtype=torch.int64, device=device))
+    kernels.kv_store(k[:0], v[:0], kv, torch.empty(0, dtype=torch.int64, device=device))
+    assert kv.k.eq(7).all()
+    assert kv.v.eq(7).all()
+
+
+def test_int8_reads_back_within_half_a_step(device: str) -> None:
+    k, v = fused(8, 64, FP32, device)
+    kv = empty_kv(torch.int8, 64, device)
+    kernels.kv_store(k, v, kv, torch.arange(8, device=device))
+    got, _ = kv.gathered(torch.arange(8, device=device), 8)  # [heads, tokens, head_dim]
+    want = k.transpose(0, 1)
+    step = want.abs().amax(dim=-1, keepdim=True) / 127
+    assert ((got - want).abs() <= 0.5001 * step).all()
+
+
+def test_what_the_interpreter_gets_wrong_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the kernels are compiled here")
+    k, v = fused(1, 64, FP16, "cpu")
+    with pytest.raises(TypeError, match="rounds to fp8 wrongly"):
+        kernels.kv_store(k, v, empty_kv(FP8, 64, "cpu"), torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(TypeError, match="computes bfloat16 wrongly"):
+        empty_kv(BF16, 64, "cpu")
+
+
+def test_what_does_not_fit_is_refused(device: str) -> None:
+    k, v = fused(2, 64, FP32, device)
+    kv, slots = empty_kv(FP32, 64, device), torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="k: shape"):
+        kernels.kv_store(k[:, :2], v[:, :2], kv, slots)
+    with pytest.raises(TypeError, match="k: dtype"):
+        kernels.kv_store(k.half(), v.half(), kv, slots)
+    with pytest.raises(TypeError, match="slot_mapping"):
+        kernels.kv_store(k, v, kv, slots.int())
+
+
+def test_a_paged_kv_that_does_not_fit_is_refused(device: str) -> None:
+    kv = empty_kv(FP32, 64, device)
+    with pytest.raises(ValueError, match="whole blocks"):
+        replace(kv, block_tokens=7)
+    with pytest.raises(ValueError, match="go with quantised"):
+        replace(kv, k_scales=torch.ones(NUM_HEADS, NUM_SLOTS, device=device))
+    with pytest.raises(ValueError, match="go with quantised"):
+        replace(empty_kv(torch.int8, 64, device), v_scales=None)
+    with pytest.raises(ValueError, match="v: shape"):
+        replace(kv, v=kv.v[:, :8])
+    with pytest.raises(ValueError, match="slots must be dense"):
+        replace(kv, k=kv.k[:, ::2], v=kv.v[:, ::2])
+    wide = torch.zeros(1, 8, 512, device=device)
+    with pytest.raises(ValueError, match="head size"):
+        paged_kv.PagedKV(wide, wide.clone(), 8)
