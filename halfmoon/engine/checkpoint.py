@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -118,6 +119,7 @@ def _convert(file: Path, target: Path) -> None:
     command = [sys.executable, "-m", "halfmoon.engine.convert_gguf", str(file), str(partial)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
+        shutil.rmtree(partial, ignore_errors=True)
         last_line = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise Incompatible(f"{file.name} could not be converted: {last_line}", param="model")
     partial.rename(target)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import ERROR_TOKEN_ID, Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
@@ -372,3 +374,44 @@ def test_max_context_tokens_caps_the_model(make_engine: MakeEngine) -> None:
     assert engine.context_tokens == 30
     with pytest.raises(InvalidRequest, match="context of 30 tokens"):
         engine.add(request("a", 20, max_tokens=11))
+
+
+def test_a_configuration_alone_runs_with_dummy_weights(
+    tiny_checkpoint: Callable[[str], Checkpoint], tmp_path: Path
+) -> None:
+    shutil.copy(tiny_checkpoint("opt").path / "config.json", tmp_path)
+    checkpoint = prepare_checkpoint(str(tmp_path))
+    config = EngineConfig(dtype="float32", num_blocks=4, weights="dummy")
+    assert generate(Engine(checkpoint, config), request()) == generate(Engine(checkpoint, config), request())
+    with pytest.raises(Incompatible, match=r"lacks \d+ tensors"):
+        Engine(checkpoint, replace(config, weights="checkpoint"))
+
+
+@pytest.mark.parametrize("model", ["qwen3", "opt-norm-after", "mistral"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+def test_every_dtype_runs(model: str, dtype: str, make_engine: MakeEngine) -> None:
+    engine = make_engine(model, dtype=dtype, chunk_tokens=4)
+    assert len(generate(engine, request("a", 30), request("b", 9))["a"]) == 12
+    assert engine.layout.dtype in ("float32", "bfloat16") if dtype == "auto" else engine.layout.dtype == dtype
+
+
+def test_a_copy_under_way_ends_before_its_blocks_are_freed(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=6)
+    engine.reserve(request("moving", 40))
+    payload = bytes(40 * engine.layout.token_bytes)
+    stopped: list[Exception] = []
+
+    def write() -> None:
+        try:
+            while True:
+                engine.kv_write("moving", 0, 3, 0, 40, payload)
+        except NotFound as error:
+            stopped.append(error)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert engine.cancel("moving")
+    alone = generate(make_engine(), request("next", 30))
+    assert generate(engine, request("next", 30)) == alone
+    writer.join()
+    assert len(stopped) == 1
