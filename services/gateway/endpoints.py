@@ -44,7 +44,6 @@ class _Call:
     created_at: datetime
     progress: Progress
     text_stream: TextStream | None = None
-    has_begun: bool = False  # tokens reached the client
 
 
 class GenerationEndpoints:
@@ -83,7 +82,7 @@ class GenerationEndpoints:
             with self._door.inside(), self._metrics.in_flight.track_inprogress():
                 response = await self._serve(request, call)
         except HalfmoonError as error:
-            rejected = isinstance(error, _REJECTIONS) and not call.has_begun
+            rejected = isinstance(error, _REJECTIONS) and call.progress.ttft_s is None
             self._write_down(call, "rejected" if rejected else "error", kind_of(error).status, error.message)
             return error_response(error)
         except (asyncio.CancelledError, ClientGone):
@@ -130,7 +129,6 @@ class GenerationEndpoints:
         except ClientGone:
             raise
         except Exception as failure:
-            call.has_begun = reply.has_begun
             if not reply.has_begun:
                 raise
             error = _shown(failure)
