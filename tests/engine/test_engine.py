@@ -397,14 +397,14 @@ def test_every_dtype_runs(model: str, dtype: str, make_engine: MakeEngine) -> No
 
 def test_a_copy_under_way_ends_before_its_blocks_are_freed(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=6)
-    engine.reserve(request("moving", 40))
-    payload = bytes(40 * engine.layout.token_bytes)
+    engine.reserve(request("moving", 36))
+    payload = bytes(36 * engine.layout.token_bytes)
     stopped: list[Exception] = []
 
     def write() -> None:
         try:
             while True:
-                engine.kv_write("moving", 0, 3, 0, 40, payload)
+                engine.kv_write("moving", 0, 3, 0, 36, payload)
         except NotFound as error:
             stopped.append(error)
 
