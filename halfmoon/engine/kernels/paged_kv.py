@@ -79,7 +79,8 @@ class PagedKV:
             return _STAGES
         device: Any = torch.cuda.get_device_properties(self.k.device)  # torch's stubs lack the field
         limit = int(device.shared_memory_per_block_optin)
-        stage_bytes = 2 * tile * triton.next_power_of_2(self.k.shape[2]) * self.k.element_size()
+        dim_pad: int = triton.next_power_of_2(self.k.shape[2])
+        stage_bytes = 2 * tile * dim_pad * self.k.element_size()
         return max(1, min(_STAGES, (limit - other_bytes) // stage_bytes))
 
     def gathered(self, block_row: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -20,10 +20,11 @@ NUM_HEADS, NUM_SLOTS = 3, 64
 
 
 def empty_kv(dtype: torch.dtype, head_dim: int, device: str) -> PagedKV:
-    tensors = [torch.full((NUM_HEADS, NUM_SLOTS, head_dim), 7.0, device=device).to(dtype) for _ in range(2)]
-    if dtype not in paged_kv.QUANTISED:
-        return paged_kv.PagedKV(*tensors, 8)
-    return paged_kv.PagedKV(*tensors, 8, *(torch.full((NUM_HEADS, NUM_SLOTS), 9.0, device=device) for _ in range(2)))
+    k, v = (torch.full((NUM_HEADS, NUM_SLOTS, head_dim), 7.0, device=device).to(dtype) for _ in range(2))
+    k_scales, v_scales = (torch.full((NUM_HEADS, NUM_SLOTS), 9.0, device=device) for _ in range(2))
+    quantised = dtype in paged_kv.QUANTISED
+    kv: PagedKV = paged_kv.PagedKV(k, v, 8, k_scales if quantised else None, v_scales if quantised else None)
+    return kv
 
 
 def fused(num_tokens: int, head_dim: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,22 @@
+"""`benchmarks/kernels.py` where there is nothing to measure."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_without_a_gpu_it_says_so_and_exits_2() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/kernels.py", "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no CUDA device" in done.stderr
