@@ -15,7 +15,7 @@ from halfmoon.engine.kernels.tensor_check import check_contiguous, check_same_de
 _TILE_TOKENS = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "num_tokens"])
 def _copy_blocks_kernel(
     arena: tl.tensor,  # [num_planes, num_slots, row_words]
     buffer: tl.tensor,  # [num_planes, num_tokens, row_words]

@@ -43,7 +43,7 @@ def _split_tokens(
     return tl.cdiv(share, TILE) * TILE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_attention_kernel(
     q: tl.tensor,  # [num_seqs, num_q_heads, head_dim]
     k: tl.tensor,  # [num_kv_heads, num_slots, head_dim]

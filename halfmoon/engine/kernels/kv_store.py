@@ -39,7 +39,7 @@ def _store_rows(
     tl.store(stored + slots[:, None] * HEAD_DIM + dim[None, :], values.to(stored.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _kv_store_kernel(
     k_new: tl.tensor,  # [num_tokens, num_kv_heads, head_dim]
     v_new: tl.tensor,  # [num_tokens, num_kv_heads, head_dim]

@@ -69,7 +69,7 @@ def _attend_tiles(
     return acc, best, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill_attention_kernel(
     q: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
     k: tl.tensor,  # [num_kv_heads, num_slots, head_dim]

@@ -12,7 +12,7 @@ from halfmoon.engine.kernels.tensor_check import FLOATS, check_same_device, chec
 _TILE_ELEMENTS = 2048  # short rows (the heads of a query-key norm) share a program up to this size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x: tl.tensor,  # [num_tokens, num_heads, size], strided but for the last dimension
     weight: tl.tensor,  # [size]
@@ -37,7 +37,7 @@ def _rms_norm_kernel(
     tl.store(out + row[:, None] * SIZE + column[None, :], normed.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm_kernel(
     x: tl.tensor,  # [num_tokens, size]
     residual: tl.tensor,  # [num_tokens, size], replaced by the sum
