@@ -43,10 +43,10 @@ def is_alive(pid: int) -> bool:
 async def test_ready_events_arrive_and_lines_are_kept(tmp_path: Path) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
     async with supervisor(tmp_path, events) as boss:
-        child = await boss.start(spec("one", READY + "print('plain')\n" + WAIT))
+        child = await boss.start(spec("one", "print('plain', flush=True)\n" + READY + WAIT))
         (ready,) = await children_ready([child])
         assert ready["address"] == "here:1"
-    assert (tmp_path / "one.log").read_text().splitlines()[-1] == "plain"
+    assert (tmp_path / "one.log").read_text().splitlines()[0] == "plain"
     assert events[0][0] == "one"
 
 

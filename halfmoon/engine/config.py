@@ -64,7 +64,9 @@ class StepResult:
     context_tokens: int = 0
     num_preempted: int = 0
     duration_s: float = 0.0
-    num_cached_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # by admitted request
+    num_cached_tokens: Mapping[str, int] = field(
+        default_factory=lambda: MappingProxyType({})
+    )  # by request that began in this step
 
     @property
     def is_empty(self) -> bool:

@@ -160,7 +160,7 @@ class Engine:
         cached = {
             item.sequence.request_id: item.sequence.num_cached
             for item in schedule.scheduled
-            if 0 < item.sequence.num_computed == item.sequence.num_cached
+            if item.sequence.num_computed == item.sequence.num_cached
         }
         try:
             sampled = self._runner.run(schedule.scheduled)

@@ -17,7 +17,8 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn. Token `i` of the output depends only on logits, these values and `(seed, i)`:
-    never on the batch, the process or the chunking.
+    never on the batch, the process or the chunking. (The logits themselves do, in their last bits: in float32 that is
+    too little to matter for greedy output, in bfloat16 two nearly equal tokens can change places.)
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off; seed is always set (the gateway draws one).
     """

@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 
 from halfmoon.engine.async_engine import AsyncEngine
-from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import HalfmoonError
 from halfmoon.kv.frame import KVRange, plan_frames
 from halfmoon.pb import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
@@ -20,6 +19,7 @@ from halfmoon.rpc.transfer import TransferSender, transfer_to
 from halfmoon.worker.decode_servicer import RENEW_S
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.state import WorkerState, now_s
+from halfmoon.worker.token_router import FirstOutput
 from halfmoon.worker.wire import request_from, token_message
 
 log = logging.getLogger(__name__)
@@ -74,11 +74,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             async with _Prefilling(self._engine, self._state, generation) as prefilling:
                 first = await _while_renewing(prefilling.first, transfer)
                 yield prefilling.event(first)
-                if first.finish_reason is not None:
+                if first.output.finish_reason is not None:
                     return
                 started_s = now_s()
                 num_bytes = await self._send_kv(transfer, generation.request_id, num_tokens)
-                commit = decode_pb2.HandoverCommit(first_token_id=first.token_id)
+                commit = decode_pb2.HandoverCommit(first_token_id=first.output.token_id)
                 await transfer.commit(commit.SerializeToString())
         transfer_s = now_s() - started_s
         self._metrics.handover_seconds.observe(transfer_s)
@@ -92,7 +92,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             first = await prefilling.first
             yield prefilling.event(first)
             prefilling.let_go()
-        if first.finish_reason is None:
+        if first.output.finish_reason is None:
             yield prefill_pb2.PrefillEvent(handed_over=prefill_pb2.HandedOver())
 
     async def _send_kv(self, transfer: TransferSender, request_id: str, num_tokens: int) -> int:
@@ -125,7 +125,7 @@ class _Prefilling:
         self._arrival_s = now_s()
         self._request = request_from(generation, prefill_only=prefill_only, arrival_s=self._arrival_s)
         self._kept = True
-        self.first: asyncio.Future[TokenOutput] = state.router.expect_first(
+        self.first: asyncio.Future[FirstOutput] = state.router.expect_first(
             generation.request_id, generation.gateway_id
         )
 
@@ -148,16 +148,21 @@ class _Prefilling:
         """The request stays in the engine and goes on without this call."""
         self._kept = False
 
-    def event(self, first: TokenOutput) -> prefill_pb2.PrefillEvent:
+    def event(self, first: FirstOutput) -> prefill_pb2.PrefillEvent:
         """The gateway's FirstToken."""
-        if first.finish_reason == "error":
+        if first.output.finish_reason == "error":
             raise HalfmoonError("the worker failed while computing this prompt: see its log")
         return prefill_pb2.PrefillEvent(
-            first_token=prefill_pb2.FirstToken(token=token_message(first), compute_s=now_s() - self._arrival_s)
+            first_token=prefill_pb2.FirstToken(
+                token=token_message(first.output),
+                num_cached_tokens=first.num_cached_tokens,
+                queue_s=max(0.0, first.began_s - self._arrival_s),
+                compute_s=now_s() - first.began_s,
+            )
         )
 
 
-async def _while_renewing(first: asyncio.Future[TokenOutput], transfer: TransferSender) -> TokenOutput:
+async def _while_renewing(first: asyncio.Future[FirstOutput], transfer: TransferSender) -> FirstOutput:
     """Waits for the first token while the decode worker's reservation is kept; raises when that is lost."""
     broken = asyncio.ensure_future(transfer.until_broken())
     either: set[asyncio.Future[Any]] = {first, broken}

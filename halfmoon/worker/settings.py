@@ -27,8 +27,8 @@ class WorkerSettings(BaseSettings):
     kv_memory: ByteSize | None = Field(
         None, description="memory for KV blocks, such as 2GiB; default: what is sensible"
     )
-    max_batch_tokens: int = Field(2048, ge=1, description="tokens in one forward pass")
-    chunk_tokens: int = Field(512, ge=1, description="prompt tokens computed beside running decodes")
+    max_batch_tokens: int | None = Field(None, ge=2, description="tokens in one forward pass; default: by device")
+    chunk_tokens: int | None = Field(None, ge=1, description="prompt tokens beside running decodes; default: by device")
     max_running: int = Field(64, ge=1, description="sequences in one batch")
     max_context_tokens: int | None = Field(None, ge=1, description="limit on prompt + output; default: the model's")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine")

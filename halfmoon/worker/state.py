@@ -57,6 +57,7 @@ class WorkerState:
         self._num_prefill_tokens += result.num_prefill_tokens
         self._num_output_tokens += len(result.outputs)
         self._metrics.observe_step(result)
+        self.router.note_begun(result.num_cached_tokens, now_s() - result.duration_s)
         self.router.deliver(result.outputs)
 
     def load(self, engine: AsyncEngine) -> gateway_pb2.WorkerLoad:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from halfmoon.engine.request import TokenOutput
@@ -13,10 +13,21 @@ from halfmoon.pb import decode_pb2, types_pb2
 from halfmoon.worker.wire import token_message
 
 
+@dataclass(frozen=True, slots=True)
+class FirstOutput:
+    """A request's first token here, and how it came to it."""
+
+    output: TokenOutput
+    num_cached_tokens: int
+    began_s: float  # when the step began that first computed something of the request
+
+
 @dataclass(slots=True)
 class _Route:
-    first: asyncio.Future[TokenOutput] | None  # takes the next token; the rest goes to the gateway
+    first: asyncio.Future[FirstOutput] | None  # takes the next token; the rest goes to the gateway
     gateway_id: str
+    num_cached_tokens: int = 0
+    began_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -36,10 +47,10 @@ class TokenRouter:
         self._outboxes: dict[str, _Outbox] = {}
         self._num_readers = 0
 
-    def expect_first(self, request_id: str, gateway_id: str) -> asyncio.Future[TokenOutput]:
+    def expect_first(self, request_id: str, gateway_id: str) -> asyncio.Future[FirstOutput]:
         """The request's next token resolves the future; later ones go to the gateway."""
         self._check_new(request_id)
-        first: asyncio.Future[TokenOutput] = asyncio.get_running_loop().create_future()
+        first: asyncio.Future[FirstOutput] = asyncio.get_running_loop().create_future()
         self._routes[request_id] = _Route(first, gateway_id)
         return first
 
@@ -73,6 +84,13 @@ class TokenRouter:
                 route.first.set_exception(error)
         self._routes.clear()
 
+    def note_begun(self, num_cached_tokens: Mapping[str, int], began_s: float) -> None:
+        """Requests of which a step computed something for the first time, and how much they found in the cache."""
+        for request_id, num_cached in num_cached_tokens.items():
+            route = self._routes.get(request_id)
+            if route is not None and route.began_s is None:
+                route.num_cached_tokens, route.began_s = num_cached, began_s
+
     def deliver(self, outputs: Sequence[TokenOutput]) -> None:
         """Sorts one step's tokens into the outboxes, one wake-up a gateway."""
         touched: set[str] = set()
@@ -84,7 +102,8 @@ class TokenRouter:
                 del self._routes[output.request_id]
             if route.first is not None:
                 if not route.first.done():
-                    route.first.set_result(output)
+                    began_s = self._clock() if route.began_s is None else route.began_s
+                    route.first.set_result(FirstOutput(output, route.num_cached_tokens, began_s))
                 route.first = None
                 continue
             outbox = self._outboxes.get(route.gateway_id)

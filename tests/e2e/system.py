@@ -78,5 +78,4 @@ async def _until_ready(process: asyncio.subprocess.Process, printed: list[str]) 
 
 async def _drain(process: asyncio.subprocess.Process, printed: list[str]) -> None:
     assert process.stdout is not None
-    async for line in process.stdout:
-        printed.append(line.decode().rstrip())
+    printed.extend([line.decode().rstrip() async for line in process.stdout])

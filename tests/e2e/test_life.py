@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 
 
 def shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm")} if os.path.isdir("/dev/shm") else set()
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

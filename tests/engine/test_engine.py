@@ -154,7 +154,7 @@ def test_a_known_prefix_is_not_computed_again(make_engine: MakeEngine) -> None:
     engine.add(request("a", 33))
     first = engine.step()
     assert first.num_prefill_tokens == 33
-    assert first.num_cached_tokens == {}
+    assert set(first.num_cached_tokens.values()) == {0}
     finish(engine)
     assert engine.stats().num_cached_blocks == (33 + 12 - 1) // 8
     engine.add(request("b", 33))

@@ -121,6 +121,23 @@ async def test_a_request_moved_in_the_middle_goes_on_with_the_same_tokens(
     assert found == expected[5:]
 
 
+async def test_a_known_prefix_is_not_computed_again(start_worker: Start, tiny: Checkpoint) -> None:
+    prefill = await start_worker("prefill")
+    prompt = list(range(3, 43))
+    events = [
+        (
+            await prefilled(
+                prefill,
+                prefill_pb2.PrefillRequest(generation=generation(tiny, prompt, 1, name), decode_address="127.0.0.1:1"),
+            )
+        )[0]
+        for name in ("one", "two")
+    ]
+    cached = [event.first_token.num_cached_tokens for event in events]
+    assert cached == [0, 32]  # whole blocks of 8, and at least one token is always computed
+    assert len({event.first_token.token.token_id for event in events}) == 1
+
+
 async def test_a_single_token_needs_no_decode_worker(start_worker: Start, tiny: Checkpoint) -> None:
     prefill = await start_worker("prefill")
     request = prefill_pb2.PrefillRequest(generation=generation(tiny, [5, 6], 1), decode_address="127.0.0.1:1")

@@ -32,13 +32,22 @@ async def test_first_token_goes_to_the_call_and_the_rest_to_the_gateway() -> Non
     router.deliver([token("r", 0)])
     router.deliver([token("r", 1), token("other", 7)])
     router.deliver([token("r", 2, last=True)])
-    assert (await first).position == 0
+    assert (await first).output.position == 0
     message = await anext(steps)  # two steps passed unread: one message carries both
     assert [(t.request_id, t.position, t.finish_reason) for t in message.tokens] == [
         ("r", 1, types_pb2.NOT_FINISHED),
         ("r", 2, types_pb2.STOP),
     ]
     assert not router.forget("r"), "a finished request leaves no route"
+
+
+async def test_the_first_token_tells_of_queue_and_cache() -> None:
+    router = TokenRouter()
+    first = router.expect_first("r", "g")
+    router.note_begun({"r": 64, "other": 1}, 3.0)
+    router.note_begun({"r": 0}, 5.0)  # preempted and begun again: the first time counts
+    router.deliver([token("r", 0)])
+    assert ((await first).num_cached_tokens, (await first).began_s) == (64, 3.0)
 
 
 async def test_each_gateway_reads_its_own_requests() -> None:
@@ -58,7 +67,7 @@ async def test_a_request_that_runs_cannot_be_routed_again() -> None:
     with pytest.raises(InvalidRequest, match="already"):
         router.expect_first("r", "g")
     router.deliver([token("r", 0)])
-    assert (await first).position == 0
+    assert (await first).output.position == 0
 
 
 async def test_forget_wakes_who_waits() -> None:
