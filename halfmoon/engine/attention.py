@@ -1,7 +1,8 @@
 """Attention over paged KV memory: the `sdpa` back end (CPU) and the plain reference beside it.
 
-Both have one signature, `(q, k, v, layer_kv, batch, scale) -> out`, and both first store `k` and `v` in their slots.
-A slot is one token's place in the arena: `block_id * block_tokens + offset`. Knows nothing of requests or weights.
+Both have one signature, `(q, k, v, layer_kv, batch, scale) -> out` with the shapes of `StepAttention.attend`, and both
+first store `k` and `v` in their slots. A slot is one token's place in the arena: `block_id * block_tokens + offset`.
+Knows nothing of requests or weights.
 
 Attention over several pieces of the keys is exact: partial outputs are merged by their log-sum-exp (Rabe and Staats,
 "Self-attention does not need O(n^2) memory", section 2; FlashDecoding).
@@ -9,10 +10,15 @@ Attention over several pieces of the keys is exact: partial outputs are merged b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
+
+from halfmoon.engine.attention_backend import Span
+from halfmoon.engine.kv_arena import slot_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +40,36 @@ class AttentionBatch:
     slots: Tensor  # [num_tokens] int64, where each row's K and V go
     segments: tuple[Segment, ...]
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
+        """As `StepAttention.attend`."""
+        compute = attend_sdpa if layer_kv.device.type == "cpu" else attend_reference
+        return compute(q, k, v, layer_kv, self, scale)
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """Stores K and V, then causal attention of every row over its own sequence.
 
-    q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim];
-    layer_kv: [2, num_kv_heads, num_slots, head_dim]. Returns [num_tokens, num_heads * head_dim].
-    On a device other than the CPU this is the gathering reference (not run on a GPU yet).
-    """
-    if layer_kv.device.type == "cpu":
-        return attend_sdpa(q, k, v, layer_kv, batch, scale)
-    return attend_reference(q, k, v, layer_kv, batch, scale)
+class SdpaBackend:
+    """Attention on the CPU; on another device the gathering reference (not run on a GPU yet)."""
+
+    def __init__(self, block_tokens: int, device: str) -> None:
+        self._block_tokens = block_tokens
+        self._device = device
+
+    def step(self, spans: Sequence[Span]) -> AttentionBatch:
+        """Slots of all rows and the runs of slots that each sequence sees."""
+        slots: list[range] = []
+        segments: list[Segment] = []
+        row = 0
+        for blocks, start, end in spans:
+            slots += (range(*run) for run in slot_runs(blocks, self._block_tokens, start, end))
+            seen = end if end - start == 1 else start
+            segments.append(Segment(row, row + end - start, tuple(slot_runs(blocks, self._block_tokens, 0, seen))))
+            row += end - start
+        return AttentionBatch(
+            torch.tensor(list(chain.from_iterable(slots)), dtype=torch.int64, device=self._device), tuple(segments)
+        )
 
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """`attend` on the CPU: no copy of cached keys, one flash-attention call per sequence and contiguous run."""
+    """On the CPU: no copy of cached keys, one flash-attention call per sequence and contiguous run."""
     store(k, v, layer_kv, batch.slots)
     outs = []
     for segment in batch.segments:
@@ -116,7 +137,7 @@ def _merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """`attend` written plainly: gather the keys, mask, softmax in float32."""
+    """Written plainly: gather the keys, mask, softmax in float32."""
     store(k, v, layer_kv, batch.slots)
     outs = [_reference_segment(q, layer_kv, batch.slots, segment, scale) for segment in batch.segments]
     return torch.cat(outs)

@@ -11,6 +11,7 @@ import time
 
 import torch
 
+from halfmoon.engine.attention import SdpaBackend
 from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig, EngineStats, StepResult, kv_budget_bytes
@@ -64,7 +65,8 @@ class Engine:
         with torch.no_grad():
             model.pack()
         self._arena = KVArena(self.layout, self.num_blocks, _DTYPES[dtype], config.device)
-        self._runner = ModelRunner(model, self._arena, config.block_tokens, checkpoint.eos_token_ids)
+        attention = SdpaBackend(config.block_tokens, config.device)
+        self._runner = ModelRunner(model, self._arena, attention, checkpoint.eos_token_ids)
         self._pool = BlockPool(self.num_blocks)
         root = root_key(checkpoint.fingerprint, self.layout) if config.prefix_cache else None
         self._cache = PrefixCache(self._pool, config.block_tokens, root)

@@ -7,8 +7,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention import AttentionBatch, Segment
-from halfmoon.engine.kv_arena import KVArena, slot_runs
+from halfmoon.engine.attention_backend import AttentionBackend, Span
+from halfmoon.engine.kv_arena import KVArena
 from halfmoon.engine.models import ForwardBatch, Model
 from halfmoon.engine.sampler import SampledToken, SamplingRow, sample
 from halfmoon.engine.scheduler import ScheduledSequence
@@ -17,10 +17,12 @@ from halfmoon.engine.scheduler import ScheduledSequence
 class ModelRunner:
     """Owns the model and the KV arena."""
 
-    def __init__(self, model: Model, arena: KVArena, block_tokens: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, model: Model, arena: KVArena, attention: AttentionBackend, eos_token_ids: frozenset[int]
+    ) -> None:
         self._model = model
         self._arena = arena
-        self._block_tokens = block_tokens
+        self._attention = attention
         self._eos_token_ids = eos_token_ids
 
     @torch.inference_mode()
@@ -34,25 +36,21 @@ class ModelRunner:
     def _batch(self, scheduled: tuple[ScheduledSequence, ...]) -> ForwardBatch:
         token_ids: list[int] = []
         positions: list[range] = []
-        slots: list[range] = []
-        segments: list[Segment] = []
+        spans: list[Span] = []
         logit_rows: list[int] = []
         for item in scheduled:
             sequence, start = item.sequence, item.sequence.num_computed
-            end, row = start + item.num_tokens, len(token_ids)
+            end = start + item.num_tokens
             token_ids += sequence.token_ids[start:end]
             positions.append(range(start, end))
-            slots += (range(*run) for run in slot_runs(sequence.blocks, self._block_tokens, start, end))
-            seen = end if item.num_tokens == 1 else start
-            runs = tuple(slot_runs(sequence.blocks, self._block_tokens, 0, seen))
-            segments.append(Segment(row, len(token_ids), runs))
+            spans.append(Span(sequence.blocks, start, end))
             if item.samples:
                 logit_rows.append(len(token_ids) - 1)
         return ForwardBatch(
             token_ids=self._tensor(token_ids),
             positions=self._tensor(list(chain.from_iterable(positions))),
             logit_rows=self._tensor(logit_rows),
-            attention=AttentionBatch(self._tensor(list(chain.from_iterable(slots))), tuple(segments)),
+            attention=self._attention.step(spans),
         )
 
     def _tensor(self, values: list[int]) -> Tensor:

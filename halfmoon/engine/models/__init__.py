@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention import AttentionBatch
+from halfmoon.engine.attention_backend import StepAttention
 from halfmoon.engine.model_config import ModelConfig
 
 
@@ -20,7 +20,7 @@ class ForwardBatch:
     token_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     logit_rows: Tensor  # [num_logits] int64, the rows whose logits are wanted
-    attention: AttentionBatch
+    attention: StepAttention
 
 
 class Model(Protocol):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfmoon.engine.attention import AttentionBatch, attend
+from halfmoon.engine.attention_backend import StepAttention
 from halfmoon.engine.model_config import ModelConfig
 from halfmoon.engine.models import ForwardBatch
 from halfmoon.engine.models.linear import Linear, split_rows
@@ -85,7 +85,7 @@ class _Layer:
         for linear in (self._qkv, self._output, self._gate_up, self._down):
             linear.pack()
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, layer_kv: Tensor, batch: AttentionBatch) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, layer_kv: Tensor, batch: StepAttention) -> Tensor:
         eps, shape = self._config.norm_eps, self._input_norm.shape
         normed = functional.rms_norm(hidden, shape, self._input_norm, eps)
         hidden = hidden + self._output(self._attention(normed, cos, sin, layer_kv, batch))
@@ -93,7 +93,7 @@ class _Layer:
         gate, up = self._gate_up(normed).chunk(2, dim=-1)  # each [num_tokens, intermediate_size]
         return hidden + self._down(functional.silu(gate) * up)
 
-    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, layer_kv: Tensor, batch: AttentionBatch) -> Tensor:
+    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, layer_kv: Tensor, batch: StepAttention) -> Tensor:
         config = self._config
         heads = self._qkv(x).view(x.shape[0], -1, config.head_dim)  # [num_tokens, q, k and v heads, head_dim]
         num_qk = config.num_heads + config.num_kv_heads
@@ -101,7 +101,7 @@ class _Layer:
         if config.qk_norm:
             qk = self._norm_heads(qk)
         q, k = torch.split(rotate(qk, cos, sin), [config.num_heads, config.num_kv_heads], dim=1)
-        return attend(q, k, v, layer_kv, batch, config.head_dim**-0.5)
+        return batch.attend(q, k, v, layer_kv, config.head_dim**-0.5)
 
     def _norm_heads(self, qk: Tensor) -> Tensor:
         q, k = torch.split(qk, [self._config.num_heads, self._config.num_kv_heads], dim=1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfmoon.engine.attention import AttentionBatch, attend
+from halfmoon.engine.attention_backend import StepAttention
 from halfmoon.engine.model_config import Activation, ModelConfig
 from halfmoon.engine.models import ForwardBatch
 from halfmoon.engine.models.linear import Linear, split_rows
@@ -95,17 +95,17 @@ class _Layer:
         for linear in (self._qkv, self._output, self._up, self._down):
             linear.pack()
 
-    def forward(self, hidden: Tensor, layer_kv: Tensor, batch: AttentionBatch) -> Tensor:
+    def forward(self, hidden: Tensor, layer_kv: Tensor, batch: StepAttention) -> Tensor:
         if self._config.norm_before:
             hidden = hidden + self._attention(self._attention_norm(hidden), layer_kv, batch)
             return hidden + self._mlp(self._mlp_norm(hidden))
         hidden = self._attention_norm(hidden + self._attention(hidden, layer_kv, batch))
         return self._mlp_norm(hidden + self._mlp(hidden))
 
-    def _attention(self, x: Tensor, layer_kv: Tensor, batch: AttentionBatch) -> Tensor:
+    def _attention(self, x: Tensor, layer_kv: Tensor, batch: StepAttention) -> Tensor:
         head_dim = self._config.head_dim
         q, k, v = self._qkv(x).view(x.shape[0], 3, -1, head_dim).unbind(1)  # each [num_tokens, num_heads, head_dim]
-        return self._output(attend(q, k, v, layer_kv, batch, head_dim**-0.5))
+        return self._output(batch.attend(q, k, v, layer_kv, head_dim**-0.5))
 
     def _mlp(self, x: Tensor) -> Tensor:
         return self._down(self._activation(self._up(x)))

@@ -1,0 +1,39 @@
+"""What an attention back end is: it turns a step's spans into the tensors it needs, once, and attends with them.
+
+There are two: `sdpa` (`attention.py`: CPU, and the reference) and `triton` (`triton_attention.py`: CUDA).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Span(NamedTuple):
+    """One sequence's rows in a step: its tokens `start`..`end`. A step's rows are its spans, one after the other."""
+
+    blocks: Sequence[int]  # hold the sequence's tokens 0..end, and may hold more
+    start: int
+    end: int
+
+
+class StepAttention(Protocol):
+    """One step's rows as one back end needs them; immutable, made once a step."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
+        """Stores K and V, then causal attention of every row over its own sequence.
+
+        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim];
+        layer_kv: [2, num_kv_heads, num_slots, head_dim]. Returns [num_tokens, num_heads * head_dim].
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Knows the arena's block size and device, nothing of requests or weights."""
+
+    def step(self, spans: Sequence[Span]) -> StepAttention:
+        """What `spans` need, computed and copied to the device once."""
+        ...
