@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -39,9 +39,18 @@ class Model(Protocol):
         ...
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Model:
-    """An uninitialised model of the configuration's family."""
+def build_model(
+    config: ModelConfig, dtype: torch.dtype, device: str, kernels: Literal["torch", "triton"] = "torch"
+) -> Model:
+    """An uninitialised model of the configuration's family. With `triton`, Llama layers use the fused kernels."""
+    from halfmoon.engine.models.layer_ops import TORCH_OPS
     from halfmoon.engine.models.llama import LlamaModel
     from halfmoon.engine.models.opt import OPTModel
 
-    return (LlamaModel if config.family == "llama" else OPTModel)(config, dtype, device)
+    if config.family != "llama":
+        return OPTModel(config, dtype, device)
+    if kernels == "torch":
+        return LlamaModel(config, dtype, device, TORCH_OPS)
+    from halfmoon.engine.models.triton_ops import TRITON_OPS
+
+    return LlamaModel(config, dtype, device, TRITON_OPS)

@@ -14,17 +14,19 @@ from torch.nn import functional
 from halfmoon.engine.attention_backend import StepAttention
 from halfmoon.engine.model_config import ModelConfig
 from halfmoon.engine.models import ForwardBatch
+from halfmoon.engine.models.layer_ops import LayerOps, Rotation
 from halfmoon.engine.models.linear import Linear, split_rows
-from halfmoon.engine.models.rotary import Rotary, rotate
+from halfmoon.engine.models.rotary import Rotary
 
 
 class LlamaModel:
     """Owns the weights of a Llama-family transformer."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, ops: LayerOps) -> None:
         self._config = config
+        self._ops = ops
         self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self._layers = [_Layer(config, dtype, device) for _ in range(config.num_layers)]
+        self._layers = [_Layer(config, dtype, device, ops) for _ in range(config.num_layers)]
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
         tied = config.tie_word_embeddings
         self._head = Linear(self._embedding if tied else torch.empty_like(self._embedding))
@@ -48,16 +50,19 @@ class LlamaModel:
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
         """Logits [num_logits, vocab_size]; kv: [num_layers, 2, num_kv_heads, num_slots, head_dim]."""
         hidden = functional.embedding(batch.token_ids, self._embedding)  # [num_tokens, hidden_size]
-        cos, sin = self._rotary.rows(batch.positions)
+        rotation = self._ops.rotation(self._rotary, batch.positions)
+        delta = None  # what the last layer adds to `hidden`; the addition is fused with the next norm
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
-            hidden = layer.forward(hidden, cos, sin, layer_kv, batch.attention)
-        hidden = hidden[batch.logit_rows]
-        return self._head(functional.rms_norm(hidden, self._norm.shape, self._norm, self._config.norm_eps))
+            hidden, delta = layer.forward(hidden, delta, rotation, layer_kv, batch.attention)
+        assert delta is not None, "a model without layers"
+        rows = batch.logit_rows
+        return self._head(self._ops.add_rms_norm(delta[rows], hidden[rows], self._norm, self._config.norm_eps)[0])
 
 
 class _Layer:
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, ops: LayerOps) -> None:
         self._config = config
+        self._ops = ops
         hidden, inner = config.hidden_size, config.intermediate_size
         qkv_size = config.q_size + 2 * config.kv_size
         self._input_norm = torch.empty(hidden, dtype=dtype, device=device)
@@ -85,26 +90,28 @@ class _Layer:
         for linear in (self._qkv, self._output, self._gate_up, self._down):
             linear.pack()
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, layer_kv: Tensor, batch: StepAttention) -> Tensor:
-        eps, shape = self._config.norm_eps, self._input_norm.shape
-        normed = functional.rms_norm(hidden, shape, self._input_norm, eps)
-        hidden = hidden + self._output(self._attention(normed, cos, sin, layer_kv, batch))
-        normed = functional.rms_norm(hidden, shape, self._mlp_norm, eps)
-        gate, up = self._gate_up(normed).chunk(2, dim=-1)  # each [num_tokens, intermediate_size]
-        return hidden + self._down(functional.silu(gate) * up)
+    def forward(
+        self, hidden: Tensor, delta: Tensor | None, rotation: Rotation, layer_kv: Tensor, batch: StepAttention
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [num_tokens, hidden_size] lacks the last layer's `delta`, as what is returned lacks this layer's."""
+        eps = self._config.norm_eps
+        if delta is None:
+            normed = self._ops.rms_norm(hidden, self._input_norm, eps)
+        else:
+            normed, hidden = self._ops.add_rms_norm(delta, hidden, self._input_norm, eps)
+        delta = self._output(self._attention(normed, rotation, layer_kv, batch))
+        normed, hidden = self._ops.add_rms_norm(delta, hidden, self._mlp_norm, eps)
+        return hidden, self._down(self._ops.silu_mul(self._gate_up(normed)))
 
-    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, layer_kv: Tensor, batch: StepAttention) -> Tensor:
+    def _attention(self, x: Tensor, rotation: Rotation, layer_kv: Tensor, batch: StepAttention) -> Tensor:
         config = self._config
         heads = self._qkv(x).view(x.shape[0], -1, config.head_dim)  # [num_tokens, q, k and v heads, head_dim]
         num_qk = config.num_heads + config.num_kv_heads
         qk, v = heads[:, :num_qk], heads[:, num_qk:]
-        if config.qk_norm:
-            qk = self._norm_heads(qk)
-        q, k = torch.split(rotate(qk, cos, sin), [config.num_heads, config.num_kv_heads], dim=1)
+        q, k = rotation(self._norm_heads(qk) if config.qk_norm else qk, config.num_heads)
         return batch.attend(q, k, v, layer_kv, config.head_dim**-0.5)
 
     def _norm_heads(self, qk: Tensor) -> Tensor:
         q, k = torch.split(qk, [self._config.num_heads, self._config.num_kv_heads], dim=1)
-        shape, eps = self._q_norm.shape, self._config.norm_eps
-        q = functional.rms_norm(q, shape, self._q_norm, eps)
-        return torch.cat((q, functional.rms_norm(k, shape, self._k_norm, eps)), dim=1)
+        norm, eps = self._ops.rms_norm, self._config.norm_eps
+        return torch.cat((norm(q, self._q_norm, eps), norm(k, self._k_norm, eps)), dim=1)

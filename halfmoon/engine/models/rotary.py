@@ -27,6 +27,11 @@ class Rotary:
         """Cosine and sine for `rotate`, each [num_tokens, 1, head_dim]; once per forward pass."""
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every position as the kernel reads them, each [context_tokens, head_dim / 2]."""
+        half = self._cos.shape[1] // 2
+        return self._cos[:, :half], self._sin[:, half:]
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x: [num_tokens, num_heads, head_dim], rotated by halves (the layout of transformers' Llama)."""

@@ -1,0 +1,60 @@
+"""What a Llama layer does between its matrix products, as a table of functions: plain torch, or fused kernels on CUDA.
+
+A model is built with one table and calls it; nothing is chosen while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from halfmoon.engine.models.rotary import Rotary, rotate
+
+Rotation = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOps:
+    """The functions of one table; `residual` and what a `Rotation` is given may be overwritten."""
+
+    # (x [..., size], weight [size], eps) -> like x
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    # (x, residual, weight, eps) -> norm of x + residual, x + residual; all [num_tokens, size]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    # (gate_up [num_tokens, 2 * size]) -> silu(gate) * up, [num_tokens, size]
+    silu_mul: Callable[[Tensor], Tensor]
+    # (rotary, positions [num_tokens]) -> (qk [num_tokens, num_heads + num_kv_heads, head_dim], num_heads) -> q, k;
+    # once a forward pass
+    rotation: Callable[[Rotary, Tensor], Rotation]
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return _rms_norm(total, weight, eps), total
+
+
+def _silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def _rotation(rotary: Rotary, positions: Tensor) -> Rotation:
+    cos, sin = rotary.rows(positions)
+    return partial(_rotate_and_split, cos, sin)
+
+
+def _rotate_and_split(cos: Tensor, sin: Tensor, qk: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    q, k = torch.split(rotate(qk, cos, sin), [num_heads, qk.shape[1] - num_heads], dim=1)
+    return q, k
+
+
+TORCH_OPS = LayerOps(rms_norm=_rms_norm, add_rms_norm=_add_rms_norm, silu_mul=_silu_mul, rotation=_rotation)
