@@ -15,76 +15,96 @@ from halfmoon.engine.attention_backend import StepAttention
 from halfmoon.engine.model_config import Activation, ModelConfig
 from halfmoon.engine.models import ForwardBatch
 from halfmoon.engine.models.linear import Linear, split_rows
+from halfmoon.engine.models.part import ModelPart, whole_model
 
 _POSITION_OFFSET = 2  # the first two rows of OPT's position table are never used
 
 
 class OPTModel:
-    """Owns the weights of an OPT transformer."""
+    """Owns the weights of an OPT transformer, or of one rank's part of it."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
-        self._config = config
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, part: ModelPart | None = None) -> None:
+        self._part = part = part or whole_model(config)
+        self._config = config = part.config
         hidden, width = config.hidden_size, config.embed_proj_dim
-        self._embedding = torch.empty(config.vocab_size, width, dtype=dtype, device=device)
-        self._positions = torch.empty(config.max_positions + _POSITION_OFFSET, hidden, dtype=dtype, device=device)
+        num_embedded = config.vocab_size if part.is_first else 0
+        self._embedding = torch.empty(num_embedded, width, dtype=dtype, device=device)
+        num_positions = config.max_positions + _POSITION_OFFSET if part.is_first else 0
+        self._positions = torch.empty(num_positions, hidden, dtype=dtype, device=device)
         projected = width != hidden
-        self._project_in = Linear.empty(hidden, width, False, dtype, device) if projected else None
-        self._project_out = Linear.empty(width, hidden, False, dtype, device) if projected else None
-        self._layers = [_Layer(config, dtype, device) for _ in range(config.num_layers)]
-        self._norm = _Norm(config, dtype, device) if config.final_norm else None
-        tied = config.tie_word_embeddings
-        self._head = Linear(self._embedding if tied else torch.empty_like(self._embedding))
+        self._project_in = Linear.empty(hidden, width, False, dtype, device) if projected and part.is_first else None
+        self._project_out = Linear.empty(width, hidden, False, dtype, device) if projected and part.is_last else None
+        self._layers = [_Layer(part, dtype, device) for _ in range(config.num_layers)]
+        self._norm = _Norm(config, dtype, device) if config.final_norm and part.is_last else None
+        rows = part.vocab_rows
+        tied = config.tie_word_embeddings and part.is_first
+        self._head = Linear(
+            self._embedding[rows.start : rows.stop] if tied else self._embedding.new_empty(len(rows), width)
+        )
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Views of the weights under their checkpoint names."""
-        named = {"embed_tokens.weight": self._embedding, "embed_positions.weight": self._positions}
-        if self._project_in is not None and self._project_out is not None:
+        named: dict[str, Tensor] = {}
+        if self._part.is_first:
+            named = {"embed_tokens.weight": self._embedding, "embed_positions.weight": self._positions}
+        elif self._part.is_last and self._config.tie_word_embeddings:
+            named["embed_tokens.weight"] = self._head.weight
+        if self._project_in is not None:
             named["project_in.weight"] = self._project_in.weight
+        if self._project_out is not None:
             named["project_out.weight"] = self._project_out.weight
         if self._norm is not None:
             named |= self._norm.parameters("final_layer_norm")
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._layers, self._part.shard.layer_start):
             named |= {f"layers.{index}.{name}": view for name, view in layer.parameters().items()}
         named = {f"model.decoder.{name}": view for name, view in named.items()}
-        return named if self._config.tie_word_embeddings else named | {"lm_head.weight": self._head.weight}
+        if self._part.is_last and not self._config.tie_word_embeddings:
+            named["lm_head.weight"] = self._head.weight
+        return named
 
     def pack(self) -> None:
         """Re-orders all matrices for speed."""
-        for linear in (self._project_in, self._project_out, self._head):
+        for linear in (self._project_in, self._project_out, self._head if self._part.is_last else None):
             if linear is not None:
                 linear.pack()
         for layer in self._layers:
             layer.pack()
 
-    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
-        """Logits [num_logits, vocab_size]; kv: [num_layers, 2, num_kv_heads, num_slots, head_dim]."""
-        hidden = functional.embedding(batch.token_ids, self._embedding)  # [num_tokens, embed_proj_dim]
-        if self._project_in is not None:
-            hidden = self._project_in(hidden)
-        hidden = hidden + self._positions[batch.positions + _POSITION_OFFSET]  # [num_tokens, hidden_size]
+    def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """As `Model.forward`."""
+        if hidden is None:
+            hidden = self._embed(batch)
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
             hidden = layer.forward(hidden, layer_kv, batch.attention)
+        if not self._part.is_last:
+            return hidden
         hidden = hidden[batch.logit_rows]
         if self._norm is not None:
             hidden = self._norm(hidden)
         return self._head(hidden if self._project_out is None else self._project_out(hidden))
 
+    def _embed(self, batch: ForwardBatch) -> Tensor:
+        hidden = functional.embedding(batch.token_ids, self._embedding)  # [num_tokens, embed_proj_dim]
+        if self._project_in is not None:
+            hidden = self._project_in(hidden)
+        return hidden + self._positions[batch.positions + _POSITION_OFFSET]  # [num_tokens, hidden_size]
+
 
 class _Layer:
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
-        self._config = config
+    def __init__(self, part: ModelPart, dtype: torch.dtype, device: str) -> None:
+        self._config = config = part.config
         hidden, inner = config.hidden_size, config.intermediate_size
         self._attention_norm = _Norm(config, dtype, device)
-        self._qkv = Linear.empty(3 * hidden, hidden, config.qkv_bias, dtype, device)
-        self._output = Linear.empty(hidden, hidden, config.output_bias, dtype, device)
+        self._qkv = Linear.empty(3 * config.q_size, hidden, config.qkv_bias, dtype, device)
+        self._output = part.summed(Linear.empty(hidden, config.q_size, config.output_bias, dtype, device))
         self._mlp_norm = _Norm(config, dtype, device)
         self._up = Linear.empty(inner, hidden, config.mlp_bias, dtype, device)
-        self._down = Linear.empty(hidden, inner, config.mlp_bias, dtype, device)
+        self._down = part.summed(Linear.empty(hidden, inner, config.mlp_bias, dtype, device))
         self._activation = _activation(config.activation)
 
     def parameters(self) -> dict[str, Tensor]:
         hidden = self._config.hidden_size
-        named = split_rows(self._qkv, {f"self_attn.{part}_proj": hidden for part in ("q", "k", "v")})
+        named = split_rows(self._qkv, {f"self_attn.{part}_proj": self._config.q_size for part in ("q", "k", "v")})
         named |= split_rows(self._output, {"self_attn.out_proj": hidden})
         named |= split_rows(self._up, {"fc1": self._config.intermediate_size})
         named |= split_rows(self._down, {"fc2": hidden})

@@ -1,0 +1,114 @@
+"""Which part of a transformer one rank computes: some of the layers, and in each of them some of the heads.
+
+Column-parallel are Q, K, V, gate, up (each rank has some of the outputs), row-parallel are O and down (each has some of
+the inputs, the outputs are summed over the ranks): the cut of Megatron-LM (Shoeybi et al., 2019, section 3). The
+head is cut by vocabulary, because all of it is read for every token; the embedding is whole on the first stage, because
+a look-up reads one row. Knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from halfmoon.engine.model_config import ModelConfig
+from halfmoon.engine.models.linear import Linear
+from halfmoon.kv.layout import Shard
+
+AllReduce = Callable[[Tensor], Tensor]  # the sum over the ranks of one stage
+
+_HEADS = ("q_proj", "o_proj", "out_proj")
+_KV_HEADS = ("k_proj", "v_proj")
+_INNER = ("gate_proj", "up_proj", "fc1", "down_proj", "fc2")
+_ROW_PARALLEL = ("o_proj", "out_proj", "down_proj", "fc2")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """One rank's layers and KV heads (`shard`) of the model `whole`, and its place among the ranks of its stage."""
+
+    whole: ModelConfig
+    shard: Shard
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    all_reduce: AllReduce | None = None  # needed iff tensor_size > 1
+
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration of the part alone: its own counts of layers, heads and inner units."""
+        return replace(
+            self.whole,
+            num_layers=self.shard.layer_end - self.shard.layer_start,
+            num_heads=self.whole.num_heads // self.tensor_size,
+            num_kv_heads=self.shard.head_end - self.shard.head_start,
+            intermediate_size=self.whole.intermediate_size // self.tensor_size,
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds tokens; other parts are given the hidden states of the one before."""
+        return self.shard.layer_start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it computes logits; other parts return hidden states."""
+        return self.shard.layer_end == self.whole.num_layers
+
+    @property
+    def vocab_rows(self) -> range:
+        """Token ids whose logits this part computes; the ranks' ranges differ in length by one at most."""
+        if not self.is_last:
+            return range(0)
+        vocab, size = self.whole.vocab_size, self.tensor_size
+        return range(self.tensor_rank * vocab // size, (self.tensor_rank + 1) * vocab // size)
+
+    def summed(self, linear: Linear) -> Linear:
+        """A row-parallel matrix: what it returns is summed over the ranks of the stage."""
+        return linear if self.all_reduce is None else SummedLinear(linear.weight, linear.bias, self.all_reduce)
+
+    def slices(self, name: str) -> tuple[slice, ...] | None:
+        """Where in the checkpoint's tensor `name` this part's one lies; None: not there, it is zero.
+
+        A row-parallel bias is one rank's, or the sum would hold it several times.
+        """
+        module, kind = name.split(".")[-2:]
+        rows = self._range(module)
+        if rows is None:
+            return (slice(None),)
+        cut = slice(rows.start, rows.stop)
+        if module not in _ROW_PARALLEL:
+            return (cut,)
+        if kind == "weight":
+            return (slice(None), cut)
+        return (slice(None),) if self.tensor_rank == 0 else None
+
+    def _range(self, module: str) -> range | None:
+        """Outputs (column-parallel) or inputs (row-parallel) of `module` that are this part's; None: all."""
+        if module in _KV_HEADS:
+            head_dim = self.whole.head_dim
+            return range(self.shard.head_start * head_dim, self.shard.head_end * head_dim)
+        if module == "lm_head" or (module == "embed_tokens" and not self.is_first):
+            return self.vocab_rows
+        if module not in _HEADS and module not in _INNER:
+            return None
+        width = self.config.q_size if module in _HEADS else self.config.intermediate_size
+        return range(self.tensor_rank * width, (self.tensor_rank + 1) * width)
+
+
+def whole_model(config: ModelConfig) -> ModelPart:
+    """The part that is everything."""
+    return ModelPart(config, Shard(0, config.num_layers, 0, config.num_kv_heads))
+
+
+class SummedLinear(Linear):
+    """A matrix with some of the input features; its output is summed over the ranks that have the others."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, all_reduce: AllReduce) -> None:
+        super().__init__(weight, bias)
+        self._all_reduce = all_reduce
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in_features of this rank] -> [num_tokens, out_features]."""
+        return self._all_reduce(super().__call__(x))
