@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from halfmoon.engine.attention_backend import AttentionBackend, Span
+from halfmoon.engine.chunk import Chunk, chunk_of
 from halfmoon.engine.kv_arena import KVArena
 from halfmoon.engine.models import ForwardBatch, Model
 from halfmoon.engine.sampler import SampledToken, SamplingRow, sample
@@ -28,23 +30,31 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, scheduled: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
         """Computes the scheduled tokens; one sampled token for each item that `samples`, in order."""
-        batch = self._batch(scheduled)
-        logits = self._model.forward(batch, self._arena.tensor)
+        logits = self.forward(self.batch([chunk_of(item) for item in scheduled]))
+        return self.sample(scheduled, logits)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, hidden: Tensor | None = None) -> Tensor:
+        """As `Model.forward`, over this runner's KV memory."""
+        return self._model.forward(batch, self._arena.tensor, hidden)
+
+    @torch.inference_mode()
+    def sample(self, scheduled: tuple[ScheduledSequence, ...], logits: Tensor) -> list[SampledToken]:
+        """The next token of each item that `samples`; logits: [their number, vocab_size]."""
         rows = [_sampling_row(item) for item in scheduled if item.samples]
         return sample(logits, rows, self._eos_token_ids) if rows else []
 
-    def _batch(self, scheduled: tuple[ScheduledSequence, ...]) -> ForwardBatch:
+    def batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
+        """The tensors of one forward pass over `chunks`."""
         token_ids: list[int] = []
         positions: list[range] = []
         spans: list[Span] = []
         logit_rows: list[int] = []
-        for item in scheduled:
-            sequence, start = item.sequence, item.sequence.num_computed
-            end = start + item.num_tokens
-            token_ids += sequence.token_ids[start:end]
-            positions.append(range(start, end))
-            spans.append(Span(sequence.blocks, start, end))
-            if item.samples:
+        for chunk in chunks:
+            token_ids += chunk.token_ids
+            positions.append(range(chunk.start, chunk.end))
+            spans.append(Span(chunk.blocks, chunk.start, chunk.end))
+            if chunk.samples:
                 logit_rows.append(len(token_ids) - 1)
         return ForwardBatch(
             token_ids=self._tensor(token_ids),

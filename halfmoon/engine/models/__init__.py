@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from halfmoon.engine.attention_backend import StepAttention
 from halfmoon.engine.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from halfmoon.engine.models.part import ModelPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +37,34 @@ class Model(Protocol):
         """Re-orders the weights for speed; `parameters` is of no use afterwards."""
         ...
 
-    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
-        """Logits [num_logits, vocab_size]; kv: [num_layers, 2, num_kv_heads, num_slots, head_dim]."""
+    def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Logits [num_logits, vocab_size]; kv: [num_layers, 2, num_kv_heads, num_slots, head_dim].
+
+        A part that is not the model's first is given the hidden states [num_tokens, hidden_size] of the one before;
+        one that is not the last returns them.
+        """
         ...
 
 
 def build_model(
-    config: ModelConfig, dtype: torch.dtype, device: str, kernels: Literal["torch", "triton"] = "torch"
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: str,
+    kernels: Literal["torch", "triton"] = "torch",
+    part: ModelPart | None = None,
 ) -> Model:
-    """An uninitialised model of the configuration's family. With `triton`, Llama layers use the fused kernels."""
+    """An uninitialised model of the configuration's family, or the `part` of it that one rank computes.
+
+    With `triton`, Llama layers use the fused kernels.
+    """
     from halfmoon.engine.models.layer_ops import TORCH_OPS
     from halfmoon.engine.models.llama import LlamaModel
     from halfmoon.engine.models.opt import OPTModel
 
     if config.family != "llama":
-        return OPTModel(config, dtype, device)
+        return OPTModel(config, dtype, device, part)
     if kernels == "torch":
-        return LlamaModel(config, dtype, device, TORCH_OPS)
+        return LlamaModel(config, dtype, device, TORCH_OPS, part)
     from halfmoon.engine.models.triton_ops import TRITON_OPS
 
-    return LlamaModel(config, dtype, device, TRITON_OPS)
+    return LlamaModel(config, dtype, device, TRITON_OPS, part)

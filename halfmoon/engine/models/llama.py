@@ -16,52 +16,72 @@ from halfmoon.engine.model_config import ModelConfig
 from halfmoon.engine.models import ForwardBatch
 from halfmoon.engine.models.layer_ops import LayerOps, Rotation
 from halfmoon.engine.models.linear import Linear, split_rows
+from halfmoon.engine.models.part import ModelPart, whole_model
 from halfmoon.engine.models.rotary import Rotary
 
 
 class LlamaModel:
-    """Owns the weights of a Llama-family transformer."""
+    """Owns the weights of a Llama-family transformer, or of one rank's part of it."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, ops: LayerOps) -> None:
-        self._config = config
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: str, ops: LayerOps, part: ModelPart | None = None
+    ) -> None:
+        self._part = part = part or whole_model(config)
+        self._config = config = part.config
         self._ops = ops
-        self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self._layers = [_Layer(config, dtype, device, ops) for _ in range(config.num_layers)]
+        num_embedded = config.vocab_size if part.is_first else 0
+        self._embedding = torch.empty(num_embedded, config.hidden_size, dtype=dtype, device=device)
+        self._layers = [_Layer(part, dtype, device, ops) for _ in range(config.num_layers)]
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        tied = config.tie_word_embeddings
-        self._head = Linear(self._embedding if tied else torch.empty_like(self._embedding))
+        rows = part.vocab_rows
+        tied = config.tie_word_embeddings and part.is_first
+        self._head = Linear(
+            self._embedding[rows.start : rows.stop]
+            if tied
+            else self._embedding.new_empty(len(rows), config.hidden_size)
+        )
         self._rotary = Rotary(config, dtype, device)
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Views of the weights under their checkpoint names."""
-        named = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm}
-        if not self._config.tie_word_embeddings:
-            named["lm_head.weight"] = self._head.weight
-        for index, layer in enumerate(self._layers):
+        named: dict[str, Tensor] = {}
+        if self._part.is_first:
+            named["model.embed_tokens.weight"] = self._embedding
+        if self._part.is_last:
+            named["model.norm.weight"] = self._norm
+            if not self._config.tie_word_embeddings:
+                named["lm_head.weight"] = self._head.weight
+            elif not self._part.is_first:
+                named["model.embed_tokens.weight"] = self._head.weight
+        for index, layer in enumerate(self._layers, self._part.shard.layer_start):
             named |= {f"model.layers.{index}.{name}": view for name, view in layer.parameters().items()}
         return named
 
     def pack(self) -> None:
         """Re-orders all matrices for speed."""
-        self._head.pack()
+        if self._part.is_last:
+            self._head.pack()
         for layer in self._layers:
             layer.pack()
 
-    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
-        """Logits [num_logits, vocab_size]; kv: [num_layers, 2, num_kv_heads, num_slots, head_dim]."""
-        hidden = functional.embedding(batch.token_ids, self._embedding)  # [num_tokens, hidden_size]
+    def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """As `Model.forward`."""
+        if hidden is None:
+            hidden = functional.embedding(batch.token_ids, self._embedding)  # [num_tokens, hidden_size]
         rotation = self._ops.rotation(self._rotary, batch.positions)
         delta = None  # what the last layer adds to `hidden`; the addition is fused with the next norm
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
             hidden, delta = layer.forward(hidden, delta, rotation, layer_kv, batch.attention)
         assert delta is not None, "a model without layers"
+        if not self._part.is_last:
+            return hidden + delta
         rows = batch.logit_rows
         return self._head(self._ops.add_rms_norm(delta[rows], hidden[rows], self._norm, self._config.norm_eps)[0])
 
 
 class _Layer:
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, ops: LayerOps) -> None:
-        self._config = config
+    def __init__(self, part: ModelPart, dtype: torch.dtype, device: str, ops: LayerOps) -> None:
+        self._config = config = part.config
         self._ops = ops
         hidden, inner = config.hidden_size, config.intermediate_size
         qkv_size = config.q_size + 2 * config.kv_size
@@ -69,10 +89,10 @@ class _Layer:
         self._qkv = Linear.empty(qkv_size, hidden, config.qkv_bias, dtype, device)
         self._q_norm = torch.empty(config.head_dim, dtype=dtype, device=device)
         self._k_norm = torch.empty(config.head_dim, dtype=dtype, device=device)
-        self._output = Linear.empty(hidden, config.q_size, config.output_bias, dtype, device)
+        self._output = part.summed(Linear.empty(hidden, config.q_size, config.output_bias, dtype, device))
         self._mlp_norm = torch.empty(hidden, dtype=dtype, device=device)
         self._gate_up = Linear.empty(2 * inner, hidden, config.mlp_bias, dtype, device)
-        self._down = Linear.empty(hidden, inner, config.mlp_bias, dtype, device)
+        self._down = part.summed(Linear.empty(hidden, inner, config.mlp_bias, dtype, device))
 
     def parameters(self) -> dict[str, Tensor]:
         config = self._config

@@ -1,0 +1,29 @@
+"""What a forward pass must know of one sequence: plain values that can travel to other ranks. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from halfmoon.engine.scheduler import ScheduledSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence that run in one step; a decode is a chunk of one."""
+
+    token_ids: Sequence[int]
+    start: int  # position of the first of them
+    blocks: Sequence[int]  # of the whole sequence
+    samples: bool  # whether the logits of the last one are wanted
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.token_ids)
+
+
+def chunk_of(item: ScheduledSequence) -> Chunk:
+    """The chunk that a schedule asks for."""
+    sequence, start = item.sequence, item.sequence.num_computed
+    return Chunk(sequence.token_ids[start : start + item.num_tokens], start, sequence.blocks, item.samples)
