@@ -25,17 +25,23 @@ from halfmoon.rpc.server import SUPERVISED_ENV
 STOP_GRACE_S = 3.5  # from SIGTERM to SIGKILL; with what surrounds it, all is over within five seconds
 
 _TAIL_LINES = 15
+_MAX_RESTARTS = 3  # of one service within the window; more often, and starting it again does not help
+_RESTART_WINDOW_S = 60.0
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One child: its name (unique, also its log file's), its arguments to Python, and what its environment adds."""
+    """One child: its name (unique, also its log file's), its arguments to Python, and what its environment adds.
+
+    `restarts`: if it ends on its own after it was ready, it is started again; others can do without it for a while.
+    """
 
     name: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
+    restarts: bool = False
 
 
 class Child:
@@ -79,11 +85,16 @@ class Child:
 
 
 class Supervisor:
-    """Owns the children. `start` may be called until `stop`; `until_one_ends` never returns while all are well."""
+    """Owns the children. `start` may be called until `stop`; `until_one_ends` never returns while all are well.
 
-    def __init__(self, log_dir: Path, on_event: OnEvent) -> None:
+    `on_restart` is told why a child had to be started again.
+    """
+
+    def __init__(self, log_dir: Path, on_event: OnEvent, on_restart: Callable[[str], None] = lambda why: None) -> None:
         self._log_dir = log_dir
         self._on_event = on_event
+        self._on_restart = on_restart
+        self._restarted_at_s: dict[str, deque[float]] = {}
         self._children: dict[asyncio.Task[None], Child] = {}
         self._changed = asyncio.Event()
 
@@ -105,7 +116,7 @@ class Supervisor:
         return child
 
     async def until_one_ends(self) -> None:
-        """Raises ServiceFailed as soon as any child ends."""
+        """Raises ServiceFailed as soon as a child ends for good; starts those again that may be."""
         while True:
             self._changed.clear()
             changed = asyncio.create_task(self._changed.wait())
@@ -113,8 +124,26 @@ class Supervisor:
                 done, _ = await asyncio.wait({*self._children, changed}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 changed.cancel()
-            for task in done & self._children.keys():
-                await task
+            for task in [task for task in self._children if task in done]:
+                await self._after_end(task)
+
+    async def _after_end(self, task: asyncio.Task[None]) -> None:
+        child = self._children.pop(task)
+        try:
+            await task
+        except ServiceFailed as failure:
+            if not (child.spec.restarts and child.ready.done() and self._may_restart(child.spec.name)):
+                raise
+            self._on_restart(failure.message)
+            await self.start(child.spec)
+
+    def _may_restart(self, name: str) -> bool:
+        now_s = asyncio.get_running_loop().time()
+        times = self._restarted_at_s.setdefault(name, deque(maxlen=_MAX_RESTARTS))
+        if len(times) == _MAX_RESTARTS and now_s - times[0] < _RESTART_WINDOW_S:
+            return False
+        times.append(now_s)
+        return True
 
     async def stop(self) -> None:
         """SIGTERM to all, SIGKILL to what is left after the grace. Afterwards no child is alive."""

@@ -54,7 +54,9 @@ async def up(options: UpOptions, terminal: Console) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     with _bars(terminal) as bars:
-        supervisor = Supervisor(options.state_dir / "logs", _Display(bars).on_event)
+        supervisor = Supervisor(
+            options.state_dir / "logs", _Display(bars).on_event, lambda why: _print_restart(terminal, why)
+        )
         stop = asyncio.create_task(stopping.wait())
         run = asyncio.create_task(_run(options, supervisor, terminal, bars))
         try:
@@ -101,15 +103,15 @@ def _other_specs(options: UpOptions, checkpoint: Checkpoint, name: str, cluster:
     environment = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     state = ("--state-dir", str(options.state_dir))
     specs = [
-        ServiceSpec("kvstore", ("-m", "services.kvstore"), {}),
-        ServiceSpec("planner", ("-m", "services.planner"), {}),
+        ServiceSpec("kvstore", ("-m", "services.kvstore"), {}, restarts=True),
+        ServiceSpec("planner", ("-m", "services.planner"), {}, restarts=True),
     ]
     counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
     for role, count in counts.items():
         module = "services.decode" if role == "decode" else "services.prefill"
         for index in range(count):
             arguments = ("-m", module, "--role", role, *common, *state)
-            specs.append(ServiceSpec(f"{role}-{index}", arguments, environment))
+            specs.append(ServiceSpec(f"{role}-{index}", arguments, environment, restarts=True))
     if options.console and find_spec("streamlit") is not None:
         specs.append(_console_spec(options))
     return specs
@@ -124,7 +126,7 @@ def _console_spec(options: UpOptions) -> ServiceSpec:
         "browser.gatherUsageStats": "false",
     }
     arguments = ("-m", "streamlit", "run", str(app), *(f"--{key}={value}" for key, value in flags.items()))
-    return ServiceSpec("console", arguments, {"HALFMOON_GATEWAY_URL": _url(options)})
+    return ServiceSpec("console", arguments, {"HALFMOON_GATEWAY_URL": _url(options)}, restarts=True)
 
 
 async def _until_healthy(url: str) -> None:
@@ -145,6 +147,12 @@ def _print_ready(options: UpOptions, terminal: Console, url: str, name: str, oth
     body = f'{{"model": "{name}", "stream": true, "messages": [{{"role": "user", "content": "What is a half moon?"}}]}}'
     command = f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     terminal.print(command, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_restart(terminal: Console, why: str) -> None:
+    terminal.print(
+        f"halfmoon: {why}\nStarting it again.", style="yellow", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 def _reachable(host: str) -> str:

@@ -85,3 +85,28 @@ async def test_very_long_lines_do_not_end_the_watch(tmp_path: Path) -> None:
         child = await boss.start(spec("wordy", "print('x' * 1_000_000, flush=True)\n" + READY + WAIT))
         await children_ready([child])
     assert (tmp_path / "wordy.log").stat().st_size > 1_000_000
+
+
+async def test_a_worker_that_dies_is_started_again_but_not_forever(tmp_path: Path) -> None:
+    reasons: list[str] = []
+    boss = Supervisor(tmp_path, lambda name, event: None, reasons.append)
+    try:
+        await boss.start(ServiceSpec("worker", ("-c", READY + "raise SystemExit(4)"), {}, restarts=True))
+        with pytest.raises(ServiceFailed, match="exit status 4"):
+            await boss.until_one_ends()
+    finally:
+        await boss.stop()
+    assert len(reasons) == 3
+    assert (tmp_path / "worker.log").read_text().count("service.ready") == 4
+
+
+async def test_a_worker_that_never_was_ready_is_not_started_again(tmp_path: Path) -> None:
+    reasons: list[str] = []
+    boss = Supervisor(tmp_path, lambda name, event: None, reasons.append)
+    try:
+        await boss.start(ServiceSpec("worker", ("-c", "raise SystemExit(4)"), {}, restarts=True))
+        with pytest.raises(ServiceFailed, match="exit status 4"):
+            await boss.until_one_ends()
+    finally:
+        await boss.stop()
+    assert not reasons

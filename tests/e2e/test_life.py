@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -45,6 +46,23 @@ async def test_services_stop_when_their_supervisor_is_killed(tmp_path: Path) -> 
         system.process.kill()
         _, alive = await asyncio.to_thread(psutil.wait_procs, started, 30)
         assert not alive
+
+
+async def test_a_killed_decode_worker_only_pauses_the_stream(tmp_path: Path) -> None:
+    async with running_system(tmp_path, "--dtype", "float32") as system, aiohttp.ClientSession(system.url) as http:
+        body = {"model": "demo", "prompt": "The moon is", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+        async with http.post("/v1/completions", json=body) as response:
+            undisturbed = (await response.json())["choices"][0]["text"]
+        parts: list[str] = []
+        async with http.post("/v1/completions", json=body | {"stream": True}) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    parts.append(json.loads(line[6:])["choices"][0]["text"])
+                if len(parts) == 5:
+                    (pid,) = [worker["pid"] for worker in await system.cluster(http) if worker["role"] == "decode"]
+                    os.kill(pid, signal.SIGKILL)
+        assert "".join(parts) == undisturbed
+    assert any("Starting it again" in line for line in system.printed)
 
 
 async def test_a_model_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
