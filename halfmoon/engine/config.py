@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Literal
 
@@ -31,6 +32,8 @@ class EngineConfig:
     max_context_tokens: int | None = None  # None: the model's
     weights: Literal["checkpoint", "dummy"] = "checkpoint"
     prefix_cache: bool = True
+    attention: Literal["auto", "sdpa", "triton"] = "auto"  # triton: attention, layers and copies by our kernels
+    cuda_graphs: bool = True  # decode steps are captured at start, where triton computes on a CUDA device
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "max_batch_tokens", "chunk_tokens", "max_running"):
@@ -52,6 +55,13 @@ class EngineConfig:
     def prefill_chunk_tokens(self) -> int:
         """`chunk_tokens`, resolved: the stall that a running request feels for each chunk."""
         return self.chunk_tokens or (128 if self.device == "cpu" else 512)
+
+    @property
+    def attention_backend(self) -> Literal["sdpa", "triton"]:
+        """`attention`, resolved: triton where there are both a CUDA device and the package."""
+        if self.attention != "auto":
+            return self.attention
+        return "triton" if self.device.startswith("cuda") and find_spec("triton") is not None else "sdpa"
 
 
 @dataclass(frozen=True, slots=True)

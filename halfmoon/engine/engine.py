@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from typing import Literal
 
 import torch
 
-from halfmoon.engine.attention import SdpaBackend
 from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig, EngineStats, StepResult, kv_budget_bytes
+from halfmoon.engine.device_path import capture_decode, choose_attention
 from halfmoon.engine.kv_arena import KVArena, KVBytes
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import build_model
@@ -57,16 +58,18 @@ class Engine:
         self.num_blocks = config.num_blocks or kv_budget_bytes(config) // self.layout.block_bytes
         if self.num_blocks < 1:
             raise Incompatible(f"the KV memory does not hold one block of {self.layout.block_bytes} bytes")
-        model = build_model(model_config, _DTYPES[dtype], config.device)
+        kernels: Literal["torch", "triton"] = "triton" if config.attention_backend == "triton" else "torch"
+        attention = choose_attention(config, self.layout, self.context_tokens)
+        model = build_model(model_config, _DTYPES[dtype], config.device, kernels)
         if config.weights == "dummy":
             fill_dummy_weights(model)
         else:
             load_weights(model, checkpoint.weight_files, on_progress)
         with torch.no_grad():
             model.pack()
-        self._arena = KVArena(self.layout, self.num_blocks, _DTYPES[dtype], config.device)
-        attention = SdpaBackend(config.block_tokens, config.device)
-        self._runner = ModelRunner(model, self._arena, attention, checkpoint.eos_token_ids)
+        self._arena = KVArena(self.layout, self.num_blocks, _DTYPES[dtype], config.device, kernels)
+        recorded = capture_decode(config, model, self._arena, attention)
+        self._runner = ModelRunner(model, self._arena, attention, checkpoint.eos_token_ids, recorded)
         self._pool = BlockPool(self.num_blocks)
         root = root_key(checkpoint.fingerprint, self.layout) if config.prefix_cache else None
         self._cache = PrefixCache(self._pool, config.block_tokens, root)

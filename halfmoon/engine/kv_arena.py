@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.layout import KVLayout
+
+if TYPE_CHECKING:
+    from halfmoon.engine.kv_transfer import KVTransfer
 
 KVBytes = bytes | bytearray | memoryview
 
@@ -33,13 +37,21 @@ class KVArena:
     `read` and `write` are safe beside a step, as long as they touch blocks that the step does not.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: str,
+        kernels: Literal["torch", "triton"] = "torch",
+    ) -> None:
         self._layout = layout
         shape = (layout.num_layers, 2, layout.num_kv_heads, num_blocks * layout.block_tokens, layout.head_dim)
         self.tensor = torch.empty(shape, dtype=dtype, device=device)  # [layers, 2, kv_heads, slots, head_dim]
         # The same memory as 2- or 4-byte integers: numpy has no bfloat16, and copies without torch's threads.
         self._integers = torch.int16 if layout.item_bytes == 2 else torch.int32
         self._integer = np.dtype(f"i{layout.item_bytes}")
+        self._transfer = _transfer(self.tensor, layout.block_tokens) if kernels == "triton" else None
 
     def write(
         self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVBytes
@@ -51,6 +63,9 @@ class KVArena:
         if memoryview(payload).nbytes != num_bytes:
             raise InvalidRequest(f"KV payload has {memoryview(payload).nbytes} bytes; {shape} has {num_bytes}")
         values = np.frombuffer(payload, dtype=self._integer).reshape(shape)
+        if self._transfer is not None:
+            self._transfer.write(values, blocks, layer_start, start)
+            return
         done = 0
         for first, last in slot_runs(blocks, self._layout.block_tokens, start, start + num_tokens):
             piece = values[:, :, :, done : done + last - first]
@@ -64,6 +79,9 @@ class KVArena:
     def read(self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int) -> memoryview:
         """Canonical bytes `[layers, 2, kv_heads, num_tokens, head_dim]`, copied out."""
         self._check(layer_start, layer_end, start, num_tokens, len(blocks))
+        if self._transfer is not None:
+            gathered = self._transfer.read(blocks, layer_start, layer_end, start, num_tokens)
+            return gathered.reshape(-1).data.cast("B")
         values = np.empty(self._shape(layer_start, layer_end, num_tokens), dtype=self._integer)
         done = 0
         for first, last in slot_runs(blocks, self._layout.block_tokens, start, start + num_tokens):
@@ -80,3 +98,9 @@ class KVArena:
             raise InvalidRequest(f"layers {layer_start}..{layer_end} are outside 0..{self._layout.num_layers}")
         if start < 0 or num_tokens < 1 or start + num_tokens > num_blocks * self._layout.block_tokens:
             raise InvalidRequest(f"tokens {start}..{start + num_tokens} are outside the sequence's {num_blocks} blocks")
+
+
+def _transfer(arena: torch.Tensor, block_tokens: int) -> KVTransfer:
+    from halfmoon.engine.kv_transfer import KVTransfer  # needs triton
+
+    return KVTransfer(arena, block_tokens)

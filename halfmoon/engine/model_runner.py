@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,22 +17,45 @@ from halfmoon.engine.sampler import SampledToken, SamplingRow, sample
 from halfmoon.engine.scheduler import ScheduledSequence
 
 
+class DecodeSteps(Protocol):
+    """Steps that were recorded beforehand (`cuda_graphs.py`)."""
+
+    def fits(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether `run` can compute them."""
+        ...
+
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Logits [num_chunks, vocab_size], good until the next `run`."""
+        ...
+
+
 class ModelRunner:
-    """Owns the model and the KV arena."""
+    """Owns the model and the KV arena. When `run` returns, the device has finished the step."""
 
     def __init__(
-        self, model: Model, arena: KVArena, attention: AttentionBackend, eos_token_ids: frozenset[int]
+        self,
+        model: Model,
+        arena: KVArena,
+        attention: AttentionBackend,
+        eos_token_ids: frozenset[int],
+        recorded: DecodeSteps | None = None,
     ) -> None:
         self._model = model
         self._arena = arena
         self._attention = attention
         self._eos_token_ids = eos_token_ids
+        self._recorded = recorded
 
     @torch.inference_mode()
     def run(self, scheduled: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
         """Computes the scheduled tokens; one sampled token for each item that `samples`, in order."""
-        logits = self.forward(self.batch([chunk_of(item) for item in scheduled]))
-        return self.sample(scheduled, logits)
+        chunks = [chunk_of(item) for item in scheduled]
+        if self._recorded is not None and self._recorded.fits(chunks):
+            return self.sample(scheduled, self._recorded.run(chunks))
+        sampled = self.sample(scheduled, self.forward(self.batch(chunks)))
+        if not sampled and self._arena.tensor.is_cuda:  # nothing was read back that would have waited for the device
+            torch.cuda.current_stream().synchronize()
+        return sampled
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, hidden: Tensor | None = None) -> Tensor:

@@ -1,0 +1,83 @@
+"""KV between the arena and host memory on a CUDA device: one kernel and one copy a call, beside the running step.
+
+Needs triton. Not run on a GPU yet; on CPU tensors the kernels run in Triton's interpreter, without streams.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from halfmoon.engine.kernels.block_copy import gather_blocks, scatter_blocks
+
+
+class KVTransfer:
+    """Owns two streams, one a direction. A call returns when the device is done with it.
+
+    No stream waits for the computing one. Nobody needs it to: `ModelRunner.run` returns when the device has finished,
+    so a block that was handed over or taken back since then is not being written, and one that is written is whole.
+    """
+
+    def __init__(self, arena: Tensor, block_tokens: int) -> None:
+        """arena: [num_layers, 2, num_kv_heads, num_slots, head_dim]."""
+        self._arena = arena
+        self._block_tokens = block_tokens
+        self._integers = torch.int16 if arena.element_size() == 2 else torch.int32  # numpy has no bfloat16
+        self._reading = _Lane(arena.device)
+        self._writing = _Lane(arena.device)
+
+    def read(
+        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int
+    ) -> NDArray[Any]:
+        """[layer_end - layer_start, 2, num_kv_heads, num_tokens, head_dim] as integers, in pinned memory."""
+        with self._reading.turn():
+            block_ids, offset = self._block_ids(blocks, start, num_tokens)
+            gathered = gather_blocks(
+                self._arena, block_ids, self._block_tokens, layer_start, layer_end, offset, num_tokens
+            ).view(self._integers)
+            host = torch.empty(gathered.shape, dtype=self._integers, pin_memory=gathered.is_cuda)
+            host.copy_(gathered, non_blocking=True)
+        return host.numpy()
+
+    def write(self, values: NDArray[Any], blocks: Sequence[int], layer_start: int, start: int) -> None:
+        """values: [layers, 2, num_kv_heads, num_tokens, head_dim] as integers of the size of the arena's dtype."""
+        host = torch.empty(values.shape, dtype=self._integers, pin_memory=self._arena.is_cuda)
+        np.copyto(host.numpy(), values)
+        with self._writing.turn():
+            block_ids, offset = self._block_ids(blocks, start, values.shape[3])
+            buffer = host.to(self._arena.device, non_blocking=True).view(self._arena.dtype)
+            scatter_blocks(buffer, self._arena, block_ids, self._block_tokens, layer_start, offset)
+
+    def _block_ids(self, blocks: Sequence[int], start: int, num_tokens: int) -> tuple[Tensor, int]:
+        """The blocks that hold the tokens, [num_blocks] int32, and where in the first of them they begin."""
+        first, end = start // self._block_tokens, -(-(start + num_tokens) // self._block_tokens)
+        block_ids = torch.tensor(blocks[first:end], dtype=torch.int32, device=self._arena.device)
+        return block_ids, start % self._block_tokens
+
+
+class _Lane:
+    """One stream and whose turn it is on it; on a CPU just the turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._lock = threading.Lock()
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """What is launched within has run when this ends."""
+        with self._lock:
+            if self._stream is None:
+                yield
+                return
+            with torch.cuda.stream(self._stream):
+                yield
+            self._stream.synchronize()
