@@ -1,0 +1,47 @@
+"""KV through the copy kernels is, byte for byte, KV through the arena's own views."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halfmoon.engine.kv_arena import KVArena
+from halfmoon.kv.layout import KVDtype, KVLayout
+
+pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
+from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+BLOCKS = [7, 2, 3, 0, 9]
+
+
+def arenas(dtype: KVDtype, head_dim: int) -> tuple[KVArena, KVArena]:
+    """One that copies by kernels, one that copies by views; their content is the same."""
+    layout = KVLayout(3, 2, head_dim, dtype, 8)
+    by_kernels = KVArena(layout, 10, getattr(torch, dtype), DEVICE, "triton")
+    by_views = KVArena(layout, 10, getattr(torch, dtype), "cpu")
+    by_views.tensor.normal_(generator=torch.Generator().manual_seed(1))
+    by_kernels.tensor.copy_(by_views.tensor)
+    return by_kernels, by_views
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 16), ("bfloat16", 16), ("float16", 5)])
+@pytest.mark.parametrize("part", [(0, 3, 0, 40), (1, 2, 9, 20), (2, 3, 16, 1)], ids=str)
+def test_the_same_bytes(dtype: KVDtype, head_dim: int, part: tuple[int, int, int, int]) -> None:
+    by_kernels, by_views = arenas(dtype, head_dim)
+    expected = bytes(by_views.read(BLOCKS, *part))
+    assert bytes(by_kernels.read(BLOCKS, *part)) == expected
+    payload = bytes(range(256)) * (len(expected) // 256 + 1)
+    for arena in (by_kernels, by_views):
+        arena.write(BLOCKS, *part, payload[: len(expected)])
+    assert torch.equal(
+        by_kernels.tensor.cpu().contiguous().view(torch.uint8), by_views.tensor.contiguous().view(torch.uint8)
+    )
+
+
+def test_what_was_read_stays_while_the_arena_changes() -> None:
+    arena, _ = arenas("float32", 16)
+    first = arena.read(BLOCKS, 0, 1, 0, 8)
+    before = bytes(first)
+    arena.write(BLOCKS, 0, 1, 0, 8, bytes(len(before)))
+    assert bytes(first) == before != bytes(arena.read(BLOCKS, 0, 1, 0, 8))
