@@ -47,7 +47,7 @@ def test_a_step_is_that_of_the_reference(ranges: list[tuple[int, int]], num_head
     rows = sum(end - start for start, end in ranges)
     generator = torch.Generator().manual_seed(rows)
     fused = torch.randn(rows, num_heads + 2 * num_kv_heads, 16, generator=generator).to(DEVICE)
-    q, k, v = fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)  # views, as a model hands them over
+    q, k, v = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)  # views, as a model hands them over
     memory = torch.randn(2, num_kv_heads, NUM_BLOCKS * BLOCK_TOKENS, 16, generator=generator).to(DEVICE)
     memories = [memory.clone(), memory.clone()]
     batch = SdpaBackend(BLOCK_TOKENS, DEVICE).step(spans(*ranges))

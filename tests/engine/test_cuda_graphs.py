@@ -1,0 +1,146 @@
+"""Recorded decode steps: static buffers, padding and sizes with a capture that records nothing and runs on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.chunk import Chunk
+from halfmoon.engine.engine import Engine
+from halfmoon.engine.kv_arena import KVArena
+from halfmoon.engine.model_runner import ModelRunner
+from halfmoon.engine.models import build_model
+from halfmoon.engine.models.weights import load_weights
+from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.kv.layout import KVLayout
+
+pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
+from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)
+from halfmoon.engine.cuda_graphs import CudaCapture, DecodeGraphs, Replay  # isort: skip
+from halfmoon.engine.triton_attention import TritonBackend  # isort: skip
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+BLOCK_TOKENS = 8
+NUM_BLOCKS = 16
+
+
+class FakeCapture:
+    """Replays by running again what was captured: over the same batch, as it was built then."""
+
+    def __init__(self) -> None:
+        self.num_captures = 0
+        self.num_replays = 0
+
+    def __call__(self, forward: Callable[[], Tensor]) -> Replay:
+        forward()
+        self.num_captures += 1
+
+        def replay() -> Tensor:
+            self.num_replays += 1
+            return forward()
+
+        return replay
+
+
+class Rig:
+    """A tiny model over an arena full of random numbers: what the sequences' past is does not matter."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        config = checkpoint.model_config
+        self.model = build_model(config, torch.float32, DEVICE, "triton")
+        load_weights(self.model, checkpoint.weight_files)
+        layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, "float32", BLOCK_TOKENS)
+        self.arena = KVArena(layout, NUM_BLOCKS, torch.float32, DEVICE)
+        self.arena.tensor.copy_(torch.randn(self.arena.tensor.shape, generator=torch.Generator().manual_seed(3)))
+        self.attention = TritonBackend(BLOCK_TOKENS, config.num_kv_heads, 64, DEVICE)
+        self.runner = ModelRunner(self.model, self.arena, self.attention, frozenset())
+
+    def graphs(self, max_running: int) -> DecodeGraphs:
+        capture = CudaCapture() if HAS_GPU else FakeCapture()
+        with torch.inference_mode():
+            return DecodeGraphs(partial(self.model.forward, kv=self.arena.tensor), self.attention, max_running, capture)
+
+    def check(self, graphs: DecodeGraphs, chunks: Sequence[Chunk]) -> None:
+        """The recorded step gives the logits of the eager one and changes the same slots."""
+        before = self.arena.tensor.clone()
+        expected = self.runner.forward(self.runner.batch(chunks))
+        after = self.arena.tensor.clone()
+        self.arena.tensor.copy_(before)
+        assert graphs.fits(chunks)
+        with torch.inference_mode():
+            got = graphs.run(chunks)
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(self.arena.tensor, after, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def rig(tiny_checkpoint: Callable[[str], Checkpoint]) -> Rig:
+    return Rig(tiny_checkpoint("llama"))
+
+
+def decode(token_id: int, start: int, *blocks: int) -> Chunk:
+    return Chunk([token_id], start, blocks, samples=True)
+
+
+ROWS = (decode(5, 0, 3), decode(6, 7, 4), decode(7, 8, 9, 1), decode(8, 30, 2, 8, 0, 5), decode(9, 15, 12, 6, 7))
+
+
+def test_recorded_steps_are_eager_steps_whatever_ran_before(rig: Rig) -> None:
+    graphs = rig.graphs(max_running=4)
+    for rows in (ROWS[1:], ROWS[:1], ROWS[:3]):
+        rig.check(graphs, rows)
+
+
+def test_recording_stores_nothing(rig: Rig) -> None:
+    before = rig.arena.tensor.clone()
+    rig.graphs(max_running=2)
+    assert torch.equal(rig.arena.tensor, before)
+
+
+@pytest.mark.parametrize(("max_running", "largest"), [(1, 1), (2, 2), (3, 4), (4, 4)])
+def test_sizes_are_powers_of_two_up_to_the_running(rig: Rig, max_running: int, largest: int) -> None:
+    graphs = rig.graphs(max_running)
+    assert graphs.fits(ROWS[:max_running])
+    assert not graphs.fits(ROWS[: largest + 1])
+    assert not graphs.fits(())
+
+
+def test_one_graph_a_size(rig: Rig) -> None:
+    capture = FakeCapture()
+    with torch.inference_mode():
+        DecodeGraphs(partial(rig.model.forward, kv=rig.arena.tensor), rig.attention, 4, capture)
+    assert capture.num_captures == 3
+
+
+def test_an_engine_decodes_through_them(make_engine: Callable[..., Engine]) -> None:
+    options = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    requests = [EngineRequest(name, tuple(range(3, 3 + length)), options) for name, length in (("a", 9), ("b", 4))]
+    tokens = []
+    capture = FakeCapture()
+    for attention in ("sdpa", "triton"):
+        engine = make_engine("qwen3", attention=attention, device=DEVICE, max_running=2, cuda_graphs=False)
+        runner = engine._runner
+        assert isinstance(runner, ModelRunner)
+        if isinstance(runner._attention, TritonBackend):
+            with torch.inference_mode():
+                forward = partial(runner._model.forward, kv=runner._arena.tensor)
+                runner._recorded = DecodeGraphs(forward, runner._attention, 2, capture)
+        for one in requests:
+            engine.add(one)
+        results = []
+        while engine.has_work():
+            results.append(engine.step())
+        tokens.append(sorted((out.request_id, out.position, out.token_id) for done in results for out in done.outputs))
+    assert tokens[0] == tokens[1]
+    assert capture.num_replays == 4
+
+
+def test_other_steps_are_left_to_the_runner(rig: Rig) -> None:
+    graphs = rig.graphs(max_running=4)
+    assert not graphs.fits((ROWS[0], Chunk([1, 2], 3, (1,), samples=True)))
+    assert not graphs.fits((ROWS[0], Chunk([1], 3, (1,), samples=False)))

@@ -1,0 +1,113 @@
+"""The whole engine on the triton kernels gives the tokens of the sdpa back end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from halfmoon.engine.config import EngineConfig, StepResult
+from halfmoon.engine.engine import Engine
+from halfmoon.engine.request import EngineRequest, SamplingParams
+
+pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
+from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)
+
+MakeEngine = Callable[..., Engine]
+DEVICE = "cuda" if HAS_GPU else "cpu"
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+def request(name: str, length: int, max_tokens: int = 4) -> EngineRequest:
+    generator = torch.Generator().manual_seed(length)
+    prompt = tuple(torch.randint(3, 199, (length,), generator=generator).tolist())
+    return EngineRequest(name, prompt, replace(GREEDY, max_tokens=max_tokens))
+
+
+def generate(engine: Engine, *requests: EngineRequest) -> dict[str, list[int]]:
+    for one in requests:
+        engine.add(one)
+    outputs = [output for result in run(engine) for output in result.outputs]
+    return {one.request_id: [out.token_id for out in outputs if out.request_id == one.request_id] for one in requests}
+
+
+def run(engine: Engine) -> list[StepResult]:
+    """Every step until no work is left."""
+    results = []
+    while engine.has_work():
+        results.append(engine.step())
+        engine.check_integrity()
+    return results
+
+
+def finish(engine: Engine) -> list[int]:
+    """What the only request still gets."""
+    return [output.token_id for result in run(engine) for output in result.outputs]
+
+
+@pytest.fixture
+def make_triton(make_engine: MakeEngine) -> MakeEngine:
+    def make(model: str, **options: Any) -> Engine:
+        return make_engine(model, attention="triton", device=DEVICE, **options)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("qwen3", {"max_batch_tokens": 16, "chunk_tokens": 5}),
+        ("opt", {"block_tokens": 3, "num_blocks": 40}),
+    ],
+    ids=["qwen3 in chunks", "opt, odd blocks"],
+)
+def test_the_tokens_are_those_of_sdpa(
+    model: str, options: dict[str, Any], make_engine: MakeEngine, make_triton: MakeEngine
+) -> None:
+    requests = [request("a", 19, 3), request("b", 1, 6), request("c", 15)]
+    assert generate(make_triton(model, **options), *requests) == generate(make_engine(model), *requests)
+
+
+def test_a_preempted_request_goes_on(make_engine: MakeEngine, make_triton: MakeEngine) -> None:
+    requests = [request("a", 15, 3), request("b", 14, 4)]
+    engine = make_triton("llama", num_blocks=4)
+    for one in requests:
+        engine.add(one)
+    results = run(engine)
+    assert sum(result.num_preempted for result in results) == 1
+    tokens = sorted((out.request_id, out.position, out.token_id) for result in results for out in result.outputs)
+    alone = generate(make_engine("llama"), *requests)
+    assert tokens == [(name, at, token) for name, ids in sorted(alone.items()) for at, token in enumerate(ids)]
+
+
+def test_a_cached_prefix_is_attended_to(make_engine: MakeEngine, make_triton: MakeEngine) -> None:
+    engine = make_triton("qwen3")
+    first = generate(engine, request("first", 20))["first"]
+    engine.add(request("again", 20))
+    result = engine.step()
+    assert (result.num_cached_tokens, result.num_prefill_tokens) == ({"again": 16}, 4)
+    assert [result.outputs[0].token_id, *finish(engine)] == first
+    assert first == generate(make_engine("qwen3"), request("first", 20))["first"]
+
+
+def test_a_request_moves_between_the_back_ends(make_engine: MakeEngine, make_triton: MakeEngine) -> None:
+    whole = request("a", 21)
+    expected = generate(make_engine("llama"), whole)["a"]
+    for source, target in ((make_triton("llama"), make_engine("llama")), (make_engine("llama"), make_triton("llama"))):
+        source.add(replace(whole, prefill_only=True))
+        (first,) = source.step().outputs
+        target.reserve(whole)
+        for layer in range(3):
+            target.kv_write("a", layer, layer + 1, 0, 21, source.kv_read("a", layer, layer + 1, 0, 21))
+        target.start("a", first.token_id)
+        assert [first.token_id, *finish(target)] == expected
+
+
+def test_auto_is_triton_on_cuda_alone() -> None:
+    assert EngineConfig(device="cpu").attention_backend == "sdpa"
+    assert EngineConfig(device="cuda").attention_backend == "triton"
+    assert EngineConfig(device="cuda:1", attention="sdpa").attention_backend == "sdpa"
+    assert EngineConfig(device="cpu", attention="triton").attention_backend == "triton"
