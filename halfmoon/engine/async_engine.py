@@ -36,6 +36,11 @@ class _Command:
     answer: asyncio.Future[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _CheckRanks:
+    """Another rank's process ended: the thread is to find out why, even if it has nothing to do."""
+
+
 class AsyncEngine:
     """Owns the engine thread. `on_step` hears every step's result on the event loop; `on_death` that the thread died.
 
@@ -54,7 +59,7 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._on_step = on_step
         self._on_death = on_death
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()  # None: stop
+        self._commands: queue.SimpleQueue[_Command | _CheckRanks | None] = queue.SimpleQueue()  # None: stop
         self._closed = True
         self._gate = threading.Lock()  # orders the last command against closing
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -63,6 +68,7 @@ class AsyncEngine:
     async def __aenter__(self) -> AsyncEngine:
         self._closed = False
         self._thread.start()
+        self.engine.call_on_failure(partial(self._commands.put, _CheckRanks()))
         return self
 
     async def __aexit__(
@@ -162,6 +168,9 @@ class AsyncEngine:
                 continue
             if command is None:
                 return
+            if isinstance(command, _CheckRanks):
+                self.engine.check_ranks()
+                continue
             self._answer(command)
             idle = not self.engine.has_work()
 
@@ -189,9 +198,10 @@ class AsyncEngine:
             self._closed = True
         while not self._commands.empty():
             command = self._commands.get()
-            if command is not None:
+            if isinstance(command, _Command):
                 self._deliver(command.answer, None, self._unavailable())
         self.engine.cancel_all()
+        self.engine.close()
         if self.failed is not None and self._on_death is not None:
             self._loop.call_soon_threadsafe(self._on_death, self.failed)
 

@@ -34,9 +34,18 @@ class EngineConfig:
     prefix_cache: bool = True
     attention: Literal["auto", "sdpa", "triton"] = "auto"  # triton: attention, layers and copies by our kernels
     cuda_graphs: bool = True  # decode steps are captured at start, where triton computes on a CUDA device
+    tensor_parallel: int = 1  # ranks that share every layer; with more than one rank, num_threads is each one's
+    pipeline_parallel: int = 1  # stages, each with some of the layers
 
     def __post_init__(self) -> None:
-        for name in ("block_tokens", "max_batch_tokens", "chunk_tokens", "max_running"):
+        for name in (
+            "block_tokens",
+            "max_batch_tokens",
+            "chunk_tokens",
+            "max_running",
+            "tensor_parallel",
+            "pipeline_parallel",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise Incompatible(f"engine: {name} must be at least 1, got {value}", param=name)
@@ -55,6 +64,11 @@ class EngineConfig:
     def prefill_chunk_tokens(self) -> int:
         """`chunk_tokens`, resolved: the stall that a running request feels for each chunk."""
         return self.chunk_tokens or (128 if self.device == "cpu" else 512)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes compute."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def attention_backend(self) -> Literal["sdpa", "triton"]:

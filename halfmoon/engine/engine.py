@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -20,12 +21,13 @@ from halfmoon.engine.kv_arena import KVArena, KVBytes
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import build_model
 from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_weights
+from halfmoon.engine.parallel.runner import ParallelRunner
 from halfmoon.engine.prefix_cache import PrefixCache
 from halfmoon.engine.request import EngineRequest, TokenOutput
 from halfmoon.engine.sampler import SampledToken
 from halfmoon.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerLimits
 from halfmoon.engine.sequence import Sequence
-from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound
+from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound, ServiceFailed
 from halfmoon.kv.keys import root_key
 from halfmoon.kv.layout import KVDtype, KVLayout
 
@@ -44,7 +46,10 @@ class Engine:
     """Owns the sequences by request id; asks the scheduler what runs and the runner to run it."""
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, on_progress: Progress | None = None) -> None:
-        """Loads the weights, telling `on_progress` (done_bytes, total_bytes). Raises Incompatible."""
+        """Loads the weights, telling `on_progress` (done_bytes, total_bytes).
+
+        Raises Incompatible, and ServiceFailed when another rank's process ended. Call `close` when done with it.
+        """
         model_config = checkpoint.model_config
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -55,21 +60,13 @@ class Engine:
         self.layout = KVLayout(
             model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype, config.block_tokens
         )
-        self.num_blocks = config.num_blocks or kv_budget_bytes(config) // self.layout.block_bytes
-        if self.num_blocks < 1:
-            raise Incompatible(f"the KV memory does not hold one block of {self.layout.block_bytes} bytes")
-        kernels: Literal["torch", "triton"] = "triton" if config.attention_backend == "triton" else "torch"
-        attention = choose_attention(config, self.layout, self.context_tokens)
-        model = build_model(model_config, _DTYPES[dtype], config.device, kernels)
-        if config.weights == "dummy":
-            fill_dummy_weights(model)
+        self._runner: ModelRunner | ParallelRunner
+        self._arena: KVArena | ParallelRunner
+        if config.num_ranks == 1:
+            self._runner, self._arena = self._one_device(on_progress)
         else:
-            load_weights(model, checkpoint.weight_files, on_progress)
-        with torch.no_grad():
-            model.pack()
-        self._arena = KVArena(self.layout, self.num_blocks, _DTYPES[dtype], config.device, kernels)
-        recorded = capture_decode(config, model, self._arena, attention)
-        self._runner = ModelRunner(model, self._arena, attention, checkpoint.eos_token_ids, recorded)
+            self._runner = self._arena = ParallelRunner(checkpoint, config, self.layout, on_progress)
+        self.num_blocks = self._arena.num_blocks
         self._pool = BlockPool(self.num_blocks)
         root = root_key(checkpoint.fingerprint, self.layout) if config.prefix_cache else None
         self._cache = PrefixCache(self._pool, config.block_tokens, root)
@@ -79,6 +76,24 @@ class Engine:
         self._kv_locks: dict[str, threading.Lock] = {}  # held while a sequence's KV is copied or its blocks are freed
         self._num_added = 0
         self._step_s = 0.0  # duration of the last step that computed something
+
+    def _one_device(self, on_progress: Progress | None) -> tuple[ModelRunner, KVArena]:
+        config, dtype = self.config, _DTYPES[self.layout.dtype]
+        num_blocks = config.num_blocks or kv_budget_bytes(config) // self.layout.block_bytes
+        if num_blocks < 1:
+            raise Incompatible(f"the KV memory does not hold one block of {self.layout.block_bytes} bytes")
+        kernels: Literal["torch", "triton"] = "triton" if config.attention_backend == "triton" else "torch"
+        attention = choose_attention(config, self.layout, self.context_tokens)
+        model = build_model(self.checkpoint.model_config, dtype, config.device, kernels)
+        if config.weights == "dummy":
+            fill_dummy_weights(model)
+        else:
+            load_weights(model, self.checkpoint.weight_files, on_progress)
+        with torch.no_grad():
+            model.pack()
+        arena = KVArena(self.layout, num_blocks, dtype, config.device, kernels)
+        recorded = capture_decode(config, model, arena, attention)
+        return ModelRunner(model, arena, attention, self.checkpoint.eos_token_ids, recorded), arena
 
     def add(self, request: EngineRequest) -> None:
         """Queues a request. Raises InvalidRequest when it can never run here."""
@@ -156,7 +171,11 @@ class Engine:
         return self._scheduler.has_work()
 
     def step(self) -> StepResult:
-        """Runs one batch. A failure inside it ends its requests with "error"; the engine goes on."""
+        """Runs one batch. A failure inside it ends its requests with "error"; the engine goes on.
+
+        With several ranks a failure of one of them ends the engine: ServiceFailed. A step whose tokens nobody samples
+        returns when this rank is done with it; later stages may still compute.
+        """
         started = time.perf_counter()
         schedule = self._scheduler.schedule()
         if not schedule.scheduled:
@@ -169,6 +188,8 @@ class Engine:
         }
         try:
             sampled = self._runner.run(schedule.scheduled)
+        except ServiceFailed:
+            raise
         except Exception:
             logger.exception("step_failed", extra={"num_requests": len(schedule.scheduled)})
             outputs = [self._fail(item.sequence) for item in schedule.scheduled]
@@ -199,6 +220,21 @@ class Engine:
             kv_bytes=self.num_blocks * self.layout.block_bytes,
             num_waiting_tokens=sum(sequence.num_uncomputed for sequence in (*running, *waiting)),
         )
+
+    def check_ranks(self) -> None:
+        """Raises ServiceFailed, with the reason, when another rank's process ended."""
+        if isinstance(self._runner, ParallelRunner):
+            self._runner.check()
+
+    def call_on_failure(self, on_failure: Callable[[], None]) -> None:
+        """`on_failure` is called, on any thread, when another rank's process ends on its own, even while idle."""
+        if isinstance(self._runner, ParallelRunner):
+            self._runner.call_on_failure(on_failure)
+
+    def close(self) -> None:
+        """Ends the other ranks' processes. Idempotent; afterwards nothing can be computed or copied."""
+        if isinstance(self._runner, ParallelRunner):
+            self._runner.close()
 
     def check_integrity(self) -> None:
         """Asserts that block counts and the cache agree with each other."""

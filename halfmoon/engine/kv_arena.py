@@ -45,6 +45,7 @@ class KVArena:
         device: str,
         kernels: Literal["torch", "triton"] = "torch",
     ) -> None:
+        self.num_blocks = num_blocks
         self._layout = layout
         shape = (layout.num_layers, 2, layout.num_kv_heads, num_blocks * layout.block_tokens, layout.head_dim)
         self.tensor = torch.empty(shape, dtype=dtype, device=device)  # [layers, 2, kv_heads, slots, head_dim]

@@ -135,6 +135,8 @@ def _load_engine(settings: WorkerSettings) -> Engine:
         max_running=settings.max_running,
         max_context_tokens=settings.max_context_tokens,
         num_threads=settings.num_threads,
+        tensor_parallel=settings.tensor_parallel,
+        pipeline_parallel=settings.pipeline_parallel,
     )
     with loading_progress(f"{settings.role}: weights") as on_progress:
         return Engine(checkpoint, config, on_progress)

@@ -29,7 +29,7 @@ def load_weights(model: Model, files: Iterable[Path], on_progress: Progress | No
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 tensor = tensors.get_tensor(name)
-                _fill(wanted, _checkpoint_name(name), tensor)
+                _fill(wanted, checkpoint_name(name), tensor)
                 done_bytes += tensor.nbytes
                 if on_progress is not None:
                     on_progress(min(done_bytes, total_bytes), total_bytes)
@@ -37,18 +37,23 @@ def load_weights(model: Model, files: Iterable[Path], on_progress: Progress | No
         raise Incompatible(f"the checkpoint lacks {len(wanted)} tensors: {_some(wanted)}")
 
 
-def _checkpoint_name(name: str) -> str:
+def checkpoint_name(name: str) -> str:
     """Base-model checkpoints leave out the leading `model.`; ours are the causal language model's names."""
     if name.startswith(("model.", "lm_head.")):
         return name
     return f"model.{name}"
 
 
+def is_superfluous(name: str) -> bool:
+    """Whether a checkpoint may hold `name` for nothing: a tied head stored twice, or a table that is computed."""
+    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+
+
 def _fill(wanted: dict[str, Tensor], name: str, tensor: Tensor) -> None:
     view = wanted.pop(name, None)
     if view is None:
-        if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
-            return  # a tied head stored twice, or a table that is computed
+        if is_superfluous(name):
+            return
         raise Incompatible(f"the checkpoint has a tensor this architecture does not know: {name}")
     if view.shape != tensor.shape:
         raise Incompatible(f"tensor {name} has shape {list(tensor.shape)}, the configuration says {list(view.shape)}")
@@ -64,8 +69,12 @@ def _some(names: Mapping[str, Tensor]) -> str:
 def fill_dummy_weights(model: Model) -> None:
     """Random weights, the same in every process: right in shape and cost, meaningless in content."""
     for name, view in model.parameters().items():
-        if "norm" in name:
-            view.fill_(0.0 if name.endswith(".bias") else 1.0)
-            continue
-        generator = torch.Generator(device=view.device).manual_seed(zlib.crc32(name.encode()))
-        view.normal_(0.0, _DUMMY_SCALE, generator=generator)
+        dummy_values(name, view)
+
+
+def dummy_values(name: str, view: Tensor) -> Tensor:
+    """Fills the whole tensor `name`; the same numbers in every process."""
+    if "norm" in name:
+        return view.fill_(0.0 if name.endswith(".bias") else 1.0)
+    generator = torch.Generator(device=view.device).manual_seed(zlib.crc32(name.encode()))
+    return view.normal_(0.0, _DUMMY_SCALE, generator=generator)

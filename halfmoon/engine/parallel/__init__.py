@@ -1,0 +1,1 @@
+"""One engine over several devices: tensor and pipeline parallelism through torch.distributed."""

@@ -1,0 +1,125 @@
+"""A follower's process: computes the batches that rank 0 sends, until rank 0 closes the pipe or dies.
+
+Three threads: the main one computes, one copies KV in and out beside it, one waits for the end of rank 0, which
+closes this process's stdin however it comes about. Started by `followers.py` with the numbers of two pipes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.engine.parallel.grid import Grid
+from halfmoon.engine.parallel.links import Links, PeerGone, join_rendezvous
+from halfmoon.engine.parallel.messages import Connect, CopyKV, Failed, Hello, Ready, Setup, Step, WriteKV
+from halfmoon.engine.parallel.rank import Rank, rank_device
+from halfmoon.errors import HalfmoonError, Incompatible
+
+Pipe = Any  # a Connection; its type parameters differ between Python versions
+
+
+class StepCount:
+    """Owns the number of steps computed so far; any thread may wait for one."""
+
+    def __init__(self) -> None:
+        self._done = 0
+        self._changed = threading.Condition()
+
+    def add_one(self) -> None:
+        """Another step is computed."""
+        with self._changed:
+            self._done += 1
+            self._changed.notify_all()
+
+    def wait_for(self, num_steps: int) -> None:
+        """Returns once that many are computed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done >= num_steps)
+
+
+def follow(steps: Pipe, copies: Pipe) -> None:
+    """The life of one follower; returns when `steps` is closed."""
+    setup: Setup = steps.recv()
+    steps.send(Hello())
+    assert isinstance(steps.recv(), Connect)
+    rank = _load(setup)
+    done = StepCount()
+    threading.Thread(target=_copy_kv, args=(steps, copies, rank, done), name="kv-copy", daemon=True).start()
+    steps.send(Ready())
+    while True:
+        try:
+            step: Step = steps.recv()
+        except EOFError:
+            return
+        rank.compute(rank.batch(step.chunks))
+        done.add_one()
+
+
+def _load(setup: Setup) -> Rank:
+    config = setup.config
+    grid = Grid(config.tensor_parallel, config.pipeline_parallel)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = rank_device(config.device, setup.rank)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    checkpoint = prepare_checkpoint(setup.model_path)
+    if checkpoint.fingerprint != setup.fingerprint:
+        raise Incompatible(f"the model in {setup.model_path} changed while the engine started")
+    links = Links(join_rendezvous(setup.rendezvous_port), grid, setup.rank, device)
+    return Rank(checkpoint, config, grid, setup.rank, links)
+
+
+def _copy_kv(steps: Pipe, copies: Pipe, rank: Rank, done: StepCount) -> None:
+    try:
+        while True:
+            request: CopyKV = copies.recv()
+            where = (request.blocks, request.layer_start, request.layer_end, request.start, request.num_tokens)
+            payload = copies.recv_bytes() if isinstance(request, WriteKV) else None
+            done.wait_for(request.after_steps)
+            if payload is None:
+                copies.send_bytes(rank.arena.read(*where))
+            else:
+                rank.arena.write(*where, payload)
+                copies.send_bytes(b"")
+    except EOFError:
+        return  # rank 0 closed the pipe
+    except BaseException as error:
+        _fail(steps, error)
+
+
+def _fail(steps: Pipe, error: BaseException) -> None:
+    """Tells rank 0 why, and ends the process: what other ranks wait for will not come."""
+    message = error.message if isinstance(error, HalfmoonError) else f"{type(error).__name__}: {error}"
+    try:
+        steps.send(Failed(type(error).__name__, message))
+    finally:
+        os._exit(1)
+
+
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
+
+
+def main() -> None:
+    """`python -m halfmoon.engine.parallel.follower STEPS_FD COPIES_FD`."""
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    steps, copies = (Connection(int(number)) for number in sys.argv[1:3])
+    try:
+        follow(steps, copies)
+    except PeerGone:
+        threading.Event().wait()  # the reason is another process's to tell; rank 0 ends this one when it hears it
+    except BaseException as error:
+        _fail(steps, error)
+    os._exit(0)  # at once: nothing is left to write, and other threads hold no state worth an orderly end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Rank 0's side of its followers: starts the processes, watches them, speaks to them, ends them."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from typing import Any
+
+from halfmoon.engine.parallel.messages import Connect, CopyKV, Failed, Setup, Step, WriteKV
+from halfmoon.errors import HalfmoonError, ServiceFailed, error_classes
+
+logger = logging.getLogger(__name__)
+
+_END_PATIENCE_S = 5.0  # from the closed pipe to SIGKILL
+_CAUSE_PATIENCE_S = 10.0  # from a broken exchange to the news of which process broke it
+
+OnFailure = Callable[[], None]
+
+
+class Follower:
+    """Owns one follower's process and pipes."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.steps, far_steps = Pipe()
+        self.copies, far_copies = Pipe()
+        numbers = (far_steps.fileno(), far_copies.fileno())
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "halfmoon.engine.parallel.follower", *map(str, numbers)],
+            stdin=subprocess.PIPE,  # never written; its end tells the follower that rank 0 is gone
+            pass_fds=numbers,
+            start_new_session=True,  # a Ctrl-C or SIGTERM of the group is rank 0's to act on
+        )
+        far_steps.close()
+        far_copies.close()
+        with suppress(OSError):  # it is dead already: its watcher will say so
+            self.steps.send(setup)
+
+    def last_word(self) -> Any:
+        """The next message, or None at the pipe's end."""
+        try:
+            return self.steps.recv()
+        except (EOFError, OSError):
+            return None
+
+    def end(self, patience_s: float) -> None:
+        """Closes the pipes and reaps the process, with SIGKILL after `patience_s`. Idempotent."""
+        for pipe in (self.steps, self.copies, self.process.stdin):
+            assert pipe is not None
+            pipe.close()
+        try:
+            self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Followers:
+    """Owns all followers. The first that ends takes the others with it: no rank can compute without the rest.
+
+    `broadcast` belongs to the engine's thread, `ask` to any; all raise ServiceFailed once one has ended.
+    """
+
+    def __init__(self, setups: Sequence[Setup]) -> None:
+        self._on_failure: list[OnFailure] = []
+        self._error: HalfmoonError | None = None
+        self._failed = threading.Event()
+        self._gate = threading.Lock()  # of `_error` and `_on_failure`
+        self._copying = threading.Lock()  # one question and its answer at a time
+        self._news: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._wake, self._wake_far = Pipe()
+        self.by_rank = {setup.rank: Follower(setup) for setup in setups}
+        self._watcher = threading.Thread(target=self._watch, name="followers", daemon=True)
+        self._watcher.start()
+
+    def connect(self) -> None:
+        """Once every process runs, tells them to meet and load. Rank 0 makes its own `Links` after this."""
+        self._hear_all()
+        self._send_all(Connect())
+
+    def wait_until_ready(self) -> None:
+        """Returns when all have loaded. Raises what one of them raised."""
+        self._hear_all()
+
+    def broadcast(self, step: Step) -> None:
+        """Every follower computes `step`, after those before it."""
+        self._send_all(step)
+
+    def ask(self, requests: Mapping[int, tuple[CopyKV, bytes | memoryview]]) -> dict[int, bytes]:
+        """Each rank's answer to its request (a WriteKV with its payload)."""
+        with self._copying:
+            try:
+                for rank, (request, payload) in requests.items():
+                    pipe = self.by_rank[rank].copies
+                    pipe.send(request)
+                    if isinstance(request, WriteKV):
+                        pipe.send_bytes(payload)
+                return {rank: self.by_rank[rank].copies.recv_bytes() for rank in requests}
+            except (EOFError, OSError):
+                raise self.cause() from None
+
+    def check(self) -> None:
+        """Raises why the followers are gone, if they are."""
+        if self._error is not None:
+            raise ServiceFailed(self._error.message)
+
+    def cause(self) -> ServiceFailed:
+        """Why an exchange broke: waits for the news of it."""
+        if self._error is None and not self._failed.wait(_CAUSE_PATIENCE_S):
+            self.fail(ServiceFailed("the followers live, but one does not answer"))
+        assert self._error is not None
+        return ServiceFailed(self._error.message)
+
+    def fail(self, error: HalfmoonError) -> None:
+        """No rank computes any more; the first reason counts. Idempotent, any thread."""
+        with self._gate:
+            if self._error is not None:
+                return
+            self._error = error
+            on_failure = tuple(self._on_failure)
+        for follower in self.by_rank.values():
+            follower.process.kill()  # what waits for them in an exchange wakes with an error
+        self._failed.set()
+        self._news.put(error)
+        for call in on_failure:
+            call()
+
+    def call_on_failure(self, on_failure: OnFailure) -> None:
+        """`on_failure` too is called once, on any thread; at once if it has happened."""
+        with self._gate:
+            self._on_failure.append(on_failure)
+            has_failed = self._error is not None
+        if has_failed:
+            on_failure()
+
+    def close(self) -> None:
+        """Ends all processes; afterwards none is alive. Idempotent."""
+        with self._gate:
+            self._on_failure.clear()
+            self._error = self._error or ServiceFailed("the engine is closed")
+        with suppress(OSError):
+            self._wake_far.close()
+        self._watcher.join()
+        self._wake.close()
+        patience_s = 0.0 if self._failed.is_set() else _END_PATIENCE_S
+        for follower in self.by_rank.values():
+            follower.steps.close()
+        for follower in self.by_rank.values():
+            follower.end(patience_s)
+
+    def _send_all(self, message: object) -> None:
+        self.check()
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            for follower in self.by_rank.values():
+                follower.steps.send_bytes(data)
+        except OSError:
+            raise self.cause() from None
+
+    def _hear_all(self) -> None:
+        for _ in self.by_rank:
+            self._news.get()
+            if self._error is not None:
+                raise self._error
+
+    def _watch(self) -> None:
+        by_pipe = {follower.steps: follower for follower in self.by_rank.values()}
+        while True:
+            for ready in wait([*by_pipe, self._wake]):
+                follower = by_pipe.get(ready)  # type: ignore[call-overload]
+                if follower is None:
+                    return
+                word = follower.last_word()
+                if word is None or isinstance(word, Failed):
+                    self.fail(_reason(follower, word))
+                    return
+                self._news.put(word)
+
+
+def _reason(follower: Follower, word: Failed | None) -> HalfmoonError:
+    who = f"follower rank {follower.setup.rank}"
+    if word is not None:
+        error_class = error_classes().get(word.error_class)
+        if error_class is not None:
+            return error_class(f"{who}: {word.message}")
+        return ServiceFailed(f"{who} failed: {word.message}")
+    code = follower.process.wait()
+    return ServiceFailed(f"{who} was killed by signal {-code}" if code < 0 else f"{who} ended with exit status {code}")

@@ -1,0 +1,77 @@
+"""Who computes what: ranks in a grid of pipeline stages and tensor ranks, and each one's cut of the model. No torch.
+
+Rank `stage * tensor_size + tensor_rank`; rank 0 embeds the tokens, the last stage computes the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from halfmoon.engine.model_config import ModelConfig
+from halfmoon.errors import Incompatible
+from halfmoon.kv.layout import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """`pipeline_size` stages of `tensor_size` ranks each."""
+
+    tensor_size: int
+    pipeline_size: int
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.tensor_size * self.pipeline_size
+
+    @property
+    def ranks(self) -> Iterator[int]:
+        """All ranks, the first stage first."""
+        return iter(range(self.size))
+
+    def stage(self, rank: int) -> int:
+        """Which stage of the pipeline `rank` belongs to."""
+        return rank // self.tensor_size
+
+    def tensor_rank(self, rank: int) -> int:
+        """`rank`'s place within its stage."""
+        return rank % self.tensor_size
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises Incompatible unless heads, inner units and layers can be dealt out evenly enough."""
+        size, kv_heads = self.tensor_size, config.num_kv_heads
+        for count, what in ((config.num_heads, "attention heads"), (config.intermediate_size, "inner units")):
+            if count % size:
+                raise Incompatible(
+                    f"tensor parallelism {size} does not divide the model's {count} {what}", param="tensor_parallel"
+                )
+        if kv_heads % size and size % kv_heads:
+            raise Incompatible(
+                f"tensor parallelism {size} neither divides the model's {kv_heads} key-value heads nor is a "
+                "multiple of them",
+                param="tensor_parallel",
+            )
+        if config.num_layers < self.pipeline_size:
+            raise Incompatible(
+                f"pipeline parallelism {self.pipeline_size} exceeds the model's {config.num_layers} layers",
+                param="pipeline_parallel",
+            )
+
+    def shard(self, config: ModelConfig, rank: int) -> Shard:
+        """The layers and KV heads of `rank`.
+
+        The first stages have one layer more where the division leaves a rest: the last one has the head too. With
+        more tensor ranks than KV heads, neighbouring ranks hold the same head (they have different query heads).
+        """
+        stage, tensor_rank = self.stage(rank), self.tensor_rank(rank)
+        each, rest = divmod(config.num_layers, self.pipeline_size)
+        layer_start = stage * each + min(stage, rest)
+        head_start = tensor_rank * config.num_kv_heads // self.tensor_size
+        num_heads = max(config.num_kv_heads // self.tensor_size, 1)
+        return Shard(layer_start, layer_start + each + (stage < rest), head_start, head_start + num_heads)
+
+    def is_first_holder(self, config: ModelConfig, rank: int) -> bool:
+        """Whether no lower rank of the stage holds the same KV heads: one copy of each is enough to read."""
+        copies = max(self.tensor_size // config.num_kv_heads, 1)
+        return self.tensor_rank(rank) % copies == 0

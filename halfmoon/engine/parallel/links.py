@@ -1,0 +1,145 @@
+"""What ranks say to each other during a step: sums within a stage, hidden states to the next one, logits to rank 0.
+
+Owns one rank's process groups, made without torch.distributed's global default group, so that one process may host
+several engines. The CPU's groups are gloo and listen on 127.0.0.1 only. **The NCCL groups (CUDA) have not been run.**
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from halfmoon.engine.parallel.grid import Grid
+
+Store = Any  # torch.distributed's classes have no public types
+_dist: Any = torch.distributed
+
+_HOST = "127.0.0.1"
+_CONNECT_TIMEOUT = timedelta(seconds=60)
+_STEP_TIMEOUT = timedelta(minutes=10)  # between the first and the last rank's arrival at one exchange
+_LOGITS_TAG, _HIDDEN_TAG = 1, 2  # gloo's; NCCL matches by order
+
+
+def serve_rendezvous() -> tuple[Store, int]:
+    """The store where ranks find each other, and its port, an ephemeral one of 127.0.0.1. Rank 0 keeps it."""
+    listener = socket.create_server((_HOST, 0))
+    port: int = listener.getsockname()[1]
+    store = _dist.TCPStore(
+        _HOST,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_CONNECT_TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def join_rendezvous(port: int) -> Store:
+    """Rank 0's store, from another rank."""
+    return _dist.TCPStore(_HOST, port, is_master=False, timeout=_CONNECT_TIMEOUT)
+
+
+class PeerGone(Exception):
+    """An exchange broke: another rank's process is gone, or has not answered for minutes."""
+
+
+class Links:
+    """Owns one rank's groups: its stage's (tensor parallelism) and its pipeline's (same tensor rank in all stages).
+
+    Every rank must make its `Links` at the same time. Methods raise PeerGone.
+    """
+
+    def __init__(self, store: Store, grid: Grid, rank: int, device: str) -> None:
+        self._stage = stage = grid.stage(rank)
+        self._grid = grid
+        tensor_rank = grid.tensor_rank(rank)
+        self._tensor: Any = None
+        self._pipeline: Any = None
+        if grid.tensor_size > 1:
+            self._tensor = _group(_dist.PrefixStore(f"tensor-{stage}", store), tensor_rank, grid.tensor_size, device)
+        if grid.pipeline_size > 1:
+            name = f"pipeline-{tensor_rank}"
+            self._pipeline = _group(_dist.PrefixStore(name, store), stage, grid.pipeline_size, device)
+        self._sent: deque[tuple[Any, Tensor]] = deque()  # not received yet
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of the stage's `x`, in place."""
+        _wait(self._tensor.allreduce([x]))
+        return x
+
+    def gather_logits(self, part: Tensor, vocab_size: int) -> Tensor:
+        """Whole logits [num_rows, vocab_size] from every tensor rank's [num_rows, its vocabulary], to all of them."""
+        size = self._grid.tensor_size
+        if size == 1:
+            return part
+        ends = [index * vocab_size // size for index in range(size + 1)]
+        widest = -(-vocab_size // size)
+        padded = torch.nn.functional.pad(part, (0, widest - part.shape[1]))
+        parts = [torch.empty_like(padded) for _ in range(size)]
+        _wait(self._tensor.allgather([parts], [padded]))
+        return torch.cat([one[:, : ends[i + 1] - ends[i]] for i, one in enumerate(parts)], dim=1)
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        """Hands hidden states to the next stage. Waits only when that one is `pipeline_size` steps behind."""
+        self._send(hidden, self._stage + 1, _HIDDEN_TAG)
+
+    def receive_hidden(self, hidden: Tensor) -> Tensor:
+        """Fills `hidden` with the next ones of the stage before."""
+        _wait(self._pipeline.recv([hidden], self._stage - 1, _HIDDEN_TAG))
+        return hidden
+
+    def send_logits(self, logits: Tensor) -> None:
+        """From the last stage to the first."""
+        self._send(logits, 0, _LOGITS_TAG)
+
+    def receive_logits(self, logits: Tensor) -> Tensor:
+        """Fills `logits` on the first stage."""
+        _wait(self._pipeline.recv([logits], self._grid.pipeline_size - 1, _LOGITS_TAG))
+        return logits
+
+    def abort(self) -> None:
+        """Ends exchanges that wait for a peer which is gone. Any thread. gloo notices the end of a process itself."""
+        for group in (self._tensor, self._pipeline):
+            if isinstance(group, _nccl()):
+                group.abort()
+
+    def _send(self, x: Tensor, stage: int, tag: int) -> None:
+        x = x.contiguous()
+        self._sent.append((self._pipeline.send([x], stage, tag), x))
+        while len(self._sent) > self._grid.pipeline_size:
+            _wait(self._sent.popleft()[0])
+
+
+def _wait(work: Any) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerGone(str(error)) from error
+
+
+def _nccl() -> tuple[Any, ...]:
+    group = getattr(_dist, "ProcessGroupNCCL", None)
+    return () if group is None else (group,)
+
+
+def _group(store: Store, rank: int, size: int, device: str) -> Any:
+    if torch.device(device).type == "cuda":
+        return _nccl_group(store, rank, size)
+    options = _dist.ProcessGroupGloo._Options()
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=_HOST)]
+    options._timeout = _STEP_TIMEOUT
+    return _dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl_group(store: Store, rank: int, size: int) -> Any:
+    """Not run yet: there was no host with two CUDA devices."""
+    options = _dist.ProcessGroupNCCL.Options()
+    options._timeout = _STEP_TIMEOUT
+    return _dist.ProcessGroupNCCL(store, rank, size, options)

@@ -1,0 +1,79 @@
+"""What rank 0 and its followers tell each other through pipes: plain values, pickled, between our own processes.
+
+Two pipes a follower. *steps*: `Setup`, then `Step` after `Step` one way, `Hello`, `Ready` or `Failed` the other.
+*copies*: `ReadKV` and `WriteKV` one way, bytes the other, beside the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from halfmoon.engine.chunk import Chunk
+from halfmoon.engine.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a follower is to become. `config` has dtype, num_blocks and num_threads resolved."""
+
+    rank: int
+    model_path: str
+    fingerprint: str
+    config: EngineConfig
+    rendezvous_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The process runs; it waits for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """All processes run: meet, then load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The weights are loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The follower ends. `error_class` names a class of `halfmoon.errors`, if it is one of them."""
+
+    error_class: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One batch. Nothing of sampling: rank 0 draws."""
+
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyKV:
+    """Tokens `start`..`start + num_tokens` of a sequence in the follower's own layers, counted from its first.
+
+    It runs once `after_steps` steps are computed: those steps may still use what the blocks held before.
+    """
+
+    after_steps: int
+    blocks: Sequence[int]
+    layer_start: int
+    layer_end: int
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadKV(CopyKV):
+    """Answered with the bytes of the follower's heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteKV(CopyKV):
+    """Followed by the bytes of the follower's heads; answered with none when they are in place."""

@@ -1,0 +1,115 @@
+"""One rank's computing: its part of the model, its part of the KV memory, its links. The same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.chunk import Chunk
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.device_path import choose_attention
+from halfmoon.engine.kv_arena import KVArena
+from halfmoon.engine.model_runner import ModelRunner
+from halfmoon.engine.models import ForwardBatch, build_model
+from halfmoon.engine.models.part import ModelPart
+from halfmoon.engine.models.weights import Progress
+from halfmoon.engine.parallel.grid import Grid
+from halfmoon.engine.parallel.links import Links
+from halfmoon.engine.parallel.weights import fill_dummy_part, load_part
+from halfmoon.kv.layout import KVLayout, Shard
+
+
+class Rank:
+    """Owns one rank's part of the model and of the KV memory. Knows nothing of processes or of other ranks' state."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        grid: Grid,
+        rank: int,
+        links: Links,
+        on_progress: Progress | None = None,
+    ) -> None:
+        """Loads the weights. `config` has dtype and num_blocks resolved. Raises Incompatible."""
+        assert config.dtype != "auto"
+        assert config.num_blocks is not None
+        whole = checkpoint.model_config
+        shard = grid.shard(whole, rank)
+        self._is_first_rank, self._is_sender = rank == 0, grid.tensor_rank(rank) == 0
+        self._links = links
+        self._whole = whole
+        self._device = rank_device(config.device, rank)
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        reduce = links.all_reduce if grid.tensor_size > 1 else None
+        self._part = ModelPart(whole, shard, grid.tensor_rank(rank), grid.tensor_size, reduce)
+        kernels: Literal["torch", "triton"] = "triton" if config.attention_backend == "triton" else "torch"
+        model = build_model(whole, self._dtype, self._device, kernels, self._part)
+        if config.weights == "dummy":
+            fill_dummy_part(model, self._part)
+        else:
+            load_part(model, self._part, checkpoint.weight_files, on_progress)
+        with torch.no_grad():
+            model.pack()
+        whole_layout = KVLayout(whole.num_layers, whole.num_kv_heads, whole.head_dim, config.dtype, config.block_tokens)
+        layout = shard_layout(whole_layout, shard)
+        self.arena = KVArena(layout, config.num_blocks, self._dtype, self._device, kernels)
+        context_tokens = min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
+        attention = choose_attention(replace(config, device=self._device), layout, context_tokens)
+        self.runner = ModelRunner(model, self.arena, attention, checkpoint.eos_token_ids)
+
+    @torch.inference_mode()
+    def batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
+        """The tensors of a step over `chunks`; no other rank is needed."""
+        return self.runner.batch(chunks)
+
+    @torch.inference_mode()
+    def compute(self, batch: ForwardBatch) -> Tensor | None:
+        """This rank's part of a step. Rank 0 gets the logits [num_logits, vocab_size], if the batch wants any.
+
+        A step without logits ends, on each stage, when its hidden states are on their way: the next step's chunk
+        starts here while later stages compute this one. Raises PeerGone.
+        """
+        num_tokens, num_logits = batch.token_ids.shape[0], batch.logit_rows.shape[0]
+        hidden = None
+        if not self._part.is_first:
+            hidden = self._links.receive_hidden(self._empty(num_tokens, self._whole.hidden_size))
+        out = self.runner.forward(batch, hidden)
+        if out.is_cuda:  # as in `ModelRunner.run`: KV is copied on other streams. Not run yet with several ranks
+            torch.cuda.current_stream().synchronize()
+        if not self._part.is_last:
+            self._links.send_hidden(out)
+            if self._is_first_rank and num_logits:
+                return self._links.receive_logits(self._empty(num_logits, self._whole.vocab_size))
+            return None
+        if not num_logits:
+            return None
+        logits = self._links.gather_logits(out, self._whole.vocab_size)
+        if self._part.is_first:
+            return logits
+        if self._is_sender:
+            self._links.send_logits(logits)
+        return None
+
+    def abort(self) -> None:
+        """Another rank is gone: `compute`, if it waits for it, shall fail. Any thread."""
+        self._links.abort()
+
+    def _empty(self, num_rows: int, width: int) -> Tensor:
+        return torch.empty(num_rows, width, dtype=self._dtype, device=self._device)
+
+
+def rank_device(device: str, rank: int) -> str:
+    """`cuda` means one device a rank (not run yet: there was no host with two)."""
+    return f"cuda:{rank}" if device == "cuda" else device
+
+
+def shard_layout(whole: KVLayout, shard: Shard) -> KVLayout:
+    """The layout of one rank's KV memory."""
+    num_layers, num_heads = shard.layer_end - shard.layer_start, shard.head_end - shard.head_start
+    return replace(whole, num_layers=num_layers, num_kv_heads=num_heads)

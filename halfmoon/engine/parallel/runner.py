@@ -1,0 +1,141 @@
+"""Rank 0: runs schedules over all ranks. To the engine it is a runner and a KV memory like those of one device.
+
+Chunked pipeline parallelism (Mooncake, section 5.1) needs nothing more than that a step is over here as soon as nobody
+waits for its logits: `run` then returns while later stages compute, and the next chunk of the prompt starts here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.chunk import chunk_of
+from halfmoon.engine.config import EngineConfig, kv_budget_bytes
+from halfmoon.engine.models.weights import Progress
+from halfmoon.engine.parallel.followers import Followers, OnFailure
+from halfmoon.engine.parallel.grid import Grid
+from halfmoon.engine.parallel.links import Links, PeerGone, Store, serve_rendezvous
+from halfmoon.engine.parallel.messages import CopyKV, Setup, Step, WriteKV
+from halfmoon.engine.parallel.rank import Rank, rank_device, shard_layout
+from halfmoon.engine.parallel.sharded_kv import ShardedKV
+from halfmoon.engine.sampler import SampledToken
+from halfmoon.engine.scheduler import ScheduledSequence
+from halfmoon.errors import Incompatible, ServiceFailed
+from halfmoon.kv.layout import KVBytes, KVLayout, Shard
+
+
+class ParallelRunner:
+    """Owns rank 0's part and the followers. A step that fails between ranks ends all of them: ServiceFailed."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout, on_progress: Progress | None = None
+    ) -> None:
+        """Starts the followers and loads the weights, all ranks at once. Raises Incompatible, ServiceFailed."""
+        grid, model_config = Grid(config.tensor_parallel, config.pipeline_parallel), checkpoint.model_config
+        grid.check(model_config)
+        shards = [grid.shard(model_config, rank) for rank in grid.ranks]
+        readable = [grid.is_first_holder(model_config, rank) for rank in grid.ranks]
+        self.num_blocks = config.num_blocks or _num_blocks(config, shards, layout)
+        config = replace(
+            config,
+            dtype=layout.dtype,
+            num_blocks=self.num_blocks,
+            num_threads=config.num_threads or _num_threads(config, grid),
+        )
+        self._num_steps = 0  # that `run` is done with; later stages may still compute the last of them
+        self._kv = ShardedKV(layout, shards, readable, self._copy_all, lambda: self._num_steps)
+        store, port = serve_rendezvous()
+        setups = [
+            Setup(rank, str(checkpoint.path.resolve()), checkpoint.fingerprint, config, port)
+            for rank in grid.ranks
+            if rank > 0
+        ]
+        self._followers = Followers(setups)
+        try:
+            self._followers.connect()
+            self._rank = _rank_0(checkpoint, config, grid, store, on_progress)
+            self._followers.wait_until_ready()
+            self._followers.call_on_failure(self._rank.abort)
+        except BaseException:
+            self._followers.close()
+            raise
+
+    @torch.inference_mode()
+    def run(self, scheduled: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
+        """As `ModelRunner.run`. Raises ServiceFailed when a rank is gone, and never works again after it."""
+        chunks = tuple(chunk_of(item) for item in scheduled)
+        batch = self._rank.batch(chunks)
+        self._followers.broadcast(Step(chunks))
+        try:
+            logits = self._rank.compute(batch)
+        except PeerGone:
+            raise self._followers.cause() from None
+        except Exception as error:  # the followers wait for what will not come
+            self._followers.fail(ServiceFailed(f"rank 0 failed in a step: {type(error).__name__}: {error}"))
+            raise self._followers.cause() from error
+        self._num_steps += 1
+        return [] if logits is None else self._rank.runner.sample(scheduled, logits)
+
+    def read(self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int) -> memoryview:
+        """As `KVArena.read`."""
+        return self._kv.read(blocks, layer_start, layer_end, start, num_tokens)
+
+    def write(
+        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVBytes
+    ) -> None:
+        """As `KVArena.write`."""
+        self._kv.write(blocks, layer_start, layer_end, start, num_tokens, payload)
+
+    def check(self) -> None:
+        """Raises ServiceFailed, with the reason, when a follower is gone."""
+        self._followers.check()
+
+    def call_on_failure(self, on_failure: OnFailure) -> None:
+        """`on_failure` is called, on any thread, when a follower ends on its own."""
+        self._followers.call_on_failure(on_failure)
+
+    def close(self) -> None:
+        """Ends the followers. Idempotent; nothing else may be called afterwards."""
+        self._followers.close()
+
+    def _copy_all(self, requests: Mapping[int, tuple[CopyKV, bytes]]) -> Mapping[int, bytes | memoryview]:
+        """Rank 0's own part beside the followers'."""
+        done: dict[int, bytes | memoryview] = {}
+        if 0 in requests:
+            request, payload = requests[0]
+            where = (request.blocks, request.layer_start, request.layer_end, request.start, request.num_tokens)
+            if isinstance(request, WriteKV):
+                self._rank.arena.write(*where, payload)
+            else:
+                done[0] = self._rank.arena.read(*where)
+        done |= self._followers.ask({rank: request for rank, request in requests.items() if rank > 0})
+        return done
+
+
+def _rank_0(
+    checkpoint: Checkpoint, config: EngineConfig, grid: Grid, store: Store, on_progress: Progress | None
+) -> Rank:
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    return Rank(checkpoint, config, grid, 0, Links(store, grid, 0, rank_device(config.device, 0)), on_progress)
+
+
+def _num_blocks(config: EngineConfig, shards: Sequence[Shard], layout: KVLayout) -> int:
+    """As many as the rank with the largest shard can hold. On a CPU the ranks share the memory, else each has its own.
+
+    Raises Incompatible when there is no room for one.
+    """
+    block_bytes = max(shard_layout(layout, shard).block_bytes for shard in shards)
+    budget = kv_budget_bytes(config) // (len(shards) if config.device == "cpu" else 1)
+    if budget < block_bytes:
+        raise Incompatible(f"the KV memory of a rank does not hold one block of {block_bytes} bytes")
+    return budget // block_bytes
+
+
+def _num_threads(config: EngineConfig, grid: Grid) -> int | None:
+    """On a CPU the ranks share its cores: more threads than cores would wait for each other."""
+    return max((os.cpu_count() or 1) // grid.size, 1) if config.device == "cpu" else None

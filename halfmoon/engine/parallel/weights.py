@@ -1,0 +1,76 @@
+"""Fills one rank's part of a model: reads only that part's slices from the checkpoint's safetensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from halfmoon.engine.models import Model, build_model
+from halfmoon.engine.models.part import ModelPart
+from halfmoon.engine.models.weights import Progress, checkpoint_name, dummy_values, is_superfluous
+from halfmoon.errors import Incompatible
+
+
+@torch.no_grad()
+def load_part(model: Model, part: ModelPart, files: Iterable[Path], on_progress: Progress | None = None) -> None:
+    """Streams `part`'s slices into `model`, telling `on_progress` its own bytes.
+
+    Raises Incompatible as `load_weights` does: for a missing, an unexpected or a misshapen tensor.
+    """
+    shapes = _whole_shapes(part)
+    wanted = dict(model.parameters())
+    total_bytes, done_bytes = sum(view.nbytes for view in wanted.values()), 0
+    for file in files:
+        with safe_open(str(file), framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                ours, source = checkpoint_name(name), tensors.get_slice(name)
+                if not _is_known(ours, tuple(source.get_shape()), shapes) or ours not in wanted:
+                    continue
+                view = wanted.pop(ours)
+                _fill(view, source, part.slices(ours))
+                done_bytes += view.nbytes
+                if on_progress is not None:
+                    on_progress(done_bytes, total_bytes)
+    if wanted:
+        raise Incompatible(f"the checkpoint lacks {len(wanted)} tensors: {', '.join(sorted(wanted)[:3])}")
+
+
+@torch.no_grad()
+def fill_dummy_part(model: Model, part: ModelPart) -> None:
+    """The slices of `fill_dummy_weights`' numbers, so that every grid has the same model."""
+    shapes = _whole_shapes(part)
+    for name, view in model.parameters().items():
+        _fill(
+            view, dummy_values(name, torch.empty(shapes[name], dtype=view.dtype, device=view.device)), part.slices(name)
+        )
+
+
+def _whole_shapes(part: ModelPart) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the whole model by name, from a model that takes no memory."""
+    whole = build_model(part.whole, torch.float32, "meta")
+    return {name: tuple(view.shape) for name, view in whole.parameters().items()}
+
+
+def _is_known(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    if name not in shapes:
+        if is_superfluous(name):
+            return False
+        raise Incompatible(f"the checkpoint has a tensor this architecture does not know: {name}")
+    if shapes[name] != shape:
+        raise Incompatible(f"tensor {name} has shape {list(shape)}, the configuration says {list(shapes[name])}")
+    return True
+
+
+def _fill(view: Tensor, source: Any, where: tuple[slice, ...] | None) -> None:
+    if where is None:
+        view.zero_()
+        return
+    piece = source[where]
+    assert math.prod(piece.shape) == view.numel(), "the part's rules and its tensors disagree"
+    view.copy_(piece)
