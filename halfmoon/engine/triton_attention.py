@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,31 +25,36 @@ from halfmoon.engine.kv_arena import slot_runs
 from halfmoon.errors import Incompatible
 
 
-@dataclass(frozen=True, slots=True)
-class TritonStep:
-    """A step's rows: first `num_decodes` sequences of one row each, then the sequences of `cu_seqlens`."""
+class Paged(NamedTuple):
+    """Where some sequences' keys lie. Each tensor is its own memory: kernels are compiled for a pointer's alignment."""
 
-    slot_mapping: Tensor  # [num_tokens] int64, -1 stores nothing
     block_table: Tensor  # [num_seqs, max_blocks] int32
     context_lens: Tensor  # [num_seqs] int32, this step's tokens included; 0 pads a captured graph
-    cu_seqlens: Tensor | None  # [num_seqs - num_decodes + 1] int32, counted from row `num_decodes`; None: decodes only
+
+
+@dataclass(frozen=True, slots=True)
+class TritonStep:
+    """A step's rows: first the sequences that have one row each, then those of `cu_seqlens`."""
+
+    slot_mapping: Tensor  # [num_tokens] int64, -1 stores nothing
+    block_tokens: int
+    decodes: Paged | None
     num_decodes: int
     num_splits: int  # of the decodes' keys
-    max_new_tokens: int  # of any sequence of `cu_seqlens`
-    block_tokens: int
+    prefills: Paged | None = None
+    cu_seqlens: Tensor | None = None  # [num_prefills + 1] int32, counted from row `num_decodes`
+    max_new_tokens: int = 0  # of any prefill
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
         """As `StepAttention.attend`."""
         kv = PagedKV(layer_kv[0], layer_kv[1], self.block_tokens)
         kv_store(k, v, kv, self.slot_mapping)
         outs = []
-        split = self.num_decodes
-        if split:
-            table, contexts = self.block_table[:split], self.context_lens[:split]
-            outs.append(decode_attention(q[:split], kv, table, contexts, scale, self.num_splits))
-        if self.cu_seqlens is not None:
-            table, contexts = self.block_table[split:], self.context_lens[split:]
-            outs.append(prefill_attention(q[split:], kv, table, self.cu_seqlens, contexts, self.max_new_tokens, scale))
+        if self.decodes is not None:
+            outs.append(decode_attention(q[: self.num_decodes], kv, *self.decodes, scale, self.num_splits))
+        if self.prefills is not None and self.cu_seqlens is not None:
+            rows, (table, contexts) = q[self.num_decodes :], self.prefills
+            outs.append(prefill_attention(rows, kv, table, self.cu_seqlens, contexts, self.max_new_tokens, scale))
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
 
 
@@ -65,7 +72,10 @@ class TritonBackend:
         self._num_kv_heads = num_kv_heads
         self._context_tokens = context_tokens
         self._num_sms = 1
-        if torch.device(device).type == "cuda":
+        where = torch.device(device)
+        if where.type == "cuda":
+            if where.index not in (None, torch.cuda.current_device()):  # kernels are launched on the current one
+                raise Incompatible(f"{device} is not the current CUDA device: choose it with CUDA_VISIBLE_DEVICES")
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         elif not knobs.runtime.interpret:
             raise Incompatible("the triton kernels run on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1")
@@ -78,35 +88,32 @@ class TritonBackend:
             for blocks, start, end in spans
             for run in slot_runs(blocks, self.block_tokens, start, end)
         ]
-        used = [-(-end // self.block_tokens) for _, _, end in spans]
-        table = np.zeros((len(spans), max(used)), dtype=np.int32)
-        for row, num_blocks, span in zip(table, used, spans, strict=True):
-            row[:num_blocks] = span.blocks[:num_blocks]
         new_tokens = [end - start for _, start, end in spans[num_decodes:]]
         return TritonStep(
             slot_mapping=torch.from_numpy(np.concatenate(slots)).to(self.device),
-            block_table=torch.from_numpy(table).to(self.device),
-            context_lens=self._int32([end for _, _, end in spans]),
-            cu_seqlens=self._int32([0, *np.cumsum(new_tokens)]) if new_tokens else None,
+            block_tokens=self.block_tokens,
+            decodes=self._paged(spans[:num_decodes]),
             num_decodes=num_decodes,
             num_splits=self._num_splits(num_decodes),
+            prefills=self._paged(spans[num_decodes:]),
+            cu_seqlens=self._int32([0, *accumulate(new_tokens)]) if new_tokens else None,
             max_new_tokens=max(new_tokens, default=0),
-            block_tokens=self.block_tokens,
         )
 
     def decode_step(self, slot_mapping: Tensor, block_table: Tensor, context_lens: Tensor) -> TritonStep:
-        """A step of decodes over tensors that are there already, of the shapes of `TritonStep`."""
+        """A step of decodes over tensors that are there already, of the shapes of `TritonStep` and `Paged`."""
         num_decodes = context_lens.shape[0]
-        return TritonStep(
-            slot_mapping=slot_mapping,
-            block_table=block_table,
-            context_lens=context_lens,
-            cu_seqlens=None,
-            num_decodes=num_decodes,
-            num_splits=self._num_splits(num_decodes),
-            max_new_tokens=0,
-            block_tokens=self.block_tokens,
-        )
+        paged = Paged(block_table, context_lens)
+        return TritonStep(slot_mapping, self.block_tokens, paged, num_decodes, self._num_splits(num_decodes))
+
+    def _paged(self, spans: Sequence[Span]) -> Paged | None:
+        if not spans:
+            return None
+        used = [-(-end // self.block_tokens) for _, _, end in spans]
+        table = np.zeros((len(spans), max(used)), dtype=np.int32)
+        for row, num_blocks, (blocks, _, _) in zip(table, used, spans, strict=True):
+            row[:num_blocks] = blocks[:num_blocks]
+        return Paged(torch.from_numpy(table).to(self.device), self._int32([end for _, _, end in spans]))
 
     def _num_splits(self, num_seqs: int) -> int:
         """As for the next power of two of sequences: the size of the graph that would run them."""

@@ -62,9 +62,12 @@ def test_a_step_holds_what_its_kernels_read_and_no_more() -> None:
     assert (both.num_decodes, both.max_new_tokens, both.slot_mapping.numel()) == (2, 14, 25)
     assert both.cu_seqlens is not None
     assert both.cu_seqlens.tolist() == [0, 9, 23]
-    assert both.context_lens.tolist() == [41, 8, 9, 30]
-    assert both.block_table.shape == (4, 6)
-    assert backend().step(spans((40, 41), (7, 8))).cu_seqlens is None
+    assert both.decodes is not None
+    assert both.prefills is not None
+    assert (both.decodes.context_lens.tolist(), both.prefills.context_lens.tolist()) == ([41, 8], [9, 30])
+    assert (both.decodes.block_table.shape, both.prefills.block_table.shape) == ((2, 6), (2, 4))
+    assert backend().step(spans((40, 41), (7, 8))).prefills is None
+    assert backend().step(spans((0, 3))).decodes is None
 
 
 def test_splits_depend_on_the_size_of_the_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
