@@ -87,7 +87,13 @@ def decode(token_id: int, start: int, *blocks: int) -> Chunk:
     return Chunk([token_id], start, blocks, samples=True)
 
 
-ROWS = (decode(5, 0, 3), decode(6, 7, 4), decode(7, 8, 9, 1), decode(8, 30, 2, 8, 0, 5), decode(9, 15, 12, 6, 7))
+ROWS = (
+    decode(5, 0, 3),
+    decode(6, 7, 4),
+    decode(7, 8, 9, 1),
+    decode(8, 30, 2, 8, 0, 5),
+    decode(9, 62, 12, 6, 7, 15, 10, 14, 11, 13),  # as long as a sequence can be
+)
 
 
 def test_recorded_steps_are_eager_steps_whatever_ran_before(rig: Rig) -> None:
