@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 REQUEST_ID_KEY = "halfmoon-request-id"  # gRPC metadata
@@ -26,8 +26,10 @@ def request_scope(request_id: str, remaining_s: float | None = None) -> Iterator
     try:
         yield
     finally:
-        _request_id.reset(id_token)
-        _deadline_at_s.reset(deadline_token)
+        with suppress(ValueError):  # a generator finalised in another context: there is nothing to reset there
+            _request_id.reset(id_token)
+        with suppress(ValueError):
+            _deadline_at_s.reset(deadline_token)
 
 
 def bounded_deadline_s(own_s: float) -> float:

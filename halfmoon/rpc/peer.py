@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
+from halfmoon.errors import DataLoss, Unavailable
 from halfmoon.rpc.context import REQUEST_ID_KEY, bounded_deadline_s, request_id
 from halfmoon.rpc.status import error_from
 
@@ -45,34 +47,54 @@ class Peer:
         await self.channel.close()
 
     async def call(self, method: Callable[..., Any], request: Any, *, deadline_s: float) -> Any:
-        """One unary call. Raises the error of our tree that the peer raised, DeadlineExceeded or Unavailable."""
-        try:
-            return await method(request, timeout=bounded_deadline_s(deadline_s), metadata=_metadata())
-        except grpc.aio.AioRpcError as failure:
-            raise error_from(failure) from failure
+        """One unary call. Raises what the peer raised, DeadlineExceeded, Unavailable or DataLoss."""
+        with self._in_our_tree():
+            return _parsed(await method(request, timeout=bounded_deadline_s(deadline_s), metadata=_metadata()))
 
     @asynccontextmanager
     async def stream(
         self, method: Callable[..., Any], request: Any, *, deadline_s: float
     ) -> AsyncIterator[AsyncIterator[Any]]:
         """A response stream; leaving the block cancels the call. `request` is a message, or an async iterator."""
-        call = method(request, timeout=bounded_deadline_s(deadline_s), metadata=_metadata())
+        with self._in_our_tree():
+            call = method(request, timeout=bounded_deadline_s(deadline_s), metadata=_metadata())
         try:
-            yield _responses(call)
+            yield self._responses(call)
         finally:
             call.cancel()
 
     def raw_stream(self, method: str, *, deadline_s: float) -> grpc.aio.StreamStreamCall:
         """A bidirectional call of raw bytes. Its owner cancels it."""
-        return self.channel.stream_stream(method)(timeout=bounded_deadline_s(deadline_s), metadata=_metadata())
+        with self._in_our_tree():
+            return self.channel.stream_stream(method)(timeout=bounded_deadline_s(deadline_s), metadata=_metadata())
+
+    async def _responses(self, call: Any) -> AsyncIterator[Any]:
+        with self._in_our_tree():
+            async for response in call:
+                yield _parsed(response)
+
+    @contextmanager
+    def _in_our_tree(self) -> Iterator[None]:
+        """What gRPC raises, as an error of our tree. A cancellation of the current task stays one."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as failure:
+            raise error_from(failure) from failure
+        except grpc.aio.UsageError as failure:  # the channel is closed
+            raise Unavailable(f"the connection to {self.address} is closed") from failure
+        except asyncio.CancelledError as failure:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # not us: the peer cancelled the call, the channel closed under it, or its request iterator failed
+            raise Unavailable(f"the call to {self.address} was cancelled") from failure
 
 
-async def _responses(call: Any) -> AsyncIterator[Any]:
-    try:
-        async for response in call:
-            yield response
-    except grpc.aio.AioRpcError as failure:
-        raise error_from(failure) from failure
+def _parsed(response: Any) -> Any:
+    """The response. Raises DataLoss for what grpc gives in place of a message that cannot be parsed."""
+    if response is None:
+        raise DataLoss("a message of the peer cannot be parsed")
+    return response
 
 
 def _metadata() -> tuple[tuple[str, str], ...]:
