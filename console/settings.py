@@ -1,4 +1,4 @@
-"""Where the console finds its gateway: `--gateway`, else HALFMOON_GATEWAY_URL, else this machine."""
+"""Where the console finds its gateway: `--gateway`, HALFMOON_CONSOLE_GATEWAY_URL, or this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEFAULT_GATEWAY_URL = "http://127.0.0.1:8000"
 def gateway_url(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
     """The gateway's base URL without a trailing slash. Raises ValueError for an argument or scheme it does not know."""
     parser = argparse.ArgumentParser(prog="streamlit run console/app.py --", exit_on_error=False, add_help=False)
-    parser.add_argument("--gateway", default=environment.get("HALFMOON_GATEWAY_URL") or DEFAULT_GATEWAY_URL)
+    parser.add_argument("--gateway", default=environment.get("HALFMOON_CONSOLE_GATEWAY_URL") or DEFAULT_GATEWAY_URL)
     try:
         known, unknown = parser.parse_known_args(arguments)
     except argparse.ArgumentError as err:

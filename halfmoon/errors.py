@@ -1,4 +1,4 @@
-"""The one error tree. Each class carries the gRPC status it travels as; `rpc.interceptors` does the mapping.
+"""The one error tree. Each class carries the gRPC status it travels as; `rpc.interceptor` does the mapping.
 
     HalfmoonError                    INTERNAL              a bug of ours
     ├── InvalidRequest               INVALID_ARGUMENT      bad input; `param` names the field
@@ -86,6 +86,13 @@ class DeadlineExceeded(HalfmoonError):
 
 class ServiceFailed(HalfmoonError):
     """A service's process ended on its own; the message says how and where its log is."""
+
+
+def leaf_errors(error: BaseException) -> list[BaseException]:
+    """The errors inside an exception group, however deep; an ordinary error is its own only leaf."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in leaf_errors(inner)]
+    return [error]
 
 
 def error_classes() -> dict[str, type[HalfmoonError]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,8 +18,7 @@ import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
-from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
-from halfmoon.errors import HalfmoonError, InvalidRequest
+from halfmoon.errors import HalfmoonError, InvalidRequest, UnknownModel, leaf_errors
 from halfmoon.supervisor import Child, ServiceSpec, Supervisor, children_ready
 
 _HEALTH_POLL_S = 0.1
@@ -40,6 +41,8 @@ class UpOptions:
     console_port: int = 8501
 
     def __post_init__(self) -> None:
+        if self.state_dir.exists() and not self.state_dir.is_dir():
+            raise InvalidRequest(f"--state-dir {self.state_dir} is not a directory")
         if min(self.num_prefill, self.num_decode, self.num_both) < 0:
             raise InvalidRequest("numbers of workers cannot be negative")
         if not self.num_both and not (self.num_prefill and self.num_decode):
@@ -79,26 +82,52 @@ async def _run(options: UpOptions, supervisor: Supervisor, terminal: Console, ba
 
 
 async def _start(options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress) -> None:
-    checkpoint = await asyncio.to_thread(prepare_checkpoint, options.model, None, terminal.print)
-    name = "demo" if options.model == "demo" else checkpoint.name
-    gateway = await supervisor.start(_gateway_spec(options, checkpoint, name))
+    model = await _prepared(options.model, terminal)
+    gateway = await supervisor.start(_gateway_spec(options, model))
     announced = await gateway.ready
-    others = [await supervisor.start(spec) for spec in _other_specs(options, checkpoint, name, announced["address"])]
+    others = [await supervisor.start(spec) for spec in _other_specs(options, model, announced["address"])]
     await children_ready([child for child in others if child.spec.name != "console"])
     await _until_healthy(announced["http"])
     bars.stop()
-    _print_ready(options, terminal, announced["http"], name, others)
+    _print_ready(options, terminal, announced["http"], model.name, others)
 
 
-def _gateway_spec(options: UpOptions, checkpoint: Checkpoint, name: str) -> ServiceSpec:
+@dataclass(frozen=True, slots=True)
+class _Model:
+    path: str
+    name: str  # as served
+
+
+async def _prepared(model: str, terminal: Console) -> _Model:
+    """Downloads or converts the model in a process of its own, which ends with this call. Raises UnknownModel."""
+    command = (sys.executable, "-m", "halfmoon.engine.prepare", model)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, start_new_session=True)
+    said: dict[str, str] = {}
+    try:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            said = json.loads(line)
+            if "step" in said:
+                terminal.print(said["step"], markup=False, highlight=False, soft_wrap=True)
+        await process.wait()
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    if "path" not in said:
+        raise UnknownModel(said.get("error", f"preparing the model ended with exit status {process.returncode}"))
+    return _Model(said["path"], "demo" if model == "demo" else said["name"])
+
+
+def _gateway_spec(options: UpOptions, model: _Model) -> ServiceSpec:
     listen = ("--host", options.host, "--port", str(options.port), "--cluster-listen", "127.0.0.1:0")
-    model = ("--model", str(checkpoint.path), "--model-name", name, "--state-dir", str(options.state_dir))
-    return ServiceSpec("gateway", ("-m", "services.gateway", *listen, *model), {})
+    which = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
+    return ServiceSpec("gateway", ("-m", "services.gateway", *listen, *which), {})
 
 
-def _other_specs(options: UpOptions, checkpoint: Checkpoint, name: str, cluster: str) -> list[ServiceSpec]:
-    model = ("--model", str(checkpoint.path), "--model-name", name)
-    common = ("--gateway", cluster, "--device", options.device, "--dtype", options.dtype, *model)
+def _other_specs(options: UpOptions, model: _Model, cluster: str) -> list[ServiceSpec]:
+    which = ("--model", model.path, "--model-name", model.name)
+    common = ("--gateway", cluster, "--device", options.device, "--dtype", options.dtype, *which)
     # Idle OpenMP threads that spin would take the cores of the other workers.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     state = ("--state-dir", str(options.state_dir))
@@ -126,7 +155,7 @@ def _console_spec(options: UpOptions) -> ServiceSpec:
         "browser.gatherUsageStats": "false",
     }
     arguments = ("-m", "streamlit", "run", str(app), *(f"--{key}={value}" for key, value in flags.items()))
-    return ServiceSpec("console", arguments, {"HALFMOON_GATEWAY_URL": _url(options)}, restarts=True)
+    return ServiceSpec("console", arguments, {"HALFMOON_CONSOLE_GATEWAY_URL": _url(options)}, restarts=True)
 
 
 async def _until_healthy(url: str) -> None:
@@ -165,7 +194,7 @@ def _url(options: UpOptions) -> str:
 
 def _bars(terminal: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    return Progress(*columns, console=terminal, transient=True)
+    return Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
 
 
 class _Display:
@@ -192,15 +221,9 @@ def run_up(options: UpOptions, terminal: Console) -> int:
     try:
         asyncio.run(up(options, terminal))
     except (HalfmoonError, ExceptionGroup) as err:
-        for error in _leaves(err):
+        for error in leaf_errors(err):
             if not isinstance(error, HalfmoonError):
                 raise
             terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     return 0
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]

@@ -55,33 +55,41 @@ Effect = Reserve | Write | Commit
 
 
 class Coverage:
-    """Owns which (layer, head, token) cells have arrived. Each may arrive once."""
+    """Owns which (layer, head, token) cells have arrived. Each may arrive once.
+
+    Memory grows with the frames that arrived, never with the number of cells, which the sender names.
+    """
 
     def __init__(self, whole: KVRange) -> None:
         self._whole = whole
-        self._runs: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (layer, head) -> disjoint sorted runs
+        self._runs: dict[_Plane, list[tuple[int, int]]] = {}  # disjoint sorted token runs of each plane
+        self._num_cells = 0
 
     def add(self, part: KVRange) -> None:
         """Raises InvalidRequest if `part` is outside the transfer or any of it arrived before."""
         part.check_within(self._whole)
         start, end = part.token_start, part.token_start + part.num_tokens
-        for layer in range(part.layer_start, part.layer_end):
-            for head in range(part.head_start, part.head_end):
-                runs = self._runs.setdefault((layer, head), [])
-                if any(start < run_end and run_start < end for run_start, run_end in runs):
-                    raise InvalidRequest(f"tokens {start}..{end} of layer {layer}, head {head} were sent twice")
-                runs.append((start, end))
-                self._runs[(layer, head)] = _merged(runs)
+        plane: _Plane = (part.layer_start, part.layer_end, part.head_start, part.head_end)
+        for other, runs in self._runs.items():
+            if _intersect(plane, other) and any(start < run_end and run_start < end for run_start, run_end in runs):
+                raise InvalidRequest(f"a part of {part} was sent twice")
+        self._runs[plane] = _merged([*self._runs.get(plane, []), (start, end)])
+        self._num_cells += _num_cells(part)
 
     def is_whole(self) -> bool:
-        """Whether every cell of the transfer has arrived."""
-        whole = self._whole
-        want = [(whole.token_start, whole.token_start + whole.num_tokens)] if whole.num_tokens else []
-        return all(
-            self._runs.get((layer, head), []) == want
-            for layer in range(whole.layer_start, whole.layer_end)
-            for head in range(whole.head_start, whole.head_end)
-        )
+        """Whether every cell of the transfer has arrived: parts lie inside it and are disjoint, so counting will do."""
+        return self._num_cells == _num_cells(self._whole)
+
+
+_Plane = tuple[int, int, int, int]  # layer_start, layer_end, head_start, head_end
+
+
+def _intersect(a: _Plane, b: _Plane) -> bool:
+    return a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3]
+
+
+def _num_cells(part: KVRange) -> int:
+    return (part.layer_end - part.layer_start) * (part.head_end - part.head_start) * part.num_tokens
 
 
 class TransferReceiver:

@@ -25,6 +25,8 @@ SUPERVISED_ENV = "HALFMOON_SUPERVISED"  # set by `halfmoon up`: the end of stdin
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a taken port is an error, not a lottery
+    ("grpc.keepalive_time_ms", 10_000),  # so that a peer whose host vanished is noticed
+    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
-from halfmoon.errors import HalfmoonError, InvalidRequest
+from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.rpc.logs import configure_logs
 from halfmoon.rpc.server import run_service
 
@@ -49,7 +49,7 @@ def read_settings(settings_class: type[Settings], arguments: Sequence[str]) -> S
     try:
         return CliApp.run(settings_class, cli_args=list(arguments))
     except ValidationError as err:
-        raise InvalidRequest(str(err)) from err
+        raise InvalidRequest("; ".join(_told(problem, prefix) for problem in err.errors())) from err
 
 
 def service_main(
@@ -63,7 +63,7 @@ def service_main(
         log.info("service.settings", extra={"settings": _as_logged(settings)})
         run_service(lambda: serve(settings))
     except (HalfmoonError, BaseExceptionGroup) as err:
-        leaves = list(_leaves(err))
+        leaves = leaf_errors(err)
         if not all(isinstance(leaf, HalfmoonError) for leaf in leaves):
             raise
         log.error("service.failed", extra={"reason": "; ".join(str(leaf) for leaf in leaves)})
@@ -84,6 +84,14 @@ def metrics_endpoint(port: int | None, registry: CollectorRegistry) -> Iterator[
         server.server_close()
 
 
+def _told(problem: Any, prefix: str) -> str:
+    """One of pydantic's findings as a user of the command line reads it."""
+    name = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "missing":
+        return f"--{name.replace('_', '-')} (or {prefix}{name.upper()}) is required"
+    return f"--{name.replace('_', '-')}: {problem['msg']}"
+
+
 def _prefix(service: str) -> str:
     return f"HALFMOON_{service.upper()}_"
 
@@ -92,11 +100,3 @@ def _as_logged(settings: BaseSettings) -> dict[str, Any]:
     """The settings' own choice of what to log where they hold a secret, else all of them."""
     own: Callable[[], dict[str, Any]] | None = getattr(settings, "as_logged", None)
     return own() if own is not None else settings.model_dump(mode="json")
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error

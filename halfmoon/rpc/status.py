@@ -44,7 +44,8 @@ def trailers_of(error: HalfmoonError) -> tuple[tuple[str, str], ...]:
 def error_from(failure: grpc.aio.AioRpcError) -> HalfmoonError:
     """The error that a failed call stands for."""
     trailers = {key: value for key, value in failure.trailing_metadata() or () if isinstance(value, str)}
-    by_status = _BY_STATUS.get(failure.code(), HalfmoonError)
+    # Without our trailer it is gRPC that speaks, also where the status is INTERNAL: a connection broke.
+    by_status = _BY_STATUS.get(failure.code(), errors.Unavailable)
     cls = errors.error_classes().get(trailers.get(_CLASS_KEY, ""), by_status)
     retry = trailers.get(_RETRY_KEY)
     message = failure.details() or failure.code().name

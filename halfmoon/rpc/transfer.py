@@ -9,10 +9,12 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 
-from halfmoon.errors import Incompatible, Unavailable
+from halfmoon.errors import DeadlineExceeded, Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame
 from halfmoon.kv.layout import KVBytes, KVLayout
 from halfmoon.rpc.peer import Peer
@@ -20,6 +22,8 @@ from halfmoon.rpc.status import error_from
 
 KV_TRANSFER = "halfmoon.KVTransfer"
 PUSH = "Push"
+
+Body = TypeVar("Body", bound=Message)
 
 RawHandler = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], AsyncIterator[bytes]]
 
@@ -111,6 +115,27 @@ async def transfer_to(
         yield TransferSender(call, layout)
     finally:
         call.cancel()
+
+
+async def next_message(messages: AsyncIterator[bytes], lease_s: float) -> bytes | None:
+    """The sender's next message, None after its last. Raises DeadlineExceeded after `lease_s` of silence."""
+    try:
+        async with asyncio.timeout(lease_s):
+            return await anext(messages)
+    except StopAsyncIteration:
+        return None
+    except TimeoutError:
+        raise DeadlineExceeded(f"the sender was silent for {lease_s:g} s: its reservation expired") from None
+    except grpc.aio.UsageError as err:
+        raise Unavailable("the sender went away") from err
+
+
+def parse_body(message_class: type[Body], frame: Frame) -> Body:
+    """The protobuf body of a control frame. Raises InvalidRequest if it is something else."""
+    try:
+        return message_class.FromString(bytes(frame.payload))
+    except DecodeError as err:
+        raise InvalidRequest(f"the body of {frame.kind.name} is not a {message_class.__name__}") from err
 
 
 def answer(to: Frame, kind: FrameKind, sequence: int) -> bytes:

@@ -10,12 +10,12 @@ from contextlib import aclosing
 import grpc
 
 from halfmoon.engine.async_engine import AsyncEngine
-from halfmoon.errors import DeadlineExceeded, Incompatible, InvalidRequest, Unavailable
+from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame
 from halfmoon.kv.receiver import Commit, Reserve, TransferReceiver, Write
 from halfmoon.pb import decode_pb2, decode_pb2_grpc, types_pb2
 from halfmoon.rpc.context import request_scope
-from halfmoon.rpc.transfer import answer
+from halfmoon.rpc.transfer import answer, next_message, parse_body
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.state import WorkerState, now_s
 from halfmoon.worker.wire import request_from
@@ -23,7 +23,7 @@ from halfmoon.worker.wire import request_from
 log = logging.getLogger(__name__)
 
 LEASE_S = 10.0  # a reservation ends when its sender is silent for this long
-RENEW_S = LEASE_S / 4
+RENEW_S = LEASE_S / 4  # a sender's rhythm; receivers with another lease must allow for it
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
@@ -62,7 +62,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """One KV transfer: reserve, write, start. Whatever ends it before the start frees the reservation."""
         reception = _Reception(self._engine, self._state)
         try:
-            async for message in _leased(messages, self._lease_s):
+            while (message := await next_message(messages, self._lease_s)) is not None:
                 frame = decode_frame(message)
                 reply = await reception.handle(frame)
                 if reply is not None:
@@ -87,8 +87,8 @@ class _Reception:
     async def handle(self, frame: Frame) -> FrameKind | None:
         """Acts on one frame; gives the answer that is due, if any."""
         match self._receiver.handle(frame):
-            case Reserve(whole, body):
-                await self._reserve(whole, body)
+            case Reserve(whole):
+                await self._reserve(whole, parse_body(decode_pb2.HandoverOpen, frame).generation)
                 return FrameKind.ACCEPT
             case Write(part, payload):
                 await self._engine.kv_write(
@@ -100,8 +100,8 @@ class _Reception:
                     payload,
                 )
                 self.num_bytes += memoryview(payload).nbytes
-            case Commit(body):
-                await self._start(decode_pb2.HandoverCommit.FromString(body).first_token_id)
+            case Commit():
+                await self._start(parse_body(decode_pb2.HandoverCommit, frame).first_token_id)
                 return FrameKind.DONE
         return None
 
@@ -115,8 +115,7 @@ class _Reception:
         if self._reserved:
             await self._engine.cancel(self._generation.request_id)
 
-    async def _reserve(self, whole: KVRange, body: bytes) -> None:
-        generation = decode_pb2.HandoverOpen.FromString(body).generation
+    async def _reserve(self, whole: KVRange, generation: types_pb2.Generation) -> None:
         self._state.check_can_serve(generation, types_pb2.DECODE)
         self._state.router.check_listening(generation.gateway_id)
         layout = self._state.layout
@@ -138,18 +137,3 @@ class _Reception:
         self._reserved = False
         with request_scope(request_id):
             log.info("request.decoding", extra={"kv_bytes": self.num_bytes})
-
-
-async def _leased(messages: AsyncIterator[bytes], lease_s: float) -> AsyncIterator[bytes]:
-    """The messages, as long as each comes within `lease_s` of the one before."""
-    while True:
-        try:
-            async with asyncio.timeout(lease_s):
-                message = await anext(messages)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            raise DeadlineExceeded(f"the sender was silent for {lease_s:g} s: its reservation expired") from None
-        except grpc.aio.UsageError as err:
-            raise Unavailable("the sender went away") from err
-        yield message

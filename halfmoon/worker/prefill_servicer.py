@@ -14,9 +14,9 @@ from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.errors import HalfmoonError
 from halfmoon.kv.frame import KVRange, plan_frames
 from halfmoon.pb import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
-from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transfer import TransferSender, transfer_to
 from halfmoon.worker.decode_servicer import RENEW_S
+from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.state import WorkerState, now_s
 from halfmoon.worker.token_router import FirstOutput
@@ -34,12 +34,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._engine = engine
         self._state = state
         self._metrics = metrics
-        self._kv_peers: dict[str, Peer] = {}
+        self._channels = KVChannels()
 
     async def close(self) -> None:
         """Closes the KV channels."""
-        for peer in self._kv_peers.values():
-            await peer.close()
+        await self._channels.close_idle(0)
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
@@ -69,17 +68,19 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         num_tokens = len(generation.prompt_token_ids) + len(generation.output_token_ids)
         whole = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens)
         body = decode_pb2.HandoverOpen(generation=generation).SerializeToString()
-        async with transfer_to(self._kv_peer(address), layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
-            await transfer.open(whole, body)
-            async with _Prefilling(self._engine, self._state, generation) as prefilling:
-                first = await _while_renewing(prefilling.first, transfer)
-                yield prefilling.event(first)
-                if first.output.finish_reason is not None:
-                    return
-                started_s = now_s()
-                num_bytes = await self._send_kv(transfer, generation.request_id, num_tokens)
-                commit = decode_pb2.HandoverCommit(first_token_id=first.output.token_id)
-                await transfer.commit(commit.SerializeToString())
+        await self._channels.close_idle()
+        with self._channels.to(address) as peer:
+            async with transfer_to(peer, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
+                await transfer.open(whole, body)
+                async with _Prefilling(self._engine, self._state, generation) as prefilling:
+                    first = await _while_renewing(prefilling.first, transfer)
+                    yield prefilling.event(first)
+                    if first.output.finish_reason is not None:
+                        return
+                    started_s = now_s()
+                    num_bytes = await self._send_kv(transfer, generation.request_id, num_tokens)
+                    commit = decode_pb2.HandoverCommit(first_token_id=first.output.token_id)
+                    await transfer.commit(commit.SerializeToString())
         transfer_s = now_s() - started_s
         self._metrics.handover_seconds.observe(transfer_s)
         log.info("request.handed_over", extra={"kv_bytes": num_bytes, "transfer_s": round(transfer_s, 4)})
@@ -106,12 +107,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             num_bytes += part.num_bytes(layout)
         self._metrics.handover_bytes.labels("out").inc(num_bytes)
         return num_bytes
-
-    def _kv_peer(self, address: str) -> Peer:
-        peer = self._kv_peers.get(address)
-        if peer is None:
-            peer = self._kv_peers[address] = Peer(address)
-        return peer
 
 
 class _Prefilling:

@@ -34,7 +34,7 @@ class WorkerSettings(BaseSettings):
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine, of each of its ranks")
     tensor_parallel: int = Field(1, ge=1, description="devices that share every layer of the model")
     pipeline_parallel: int = Field(1, ge=1, description="stages of devices, each with some of the layers")
-    lease_s: float = Field(10.0, gt=0, description="a KV reservation ends when its sender is silent for this long")
+    lease_s: float = Field(10.0, ge=5, description="a KV reservation ends when its sender is silent for this long")
     drain_s: float = Field(2.0, ge=0, description="at SIGTERM, time that running requests get to finish")
     metrics_port: int | None = Field(None, ge=0, description="serve Prometheus metrics on this port")
     state_dir: Path = Field(Path(".halfmoon"), description="where a service may keep files")

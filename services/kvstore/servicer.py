@@ -6,19 +6,17 @@ carry that layout's fingerprint. kvstore.proto states both exchanges.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from halfmoon.errors import DeadlineExceeded, Incompatible, InvalidRequest, Unavailable
+from halfmoon.errors import Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame, plan_frames
 from halfmoon.kv.layout import KVLayout, Shard
 from halfmoon.kv.receiver import Commit, Reserve, TransferReceiver, Write
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc, types_pb2
-from halfmoon.rpc.transfer import answer, raw_service
+from halfmoon.rpc.transfer import answer, next_message, parse_body, raw_service
 from services.kvstore.store import BlockStore, Draft
 
 BYTES_SERVICE = "halfmoon.KVStoreBytes"
@@ -135,10 +133,7 @@ def _whole_block(layout: KVLayout, token_start: int) -> KVRange:
 def _opened(frame: Frame) -> kvstore_pb2.BlockOpen:
     if frame.kind is not FrameKind.OPEN:
         raise InvalidRequest(f"the first frame must be OPEN, not {frame.kind.name}")
-    try:
-        return kvstore_pb2.BlockOpen.FromString(bytes(memoryview(frame.payload)))
-    except DecodeError as err:
-        raise InvalidRequest("the body of OPEN is not a BlockOpen") from err
+    return parse_body(kvstore_pb2.BlockOpen, frame)
 
 
 def _layout_of(frame: Frame) -> KVLayout:
@@ -156,12 +151,7 @@ def _layout_of(frame: Frame) -> KVLayout:
 
 async def _next(messages: AsyncIterator[bytes], lease_s: float) -> bytes:
     """The next message. Raises DeadlineExceeded after `lease_s` of silence, Unavailable if the sender is gone."""
-    try:
-        async with asyncio.timeout(lease_s):
-            return await anext(messages)
-    except StopAsyncIteration:
-        raise Unavailable("the sender ended the stream before its COMMIT") from None
-    except TimeoutError:
-        raise DeadlineExceeded(f"the sender was silent for {lease_s:g} s") from None
-    except grpc.aio.UsageError as err:
-        raise Unavailable("the sender went away") from err
+    message = await next_message(messages, lease_s)
+    if message is None:
+        raise Unavailable("the sender ended the stream before its COMMIT")
+    return message

@@ -207,7 +207,7 @@ def test_a_failed_reply_is_said_and_not_remembered(app: Any, gateway: FakeGatewa
 @pytest.mark.parametrize("page", ["Cluster", "Requests", "Chat"])
 def test_an_unreachable_gateway_is_a_clear_message(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["app.py"])
-    monkeypatch.setenv("HALFMOON_GATEWAY_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("HALFMOON_CONSOLE_GATEWAY_URL", "http://127.0.0.1:1")
     shown = open_page(testing.AppTest.from_file(str(APP), default_timeout=60), page)
     assert "no gateway at http://127.0.0.1:1" in shown.error[0].value
 
@@ -236,8 +236,8 @@ def test_another_server_is_not_a_gateway(gateway: FakeGateway, path: str) -> Non
 
 def test_where_the_gateway_is() -> None:
     assert gateway_url([], {}) == DEFAULT_GATEWAY_URL
-    assert gateway_url([], {"HALFMOON_GATEWAY_URL": "http://a:1/"}) == "http://a:1"
-    assert gateway_url(["--gateway", "https://b"], {"HALFMOON_GATEWAY_URL": "http://a:1"}) == "https://b"
+    assert gateway_url([], {"HALFMOON_CONSOLE_GATEWAY_URL": "http://a:1/"}) == "http://a:1"
+    assert gateway_url(["--gateway", "https://b"], {"HALFMOON_CONSOLE_GATEWAY_URL": "http://a:1"}) == "https://b"
     for wrong in (["--gateway"], ["--gateway", "b:1"], ["x"]):
         with pytest.raises(ValueError, match=r"gateway"):
             gateway_url(wrong, {})

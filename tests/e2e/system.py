@@ -39,10 +39,9 @@ class System:
             return found
 
 
-@asynccontextmanager
-async def running_system(state_dir: Path, *options: str) -> AsyncIterator[System]:
-    """`halfmoon up` on a free port, until it printed that it is ready; stopped with Ctrl-C's signal."""
-    process = await asyncio.create_subprocess_exec(
+async def start_up(state_dir: Path, *options: str) -> asyncio.subprocess.Process:
+    """`halfmoon up` on a free port, without waiting for anything."""
+    return await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "halfmoon.cli", "up", "--port", "0", "--no-console", "--state-dir", str(state_dir), *options),
         stdout=asyncio.subprocess.PIPE,
@@ -50,6 +49,12 @@ async def running_system(state_dir: Path, *options: str) -> AsyncIterator[System
         cwd=ROOT,
         env={**os.environ, "TERM": "dumb", "COLUMNS": "200"},
     )
+
+
+@asynccontextmanager
+async def running_system(state_dir: Path, *options: str) -> AsyncIterator[System]:
+    """`halfmoon up`, until it printed that it is ready; stopped with Ctrl-C's signal."""
+    process = await start_up(state_dir, *options)
     printed: list[str] = []
     try:
         url = await asyncio.wait_for(_until_ready(process, printed), _START_TIMEOUT_S)

@@ -12,7 +12,7 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.e2e.system import running_system
+from tests.e2e.system import running_system, start_up
 
 pytestmark = pytest.mark.e2e
 
@@ -69,3 +69,18 @@ async def test_a_model_that_is_not_there_is_a_clear_error(tmp_path: Path) -> Non
     with pytest.raises(AssertionError, match=r"is no (local )?directory"):
         async with running_system(tmp_path, "--model", str(tmp_path / "absent")):
             pass
+
+
+async def test_a_stop_while_the_model_is_prepared_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HALFMOON_CACHE_DIR", str(tmp_path / "cache"))
+    process = await start_up(tmp_path / "state")
+    assert process.stdout is not None
+    assert b"converting" in await process.stdout.readline()
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    await asyncio.wait_for(process.communicate(), 30)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, started, 5)
+    assert started
+    assert not alive

@@ -16,6 +16,7 @@ from halfmoon.rpc.context import bounded_deadline_s, request_id, request_scope
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import RunningServer, running_server
+from halfmoon.rpc.status import error_from
 from halfmoon.rpc.transfer import answer, raw_service, transfer_to
 
 LAYOUT = KVLayout(2, 2, 4, "float32", 8)
@@ -165,3 +166,10 @@ async def test_nobody_there_is_unavailable() -> None:
     async with Peer("127.0.0.1:1") as peer, transfer_to(peer, LAYOUT, deadline_s=5) as transfer:
         with pytest.raises((Unavailable, Incompatible)):
             await transfer.open(KVRange(0, 2, 0, 2, 0, 8), b"")
+
+
+def test_an_internal_error_of_grpc_itself_is_a_broken_connection() -> None:
+    failure = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "Internal error from Core"
+    )
+    assert type(error_from(failure)) is Unavailable

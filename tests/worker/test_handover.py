@@ -12,7 +12,15 @@ import torch
 from transformers import LlamaForCausalLM
 
 from halfmoon.engine.checkpoint import Checkpoint
-from halfmoon.errors import Cancelled, DeadlineExceeded, HalfmoonError, Incompatible, NoCapacity, Unavailable
+from halfmoon.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HalfmoonError,
+    Incompatible,
+    InvalidRequest,
+    NoCapacity,
+    Unavailable,
+)
 from halfmoon.kv.frame import KVRange
 from halfmoon.pb import decode_pb2, prefill_pb2, types_pb2
 from halfmoon.rpc.transfer import transfer_to
@@ -201,9 +209,9 @@ async def test_nothing_is_taken_for_a_gateway_that_does_not_listen(start_worker:
     ("change", "error"),
     [
         ({"model_fingerprint": "another"}, Incompatible),
-        ({"request_id": ""}, HalfmoonError),
-        ({"prompt_token_ids": [1000]}, HalfmoonError),
-        ({"prompt_token_ids": [1] * 511}, HalfmoonError),
+        ({"request_id": ""}, InvalidRequest),
+        ({"prompt_token_ids": [1000]}, InvalidRequest),
+        ({"prompt_token_ids": [1] * 511}, InvalidRequest),
     ],
 )
 async def test_bad_requests_are_refused(

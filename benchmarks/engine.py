@@ -1,0 +1,222 @@
+"""Prefill and decode rates of the engine, beside transformers in the same process and, if given, a server.
+
+    python -m benchmarks.engine --model demo --dtype bfloat16 --repeat 3 [--server vllm=http://127.0.0.1:9000/smollm2]
+
+Subjects take turns within each repeat; figures are medians, ratios are to transformers and above 1 where the subject is
+better. "beside" is role `both` at work: eight sequences decode while a prompt of 2,048 tokens is computed in chunks; it
+gives the decode rate during that time and the longest stall of a decode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import aiohttp
+import torch
+
+from benchmarks.serving import Client, Server
+from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.engine import Engine
+from halfmoon.engine.request import EngineRequest, SamplingParams
+
+PREFILL_TOKENS = (128, 512, 2048)
+DECODE_BATCHES = (1, 8, 32)
+_DECODE_CONTEXT = 256
+_DECODE_STEPS = 24
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Figures = dict[str, float]
+Subject = Callable[[], Figures]
+
+
+class EngineSubject:
+    """The engine in this process."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: Dtype, device: str) -> None:
+        config = EngineConfig(device=device, dtype=dtype, prefix_cache=False, max_running=64)
+        self._engine = Engine(checkpoint, config)
+        self._rng = random.Random(0)
+        self._num_requests = 0
+
+    def measure(self) -> Figures:
+        """All figures, once."""
+        found = {f"prefill {n} tokens/s": self._prefill(n) for n in PREFILL_TOKENS}
+        found |= {f"decode batch {n} tokens/s": self._decode(n) for n in DECODE_BATCHES}
+        return found | self._beside(8, 2048)
+
+    def _add(self, num_prompt: int, max_tokens: int) -> str:
+        self._num_requests += 1
+        prompt = tuple(self._rng.choices(range(1000, 30000), k=num_prompt))
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        self._engine.add(EngineRequest(str(self._num_requests), prompt, sampling))
+        return str(self._num_requests)
+
+    def _prefill(self, num_tokens: int) -> float:
+        self._add(num_tokens, 1)
+        started_s = time.perf_counter()
+        while self._engine.has_work():
+            self._engine.step()
+        return num_tokens / (time.perf_counter() - started_s)
+
+    def _start_decodes(self, batch: int, max_tokens: int) -> None:
+        for _ in range(batch):
+            self._add(_DECODE_CONTEXT, max_tokens)
+        while self._engine.step().num_prefill_tokens or self._engine.stats().num_waiting:
+            pass
+
+    def _decode(self, batch: int) -> float:
+        self._start_decodes(batch, 4096)
+        started_s = time.perf_counter()
+        for _ in range(_DECODE_STEPS):
+            self._engine.step()
+        elapsed_s = time.perf_counter() - started_s
+        self._engine.cancel_all()
+        return batch * _DECODE_STEPS / elapsed_s
+
+    def _beside(self, batch: int, num_prompt: int) -> Figures:
+        self._start_decodes(batch, 4096)
+        prefill = self._add(num_prompt, 1)
+        started_s, stalls_s, num_tokens, is_done = time.perf_counter(), [0.0], 0, False
+        while not is_done:
+            result = self._engine.step()
+            stalls_s.append(result.duration_s)
+            is_done = any(output.request_id == prefill for output in result.outputs)
+            num_tokens += len(result.outputs)
+        elapsed_s = time.perf_counter() - started_s
+        self._engine.cancel_all()
+        return {
+            "beside: decode tokens/s": num_tokens / elapsed_s,
+            "beside: prefill tokens/s": num_prompt / elapsed_s,
+            "beside: longest stall ms": 1000 * max(stalls_s),
+        }
+
+
+class TransformersSubject:
+    """The reference implementation in this process, with its static choice of attention."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: Dtype, device: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=getattr(torch, dtype))
+        self._model.to(device).eval()
+        self._device = device
+        self._rng = random.Random(0)
+
+    @torch.inference_mode()
+    def measure(self) -> Figures:
+        """Prefill and decode rates, once."""
+        found = {f"prefill {n} tokens/s": self._prefill(n) for n in PREFILL_TOKENS}
+        return found | {f"decode batch {n} tokens/s": self._decode(n) for n in DECODE_BATCHES}
+
+    def _prompts(self, batch: int, num_tokens: int) -> torch.Tensor:
+        rows = [self._rng.choices(range(1000, 30000), k=num_tokens) for _ in range(batch)]
+        return torch.tensor(rows, device=self._device)
+
+    def _prefill(self, num_tokens: int) -> float:
+        prompt = self._prompts(1, num_tokens)
+        started_s = time.perf_counter()
+        int(self._model(prompt, logits_to_keep=1).logits[0, -1].argmax())
+        return num_tokens / (time.perf_counter() - started_s)
+
+    def _decode(self, batch: int) -> float:
+        out = self._model(self._prompts(batch, _DECODE_CONTEXT), use_cache=True, logits_to_keep=1)
+        started_s = time.perf_counter()
+        for _ in range(_DECODE_STEPS):
+            tokens = out.logits[:, -1].argmax(-1, keepdim=True)
+            out = self._model(tokens, past_key_values=out.past_key_values, use_cache=True)
+        int(out.logits[0, -1].argmax())
+        return batch * _DECODE_STEPS / (time.perf_counter() - started_s)
+
+
+class ServerSubject:
+    """Any OpenAI-compatible server, measured through HTTP, its own overhead included."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._rng = random.Random(0)
+
+    def measure(self) -> Figures:
+        """Prefill rates from the time to first token, decode rates between the last first token and the end."""
+        return asyncio.run(self._measure())
+
+    async def _measure(self) -> Figures:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+            client = Client(self._server, session, self._rng)
+            found = {}
+            for num_tokens in PREFILL_TOKENS:
+                sample = await client.stream(client.prompt(num_tokens), 1)
+                found[f"prefill {num_tokens} tokens/s"] = num_tokens / sample.ttft_s
+            for batch in DECODE_BATCHES:
+                found[f"decode batch {batch} tokens/s"] = await self._decode(client, batch)
+            return found
+
+    async def _decode(self, client: Client, batch: int) -> float:
+        steps = 2 * _DECODE_STEPS
+        prompts = [client.prompt(_DECODE_CONTEXT) for _ in range(batch)]
+        samples = await asyncio.gather(*(client.stream(prompt, steps) for prompt in prompts))
+        all_run_s = max(sample.ttft_s for sample in samples)  # from here on every sequence decodes
+        first_end_s = min(sample.arrivals_s[-1] for sample in samples)
+        if first_end_s <= all_run_s:
+            return float("nan")
+        between = sum(all_run_s < at_s <= first_end_s for sample in samples for at_s in sample.arrivals_s)
+        return between / (first_end_s - all_run_s)
+
+
+def table(found: dict[str, list[Figures]], baseline: str) -> str:
+    """Medians by figure and subject, with ratios to `baseline`."""
+    names = list(found)
+    figures = list(dict.fromkeys(figure for rounds in found.values() for figure in rounds[0]))
+    lines = [f"{'':28}" + "".join(f"{name:>20}" for name in names)]
+    for figure in figures:
+        medians = {
+            name: statistics.median(one[figure] for one in rounds)
+            for name, rounds in found.items()
+            if figure in rounds[0]
+        }
+        cells = []
+        for name in names:
+            ratio = f"{medians[name] / medians[baseline]:.2f}x" if baseline in medians and name in medians else ""
+            cells.append(f"{medians[name]:12.1f} {ratio:>7}" if name in medians else f"{'':20}")
+        lines.append(f"{figure:28}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def measure(subjects: dict[str, Subject], repeat: int) -> dict[str, list[Figures]]:
+    """Every subject in turn, `repeat` times, after one round that does not count."""
+    for subject in subjects.values():
+        subject()
+    found: dict[str, list[Figures]] = {name: [] for name in subjects}
+    for _ in range(repeat):
+        for name, subject in subjects.items():
+            found[name].append(subject())
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--server", type=Server.parse, action="append", default=[], metavar="NAME=URL/MODEL")
+    parser.add_argument("--repeat", type=int, default=3)
+    options = parser.parse_args(arguments)
+    checkpoint = prepare_checkpoint(options.model)
+    subjects: dict[str, Subject] = {
+        "transformers": TransformersSubject(checkpoint, options.dtype, options.device).measure,
+        "halfmoon": EngineSubject(checkpoint, options.dtype, options.device).measure,
+    }
+    subjects |= {server.name: ServerSubject(server).measure for server in options.server}
+    print(f"{checkpoint.name}, {options.dtype}, {options.device}, {torch.get_num_threads()} threads")
+    print(table(measure(subjects, options.repeat), "transformers"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Channels to decode workers are kept while used, and do not pile up."""
+
+from __future__ import annotations
+
+from halfmoon.worker.kv_channels import KVChannels
+
+
+async def test_a_channel_is_used_again() -> None:
+    channels = KVChannels()
+    with channels.to("127.0.0.1:1") as first, channels.to("127.0.0.1:1") as second:
+        assert first is second
+    await channels.close_idle(0)
+    with channels.to("127.0.0.1:1") as third:
+        assert third is not first
+    await channels.close_idle(0)
+
+
+async def test_only_the_longest_unused_ones_are_closed() -> None:
+    channels = KVChannels()
+    with channels.to("127.0.0.1:1") as in_use:
+        peers = []
+        for port in (2, 3, 4):
+            with channels.to(f"127.0.0.1:{port}") as peer:
+                peers.append(peer)
+        await channels.close_idle(1)
+        with (
+            channels.to("127.0.0.1:1") as same,
+            channels.to("127.0.0.1:4") as newest,
+            channels.to("127.0.0.1:2") as new,
+        ):
+            assert same is in_use
+            assert newest is peers[2]
+            assert new is not peers[0]
+    await channels.close_idle(0)
