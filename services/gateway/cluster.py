@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -20,7 +20,7 @@ from halfmoon.pb.prefill_pb2_grpc import PrefillStub
 from halfmoon.rpc.context import request_id, request_scope
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
 from services.gateway.membership import Member, Membership
-from services.gateway.token_streams import TokenRouter
+from services.gateway.token_streams import GatewayStopping, TokenRouter
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +68,21 @@ class Cluster(ClusterServicer):
         return worker
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs `work`, which must handle its own errors, beside the requests."""
-        return self._tasks.create_task(work)
+        """Runs `work` beside the requests; an error of it is logged. Raises GatewayStopping at the very end."""
+        guarded = _logged(work)
+        try:
+            return self._tasks.create_task(guarded)
+        except RuntimeError as error:  # the group takes no more tasks
+            guarded.close()
+            work.close()
+            raise GatewayStopping("the gateway is stopping") from error
 
     def cancel_request(self, worker: Worker, wire_id: str) -> None:
         """Sends Decode.Cancel. It outlives the request that it is for, and the request's deadline."""
-        task = self.spawn(self._cancel_request(worker, wire_id))
-        self._cancels.add(task)
-        task.add_done_callback(self._cancels.discard)
+        with suppress(GatewayStopping):  # the workers see this gateway end
+            task = self.spawn(self._cancel_request(worker, wire_id))
+            self._cancels.add(task)
+            task.add_done_callback(self._cancels.discard)
 
     def until_changed(self) -> Coroutine[Any, Any, Any]:
         """To be awaited: a worker joined, left, or began to listen after this was called."""
@@ -114,10 +121,19 @@ class Cluster(ClusterServicer):
             self.remove(self._workers[member.worker_id], Unavailable(f"worker {member.worker_id} missed heartbeats"))
 
     async def watch_heartbeats(self) -> None:
-        """Calls `expire` as long as the gateway lives."""
+        """Calls `expire` as long as the gateway lives.
+
+        When this process stood still, the workers' reports wait in its sockets: silence is not theirs then.
+        """
+        interval_s = self.membership.heartbeat_interval_s
         while True:
-            await asyncio.sleep(self.membership.heartbeat_interval_s / 2)
-            self.expire(self.clock())
+            due_s = self.clock() + interval_s / 2
+            await asyncio.sleep(interval_s / 2)
+            now_s = self.clock()
+            if now_s - due_s > interval_s:
+                log.warning("gateway.stalled", extra={"stalled_s": now_s - due_s})
+                self.membership.excuse(now_s)
+            self.expire(now_s)
 
     async def close(self, grace_s: float) -> None:
         """Ends every membership and, within `grace_s`, lets the cancellations under way reach their workers."""
@@ -154,7 +170,8 @@ class Cluster(ClusterServicer):
         if reader is not None:
             reader.cancel()
         self.router.lose(worker.member.worker_id, reason)
-        self.spawn(self._close_later(worker))
+        with suppress(GatewayStopping):  # the channel closes when it is collected
+            self.spawn(self._close_later(worker))
         self._notify()
 
     def _notify(self) -> None:
@@ -188,6 +205,9 @@ class Cluster(ClusterServicer):
                 await self._read_token_stream(worker)
             except HalfmoonError as error:
                 reason = error
+            except Exception as error:  # a bug of ours must not leave the worker a member that nobody listens to
+                log.error("tokens.failed", exc_info=error)
+                reason = HalfmoonError("internal error: see the gateway's log")
             if worker.member.listening:
                 num_failures = 0
                 self.membership.set_listening(worker.member, False)
@@ -223,6 +243,14 @@ class Cluster(ClusterServicer):
             pass
         finally:
             await worker.peer.close()
+
+
+async def _logged(work: Coroutine[Any, Any, None]) -> None:
+    """A task beside the requests must not take the gateway down."""
+    try:
+        await work
+    except Exception as error:
+        log.error("task.failed", exc_info=error)
 
 
 @asynccontextmanager

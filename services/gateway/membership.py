@@ -119,6 +119,11 @@ class Membership:
         limit_s = MISSED_HEARTBEATS * self.heartbeat_interval_s
         return [member for member in self._members.values() if now_s - member.heard_s > limit_s]
 
+    def excuse(self, now_s: float) -> None:
+        """Counts every member as heard of now: it was this gateway that did not listen."""
+        for member in self._members.values():
+            member.heard_s = now_s
+
     def view(self) -> ClusterView:
         """The cluster for the policies."""
         return ClusterView(tuple(member.view() for member in self._members.values()))
