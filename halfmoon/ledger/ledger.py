@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,24 +58,20 @@ class Ledger:
         while rows := await self._next_batch():
             await self._write(rows)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """No more rows: `write_behind` returns after the last one."""
         self._closing = True
-        await self._queue.put(None)
+        with suppress(asyncio.QueueFull):  # a writer with that much to do needs no waking
+            self._queue.put_nowait(None)
 
     async def _next_batch(self) -> list[RequestRow]:
         """At least one row; empty at the end."""
-        first = await self._queue.get()
-        if first is None:
+        if self._closing and self._queue.empty():
             return []
-        rows = [first]
-        while len(rows) < _MAX_BATCH and not self._queue.empty():
-            row = self._queue.get_nowait()
-            if row is None:
-                self._queue.put_nowait(None)  # the end comes after these
-                break
-            rows.append(row)
-        return rows
+        found = [await self._queue.get()]
+        while len(found) < _MAX_BATCH and not self._queue.empty():
+            found.append(self._queue.get_nowait())
+        return [row for row in found if row is not None]  # None only wakes the writer, and is the last
 
     async def _write(self, rows: Sequence[RequestRow]) -> None:
         """A few tries: most failures of a database are short."""
@@ -83,7 +79,7 @@ class Ledger:
         for number in range(1, _TRIES + 1):
             try:
                 await asyncio.to_thread(self._insert, values)
-            except SQLAlchemyError as error:
+            except Exception as error:  # a driver may raise its own; rows that fail must not stop those after them
                 log.error("ledger.failed", extra={"num_rows": len(rows), "try": number, "reason": str(error)[:300]})
                 if number < _TRIES:
                     await asyncio.sleep(self._retry_wait_s)
@@ -115,7 +111,7 @@ async def open_ledger(url: str) -> AsyncIterator[Ledger]:
         try:
             yield ledger
         finally:
-            await ledger.close()
+            ledger.close()
             await writer
     finally:
         await asyncio.to_thread(engine.dispose)

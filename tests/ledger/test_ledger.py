@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -76,7 +77,7 @@ async def test_a_failing_database_is_counted(tmp_path: Path, caplog: pytest.LogC
     engine = create_engine(f"sqlite:///{tmp_path / 'ledger.db'}")  # no tables
     ledger = Ledger(engine, retry_wait_s=0)
     ledger.record(row(1))
-    await ledger.close()
+    ledger.close()
     await ledger.write_behind()
     assert (ledger.num_written, ledger.num_lost) == (0, 1)
     assert [record.message for record in caplog.records] == ["ledger.failed"] * 3
@@ -97,9 +98,44 @@ async def test_a_short_failure_loses_nothing(tmp_path: Path) -> None:
 
     ledger = MendedLedger(engine, retry_wait_s=0)
     ledger.record(row(1))
-    await ledger.close()
+    ledger.close()
     await ledger.write_behind()
     assert (ledger.num_written, ledger.num_lost) == (1, 0)
+    engine.dispose()
+
+
+async def test_any_failure_is_counted_and_the_writer_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path / 'ledger.db'}")
+    Base.metadata.create_all(engine)
+
+    class OddLedger(Ledger):
+        def _insert(self, values: list[dict[str, object]]) -> None:
+            if values[0]["request_id"] == "r1":
+                raise RuntimeError("the driver's own error")
+            super()._insert(values)
+
+    ledger = OddLedger(engine, retry_wait_s=0)
+    writer = asyncio.create_task(ledger.write_behind())
+    ledger.record(row(1))
+    async with asyncio.timeout(20):
+        while not ledger.num_lost:  # noqa: ASYNC110 (the ledger has no event for it)
+            await asyncio.sleep(0.001)
+    ledger.record(row(2))
+    ledger.close()
+    await asyncio.wait_for(writer, 20)
+    assert (ledger.num_written, ledger.num_lost) == (1, 1)
+    assert [record.message for record in caplog.records] == ["ledger.failed"] * 3
+    engine.dispose()
+
+
+async def test_closing_a_full_ledger_waits_for_nobody(tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path / 'ledger.db'}")
+    Base.metadata.create_all(engine)
+    ledger = Ledger(engine, max_queued=2)
+    assert [ledger.record(row(number)) for number in range(3)] == [True, True, False]
+    ledger.close()
+    await asyncio.wait_for(ledger.write_behind(), 20)
+    assert (ledger.num_written, ledger.num_lost) == (2, 1)
     engine.dispose()
 
 
