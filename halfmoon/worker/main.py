@@ -134,6 +134,8 @@ def _load_engine(settings: WorkerSettings) -> Engine:
         chunk_tokens=settings.chunk_tokens,
         max_running=settings.max_running,
         max_context_tokens=settings.max_context_tokens,
+        attention=settings.attention,
+        cuda_graphs=settings.cuda_graphs,
         num_threads=settings.num_threads,
         tensor_parallel=settings.tensor_parallel,
         pipeline_parallel=settings.pipeline_parallel,

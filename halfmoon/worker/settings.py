@@ -31,6 +31,10 @@ class WorkerSettings(BaseSettings):
     chunk_tokens: int | None = Field(None, ge=1, description="prompt tokens beside running decodes; default: by device")
     max_running: int = Field(64, ge=1, description="sequences in one batch")
     max_context_tokens: int | None = Field(None, ge=1, description="limit on prompt + output; default: the model's")
+    attention: Literal["auto", "sdpa", "triton"] = Field(
+        "auto", description="'triton': our kernels, for CUDA; 'sdpa': plain torch; 'auto': by device"
+    )
+    cuda_graphs: bool = Field(True, description="on a GPU, capture decode steps at start")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine, of each of its ranks")
     tensor_parallel: int = Field(1, ge=1, description="devices that share every layer of the model")
     pipeline_parallel: int = Field(1, ge=1, description="stages of devices, each with some of the layers")
