@@ -1,0 +1,59 @@
+"""Engines of several ranks on the CPU: gloo, one thread a process, ended with the test module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.engine import Engine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Two cores are shared by up to four ranks; followers inherit the environment."""
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def start_engine(tiny_checkpoint: Callable[[str], Checkpoint]) -> Iterator[Callable[..., Engine]]:
+    """`start_engine(2, 1, "opt")`: tensor and pipeline size and model; closed after the test."""
+    engines: list[Engine] = []
+
+    def start(tensor: int = 1, pipeline: int = 1, model: str = "llama", **options: Any) -> Engine:
+        engines.append(_engine(tiny_checkpoint(model), tensor, pipeline, **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def shared_engine(tiny_checkpoint: Callable[[str], Checkpoint]) -> Iterator[Callable[..., Engine]]:
+    """`shared_engine(2, 1)`: a Llama's engine without a prefix cache, for tests that leave it as they found it."""
+    engines: dict[tuple[int, int], Engine] = {}
+
+    def share(tensor: int = 1, pipeline: int = 1) -> Engine:
+        if (tensor, pipeline) not in engines:
+            options: dict[str, Any] = {"prefix_cache": False, "max_batch_tokens": 30, "chunk_tokens": 9}
+            engines[tensor, pipeline] = _engine(tiny_checkpoint("llama"), tensor, pipeline, **options)
+        return engines[tensor, pipeline]
+
+    yield share
+    for engine in engines.values():
+        engine.close()
+
+
+def _engine(checkpoint: Checkpoint, tensor: int, pipeline: int, **options: Any) -> Engine:
+    settings: dict[str, Any] = {"dtype": "float32", "block_tokens": 8, "num_blocks": 64, "max_running": 8}
+    settings |= {"tensor_parallel": tensor, "pipeline_parallel": pipeline, **options}
+    return Engine(checkpoint, EngineConfig(**settings))
