@@ -9,15 +9,19 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from halfmoon.errors import InvalidRequest
-from services.gateway.schemas import NEUTRAL_VALUES
+from services.gateway.client_text import shortened
+from services.gateway.schemas import NEUTRAL_VALUES, UNION_FIELDS
 
 Body = TypeVar("Body", bound=BaseModel)
 
-_TYPE_TAGS = frozenset({"str", "int", "float", "bool", "none"})  # pydantic's names for a union's branches
 
+def parse_body(schema: type[Body], raw: bytes, max_values: int = 200_000) -> Body:
+    """The body of a request of at most `max_values` JSON values. Raises InvalidRequest.
 
-def parse_body(schema: type[Body], raw: bytes) -> Body:
-    """The body of a request. Raises InvalidRequest."""
+    Of each JSON value an object is made while nothing else runs, the event loop included: hence their limit.
+    """
+    if _num_separators(raw) > max_values:
+        raise InvalidRequest(f"the body holds more than {max_values} values or separators: far more than fit")
     try:
         found = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -29,6 +33,11 @@ def parse_body(schema: type[Body], raw: bytes) -> Body:
         return schema.model_validate(supported)
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False, include_input=False)) from error
+
+
+def _num_separators(raw: bytes) -> int:
+    """At least half the number of values, and far quicker to find; those inside strings are counted too."""
+    return sum(raw.count(one) for one in (b",", b"[", b"{"))
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -44,18 +53,32 @@ def _is_neutral(name: str, value: Any) -> bool:
 def _invalid(errors: Sequence[ErrorDetails]) -> InvalidRequest:
     """Of several errors the first; of a union's branches the one that got furthest into the value."""
     same = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
-    error = max(same, key=lambda one: len(_path(one["loc"])))
-    param = _path(error["loc"])
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in param).lstrip(".")
+    error = max(same, key=lambda one: (one["type"] == "too_long", len(_path(one["loc"]))))
+    path = _path(error["loc"])
+    if error["type"] == "too_many_names":
+        path = [*path, error["ctx"]["first"]]
+    param = shortened(_dotted(path))
     match error["type"]:
-        case "extra_forbidden":
-            message = f"unknown parameter: {name}"
+        case "extra_forbidden" | "too_many_names":
+            message = f"unknown parameter: {param or repr(param)}"
         case "missing":
-            message = f"missing parameter: {name}"
+            message = f"missing parameter: {param}"
+        case "none_required":
+            message = f"{param}: this parameter is not supported"
+        case "too_long":
+            message = f"{param}: at most {error['ctx']['max_length']} items"
         case _:
-            message = f"{name}: {error['msg'][:1].lower()}{error['msg'][1:]}"
-    return InvalidRequest(message, param=name or None)
+            message = f"{param}: {error['msg'][:1].lower()}{error['msg'][1:]}"
+    return InvalidRequest(message, param=param if path else None)
 
 
 def _path(location: Sequence[int | str]) -> list[int | str]:
-    return [part for part in location if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_TAGS)]
+    """The location without pydantic's names for a union's branches, which come right after the union's field."""
+    parents = ["", *location[:-1]]
+    return [part for part, parent in zip(location, parents, strict=False) if parent not in UNION_FIELDS]
+
+
+def _dotted(path: Sequence[int | str]) -> str:
+    """`messages[0].content`."""
+    text = str(path[0]) if path else ""
+    return text + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])

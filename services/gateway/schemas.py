@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -30,23 +33,49 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Parameters that are known and not supported: accepted at these values and at null, where they change nothing."""
 
+_MAX_MESSAGES = 10_000
+_MAX_PARTS = 1_000
+_MAX_PROMPTS = 1_000
+_MAX_PROMPT_TOKENS = 2_000_000
+_MAX_STOPS = 16
+_MAX_STOP_TOKENS = 1_024
+_MAX_BIASES = 1_024
+_MAX_NAMES = 64
 
-class TextPart(BaseModel):
-    """One part of a message's content."""
+Item = TypeVar("Item")
+Items: TypeAlias = Annotated[list[Item], Field(fail_fast=True)]
+"""A list whose first wrong item is the only one reported: a body may hold a million of them."""
+
+
+class Part(BaseModel):
+    """An object of a body."""
 
     model_config = _STRICT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_a_flood_of_names(cls, found: Any) -> Any:
+        """Each unknown name would become an error of its own."""
+        if isinstance(found, dict) and len(found) > _MAX_NAMES:
+            first = next(name for name in found if name not in cls.model_fields)
+            raise PydanticCustomError("too_many_names", "too many names", {"first": first})
+        return found
+
+
+class TextPart(Part):
+    """One part of a message's content."""
+
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
-    """One message of a chat."""
+class Message(Part):
+    """One message of a chat. Tools are not supported: neither is the role of their results."""
 
-    model_config = _STRICT
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[Items[TextPart], Field(max_length=_MAX_PARTS)] | None = None
+    name: None = None
+    tool_call_id: None = None
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
     refusal: None = None
@@ -61,18 +90,23 @@ class Message(BaseModel):
         return self.content or ""
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Part):
     """What a stream carries besides its text."""
 
-    model_config = _STRICT
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
-class GenerationBody(BaseModel):
+def _few_biases(found: Any) -> Any:
+    """pydantic itself counts a dict's entries after it has collected the errors of them all."""
+    if isinstance(found, dict) and len(found) > _MAX_BIASES:
+        raise PydanticCustomError("too_long", "at most {max_length}", {"max_length": _MAX_BIASES})
+    return found
+
+
+class GenerationBody(Part):
     """What both endpoints take. Null is the same as absent."""
 
-    model_config = _STRICT
     model: str
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -80,14 +114,16 @@ class GenerationBody(BaseModel):
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[Items[str], Field(max_length=_MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[Items[int], Field(max_length=_MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few_biases)] | None = (
+        None
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None  # not OpenAI's: the output's token ids, in `choices[].token_ids`
@@ -100,7 +136,7 @@ class GenerationBody(BaseModel):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=_MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -109,5 +145,24 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[Items[int], Field(max_length=_MAX_PROMPT_TOKENS)]
+        | Annotated[Items[str], Field(max_length=_MAX_PROMPTS)]
+        | Annotated[Items[Items[int]], Field(max_length=_MAX_PROMPTS)]
+    )
     logprobs: int | None = Field(None, ge=0, le=5)
+
+
+def _is_union(annotation: Any) -> bool:
+    """Whether pydantic puts the branch's name into an error's location: not so where only null is the other one."""
+    return get_origin(annotation) in (Union, UnionType) and len({*get_args(annotation)} - {NoneType}) > 1
+
+
+UNION_FIELDS = frozenset(
+    name
+    for schema in (ChatBody, CompletionBody, Message, TextPart, StreamOptions)
+    for name, field in schema.model_fields.items()
+    if _is_union(field.annotation)
+)
+"""Fields that take values of several types."""

@@ -76,6 +76,9 @@ async def test_every_wrong_chat_parameter_is_named(fleet: Fleet) -> None:
         ("stop_token_ids", [257]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
+        ("stop_token_ids", [1] * 1025),
+        ("logit_bias", {str(one): 1 for one in range(1025)}),
+        ("stream_options", {"include_obfuscation": True}),
         ("ignore_eos", "yes"),
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),
@@ -111,12 +114,35 @@ async def test_wrong_messages_are_named_by_place(fleet: Fleet) -> None:
             "messages[1].content[0].type",
         ),
         ({"role": "user", "content": "hi", "mood": "good"}, "messages[1].mood"),
+        ({"role": "user", "content": "hi", "name": "Ann"}, "messages[1].name"),
+        ({"role": "assistant", "content": "hi", "tool_call_id": "t"}, "messages[1].tool_call_id"),
+        ({"role": "tool", "content": "4"}, "messages[1].role"),
         ({"role": "assistant", "content": None, "tool_calls": [{}]}, "messages[1].tool_calls"),
         ("hi", "messages[1]"),
     ]
     for message, param in wrong:
         status, error = await refused(fleet, CHAT, {"model": MODEL, "messages": [*MESSAGES, message]})
         assert (status, error["param"]) == (400, param), (message, error)
+
+
+@pytest.mark.parametrize("name", ["max-tokens", "a.b", "int", "str", "list[str]", "none", "", "prompt", "ü"])
+async def test_unknown_parameters_are_named_as_they_are(fleet: Fleet, name: str) -> None:
+    """Also those that read like pydantic's own words."""
+    _, error = await refused(fleet, CHAT, {"model": MODEL, "messages": MESSAGES, name: 1})
+    assert (error["param"], error["message"]) == (name, f"unknown parameter: {name or repr(name)}")
+    _, error = await refused(fleet, CHAT, {"model": MODEL, "messages": [{**MESSAGES[0], name: 1}]})
+    assert error["param"] == f"messages[0].{name}"
+    if name != "":
+        _, error = await refused(fleet, CHAT, {"model": MODEL, "messages": MESSAGES, "stop": {name: 1}})
+        assert error["param"] == "stop"
+
+
+async def test_of_many_unknown_parameters_one_is_named(fleet: Fleet) -> None:
+    many = {f"x{number}": 1 for number in range(1000)}
+    _, error = await refused(fleet, CHAT, {"model": MODEL, "messages": MESSAGES, **many})
+    assert error["message"] == "unknown parameter: x0"
+    _, error = await refused(fleet, CHAT, {"model": MODEL, "messages": [MESSAGES[0] | many]})
+    assert error["message"] == "unknown parameter: messages[0].x0"
 
 
 async def test_neutral_values_and_nulls_change_nothing(fleet: Fleet) -> None:
@@ -132,6 +158,9 @@ async def test_neutral_values_and_nulls_change_nothing(fleet: Fleet) -> None:
         "parallel_tool_calls": True,
         "top_k": -1,
         "stop": [],
+        "stream": True,
+        "stream_options": {"include_obfuscation": False},
+        "messages": [{**MESSAGES[0], "name": None, "tool_call_id": None}],
     }
     for extra in (dict.fromkeys(names), neutral):
         body = json.dumps({"model": MODEL, "messages": MESSAGES, **extra})

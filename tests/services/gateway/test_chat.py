@@ -165,14 +165,13 @@ async def test_messages_become_one_prompt(tmp_path: Path) -> None:
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": None},
-        {"role": "tool", "content": "4", "tool_call_id": "t"},
         {"role": "user", "content": "x" * 50},
     ]
     async with running_fleet(tmp_path) as fleet:
         prefill, _ = await fleet.pair()
         await fleet.client.chat.completions.create(model=MODEL, messages=messages)
         prompt = bytes(prefill.calls.prefills[0].generation.prompt_token_ids).decode()
-    assert prompt == f"system:be brief\nuser:ab\nassistant:\ntool:4\nuser:{'x' * 50}\n"
+    assert prompt == f"system:be brief\nuser:ab\nassistant:\nuser:{'x' * 50}\n"
 
 
 async def test_a_character_split_over_tokens_is_whole(tmp_path: Path) -> None:
