@@ -47,9 +47,19 @@ class WorkerView:
         """Whether it serves a request alone now."""
         return self.role == "both" and not self.draining and self.listening
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes requests of any kind now."""
+        return self.can_prefill or self.can_decode or self.can_do_both
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest sequence that fits on it when it is empty."""
+        return min(self.context_tokens, self.total_blocks * self.block_tokens)
+
     def holds(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` fits on it when it is empty."""
-        return num_tokens <= min(self.context_tokens, self.total_blocks * self.block_tokens)
+        return num_tokens <= self.capacity_tokens
 
     def has_room_now(self, num_tokens: int) -> bool:
         """Whether its free blocks hold `num_tokens` right now."""

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from halfmoon.errors import NoCapacity, Unavailable
+from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.policy.cluster_view import ClusterView, WorkerView
 
 _RETRY_AFTER_MS = 1_000  # a worker that joins or drains takes about a second to show
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and output together are longer than the model's context, or than any worker's KV memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +38,18 @@ def place(view: ClusterView, num_prompt_tokens: int, max_tokens: int, exclude: C
 
     First the fewest prompt tokens waiting before prefill, then a decode worker with room for the prompt now, then
     the fewest requests there, then the most free blocks; ties go to the smaller worker ids. Raises Unavailable when
-    a half is missing (now) and NoCapacity without `retry_after_ms` when no present worker can ever hold the request.
+    a half is missing (now) and ContextLengthExceeded when no present worker can ever hold the request.
     """
     if view.missing:
         raise Unavailable(f"no {' and no '.join(view.missing)} is ready", retry_after_ms=_RETRY_AFTER_MS)
-    fitting = [pair for pair in _pairs(view) if _fits(pair, num_prompt_tokens, max_tokens)]
+    pairs = list(_pairs(view))
+    fitting = [pair for pair in pairs if _fits(pair, num_prompt_tokens, max_tokens)]
     if not fitting:
-        raise NoCapacity(f"no worker can hold a sequence of {num_prompt_tokens + max_tokens} tokens")
+        most = max(min(pair.prefill.capacity_tokens, pair.decode.capacity_tokens) for pair in pairs)
+        raise ContextLengthExceeded(
+            f"{num_prompt_tokens} tokens of prompt and {max_tokens} of output are more than any worker can hold: "
+            f"together at most {most} tokens fit"
+        )
     allowed = [pair for pair in fitting if not {pair.prefill.worker_id, pair.decode.worker_id} & set(exclude)]
     if not allowed:
         raise Unavailable("every worker that could serve the request refused it", retry_after_ms=_RETRY_AFTER_MS)

@@ -110,7 +110,7 @@ class Cluster(ClusterServicer):
 
     def remove(self, worker: Worker, reason: HalfmoonError) -> None:
         """Ends a membership: its requests are told. Idempotent."""
-        if not self.membership.leave(worker.member) and worker.gone.done():
+        if not self.membership.leave(worker.member, self.clock()) and worker.gone.done():
             return
         log.info("worker.left", extra={"worker_id": worker.member.worker_id, "reason": reason.message})
         self._forget(worker, reason)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 from aiohttp import web
 
@@ -23,14 +24,13 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.progress import Progress
 from services.gateway.relay import Relay
 from services.gateway.replies import ClientGone, StreamReply, WholeReply
-from services.gateway.request_body import parse_body
 from services.gateway.request_ids import request_id_of
 from services.gateway.responses import ChatShape, CompletionShape, Wanted
-from services.gateway.schemas import ChatBody, CompletionBody
 from services.gateway.text_stream import TextStream
 
 log = logging.getLogger(__name__)
 
+_SLOW_BODY_BYTES = 4_096  # longer ones are read and tokenized off the event loop
 _CLIENT_CLOSED = 499  # nobody reads it but the ledger
 _REJECTIONS = (InvalidRequest, NotFound, NoCapacity, Unavailable)
 
@@ -99,22 +99,17 @@ class GenerationEndpoints:
     async def _serve(self, request: web.Request, call: _Call) -> web.StreamResponse:
         raw = await _read(request)
         context_tokens = self._membership.context_tokens(self._model.context_tokens)
-        body: ChatBody | CompletionBody
-        make_shape: type[ChatShape | CompletionShape]
-        if call.endpoint == "chat.completions":
-            body = parse_body(ChatBody, raw)
-            intake, make_shape = await take_in_chat(body, self._model, context_tokens), ChatShape
-        else:
-            body = parse_body(CompletionBody, raw)
-            intake, make_shape = await take_in_completion(body, self._model, context_tokens), CompletionShape
+        is_chat = call.endpoint == "chat.completions"
+        take_in = partial(take_in_chat if is_chat else take_in_completion, raw, self._model, context_tokens)
+        intake = await asyncio.to_thread(take_in) if len(raw) > _SLOW_BODY_BYTES else take_in()
+        make_shape: type[ChatShape | CompletionShape] = ChatShape if is_chat else CompletionShape
         call.progress.prompt_tokens = len(intake.prompt_token_ids)
         call.text_stream = text_stream = TextStream(self._model.new_detokenizer(), intake.stops)
-        wanted = Wanted(intake.sampling.HasField("num_top_logprobs"), bool(body.return_token_ids))
+        wanted = Wanted(intake.sampling.HasField("num_top_logprobs"), intake.with_token_ids)
         created = int(call.created_at.timestamp())
         shape = make_shape(call.request_id, self._model.name, created, self._model.tokenizer, wanted)
-        if body.stream:
-            with_usage = bool(body.stream_options and body.stream_options.include_usage)
-            return await self._stream(intake, call, StreamReply(request, shape, text_stream, with_usage))
+        if intake.stream:
+            return await self._stream(intake, call, StreamReply(request, shape, text_stream, intake.with_usage))
         return await self._whole(intake, call, WholeReply(shape, text_stream))
 
     async def _whole(self, intake: Intake, call: _Call, reply: WholeReply) -> web.StreamResponse:

@@ -17,7 +17,7 @@ from halfmoon.errors import (
     Unavailable,
     UnknownModel,
 )
-from services.gateway.intake import ContextLengthExceeded
+from halfmoon.policy.placement import ContextLengthExceeded
 
 
 class HttpKind(NamedTuple):

@@ -1,8 +1,10 @@
-"""From a right body to a request for the workers: the prompt's token ids, and how to sample."""
+"""From the bytes of a body to a request for the workers: the prompt's token ids, and how to sample.
+
+Nothing here waits: the caller decides which thread a long body may keep busy.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +12,13 @@ from typing import Any, Protocol
 
 from halfmoon.errors import InvalidRequest, UnknownModel
 from halfmoon.pb.types_pb2 import SamplingParams
+from halfmoon.policy.placement import ContextLengthExceeded
+from services.gateway.request_body import parse_body
 from services.gateway.schemas import ChatBody, CompletionBody, GenerationBody
 from services.gateway.text_stream import PushesText
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _MAX_STOPS = 16
-_SLOW_TEXT_CHARS = 2_000  # longer ones are tokenized off the event loop
 _UINT64 = 2**64 - 1
 
 
@@ -35,10 +38,6 @@ class Encodes(Protocol):
         ...
 
 
-class ContextLengthExceeded(InvalidRequest):
-    """Prompt and output together are longer than the model's context."""
-
-
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """What the gateway knows of the model; torch-free."""
@@ -55,23 +54,26 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """A request that may go to the workers."""
+    """A request that may go to the workers, and how it wants to be answered."""
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     stops: tuple[str, ...]
+    stream: bool
+    with_usage: bool
+    with_token_ids: bool
 
 
-async def take_in_chat(body: ChatBody, model: ServedModel, context_tokens: int) -> Intake:
+def take_in_chat(raw: bytes, model: ServedModel, context_tokens: int) -> Intake:
     """Applies the chat template. Raises InvalidRequest, UnknownModel or ContextLengthExceeded."""
+    body = parse_body(ChatBody, raw)
     check_model(body.model, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     messages = [
         {"role": "system" if one.role == "developer" else one.role, "content": one.text} for one in body.messages
     ]
-    num_chars = sum(len(one["content"]) for one in messages)
-    prompt = await _off_loop_if_long(num_chars, lambda: model.tokenizer.encode_chat(messages))
+    prompt = model.tokenizer.encode_chat(messages)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     left = _room(len(prompt), wanted, context_tokens, "messages", limit_name)
@@ -79,10 +81,11 @@ async def take_in_chat(body: ChatBody, model: ServedModel, context_tokens: int) 
     return _intake(body, model, prompt, left if wanted is None else wanted, num_top_logprobs)
 
 
-async def take_in_completion(body: CompletionBody, model: ServedModel, context_tokens: int) -> Intake:
+def take_in_completion(raw: bytes, model: ServedModel, context_tokens: int) -> Intake:
     """The prompt as it is. Raises InvalidRequest, UnknownModel or ContextLengthExceeded."""
+    body = parse_body(CompletionBody, raw)
     check_model(body.model, model)
-    prompt = await _prompt_token_ids(_one_prompt(body), model)
+    prompt = _prompt_token_ids(_one_prompt(body), model)
     left = _room(len(prompt), body.max_tokens, context_tokens, "prompt", "max_tokens")
     max_tokens = min(left, _DEFAULT_COMPLETION_TOKENS) if body.max_tokens is None else body.max_tokens
     return _intake(body, model, prompt, max_tokens, body.logprobs)
@@ -105,15 +108,11 @@ def _one_prompt(body: CompletionBody) -> str | list[int]:
     return prompt  # type: ignore[return-value]  # a list is of one type: the schema saw to that
 
 
-async def _prompt_token_ids(prompt: str | list[int], model: ServedModel) -> list[int]:
+def _prompt_token_ids(prompt: str | list[int], model: ServedModel) -> list[int]:
     if isinstance(prompt, list):
         _check_token_ids(prompt, model, "prompt")
         return prompt
-    return await _off_loop_if_long(len(prompt), lambda: model.tokenizer.encode(prompt))
-
-
-async def _off_loop_if_long(num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
-    return await asyncio.to_thread(encode) if num_chars > _SLOW_TEXT_CHARS else encode()
+    return model.tokenizer.encode(prompt)
 
 
 def _room(num_prompt: int, wanted: int | None, context_tokens: int, prompt_name: str, limit_name: str) -> int:
@@ -154,7 +153,8 @@ def _intake(
         ignore_eos=bool(body.ignore_eos),
         num_top_logprobs=num_top_logprobs,
     )
-    return Intake(tuple(prompt), sampling, _stops(body))
+    with_usage = bool(body.stream_options and body.stream_options.include_usage)
+    return Intake(tuple(prompt), sampling, _stops(body), bool(body.stream), with_usage, bool(body.return_token_ids))
 
 
 def _stops(body: GenerationBody) -> tuple[str, ...]:

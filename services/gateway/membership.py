@@ -11,6 +11,7 @@ from halfmoon.pb.types_pb2 import Role as PbRole
 from halfmoon.policy.cluster_view import ClusterView, Role, WorkerView
 
 MISSED_HEARTBEATS = 3
+_MAY_RETURN_S = 5.0  # a worker that lost its connection, or was started again, is back within these
 
 _ROLES: dict[PbRole.ValueType, Role] = {PREFILL: "prefill", DECODE: "decode", BOTH: "both"}
 
@@ -65,6 +66,8 @@ class Membership:
         self.model_fingerprint = model_fingerprint
         self.heartbeat_interval_s = heartbeat_interval_s
         self._members: dict[str, Member] = {}
+        self._last_left_s: float | None = None
+        self._last_capacity_tokens: int | None = None  # when the last member left
 
     def members(self) -> list[Member]:
         """Every member, in the order of joining."""
@@ -107,10 +110,12 @@ class Membership:
         prefill.prefilling.pop(request_id, None)
         decode.decoding.discard(request_id)
 
-    def leave(self, member: Member) -> bool:
+    def leave(self, member: Member, now_s: float) -> bool:
         """Removes `member`; False if it is gone or replaced already."""
         if self._members.get(member.worker_id) is not member:
             return False
+        self._last_left_s = now_s
+        self._last_capacity_tokens = self._capacity_tokens()
         del self._members[member.worker_id]
         return True
 
@@ -128,9 +133,19 @@ class Membership:
         """The cluster for the policies."""
         return ClusterView(tuple(member.view() for member in self._members.values()))
 
+    def expects_worker(self, now_s: float) -> bool:
+        """Whether there may soon be a worker that is not ready now: one is a member, or was one a moment ago."""
+        if self._last_left_s is not None and now_s - self._last_left_s <= _MAY_RETURN_S:
+            return True
+        return any(not member.view().is_ready for member in self._members.values())
+
     def context_tokens(self, model_context_tokens: int) -> int:
-        """Longest prompt + output that model and every member can hold."""
-        return min([model_context_tokens, *(member.identity.context_tokens for member in self._members.values())])
+        """Longest prompt + output that model and every member can hold; while nobody is there, as it was before."""
+        capacity_tokens = self._capacity_tokens() if self._members else self._last_capacity_tokens
+        return model_context_tokens if capacity_tokens is None else min(model_context_tokens, capacity_tokens)
+
+    def _capacity_tokens(self) -> int:
+        return min(member.view().capacity_tokens for member in self._members.values())
 
     def _check(self, identity: WorkerIdentity) -> None:
         if identity.role not in _ROLES:

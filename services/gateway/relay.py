@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from halfmoon.errors import DeadlineExceeded, NoCapacity, Unavailable
-from halfmoon.policy.placement import Placement, place
+from halfmoon.policy.placement import ContextLengthExceeded, Placement, place
 from halfmoon.rpc.context import request_scope
 from services.gateway.attempt import Attempt, RelayRequest, TokenSink
 from services.gateway.cluster import Cluster
@@ -29,10 +29,11 @@ _MAX_WAIT_MS = 1_000
 class Relay:
     """Runs requests on the cluster. Owns nothing but its limits."""
 
-    def __init__(self, cluster: Cluster, deadline_s: float, failover_wait_s: float) -> None:
+    def __init__(self, cluster: Cluster, deadline_s: float, failover_wait_s: float, return_wait_s: float) -> None:
         self._cluster = cluster
         self._deadline_s = deadline_s
         self._failover_wait_s = failover_wait_s
+        self._return_wait_s = return_wait_s
 
     async def run(self, request: RelayRequest, progress: Progress, sink: TokenSink) -> None:
         """Streams the request's tokens into `sink` until the last one, or until the sink has enough.
@@ -66,25 +67,33 @@ class Relay:
     async def _placement(self, request: RelayRequest, progress: Progress, failures: _Failures) -> Placement:
         """Where to try next: elsewhere if there is an elsewhere, else after a pause anywhere.
 
-        A request that has streamed tokens already waits up to `failover_wait_s` for a worker to come.
+        A request that has streamed tokens already waits up to `failover_wait_s` for a worker to come; a new one
+        waits up to `return_wait_s` where a worker was a moment ago.
         """
         for exclude in failures.exclusions():
             try:
                 return self._place(request, progress, exclude)
-            except Unavailable:
+            except (Unavailable, ContextLengthExceeded):
                 continue
         if failures.last is not None:
             wait_ms = min(failures.last.retry_after_ms or _DEFAULT_WAIT_MS, _MAX_WAIT_MS)
             await self._cluster.router.pause(wait_ms / 1000)
-        patience_s = self._failover_wait_s if progress.output_token_ids else 0.0
-        return await self._place_within(request, progress, patience_s)
+        return await self._place_within(request, progress, self._patience_s(progress, failures))
+
+    def _patience_s(self, progress: Progress, failures: _Failures) -> float:
+        if progress.output_token_ids:
+            return self._failover_wait_s
+        was_there = isinstance(failures.last, Unavailable)
+        if was_there or self._cluster.membership.expects_worker(self._cluster.clock()):
+            return self._return_wait_s
+        return 0.0
 
     async def _place_within(self, request: RelayRequest, progress: Progress, patience_s: float) -> Placement:
         give_up_s = time.monotonic() + patience_s
         while True:
             try:
                 return self._place(request, progress, ())
-            except Unavailable:
+            except (Unavailable, ContextLengthExceeded):
                 left_s = give_up_s - time.monotonic()
                 if left_s <= 0:
                     raise

@@ -52,7 +52,7 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     async with open_ledger(settings.ledger) as ledger, running_cluster(gateway_id, membership) as cluster:
         metrics = GatewayMetrics(membership, ledger)
-        relay = Relay(cluster, settings.request_deadline_s, settings.failover_wait_s)
+        relay = Relay(cluster, settings.request_deadline_s, settings.failover_wait_s, settings.return_wait_s)
         app = make_app(
             GenerationEndpoints(model, membership, relay, ledger, metrics, door),
             ControlEndpoints(model, cluster, ledger, metrics, door),

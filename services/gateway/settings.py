@@ -29,6 +29,7 @@ class GatewaySettings(BaseSettings):
     heartbeat_interval_s: float = Field(1.0, gt=0, description="workers report at least this often; 3 missed is dead")
     request_deadline_s: float = Field(600.0, gt=0, description="total time of one request")
     failover_wait_s: float = Field(10.0, ge=0, description="how long a started request waits for another worker")
+    return_wait_s: float = Field(3.0, ge=0, description="how long a new request waits for a worker to come back")
     shutdown_grace_s: float = Field(2.0, ge=0, description="how long running requests may go on after SIGTERM")
     max_body_bytes: int = Field(16 << 20, gt=0, description="largest accepted HTTP body")
 

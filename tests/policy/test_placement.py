@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.errors import NoCapacity, Unavailable
+from halfmoon.errors import Unavailable
 from halfmoon.policy.cluster_view import ClusterView, Role, WorkerView
-from halfmoon.policy.placement import place
+from halfmoon.policy.placement import ContextLengthExceeded, place
 
 
 def worker(worker_id: str, role: Role, **changed: int | bool) -> WorkerView:
@@ -72,10 +72,10 @@ def test_what_is_missing_is_said() -> None:
 
 def test_too_long_for_anybody() -> None:
     for num_prompt_tokens, max_tokens in ((1000, 1), (900, 200)):
-        with pytest.raises(NoCapacity) as caught:
+        with pytest.raises(ContextLengthExceeded) as caught:
             place(ClusterView((P0, D0)), num_prompt_tokens, max_tokens)
         assert caught.value.retry_after_ms is None
-    with pytest.raises(NoCapacity):
+    with pytest.raises(ContextLengthExceeded, match=r"40 tokens of prompt and 10 of output .* at most 32 tokens"):
         place(ClusterView((P0, replace(D0, total_blocks=2))), 40, 10)
 
 
@@ -105,7 +105,7 @@ def test_a_placement_is_always_one_that_can_work(workers: list[WorkerView], num_
     view = ClusterView(tuple(workers))
     try:
         placement = place(view, num_prompt, max_tokens, exclude=("w0",))
-    except (Unavailable, NoCapacity):
+    except (Unavailable, ContextLengthExceeded):
         return
     prefill, decode = placement.prefill, placement.decode
     assert not prefill.draining

@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest
 from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
-from halfmoon.pb.types_pb2 import LENGTH, NOT_FINISHED, PREFILL, ROLE_UNSPECIFIED, STOP, FinishReason, KVLayout, Token
+from halfmoon.pb.types_pb2 import (
+    BOTH,
+    LENGTH,
+    NOT_FINISHED,
+    PREFILL,
+    ROLE_UNSPECIFIED,
+    STOP,
+    FinishReason,
+    KVLayout,
+    Token,
+)
 from services.gateway.membership import Membership
 from services.gateway.progress import Progress
 from services.gateway.stop_strings import StopStrings
@@ -138,8 +148,8 @@ def test_three_missed_heartbeats_mean_dead() -> None:
     assert membership.overdue(3.0) == []
     assert membership.overdue(3.1) == [second]
     assert membership.overdue(5.6) == [first, second]
-    assert membership.leave(second)
-    assert not membership.leave(second)
+    assert membership.leave(second, 6.0)
+    assert not membership.leave(second, 6.0)
     assert [one.worker_id for one in membership.view().workers] == ["a"]
     assert membership.view().workers[0].free_blocks == 4
 
@@ -148,7 +158,7 @@ def test_a_worker_that_comes_again_replaces_itself() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     old = membership.join(identity(), 0.0)
     new = membership.join(identity(layout=KVLayout(num_layers=9, block_tokens=8)), 1.0)
-    assert not membership.leave(old)
+    assert not membership.leave(old, 2.0)
     assert membership.members() == [new]
 
 
@@ -188,3 +198,34 @@ def test_the_smallest_context_counts() -> None:
     membership.join(identity(), 0.0)
     assert membership.context_tokens(100) == 64
     assert membership.context_tokens(32) == 32
+    small = membership.join(identity("small", total_blocks=3), 0.0)
+    assert membership.context_tokens(100) == 3 * LAYOUT.block_tokens
+    membership.leave(small, 1.0)
+    assert membership.context_tokens(100) == 64
+    membership.leave(membership.members()[0], 2.0)
+    assert membership.context_tokens(100) == 64  # it may come back
+
+
+def test_whether_a_worker_may_be_ready_soon() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    assert not membership.expects_worker(0.0)
+    prefill = membership.join(identity("p"), 0.0)
+    assert not membership.expects_worker(0.0)
+    both = membership.join(identity("b", role=BOTH), 0.0)
+    assert membership.expects_worker(0.0)
+    membership.set_listening(both, True)
+    assert not membership.expects_worker(0.0)
+    membership.report(both, WorkerLoad(draining=True), 1.0)
+    assert membership.expects_worker(1.0)
+    membership.leave(both, 10.0)
+    assert membership.expects_worker(15.0)
+    assert not membership.expects_worker(15.1)
+    assert membership.members() == [prefill]
+
+
+def test_silence_that_is_ours_is_excused() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    member = membership.join(identity(), 0.0)
+    membership.excuse(9.0)
+    assert membership.overdue(12.0) == []
+    assert membership.overdue(12.1) == [member]
