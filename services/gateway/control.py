@@ -17,6 +17,7 @@ from services.gateway.membership import Member
 from services.gateway.metrics import GatewayMetrics
 
 _MAX_ROWS = 1_000
+_MAX_DIGITS = 20
 
 
 class ControlEndpoints:
@@ -73,10 +74,7 @@ class ControlEndpoints:
 
     async def requests(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/requests?limit=50: newest first. Raises InvalidRequest or Unavailable."""
-        given = request.query.get("limit", "50")
-        if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= _MAX_ROWS):
-            raise InvalidRequest(f"limit must be 1..{_MAX_ROWS}", param="limit")
-        rows = await self._ledger.recent(int(given))
+        rows = await self._ledger.recent(_limit(request.query.get("limit", "50")))
         return web.json_response([_row(row) for row in rows])
 
     def _model_card(self) -> dict[str, Any]:
@@ -84,6 +82,14 @@ class ControlEndpoints:
         context_tokens = self._cluster.membership.context_tokens(model.context_tokens)
         card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "halfmoon"}
         return {**card, "max_model_len": context_tokens}
+
+
+def _limit(given: str) -> int:
+    is_number = given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS
+    limit = int(given) if is_number else 0
+    if not 1 <= limit <= _MAX_ROWS:
+        raise InvalidRequest(f"limit must be 1..{_MAX_ROWS}", param="limit")
+    return limit
 
 
 def _worker(member: Member, now_s: float) -> dict[str, Any]:

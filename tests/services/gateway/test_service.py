@@ -76,8 +76,9 @@ async def test_every_request_leaves_one_row_and_its_metrics(tmp_path: Path) -> N
         with pytest.raises(openai.BadRequestError):
             await fleet.client.completions.create(model=MODEL, prompt="")
         _, metrics = await get(fleet, "/metrics")
-        for limit in ("0", "x", "1001", "-1"):
+        for limit in ("0", "x", "1001", "-1", "", "%C2%B2", "0000001000000", "1" * 30, "1" * 5000):
             assert (await get(fleet, f"/halfmoon/v1/requests?limit={limit}"))[0] == 400
+        assert (await get(fleet, "/halfmoon/v1/requests?limit=0001000"))[0] == 200
     async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
         rejected, good = await ledger.recent(10)
     assert (rejected.endpoint, rejected.status, rejected.http_status) == ("completions", "rejected", 400)
