@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import aiohttp
 import grpc
 from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
@@ -289,10 +290,15 @@ class Fleet:
         self.client = AsyncOpenAI(base_url=f"{gateway.http}/v1", api_key="none", max_retries=0, timeout=60)
 
     async def add(
-        self, worker_id: str, role: Literal["prefill", "decode", "both"], script: Script | None = None
+        self,
+        worker_id: str,
+        role: Literal["prefill", "decode", "both"],
+        script: Script | None = None,
+        **identity: Any,
     ) -> FakeWorker:
-        """A registered worker, placeable when this returns."""
+        """A registered worker, placeable when this returns; `identity` is what it says differently of itself."""
         worker = FakeWorker(worker_id, role, script or Script(), self)
+        worker.changes = identity
         await self._stack.enter_async_context(_served(worker))
         self.by_address[worker.address] = worker
         registration = asyncio.ensure_future(worker.register(self.gateway.address))
@@ -304,6 +310,11 @@ class Fleet:
         """One prefill and one decode worker."""
         script = script or Script()
         return await self.add("p0", "prefill", script), await self.add("d0", "decode", script)
+
+    async def metrics(self) -> str:
+        """What GET /metrics says."""
+        async with aiohttp.ClientSession() as session, session.get(f"{self.http}/metrics") as response:
+            return await response.text()
 
     def placeable(self) -> set[str]:
         view = self.cluster.membership.view()

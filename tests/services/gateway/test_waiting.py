@@ -1,0 +1,121 @@
+"""A new request outlives what a running stream outlives: a worker that is away for a moment."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from halfmoon.errors import Unavailable
+from halfmoon.pb.prefill_pb2 import PrefillEvent, PrefillRequest
+from services.gateway.request_body import parse_body
+
+from .fakes import LAYOUT, MODEL, ByteTokenizer, FakeWorker, Fleet, running_fleet, soon
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+async def chat(fleet: Fleet, **options: Any) -> str | None:
+    answer = await fleet.client.chat.completions.create(model=MODEL, messages=HI, **options)
+    text: str | None = answer.choices[0].message.content
+    return text
+
+
+async def until_a_request_is_inside(fleet: Fleet) -> None:
+    async with asyncio.timeout(20):
+        while "requests_in_flight 1.0" not in await fleet.metrics():
+            pass
+
+
+async def test_a_new_request_waits_for_a_worker_that_just_left(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, return_wait_s=300) as fleet:
+        worker = await fleet.add("b0", "both")
+        worker.end_registration.set()
+        await fleet.until(lambda: not fleet.placeable())
+        asking = asyncio.ensure_future(chat(fleet))
+        await until_a_request_is_inside(fleet)
+        await fleet.add("b0", "both")
+        assert await soon(asking) == "hello"
+
+
+async def test_a_new_request_whose_worker_dies_under_it(tmp_path: Path) -> None:
+    async def die(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        worker.end_registration.set()
+        raise Unavailable("gone", retry_after_ms=1)
+        yield PrefillEvent()
+
+    async with running_fleet(tmp_path, return_wait_s=300) as fleet:
+        worker = await fleet.add("b0", "both")
+        worker.on_prefill = die
+        asking = asyncio.ensure_future(chat(fleet))
+        await fleet.until(lambda: not fleet.placeable())
+        await fleet.add("b1", "both")
+        assert await soon(asking) == "hello"
+
+
+async def test_the_wait_is_bounded(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, return_wait_s=0.2) as fleet:
+        worker = await fleet.add("b0", "both")
+        worker.end_registration.set()
+        await fleet.until(lambda: not fleet.placeable())
+        with pytest.raises(openai.InternalServerError, match="no prefill worker") as caught:
+            await soon(chat(fleet))
+        assert caught.value.status_code == 503
+
+
+async def test_a_half_that_was_never_there_is_not_waited_for(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, return_wait_s=300) as fleet:
+        await fleet.add("p0", "prefill")
+        with pytest.raises(openai.InternalServerError, match="no decode worker"):
+            await soon(chat(fleet))
+
+
+async def test_a_request_that_fits_no_worker_is_wrong_and_not_early(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.add("b0", "both", total_blocks=3)
+        fits = 3 * LAYOUT.block_tokens
+        with pytest.raises(openai.BadRequestError, match=f"the context length is {fits} tokens") as caught:
+            await chat(fleet, max_tokens=fits)
+        assert caught.value.code == "context_length_exceeded"
+        assert "Retry-After" not in caught.value.response.headers
+        assert await chat(fleet) == "hello"  # by default, what is left of the worker's memory
+
+
+async def test_a_request_that_fits_no_worker_of_those_that_came_meanwhile(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, return_wait_s=300) as fleet:
+        large = await fleet.add("b0", "both")
+        large.end_registration.set()
+        await fleet.until(lambda: not fleet.placeable())
+        asking = asyncio.ensure_future(chat(fleet, max_tokens=100))
+        await until_a_request_is_inside(fleet)
+        await fleet.add("small", "both", total_blocks=3)
+        await fleet.add("b0", "both")
+        assert await soon(asking) == "hello"
+
+
+async def test_long_bodies_are_read_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[bool] = []
+    encoded: list[bool] = []
+
+    def noting(notes: list[bool], function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            notes.append(threading.current_thread() is threading.main_thread())
+            return function(*arguments)
+
+        return noted
+
+    monkeypatch.setattr("services.gateway.intake.parse_body", noting(parsed, parse_body))
+    monkeypatch.setattr(ByteTokenizer, "encode_chat", noting(encoded, ByteTokenizer.encode_chat))
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: list(text.encode())[:50])
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair()
+        assert await chat(fleet) == "hello"
+        many: list[Any] = [{"role": "user", "content": ""}] * 5_000
+        answer = await fleet.client.chat.completions.create(model=MODEL, messages=many)
+        assert answer.choices[0].message.content == "hello"
+    assert parsed == encoded == [True, False]
