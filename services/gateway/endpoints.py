@@ -16,12 +16,14 @@ from halfmoon.errors import HalfmoonError, InvalidRequest, NoCapacity, NotFound,
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.models import RequestRow, RequestStatus
 from services.gateway.attempt import RelayRequest
+from services.gateway.client_text import shortened
 from services.gateway.door import Door
 from services.gateway.errors_http import error_response, kind_of
 from services.gateway.intake import Intake, ServedModel, take_in_chat, take_in_completion
 from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.progress import Progress
+from services.gateway.received_body import receive_body
 from services.gateway.relay import Relay
 from services.gateway.replies import ClientGone, StreamReply, WholeReply
 from services.gateway.request_ids import request_id_of
@@ -31,6 +33,7 @@ from services.gateway.text_stream import TextStream
 log = logging.getLogger(__name__)
 
 _SLOW_BODY_BYTES = 4_096  # longer ones are read and tokenized off the event loop
+_MAX_ERROR_CHARS = 1_000  # in the ledger and in the log
 _CLIENT_CLOSED = 499  # nobody reads it but the ledger
 _REJECTIONS = (InvalidRequest, NotFound, NoCapacity, Unavailable)
 
@@ -88,8 +91,8 @@ class GenerationEndpoints:
         except (asyncio.CancelledError, ClientGone):
             self._write_down(call, "cancelled", _CLIENT_CLOSED, "the client went away")
             raise
-        except web.HTTPException as error:  # the body is too large
-            self._write_down(call, "rejected", error.status, error.reason)
+        except web.HTTPException as error:  # the body is too large, or compressed in an unknown way
+            self._write_down(call, "rejected", error.status, error.text)
             raise
         except Exception:
             self._write_down(call, "error", 500, "internal error")
@@ -97,7 +100,7 @@ class GenerationEndpoints:
         return response
 
     async def _serve(self, request: web.Request, call: _Call) -> web.StreamResponse:
-        raw = await _read(request)
+        raw = await receive_body(request)
         context_tokens = self._membership.context_tokens(self._model.context_tokens)
         is_chat = call.endpoint == "chat.completions"
         take_in = partial(take_in_chat if is_chat else take_in_completion, raw, self._model, context_tokens)
@@ -137,6 +140,7 @@ class GenerationEndpoints:
     def _write_down(self, call: _Call, status: RequestStatus, http_status: int, error: str | None) -> None:
         """One ledger row, the metrics, one line in the log."""
         progress, text = call.progress, call.text_stream
+        error = None if error is None else shortened(error, _MAX_ERROR_CHARS)
         row = RequestRow(
             request_id=call.request_id,
             created_at=call.created_at,
@@ -175,14 +179,6 @@ class GenerationEndpoints:
             metrics.tbt_seconds.observe(gap_s)
         if row.status == "ok":
             metrics.e2e_seconds.observe(row.e2e_s)
-
-
-async def _read(request: web.Request) -> bytes:
-    """The whole body. Raises InvalidRequest for one that breaks off or is not encoded as it says."""
-    try:
-        return await request.read()
-    except (web.RequestPayloadError, ConnectionError) as error:
-        raise InvalidRequest("the body could not be read") from error
 
 
 def _shown(failure: Exception) -> HalfmoonError:

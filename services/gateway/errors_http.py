@@ -41,6 +41,9 @@ _KINDS: dict[type[HalfmoonError], HttpKind] = {
 }
 
 
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 415: "unsupported_encoding"}
+
+
 def kind_of(error: HalfmoonError) -> HttpKind:
     """Status, type and code of an error: those of the nearest class of its ancestry."""
     return next(_KINDS[cls] for cls in type(error).__mro__ if cls in _KINDS)
@@ -63,8 +66,8 @@ def error_response(error: HalfmoonError) -> web.Response:
 def http_error_response(error: web.HTTPException) -> web.Response:
     """aiohttp's own errors (no such path, wrong method, body too large) in the same shape."""
     messages = {404: "there is nothing at this address", 405: "this address does not take this method"}
-    message = messages.get(error.status, error.reason)
-    code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(error.status)
+    message = messages.get(error.status, error.text)
+    code = _HTTP_CODES.get(error.status)
     type_name = "invalid_request_error" if error.status < 500 else "server_error"
     body = {"error": {"message": message, "type": type_name, "param": None, "code": code}}
     allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from halfmoon.errors import InvalidRequest, UnknownModel
 from halfmoon.pb.types_pb2 import SamplingParams
 from halfmoon.policy.placement import ContextLengthExceeded
+from services.gateway.client_text import shortened
 from services.gateway.request_body import parse_body
 from services.gateway.schemas import ChatBody, CompletionBody, GenerationBody
 from services.gateway.text_stream import PushesText
@@ -94,7 +95,9 @@ def take_in_completion(raw: bytes, model: ServedModel, context_tokens: int) -> I
 def check_model(name: str, model: ServedModel) -> None:
     """Raises UnknownModel for any other name than the served one."""
     if name != model.name:
-        raise UnknownModel(f"the model {name!r} does not exist; this server serves {model.name!r}", param="model")
+        raise UnknownModel(
+            f"the model {shortened(name)!r} does not exist; this server serves {model.name!r}", param="model"
+        )
 
 
 def _one_prompt(body: CompletionBody) -> str | list[int]:

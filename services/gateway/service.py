@@ -60,7 +60,13 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
         )
         add = partial(add_ClusterServicer_to_server, cluster)
         async with running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2) as server:
-            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_GOODBYE_S)
+            runner = web.AppRunner(
+                app,
+                handler_cancellation=True,
+                access_log=None,
+                shutdown_timeout=_GOODBYE_S,
+                auto_decompress=False,  # receive_body does it
+            )
             await runner.setup()
             try:
                 port = await _listen(runner, settings)

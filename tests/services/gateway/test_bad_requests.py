@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -199,16 +201,63 @@ async def test_addresses_methods_and_sizes(fleet: Fleet) -> None:
     assert (status, error["code"]) == (413, "body_too_large")
 
 
-async def test_a_body_that_is_not_encoded_as_it_says(fleet: Fleet) -> None:
-    headers = {"Content-Encoding": "gzip"}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(
-            fleet.http + CHAT, data=b"no gzip", headers=headers, skip_auto_headers=["Content-Type"]
-        ) as response,
+async def encoded(fleet: Fleet, data: bytes, encoding: str) -> tuple[int, dict[str, Any]]:
+    session = aiohttp.ClientSession()
+    headers = {"Content-Encoding": encoding}
+    async with session, session.post(fleet.http + CHAT, data=data, headers=headers) as response:
+        answer: dict[str, Any] = await response.json()
+        return response.status, answer
+
+
+GOOD = json.dumps({"model": MODEL, "messages": MESSAGES}).encode()
+LONG = json.dumps({"model": MODEL, "messages": MESSAGES, "user": "x" * 60_000}).encode()
+
+
+async def test_compressed_bodies(fleet: Fleet) -> None:
+    bare = zlib.compressobj(wbits=-15)
+    for encoding, data in (
+        ("gzip", gzip.compress(GOOD)),
+        ("GZIP", gzip.compress(GOOD)),
+        ("deflate", zlib.compress(GOOD)),
+        ("deflate", bare.compress(GOOD) + bare.flush()),
+        ("identity", GOOD),
     ):
-        assert response.status == 400
-        assert (await response.json())["error"]["type"] == "invalid_request_error"
+        status, answer = await encoded(fleet, data, encoding)
+        assert (status, answer.get("error")) == (200, None)
+
+
+async def test_bodies_that_are_not_encoded_as_they_say(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    broken = (b"no gzip", b"", gzip.compress(GOOD)[:-1], gzip.compress(GOOD) + b"x", zlib.compress(GOOD)[:9])
+    for encoding in ("gzip", "deflate"):
+        for data in broken:
+            status, answer = await encoded(fleet, data, encoding)
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+            assert encoding in answer["error"]["message"]
+    for encoding in ("br", "zstd", "gzip, br", "x" * 5000):
+        status, answer = await encoded(fleet, GOOD, encoding)
+        assert (status, answer["error"]["code"]) == (415, "unsupported_encoding")
+        assert encoding[:200] in answer["error"]["message"]
+        assert len(answer["error"]["message"]) < 400
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_the_limit_of_a_body_counts_what_is_unpacked(fleet: Fleet) -> None:
+    for encoding, data in (("identity", LONG), ("gzip", gzip.compress(LONG)), ("deflate", zlib.compress(LONG))):
+        status, answer = await encoded(fleet, data, encoding)
+        assert (status, answer["error"]["code"]) == (413, "body_too_large")
+        assert "50000 bytes" in answer["error"]["message"]
+
+
+async def test_long_names_are_not_repeated(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    status, error = await refused(fleet, CHAT, {"model": "x" * 40_000, "messages": MESSAGES})
+    assert status == 404
+    assert "x" * 200 + "…" in error["message"]
+    assert len(error["message"]) < 400
+    async with aiohttp.ClientSession() as session, session.get(f"{fleet.http}/v1/models/{'x' * 5000}") as response:
+        assert len(await response.text()) < 500
+    (ended,) = [record for record in caplog.records if record.message == "request.ended"]
+    assert ended.error == error["message"]  # type: ignore[attr-defined]
 
 
 async def test_an_unknown_model(fleet: Fleet) -> None:
