@@ -14,12 +14,14 @@ from halfmoon.errors import InvalidRequest, UnknownModel
 from halfmoon.pb.types_pb2 import SamplingParams
 from halfmoon.policy.placement import ContextLengthExceeded
 from services.gateway.client_text import shortened
+from services.gateway.prompt_size import refuse_hopeless
 from services.gateway.request_body import parse_body
 from services.gateway.schemas import ChatBody, CompletionBody, GenerationBody
 from services.gateway.text_stream import PushesText
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-_MAX_STOPS = 16
+_SPARE_VALUES = 100_000  # JSON values beside the prompt
+_TEMPLATE_CHARS = 64  # about what a chat template writes around a message
 _UINT64 = 2**64 - 1
 
 
@@ -28,6 +30,10 @@ class Encodes(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
+        ...
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation."""
         ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -67,13 +73,15 @@ class Intake:
 
 def take_in_chat(raw: bytes, model: ServedModel, context_tokens: int) -> Intake:
     """Applies the chat template. Raises InvalidRequest, UnknownModel or ContextLengthExceeded."""
-    body = parse_body(ChatBody, raw)
+    body = parse_body(ChatBody, raw, _max_values(context_tokens))
     check_model(body.model, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     messages = [
         {"role": "system" if one.role == "developer" else one.role, "content": one.text} for one in body.messages
     ]
+    if sum(len(one["content"]) + _TEMPLATE_CHARS for one in messages) > context_tokens:
+        refuse_hopeless(model.tokenizer.render_chat(messages), model.tokenizer.encode, context_tokens, "messages")
     prompt = model.tokenizer.encode_chat(messages)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -84,9 +92,9 @@ def take_in_chat(raw: bytes, model: ServedModel, context_tokens: int) -> Intake:
 
 def take_in_completion(raw: bytes, model: ServedModel, context_tokens: int) -> Intake:
     """The prompt as it is. Raises InvalidRequest, UnknownModel or ContextLengthExceeded."""
-    body = parse_body(CompletionBody, raw)
+    body = parse_body(CompletionBody, raw, _max_values(context_tokens))
     check_model(body.model, model)
-    prompt = _prompt_token_ids(_one_prompt(body), model)
+    prompt = _prompt_token_ids(_one_prompt(body), model, context_tokens)
     left = _room(len(prompt), body.max_tokens, context_tokens, "prompt", "max_tokens")
     max_tokens = min(left, _DEFAULT_COMPLETION_TOKENS) if body.max_tokens is None else body.max_tokens
     return _intake(body, model, prompt, max_tokens, body.logprobs)
@@ -111,10 +119,16 @@ def _one_prompt(body: CompletionBody) -> str | list[int]:
     return prompt  # type: ignore[return-value]  # a list is of one type: the schema saw to that
 
 
-def _prompt_token_ids(prompt: str | list[int], model: ServedModel) -> list[int]:
+def _max_values(context_tokens: int) -> int:
+    """Of a body: a value or a separator is hardly less than half a token."""
+    return 2 * context_tokens + _SPARE_VALUES
+
+
+def _prompt_token_ids(prompt: str | list[int], model: ServedModel, context_tokens: int) -> list[int]:
     if isinstance(prompt, list):
         _check_token_ids(prompt, model, "prompt")
         return prompt
+    refuse_hopeless(prompt, model.tokenizer.encode, context_tokens, "prompt")
     return model.tokenizer.encode(prompt)
 
 
@@ -138,7 +152,7 @@ def _intake(
         raise InvalidRequest(f"min_tokens is more than the {max_tokens} tokens allowed", param="min_tokens")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
-    stop_token_ids = body.stop_token_ids or []
+    stop_token_ids = list(dict.fromkeys(body.stop_token_ids or []))
     _check_token_ids(stop_token_ids, model, "stop_token_ids")
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -162,8 +176,6 @@ def _intake(
 
 def _stops(body: GenerationBody) -> tuple[str, ...]:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stops) > _MAX_STOPS:
-        raise InvalidRequest(f"at most {_MAX_STOPS} stop strings", param="stop")
     if not all(stops):
         raise InvalidRequest("a stop string must not be empty", param="stop")
     return tuple(stops)

@@ -9,19 +9,20 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.policy.placement import ContextLengthExceeded
 from services.gateway.client_text import shortened
 from services.gateway.schemas import NEUTRAL_VALUES, UNION_FIELDS
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def parse_body(schema: type[Body], raw: bytes, max_values: int = 200_000) -> Body:
-    """The body of a request of at most `max_values` JSON values. Raises InvalidRequest.
+def parse_body(schema: type[Body], raw: bytes, max_values: int) -> Body:
+    """The body of a request of at most `max_values` JSON values. Raises InvalidRequest or ContextLengthExceeded.
 
     Of each JSON value an object is made while nothing else runs, the event loop included: hence their limit.
     """
     if _num_separators(raw) > max_values:
-        raise InvalidRequest(f"the body holds more than {max_values} values or separators: far more than fit")
+        raise ContextLengthExceeded(f"the body holds more than {max_values} values or separators: they cannot fit")
     try:
         found = from_json(raw, allow_inf_nan=False)
     except ValueError as error:

@@ -56,8 +56,11 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return "".join(f"{one['role']}:{one['content']}\n" for one in messages)
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return self.encode("".join(f"{one['role']}:{one['content']}\n" for one in messages))
+        return self.encode(self.render_chat(messages))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(one for one in token_ids if one < EOS).decode(errors="replace")

@@ -123,7 +123,7 @@ async def test_sampling_parameters_arrive_as_they_are(tmp_path: Path) -> None:
                 "min_p": 0.125,
                 "repetition_penalty": 1.25,
                 "min_tokens": 3,
-                "stop_token_ids": [9, 10],
+                "stop_token_ids": [9, 10, 9],
                 "ignore_eos": True,
             },
         )
