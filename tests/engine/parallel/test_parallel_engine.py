@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import select
 import shutil
 import signal
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -28,6 +29,7 @@ from halfmoon.engine.parallel.messages import ReadKV
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.errors import Incompatible, InvalidRequest, ServiceFailed
 
+T = TypeVar("T")
 StartEngine = Callable[..., Engine]
 PATIENCE_S = 30.0  # for what a machine under load must do at last; nothing waits that long when all is well
 
@@ -79,6 +81,15 @@ def stopped(process: int) -> Iterator[None]:
         yield
     finally:
         os.kill(process, signal.SIGCONT)
+
+
+def in_time(call: Callable[[], T]) -> T:
+    """`call()`, in a thread: an exchange that waits for ever would not hear a signal."""
+    results: queue.SimpleQueue[T] = queue.SimpleQueue()
+    thread = threading.Thread(target=lambda: results.put(call()), daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    return results.get_nowait()
 
 
 def wait_until_gone(pidfd: int) -> None:
@@ -166,11 +177,11 @@ def test_successive_chunks_occupy_successive_stages(start_engine: StartEngine, s
 
     def chunk_is_done(stage: int, chunk: int) -> None:
         """Blocks until the follower has computed that many steps."""
-        followers(engine).ask({stage: (ReadKV(chunk + 1, [0], 0, 1, 0, 1), b"")})
+        in_time(lambda: followers(engine).ask({stage: (ReadKV(chunk + 1, [0], 0, 1, 0, 1), b"")}))
         events.append((stage, chunk))
 
     def step() -> None:
-        result = engine.step()
+        result = in_time(engine.step)
         assert (result.num_prefill_tokens, result.outputs) == (10, ())
         events.append((0, sum(stage == 0 for stage, _ in events)))
 
@@ -204,7 +215,7 @@ def test_blocks_of_a_cancelled_prompt_are_written_after_its_last_chunk(
     one.release("moved")
     engine.add(request("cancelled", 33))
     with stopped(pid(engine, 1)):
-        assert engine.step().num_prefill_tokens == 16
+        assert in_time(engine.step).num_prefill_tokens == 16
         assert engine.cancel("cancelled")
         engine.reserve(wanted)
         writer = threading.Thread(target=engine.kv_write, args=("moved", 0, 3, 0, 30, payload))
