@@ -51,7 +51,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with those the tokenizer puts around a text (a BOS, say)."""
-        return list(self._fast.encode(text).ids)
+        return self._ids(text, with_special=True)
 
     def render_chat(
         self,
@@ -70,6 +70,10 @@ class Tokenizer:
         except (TemplateError, TypeError) as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
 
+    def _ids(self, text: str, *, with_special: bool) -> list[int]:
+        # As a batch of one: unlike `encode`, that lets other threads run meanwhile.
+        return list(self._fast.encode_batch_fast([text], add_special_tokens=with_special)[0].ids)
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -82,7 +86,7 @@ class Tokenizer:
         text = self.render_chat(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
         )
-        return list(self._fast.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, with_special=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
