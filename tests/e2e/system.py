@@ -72,11 +72,13 @@ async def running_system(state_dir: Path, *options: str) -> AsyncIterator[System
 
 async def _until_ready(process: asyncio.subprocess.Process, printed: list[str]) -> str:
     assert process.stdout is not None
+    url = ""
     async for line in process.stdout:
         printed.append(line.decode().rstrip())
         found = _READY.search(printed[-1])
-        if found:
-            return found.group(1)
+        url = found.group(1) if found else url
+        if url and printed[-1].startswith("curl"):  # the last line of the start
+            return url
     await process.wait()
     raise AssertionError("halfmoon up ended before it was ready:\n" + "\n".join(printed))
 
