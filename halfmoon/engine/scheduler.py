@@ -57,6 +57,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._reserved: dict[str, Sequence] = {}
         self._held: dict[str, Sequence] = {}
+        self._is_short = False  # the last step left somebody waiting for blocks or for a place
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
@@ -83,7 +84,12 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def reserve(self, sequence: Sequence) -> None:
-        """Blocks for all its tokens and the next one, now. Raises NoCapacity when there are none."""
+        """Blocks for all its tokens and the next one, now.
+
+        Raises NoCapacity when there are none, and while others wait for them: those were here before.
+        """
+        if self._waiting and (self._is_short or any(map(_was_preempted, self._waiting))):
+            raise NoCapacity(f"{len(self._waiting)} sequences wait for blocks already")
         if len(self._running) + len(self._reserved) >= self._limits.max_running:
             raise NoCapacity(f"{self._limits.max_running} sequences run or are reserved already")
         num_blocks = self._blocks_for(len(sequence.token_ids) + 1)
@@ -135,18 +141,19 @@ class Scheduler:
         budget = self._limits.max_batch_tokens - num_decode_seqs
         if num_decode_seqs:
             budget = min(budget, self._limits.chunk_tokens)
-        scheduled.extend(self._prefills(budget, admit=num_preempted == 0))
+        self._is_short = num_preempted > 0
+        scheduled.extend(self._prefills(budget))
         return Schedule(tuple(scheduled), num_decode_seqs, num_preempted)
 
-    def _prefills(self, budget: int, admit: bool) -> Iterable[ScheduledSequence]:
+    def _prefills(self, budget: int) -> Iterable[ScheduledSequence]:
         """Chunks within `budget` tokens. After the first sequence that cannot be admitted no other is: none starves."""
         queue = [sequence for sequence in self._running if sequence.num_uncomputed > 1]
         for sequence in _by_rank(queue + self._waiting):
             if budget <= 0:
                 return
             if sequence.state == "waiting":
-                admit = admit and self._admit(sequence)
-                if not admit:
+                self._is_short = self._is_short or not self._admit(sequence)
+                if self._is_short:
                     continue
             num_tokens = min(sequence.num_uncomputed, budget)
             budget -= num_tokens
@@ -202,6 +209,11 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)
+
+
+def _was_preempted(sequence: Sequence) -> bool:
+    """Whether a sequence that waits has got a token here: it must not wait for those that come later."""
+    return sequence.num_output > len(sequence.request.output_token_ids)
 
 
 def _by_rank(sequences: Iterable[Sequence]) -> list[Sequence]:

@@ -48,39 +48,72 @@ def tokens(schedule: Schedule) -> dict[str, int]:
 @settings(max_examples=150, deadline=None)
 @given(
     requests=st.lists(
-        st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 1), st.integers(0, 10)),
+        st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 1), st.integers(0, 10), st.booleans()),
         min_size=1,
         max_size=10,
     ),
+    stream=st.none() | st.tuples(st.integers(1, 16), st.integers(2, 12)),
+    transfer_steps=st.integers(0, 3),
     num_blocks=st.integers(11, 24),
     max_batch_tokens=st.integers(9, 40),
     chunk_tokens=st.integers(1, 12),
     max_running=st.integers(1, 8),
 )
 def test_every_sequence_finishes_within_the_limits(
-    requests: list[tuple[int, int, int, int]],
+    requests: list[tuple[int, int, int, int, bool]],
+    stream: tuple[int, int] | None,
+    transfer_steps: int,
     num_blocks: int,
     max_batch_tokens: int,
     chunk_tokens: int,
     max_running: int,
 ) -> None:
+    """Some are added and some handed over, while a `stream` of later hand-overs takes whatever it can get."""
     scheduler, cache = make(
         num_blocks, max_batch_tokens=max_batch_tokens, chunk_tokens=chunk_tokens, max_running=max_running
     )
-    coming = [(at, sequence(i, prompt, new, priority)) for i, (prompt, new, priority, at) in enumerate(requests)]
+    coming = [
+        (at, sequence(i, prompt, new + handed_over, priority), handed_over)
+        for i, (prompt, new, priority, at, handed_over) in enumerate(requests)
+    ]
+    offered = [one for _, one, handed_over in coming if handed_over]
+    mine = {one.request_id for _, one, _ in coming}
+    started: dict[int, list[Sequence]] = {}
     finished: list[Sequence] = []
+    num_streamed = 0
     for step in range(2000):
-        for at, arriving in coming:
-            if at == step:
+        for at, arriving, handed_over in coming:
+            if at == step and not handed_over:
                 scheduler.add(arriving)
+        reserved = [one for at, one, _ in coming if at <= step and one in offered and try_to_reserve(scheduler, one)]
+        offered = [one for one in offered if one not in reserved]
+        while stream and mine and not offered:
+            one = sequence(len(requests) + num_streamed, *stream, priority=1)
+            if not try_to_reserve(scheduler, one):
+                break
+            num_streamed += 1
+            reserved.append(one)
+        started[step + transfer_steps] = reserved
+        for one in started.pop(step, []):
+            scheduler.start(one, 0)
         schedule = scheduler.schedule()
         check_step(scheduler, schedule, max_batch_tokens, chunk_tokens, max_running)
+        assert len(scheduler.waiting) <= len(requests) + max_running
         finished += advance(scheduler, schedule)
-        if len(finished) == len(requests):
+        mine -= {one.request_id for one in finished}
+        if len(finished) == len(requests) + num_streamed:
             break
-    assert {s.request_id for s in finished} == {f"r{i}" for i in range(len(requests))}
+    assert len({one.request_id for one in finished}) == len(requests) + num_streamed
     assert cache.num_available == num_blocks
     cache.check_integrity()
+
+
+def try_to_reserve(scheduler: Scheduler, one: Sequence) -> bool:
+    try:
+        scheduler.reserve(one)
+    except NoCapacity:
+        return False
+    return True
 
 
 def check_step(
@@ -93,7 +126,7 @@ def check_step(
     if schedule.num_decode_seqs:
         assert sum(counts[schedule.num_decode_seqs :]) <= chunk_tokens
     assert len(scheduler.running) <= max_running
-    assert schedule.scheduled or not scheduler.has_work()
+    assert schedule.scheduled or schedule.num_preempted or scheduler.num_reserved or not scheduler.has_work()
     held = [block for other in scheduler.running for block in other.blocks]
     assert len(held) == len(set(held))
     for item in schedule.scheduled:
@@ -178,6 +211,44 @@ def test_a_reservation_holds_blocks_until_it_starts_or_goes() -> None:
     assert schedule.num_decode_seqs == 1
     scheduler.remove(reserved)
     assert cache.num_available == 4
+
+
+def test_a_preempted_sequence_goes_before_later_reservations() -> None:
+    scheduler, cache = make(num_blocks=4)
+    early, late = sequence(0, 7, max_tokens=9), sequence(1, 7, max_tokens=3)
+    for one in (early, late):
+        scheduler.reserve(one)
+        scheduler.start(one, 0)
+    while late.state == "running":
+        advance(scheduler, scheduler.schedule())
+    assert cache.num_available == 1
+    with pytest.raises(NoCapacity, match="wait"):  # there is a block for it, but then `late` would wait longer
+        scheduler.reserve(sequence(2, 3))
+    while late.state == "waiting":
+        advance(scheduler, scheduler.schedule())
+    assert early.num_output == 9
+
+
+def test_a_sequence_that_waits_for_its_turn_only_is_no_reason_to_refuse() -> None:
+    scheduler, _ = make()
+    scheduler.add(sequence(0, 40))
+    scheduler.add(sequence(1, 4))
+    assert tokens(scheduler.schedule()) == {"r0": 32}
+    scheduler.reserve(sequence(2, 4))
+
+
+def test_when_nobody_waits_any_more_reservations_are_taken_again() -> None:
+    scheduler, cache = make(num_blocks=3)
+    running, waiting = sequence(0, 8, max_tokens=2), sequence(1, 8)
+    scheduler.add(running)
+    scheduler.add(waiting)
+    scheduler.schedule()
+    with pytest.raises(NoCapacity):
+        scheduler.reserve(sequence(2, 1))
+    scheduler.remove(waiting)
+    scheduler.remove(running)
+    scheduler.reserve(sequence(2, 1))
+    assert cache.num_available == 2
 
 
 def test_a_held_sequence_keeps_its_blocks_and_is_not_preempted() -> None:
