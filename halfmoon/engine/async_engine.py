@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from halfmoon.engine.config import EngineStats, StepResult
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.kv_arena import KVBytes
 from halfmoon.engine.request import EngineRequest
 from halfmoon.errors import Unavailable
+from halfmoon.kv.layout import KVBytes
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +124,21 @@ class AsyncEngine:
         return await self._loop.run_in_executor(self._copies, call)
 
     async def _call_or_cancel(self, call: Callable[[], None], request_id: str) -> None:
+        admitted = False  # read and written on the engine thread only
+
+        def admit() -> None:
+            nonlocal admitted
+            call()
+            admitted = True
+
+        def undo() -> None:
+            if admitted:  # else the name may be that of another request
+                self.engine.cancel(request_id)
+
         try:
-            await self._call(call)
+            await self._call(admit)
         except asyncio.CancelledError:
-            self._put(partial(self.engine.cancel, request_id))
+            self._put(undo)
             raise
 
     async def _call(self, call: Callable[[], T]) -> T:
@@ -177,9 +188,10 @@ class AsyncEngine:
     def _step(self) -> bool:
         """One step; whether the next one must wait for a command: no work, or none that has blocks."""
         result = self.engine.step()
-        if not result.is_empty:
+        did_something = not result.is_empty or result.num_preempted > 0
+        if did_something:
             self._loop.call_soon_threadsafe(self._on_step, result)
-        return result.is_empty or not self.engine.has_work()
+        return not did_something or not self.engine.has_work()
 
     def _answer(self, command: _Command) -> None:
         try:
@@ -193,15 +205,19 @@ class AsyncEngine:
         self._loop.call_soon_threadsafe(_resolve, answer, result, error)
 
     def _close(self) -> None:
-        """No new commands; those in the queue fail; every request's blocks are freed."""
+        """No new commands; those in the queue fail; every request's blocks are freed; a death is told in any case."""
         with self._gate:
             self._closed = True
         while not self._commands.empty():
             command = self._commands.get()
             if isinstance(command, _Command):
                 self._deliver(command.answer, None, self._unavailable())
-        self.engine.cancel_all()
-        self.engine.close()
+        for end in (self.engine.cancel_all, self.engine.close):
+            try:
+                end()
+            except Exception as error:  # what killed the thread may break this, too
+                logger.exception("engine_close_failed")
+                self.failed = self.failed or error
         if self.failed is not None and self._on_death is not None:
             self._loop.call_soon_threadsafe(self._on_death, self.failed)
 

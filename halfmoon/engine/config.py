@@ -6,12 +6,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import Incompatible
 
+_MEMINFO = Path("/proc/meminfo")  # on Linux
 _MAX_DEFAULT_KV_BYTES = 2 << 30
 _DEFAULT_KV_SHARE = 8  # of the free memory; two workers and the weights must fit on a laptop
 
@@ -121,6 +123,12 @@ def kv_budget_bytes(config: EngineConfig) -> int:
 
 
 def _free_memory_bytes() -> int:
+    """What new memory can come from, the page cache included where the system tells (sysconf counts it as used)."""
+    if _MEMINFO.is_file():
+        for line in _MEMINFO.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) << 10
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # no such names on this system

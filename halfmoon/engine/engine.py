@@ -17,23 +17,31 @@ from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig, EngineStats, StepResult, kv_budget_bytes
 from halfmoon.engine.device_path import capture_decode, choose_attention
-from halfmoon.engine.kv_arena import KVArena, KVBytes
+from halfmoon.engine.kv_arena import KVArena
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import build_model
 from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_weights
 from halfmoon.engine.parallel.runner import ParallelRunner
 from halfmoon.engine.prefix_cache import PrefixCache
-from halfmoon.engine.request import EngineRequest, TokenOutput
-from halfmoon.engine.sampler import SampledToken
+from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
+from halfmoon.engine.sampler import ERROR_TOKEN_ID, SampledToken
 from halfmoon.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerLimits
 from halfmoon.engine.sequence import Sequence
 from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound, ServiceFailed
 from halfmoon.kv.keys import root_key
-from halfmoon.kv.layout import KVDtype, KVLayout
+from halfmoon.kv.layout import KVBytes, KVDtype, KVLayout
 
 logger = logging.getLogger(__name__)
 
-ERROR_TOKEN_ID = -1  # of the output that ends a request whose step failed
+_SAMPLING_RANGES = {  # both ends included; NaN is in none
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),  # smaller ones leave the range of float32
+}
+_MOST_LOGIT_BIAS = 1000.0
 
 _DTYPES: dict[KVDtype, torch.dtype] = {
     "float32": torch.float32,
@@ -56,7 +64,7 @@ class Engine:
         dtype = _resolve_dtype(config)
         self.checkpoint = checkpoint
         self.config = config
-        self.context_tokens = min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
+        self._most_tokens = min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
         self.layout = KVLayout(
             model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype, config.block_tokens
         )
@@ -67,6 +75,7 @@ class Engine:
         else:
             self._runner = self._arena = ParallelRunner(checkpoint, config, self.layout, on_progress)
         self.num_blocks = self._arena.num_blocks
+        self.context_tokens = min(self._most_tokens, self.num_blocks * config.block_tokens)  # of prompt and output
         self._pool = BlockPool(self.num_blocks)
         root = root_key(checkpoint.fingerprint, self.layout) if config.prefix_cache else None
         self._cache = PrefixCache(self._pool, config.block_tokens, root)
@@ -83,7 +92,7 @@ class Engine:
         if num_blocks < 1:
             raise Incompatible(f"the KV memory does not hold one block of {self.layout.block_bytes} bytes")
         kernels: Literal["torch", "triton"] = "triton" if config.attention_backend == "triton" else "torch"
-        attention = choose_attention(config, self.layout, self.context_tokens)
+        attention = choose_attention(config, self.layout, self._most_tokens)
         model = build_model(self.checkpoint.model_config, dtype, config.device, kernels)
         if config.weights == "dummy":
             fill_dummy_weights(model)
@@ -257,16 +266,18 @@ class Engine:
         self._check_token_ids(request.prompt_token_ids, "prompt")
         self._check_token_ids(request.output_token_ids, "output_token_ids")
         self._check_token_ids(tuple(sampling.logit_bias), "logit_bias")
+        self._check_token_ids(sampling.stop_token_ids, "stop_token_ids")
+        _check_sampling(sampling)
         if sampling.max_tokens <= len(request.output_token_ids):
             raise InvalidRequest(
                 f"max_tokens is {sampling.max_tokens}, {len(request.output_token_ids)} tokens are there already",
                 param="max_tokens",
             )
         total_tokens = len(request.prompt_token_ids) + sampling.max_tokens
-        if total_tokens > self.context_tokens:
+        if total_tokens > self._most_tokens:
             raise InvalidRequest(
                 f"prompt ({len(request.prompt_token_ids)}) and max_tokens ({sampling.max_tokens}) exceed the context "
-                f"of {self.context_tokens} tokens",
+                f"of {self._most_tokens} tokens",
                 param="max_tokens",
             )
         num_blocks = self.layout.num_blocks(Sequence(request, 0).max_tokens_ever)
@@ -290,7 +301,9 @@ class Engine:
             item.sequence.num_computed += item.num_tokens
             self._cache.insert(item.sequence)
             if samples:
-                outputs.append(self._append(item, next(tokens)))
+                token = next(tokens)
+                failed = token.token_id == ERROR_TOKEN_ID
+                outputs.append(self._fail(item.sequence) if failed else self._append(item, token))
         return outputs
 
     def _append(self, item: ScheduledSequence, token: SampledToken) -> TokenOutput:
@@ -333,6 +346,17 @@ class Engine:
         """When the first running request will have made room, at the pace of the last step."""
         left = [s.sampling.max_tokens - s.num_output for s in self._scheduler.running]
         return min(max(int(1000 * self._step_s * min(left, default=1)), 10), 10_000)
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    for name, (low, high) in _SAMPLING_RANGES.items():
+        value = getattr(sampling, name)
+        if not low <= value <= high:
+            raise InvalidRequest(f"{name} must be {low:g} to {high:g}, got {value:g}", param=name)
+    if not all(abs(bias) <= _MOST_LOGIT_BIAS for bias in sampling.logit_bias.values()):
+        raise InvalidRequest(f"a bias is outside -{_MOST_LOGIT_BIAS:g} to {_MOST_LOGIT_BIAS:g}", param="logit_bias")
+    if sampling.num_top_logprobs is not None and sampling.num_top_logprobs < 0:
+        raise InvalidRequest(f"num_top_logprobs is {sampling.num_top_logprobs}", param="num_top_logprobs")
 
 
 def _resolve_dtype(config: EngineConfig) -> KVDtype:

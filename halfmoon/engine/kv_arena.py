@@ -10,12 +10,10 @@ import numpy as np
 import torch
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.layout import KVBytes, KVLayout
 
 if TYPE_CHECKING:
     from halfmoon.engine.kv_transfer import KVTransfer
-
-KVBytes = bytes | bytearray | memoryview
 
 
 def slot_runs(blocks: Sequence[int], block_tokens: int, start: int, end: int) -> Iterator[tuple[int, int]]:

@@ -1,11 +1,12 @@
 """From logits to tokens. Stateless: what is drawn at output position i depends on logits, parameters and (seed, i).
 
-Order of operations as in vLLM and transformers: bias and bans, penalties, temperature, min-p, top-k, top-p. The
+Order of operations as in vLLM (v1/sample/sampler.py): bans and bias, penalties, temperature, min-p, top-k, top-p. The
 distribution that is left is inverted at one uniform number, which Philox (Salmon et al., 2011) gives for (seed, i).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,11 @@ from torch import Tensor
 
 from halfmoon.engine.request import SamplingParams, TokenLogprobs
 
+logger = logging.getLogger(__name__)
+
+ERROR_TOKEN_ID = -1  # of a row, or of a whole step, that failed
+
+_GREEDY_BELOW = 1e-5  # temperatures; logits divided by less would leave the range of float32 (vLLM's limit, too)
 _FIRST_CANDIDATES = 256  # most likely tokens looked at before a whole vocabulary is sorted
 
 
@@ -41,7 +47,18 @@ class SampledToken:
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int]) -> list[SampledToken]:
-    """One token a row. logits: [num_rows, vocab_size], any float dtype; not changed."""
+    """One token a row, ERROR_TOKEN_ID where that fails. logits: [num_rows, vocab_size], any float; not changed."""
+    try:
+        return _sample(logits, rows, eos_token_ids)
+    except Exception:
+        if len(rows) == 1:
+            logger.exception("sampling_failed")
+            return [SampledToken(ERROR_TOKEN_ID)]
+        # One row must not fail the others, and does not depend on them.
+        return [sample(logits[index : index + 1], [row], eos_token_ids)[0] for index, row in enumerate(rows)]
+
+
+def _sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int]) -> list[SampledToken]:
     if all(is_plain_greedy(row.params, row.position) for row in rows):
         return [SampledToken(token_id) for token_id in logits.argmax(dim=-1).tolist()]
     raw = logits.float()
@@ -49,7 +66,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset
     for row, values in zip(rows, adjusted, strict=True):
         adjust_logits(values, row, eos_token_ids)
     token_ids = adjusted.argmax(dim=-1).tolist()
-    random = [index for index, row in enumerate(rows) if row.params.temperature > 0]
+    random = [index for index, row in enumerate(rows) if not _is_greedy(row.params)]
     if random:
         drawn = _draw(adjusted[random], [rows[index] for index in random])
         for index, token_id in zip(random, drawn, strict=True):
@@ -63,7 +80,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset
 def is_plain_greedy(params: SamplingParams, position: int) -> bool:
     """Whether the largest raw logit is the answer, and all of it."""
     return (
-        params.temperature <= 0
+        _is_greedy(params)
         and params.num_top_logprobs is None
         and not params.logit_bias
         and position >= params.min_tokens
@@ -73,9 +90,20 @@ def is_plain_greedy(params: SamplingParams, position: int) -> bool:
     )
 
 
+def _is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < _GREEDY_BELOW
+
+
 def adjust_logits(values: Tensor, row: SamplingRow, eos_token_ids: frozenset[int]) -> None:
-    """Penalties, bias and bans, in place. values: [vocab_size] float32."""
+    """Bans, bias and penalties, in place. values: [vocab_size] float32."""
     params = row.params
+    if row.position < params.min_tokens:
+        banned = [*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids]
+        if banned:
+            values[torch.tensor(banned, device=values.device)] = float("-inf")
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=values.device)
+        values[ids] += torch.tensor(list(params.logit_bias.values()), device=values.device)
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(row.token_ids)), device=values.device)
         picked = values[seen]
@@ -85,13 +113,6 @@ def adjust_logits(values: Tensor, row: SamplingRow, eos_token_ids: frozenset[int
     if output and (params.presence_penalty or params.frequency_penalty):
         ids, counts = torch.unique(torch.tensor(output, device=values.device), return_counts=True)
         values[ids] -= params.presence_penalty + params.frequency_penalty * counts
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=values.device)
-        values[ids] += torch.tensor(list(params.logit_bias.values()), device=values.device)
-    if row.position < params.min_tokens:
-        banned = [*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids]
-        if banned:
-            values[torch.tensor(banned, device=values.device)] = float("-inf")
 
 
 def uniform(seed: int, position: int) -> float:
@@ -101,9 +122,11 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """logits: [num_rows, vocab_size] float32."""
+    """logits: [num_rows, vocab_size] float32. Raises ValueError when they are no distribution."""
     temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
     probabilities = torch.softmax(logits / temperatures.unsqueeze(1), dim=-1)
+    if probabilities[:, 0].isnan().any():  # NaN or inf anywhere in a row makes all of its softmax NaN
+        raise ValueError("the logits hold NaN or infinity, or every token is banned")
     wanted = max(_FIRST_CANDIDATES, *(row.params.top_k for row in rows), 0)
     top, top_ids = probabilities.topk(min(wanted, logits.shape[1]), dim=-1)
     return [_draw_one(probabilities[index], top[index], top_ids[index], row) for index, row in enumerate(rows)]

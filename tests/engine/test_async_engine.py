@@ -124,6 +124,32 @@ async def test_a_cancelled_wait_leaves_no_reservation(make_engine: MakeEngine) -
         assert (stats.num_reserved, stats.num_free_blocks) == (0, engine.engine.num_blocks)
 
 
+async def test_a_cancelled_wait_leaves_another_request_of_that_name_alone(make_engine: MakeEngine) -> None:
+    async with AsyncEngine(make_engine(), Listener()) as engine:
+        await engine.reserve(request())
+        for method in (engine.add, engine.reserve):
+            waiting = asyncio.create_task(method(request()))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        assert (await engine.stats()).num_reserved == 1
+
+
+async def test_a_step_that_only_preempts_is_followed_by_another(make_engine: MakeEngine) -> None:
+    heard = Listener()
+    inner = make_engine(num_blocks=6, prefix_cache=False)
+    async with AsyncEngine(inner, heard) as engine:
+        await engine.reserve(request("moving", 20, max_tokens=4, arrival_s=9.0))
+        await engine.reserve(request("grows", 15, max_tokens=20, arrival_s=5.0))
+        await engine.kv_write("grows", 0, 3, 0, 15, bytes(15 * inner.layout.token_bytes))
+        await engine.start("grows", 3)
+        await engine.add(request("waits", 17, max_tokens=4, arrival_s=1.0))
+        assert len(await heard.finished("waits")) == 4
+        await engine.cancel("moving")
+        await heard.finished("grows")
+
+
 async def test_work_that_waits_for_blocks_does_not_spin(make_engine: MakeEngine) -> None:
     heard = Listener()
     blocked = make_engine(num_blocks=3)
@@ -174,3 +200,26 @@ async def test_the_death_of_the_thread_is_told_to_everybody(make_engine: MakeEng
         with pytest.raises(Unavailable, match="gone"):
             await running.add(request("b"))
     assert engine.stats().num_free_blocks == engine.num_blocks
+
+
+async def test_a_death_is_told_even_if_nothing_can_be_freed(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    died: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    reached, go_on = threading.Event(), threading.Event()
+
+    def broken() -> StepResult:
+        reached.set()
+        go_on.wait()
+        raise AssertionError("block 3 is freed twice")
+
+    engine.step = broken  # type: ignore[method-assign]
+    engine.cancel_all = broken  # type: ignore[assignment,method-assign]
+    async with AsyncEngine(engine, Listener(), died.set_result) as running:
+        await running.add(request())
+        await asyncio.to_thread(reached.wait)
+        late = asyncio.create_task(running.stats())
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(Unavailable, match="freed twice"):
+            await late
+        assert str(await died) == "block 3 is freed twice"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 from collections.abc import Callable, Iterable
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
-from halfmoon.engine.config import EngineConfig
-from halfmoon.engine.engine import ERROR_TOKEN_ID, Engine
+from halfmoon.engine.config import EngineConfig, kv_budget_bytes
+from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
+from halfmoon.engine.sampler import ERROR_TOKEN_ID, SampledToken
 from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound
 
 MakeEngine = Callable[..., Engine]
@@ -227,6 +229,16 @@ class TestRefusals:
             (EngineRequest("a", (5,), SamplingParams(max_tokens=2), output_token_ids=(1, 1)), "max_tokens"),
             (EngineRequest("a", (5,), SamplingParams(max_tokens=9), output_token_ids=(999,)), "output_token_ids"),
             (EngineRequest("a", (5,), SamplingParams(max_tokens=9, logit_bias={999: 1.0})), "logit_bias"),
+            (request(logit_bias={5: math.inf}), "logit_bias"),
+            (request(stop_token_ids=(199,), min_tokens=1), "stop_token_ids"),
+            (request(temperature=math.nan), "temperature"),
+            (request(temperature=-1.0), "temperature"),
+            (request(top_p=1.5), "top_p"),
+            (request(min_p=math.inf), "min_p"),
+            (request(presence_penalty=math.nan), "presence_penalty"),
+            (request(frequency_penalty=1e30), "frequency_penalty"),
+            (request(repetition_penalty=1e-40), "repetition_penalty"),
+            (request(num_top_logprobs=-1), "num_top_logprobs"),
         ],
     )
     def test_what_can_never_run(self, bad: EngineRequest, param: str, make_engine: MakeEngine) -> None:
@@ -367,6 +379,49 @@ def test_step_results_count(make_engine: MakeEngine) -> None:
     result = engine.step()
     assert (result.num_prefill_tokens, result.num_decode_seqs, result.context_tokens) == (8, 1, 21 + 8)
     assert result.duration_s > 0
+
+
+def test_a_token_that_cannot_be_drawn_ends_its_request_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    expected = generate(make_engine(), request("good"))
+    run = engine._runner.run
+
+    def one_broken(scheduled: Any) -> list[SampledToken]:
+        tokens = run(scheduled)
+        return [
+            SampledToken(ERROR_TOKEN_ID) if item.sequence.request_id == "bad" else token
+            for item, token in zip(scheduled, tokens, strict=True)
+        ]
+
+    monkeypatch.setattr(engine._runner, "run", one_broken)
+    engine.add(request("bad"))
+    engine.add(request("good"))
+    outputs = finish(engine)
+    assert [(o.token_id, o.position, o.finish_reason) for o in outputs if o.request_id == "bad"] == [
+        (ERROR_TOKEN_ID, 0, "error")
+    ]
+    assert tokens(outputs, "good") == expected["good"]
+    assert engine.stats().num_free_blocks == engine.num_blocks
+
+
+def test_the_context_is_what_the_memory_holds(make_engine: MakeEngine) -> None:
+    assert make_engine(num_blocks=5).context_tokens == 40
+    assert make_engine(num_blocks=500).context_tokens == 512
+    engine = make_engine(num_blocks=3)
+    engine.add(request(length=20, max_tokens=300, prefill_only=True))  # only the prompt has to fit here
+    assert len(finish(engine)) == 1
+
+
+def test_free_memory_is_what_the_system_can_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000000 kB\nMemFree: 1000 kB\nMemAvailable:    8000 kB\n")
+    monkeypatch.setattr("halfmoon.engine.config._MEMINFO", meminfo)
+    assert kv_budget_bytes(EngineConfig()) == 1000 << 10
+    monkeypatch.setattr("halfmoon.engine.config._MEMINFO", tmp_path / "absent")
+    assert kv_budget_bytes(EngineConfig()) > 0
+    assert kv_budget_bytes(EngineConfig(kv_memory_bytes=77)) == 77
 
 
 def test_max_context_tokens_caps_the_model(make_engine: MakeEngine) -> None:

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from halfmoon.engine.request import SamplingParams
-from halfmoon.engine.sampler import SamplingRow, adjust_logits, num_kept, sample, uniform
+from halfmoon.engine.sampler import ERROR_TOKEN_ID, SamplingRow, adjust_logits, num_kept, sample, uniform
 
 EOS = frozenset({2})
 VOCAB_SIZE = 600  # more than the sampler looks at first
@@ -155,6 +155,37 @@ def test_bias_and_bans() -> None:
     assert sample(values, [late], EOS)[0].token_id == 2
     deaf = row([0, 1], temperature=0.0, min_tokens=2, ignore_eos=True)
     assert sample(values, [deaf], EOS)[0].token_id == 2
+
+
+def test_bias_comes_before_penalties_and_bans_stay() -> None:
+    values = torch.tensor([-1.0, 0.0, 0.0])
+    adjust_logits(
+        values, row([0], repetition_penalty=2.0, logit_bias={0: 5.0, 2: 50.0}, min_tokens=1, stop_token_ids=(2,)), EOS
+    )
+    assert values.tolist() == [2.0, 0.0, float("-inf")]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 9e-6, 1e-30, 1e-39, 1e-45])
+def test_hardly_any_temperature_is_greedy(temperature: float) -> None:
+    values = logits()
+    rows = [row(temperature=temperature, seed=seed, top_p=0.5, logit_bias={3: 0.1}) for seed in range(5)]
+    assert {token.token_id for token in sample(values.expand(5, -1), rows, EOS)} == {int(values.argmax())}
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_row_that_cannot_be_drawn_leaves_the_others_alone(broken: float) -> None:
+    values = logits(rows=3)
+    values[1, 77] = broken
+    rows = [row(seed=1), row(seed=2), row(seed=3, top_k=4)]
+    good = [sample(values[index : index + 1], [rows[index]], EOS)[0].token_id for index in (0, 2)]
+    got = [token.token_id for token in sample(values, rows, EOS)]
+    assert got == [good[0], ERROR_TOKEN_ID, good[1]]
+
+
+def test_a_row_that_raises_leaves_the_others_alone() -> None:
+    values, impossible = logits(rows=2), row(temperature=0.0, logit_bias={VOCAB_SIZE: 1.0})
+    got = [token.token_id for token in sample(values, [impossible, row(temperature=0.0)], EOS)]
+    assert got == [ERROR_TOKEN_ID, int(values[1].argmax())]
 
 
 def test_logprobs_are_those_of_the_model() -> None:

@@ -24,9 +24,10 @@ from safetensors.torch import load_file, save_file
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
-from halfmoon.engine.engine import ERROR_TOKEN_ID, Engine
+from halfmoon.engine.engine import Engine
 from halfmoon.engine.parallel.messages import ReadKV
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.sampler import ERROR_TOKEN_ID
 from halfmoon.errors import Incompatible, InvalidRequest, ServiceFailed
 
 T = TypeVar("T")
