@@ -61,11 +61,18 @@ def prepare_checkpoint(model: str, cache_dir: Path | None = None, on_progress: A
     path = Path(model).expanduser()
     if path.is_dir():
         return _describe(path, path.resolve().name)
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise UnknownModel(f"there is no file {path}", param="model")
+    if path.suffix == ".gguf" and path.is_file():
         return _describe(_converted(path, cache_dir, announce), path.stem)
+    if path.suffix == ".gguf" or _is_path(model):
+        if path.exists():
+            raise InvalidRequest(f"{path} is no directory and no .gguf file", param="model")
+        raise UnknownModel(f"there is no directory or file {path}", param="model")
     return _describe(_downloaded(model, announce), model)
+
+
+def _is_path(model: str) -> bool:
+    """A Hugging Face id has one slash at most, and none of these in front."""
+    return model.startswith(("/", ".", "~")) or model.count("/") > 1
 
 
 def _demo_file() -> Path:
@@ -107,11 +114,20 @@ def _converted(file: Path, cache_dir: Path | None, announce: Announce) -> Path:
     if target.is_dir():
         return target
     models.mkdir(parents=True, exist_ok=True)
-    with _locked(models / f".{target.name}.lock"):
+    with _locked(models / f".{target.name}.lock") as alone:
         if not target.is_dir():
+            if alone:
+                _remove_partial(target)
             announce(f"converting {file.name} (once)")
             _convert(file, target)
     return target
+
+
+def _remove_partial(target: Path) -> None:
+    """What processes that were killed in the middle left behind; one of them may have had our process id."""
+    for path in target.parent.iterdir():
+        if path.name.startswith(f".{target.name}.") and path.is_dir():
+            shutil.rmtree(path)
 
 
 def _convert(file: Path, target: Path) -> None:
@@ -137,20 +153,24 @@ def _file_digest(file: Path) -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time. Where there is no `fcntl` two may convert; the rename keeps the result whole."""
+def _locked(path: Path) -> Iterator[bool]:
+    """One process at a time, and whether that is so: where there is no `fcntl` two may convert.
+
+    The rename keeps the result whole even then.
+    """
     with path.open("w") as stream:
         try:
             import fcntl
 
             fcntl.flock(stream, fcntl.LOCK_EX)
+            alone = True
         except ImportError:
-            pass
-        yield
+            alone = False
+        yield alone
 
 
 def _describe(path: Path, name: str) -> Checkpoint:
-    raw = _read_json(path / "config.json")
+    raw = read_json(path / "config.json")
     if not raw:
         raise InvalidRequest(f"{path} holds no config.json; a model directory needs one", param="model")
     if not _weight_files(path) and any(path.glob("*.bin")):
@@ -161,20 +181,20 @@ def _describe(path: Path, name: str) -> Checkpoint:
         name=name,
         fingerprint=_fingerprint(raw, _weight_files(path)),
         model_config=config,
-        eos_token_ids=_eos_token_ids(path, raw),
+        eos_token_ids=frozenset(i for i in _eos_token_ids(path, raw) if 0 <= i < config.vocab_size),
         context_tokens=config.context_tokens,
     )
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
-    index = _read_json(path / "model.safetensors.index.json")
+    index = read_json(path / "model.safetensors.index.json")
     if index:
         return tuple(path / name for name in sorted(set(index["weight_map"].values())))
     single = path / "model.safetensors"
     return (single,) if single.is_file() else tuple(sorted(path.glob("*.safetensors")))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`, or an empty one where there is no file. Raises InvalidRequest for broken JSON."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
@@ -188,12 +208,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _eos_token_ids(path: Path, raw: dict[str, Any]) -> frozenset[int]:
     """Every id that generation_config.json, config.json or the tokenizer calls the end of a text."""
     found: set[int] = set()
-    for value in (_read_json(path / "generation_config.json").get("eos_token_id"), raw.get("eos_token_id")):
+    for value in (read_json(path / "generation_config.json").get("eos_token_id"), raw.get("eos_token_id")):
         found.update([value] if isinstance(value, int) else value or ())
-    eos = _read_json(path / "tokenizer_config.json").get("eos_token")
+    eos = read_json(path / "tokenizer_config.json").get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos
     if isinstance(text, str):
-        added = _read_json(path / "tokenizer.json").get("added_tokens", [])
+        added = read_json(path / "tokenizer.json").get("added_tokens", [])
         found.update(token["id"] for token in added if token["content"] == text)
     return frozenset(found)
 

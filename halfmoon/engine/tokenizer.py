@@ -15,7 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint import Checkpoint, read_json
 from halfmoon.errors import InvalidRequest
 
 _REPLACEMENT = "\ufffd"
@@ -28,7 +28,7 @@ class Tokenizer:
     """Owns the vocabulary and the chat template of one checkpoint. Safe to use from several threads."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        config = _read_json(checkpoint.path / "tokenizer_config.json")
+        config = read_json(checkpoint.path / "tokenizer_config.json")
         self.eos_token_ids = checkpoint.eos_token_ids
         self._fast = _load(checkpoint.path)
         self._special_tokens = {
@@ -142,13 +142,6 @@ def _load(path: Path) -> FastTokenizer:
     except (OSError, ValueError, AttributeError) as error:
         raise InvalidRequest(f"{path} holds no tokenizer that can be read: {error}", param="model") from error
     return fast
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return loaded
 
 
 def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:

