@@ -128,8 +128,7 @@ def _gateway_spec(options: UpOptions, model: _Model) -> ServiceSpec:
 def _other_specs(options: UpOptions, model: _Model, cluster: str) -> list[ServiceSpec]:
     which = ("--model", model.path, "--model-name", model.name)
     common = ("--gateway", cluster, "--device", options.device, "--dtype", options.dtype, *which)
-    # Idle OpenMP threads that spin would take the cores of the other workers.
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false"}
     state = ("--state-dir", str(options.state_dir))
     specs = [
         ServiceSpec("kvstore", ("-m", "services.kvstore"), {}, restarts=True),
@@ -144,6 +143,17 @@ def _other_specs(options: UpOptions, model: _Model, cluster: str) -> list[Servic
     if options.console and find_spec("streamlit") is not None:
         specs.append(_console_spec(options))
     return specs
+
+
+def _openmp_waiting(options: UpOptions) -> dict[str, str]:
+    """How OpenMP threads wait between two operations: docs/log.md has the measurements.
+
+    Alone on its cores a worker is a fifth faster when they spin for a moment; where several share cores, spinning
+    takes them from each other.
+    """
+    if options.num_prefill + options.num_decode + options.num_both == 1:
+        return {"GOMP_SPINCOUNT": "1000"}
+    return {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _console_spec(options: UpOptions) -> ServiceSpec:
