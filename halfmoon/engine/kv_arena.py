@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
-from halfmoon.errors import InvalidRequest
+from halfmoon.engine.canonical_kv import CanonicalKV
 from halfmoon.kv.layout import KVBytes, KVLayout
 
 if TYPE_CHECKING:
@@ -47,21 +46,17 @@ class KVArena:
         self._layout = layout
         shape = (layout.num_layers, 2, layout.num_kv_heads, num_blocks * layout.block_tokens, layout.head_dim)
         self.tensor = torch.empty(shape, dtype=dtype, device=device)  # [layers, 2, kv_heads, slots, head_dim]
+        self._canonical = CanonicalKV(layout)
         # The same memory as 2- or 4-byte integers: numpy has no bfloat16, and copies without torch's threads.
         self._integers = torch.int16 if layout.item_bytes == 2 else torch.int32
-        self._integer = np.dtype(f"i{layout.item_bytes}")
         self._transfer = _transfer(self.tensor, layout.block_tokens) if kernels == "triton" else None
 
     def write(
         self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVBytes
     ) -> None:
         """Scatters canonical bytes. Raises InvalidRequest when the payload's size is not that of the ranges."""
-        self._check(layer_start, layer_end, start, num_tokens, len(blocks))
-        shape = self._shape(layer_start, layer_end, num_tokens)
-        num_bytes = math.prod(shape) * self._layout.item_bytes
-        if memoryview(payload).nbytes != num_bytes:
-            raise InvalidRequest(f"KV payload has {memoryview(payload).nbytes} bytes; {shape} has {num_bytes}")
-        values = np.frombuffer(payload, dtype=self._integer).reshape(shape)
+        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
+        values = self._canonical.view(payload, layer_end - layer_start, num_tokens)
         if self._transfer is not None:
             self._transfer.write(values, blocks, layer_start, start)
             return
@@ -77,26 +72,17 @@ class KVArena:
 
     def read(self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int) -> memoryview:
         """Canonical bytes `[layers, 2, kv_heads, num_tokens, head_dim]`, copied out."""
-        self._check(layer_start, layer_end, start, num_tokens, len(blocks))
+        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
         if self._transfer is not None:
             gathered = self._transfer.read(blocks, layer_start, layer_end, start, num_tokens)
             return gathered.reshape(-1).data.cast("B")
-        values = np.empty(self._shape(layer_start, layer_end, num_tokens), dtype=self._integer)
+        values = self._canonical.empty(layer_end - layer_start, num_tokens)
         done = 0
         for first, last in slot_runs(blocks, self._layout.block_tokens, start, start + num_tokens):
             view = self.tensor[layer_start:layer_end, :, :, first:last].view(self._integers)
             values[:, :, :, done : done + last - first] = view.cpu().numpy()
             done += last - first
         return values.reshape(-1).data.cast("B")
-
-    def _shape(self, layer_start: int, layer_end: int, num_tokens: int) -> tuple[int, ...]:
-        return (layer_end - layer_start, 2, self._layout.num_kv_heads, num_tokens, self._layout.head_dim)
-
-    def _check(self, layer_start: int, layer_end: int, start: int, num_tokens: int, num_blocks: int) -> None:
-        if not 0 <= layer_start < layer_end <= self._layout.num_layers:
-            raise InvalidRequest(f"layers {layer_start}..{layer_end} are outside 0..{self._layout.num_layers}")
-        if start < 0 or num_tokens < 1 or start + num_tokens > num_blocks * self._layout.block_tokens:
-            raise InvalidRequest(f"tokens {start}..{start + num_tokens} are outside the sequence's {num_blocks} blocks")
 
 
 def _transfer(arena: torch.Tensor, block_tokens: int) -> KVTransfer:

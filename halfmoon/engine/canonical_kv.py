@@ -1,0 +1,42 @@
+"""KV bytes in the canonical order `[layers, 2, kv_heads, num_tokens, head_dim]` as arrays. Knows nothing of tensors."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.kv.layout import KVBytes, KVLayout
+
+
+class CanonicalKV:
+    """Shapes, checks and views of one layout's canonical bytes: what every owner of KV memory speaks."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        # Integers of the elements' size: numpy has no bfloat16, and a copy does not care.
+        self.integer: np.dtype[np.signedinteger] = np.dtype(f"i{layout.item_bytes}")
+
+    def check(self, layer_start: int, layer_end: int, start: int, num_tokens: int, num_blocks: int) -> None:
+        """Raises InvalidRequest for layers outside the layout or tokens outside the sequence's blocks."""
+        if not 0 <= layer_start < layer_end <= self._layout.num_layers:
+            raise InvalidRequest(f"layers {layer_start}..{layer_end} are outside 0..{self._layout.num_layers}")
+        if start < 0 or num_tokens < 1 or start + num_tokens > num_blocks * self._layout.block_tokens:
+            raise InvalidRequest(f"tokens {start}..{start + num_tokens} are outside the sequence's {num_blocks} blocks")
+
+    def empty(self, num_layers: int, num_tokens: int) -> NDArray[np.signedinteger]:
+        """Room for so much."""
+        return np.empty(self._shape(num_layers, num_tokens), dtype=self.integer)
+
+    def view(self, payload: KVBytes, num_layers: int, num_tokens: int) -> NDArray[np.signedinteger]:
+        """`payload` as an array, not copied. Raises InvalidRequest when its size is not that of the ranges."""
+        shape = self._shape(num_layers, num_tokens)
+        num_bytes = math.prod(shape) * self._layout.item_bytes
+        if memoryview(payload).nbytes != num_bytes:
+            raise InvalidRequest(f"KV payload has {memoryview(payload).nbytes} bytes; {shape} has {num_bytes}")
+        return np.frombuffer(payload, dtype=self.integer).reshape(shape)
+
+    def _shape(self, num_layers: int, num_tokens: int) -> tuple[int, ...]:
+        return (num_layers, 2, self._layout.num_kv_heads, num_tokens, self._layout.head_dim)
