@@ -42,7 +42,17 @@ TORCH_FREE_FILES = (
     "halfmoon/errors.py",
     *(
         f"halfmoon/engine/{name}.py"
-        for name in ("request", "block_pool", "prefix_cache", "sequence", "scheduler", "checkpoint", "model_config")
+        for name in (
+            "request",
+            "block_pool",
+            "prefix_cache",
+            "sequence",
+            "request_check",
+            "canonical_kv",
+            "scheduler",
+            "checkpoint",
+            "model_config",
+        )
     ),
 )
 IMPORT_ALL = """

@@ -111,7 +111,6 @@ class EngineStats:
     num_waiting: int
     num_reserved: int
     num_held: int
-    kv_bytes: int
     num_waiting_tokens: int  # not computed yet, of waiting and running requests
 
 

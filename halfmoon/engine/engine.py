@@ -23,7 +23,8 @@ from halfmoon.engine.models import build_model
 from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_weights
 from halfmoon.engine.parallel.runner import ParallelRunner
 from halfmoon.engine.prefix_cache import PrefixCache
-from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
+from halfmoon.engine.request import EngineRequest, TokenOutput
+from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.sampler import ERROR_TOKEN_ID, SampledToken
 from halfmoon.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerLimits
 from halfmoon.engine.sequence import Sequence
@@ -32,16 +33,6 @@ from halfmoon.kv.keys import root_key
 from halfmoon.kv.layout import KVBytes, KVDtype, KVLayout
 
 logger = logging.getLogger(__name__)
-
-_SAMPLING_RANGES = {  # both ends included; NaN is in none
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.01, 100.0),  # smaller ones leave the range of float32
-}
-_MOST_LOGIT_BIAS = 1000.0
 
 _DTYPES: dict[KVDtype, torch.dtype] = {
     "float32": torch.float32,
@@ -76,6 +67,7 @@ class Engine:
             self._runner = self._arena = ParallelRunner(checkpoint, config, self.layout, on_progress)
         self.num_blocks = self._arena.num_blocks
         self.context_tokens = min(self._most_tokens, self.num_blocks * config.block_tokens)  # of prompt and output
+        self._limits = RequestLimits(model_config.vocab_size, self._most_tokens, self.num_blocks, self.layout)
         self._pool = BlockPool(self.num_blocks)
         root = root_key(checkpoint.fingerprint, self.layout) if config.prefix_cache else None
         self._cache = PrefixCache(self._pool, config.block_tokens, root)
@@ -152,7 +144,7 @@ class Engine:
         reserved, InvalidRequest for a token outside the vocabulary or one that ends the request.
         """
         sequence = self._in_state(request_id, "reserved")
-        self._check_token_ids((first_token_id,), "first_token_id")
+        self._limits.check_token_ids((first_token_id,), "first_token_id")
         self._scheduler.start(sequence, first_token_id)
         if sequence.finish_reason(self.checkpoint.eos_token_ids) is not None:
             self._remove(sequence)
@@ -226,7 +218,6 @@ class Engine:
             num_waiting=len(waiting),
             num_reserved=self._scheduler.num_reserved,
             num_held=self._scheduler.num_held,
-            kv_bytes=self.num_blocks * self.layout.block_bytes,
             num_waiting_tokens=sum(sequence.num_uncomputed for sequence in (*running, *waiting)),
         )
 
@@ -250,47 +241,14 @@ class Engine:
         self._cache.check_integrity()
 
     def _admit(self, request: EngineRequest) -> Sequence:
-        self._check(request)
+        if request.request_id in self._sequences:
+            raise InvalidRequest(f"request {request.request_id} is here already", param="request_id")
         sequence = Sequence(request, self._num_added)
+        self._limits.check(sequence)
         self._num_added += 1
         self._sequences[request.request_id] = sequence
         self._kv_locks[request.request_id] = threading.Lock()
         return sequence
-
-    def _check(self, request: EngineRequest) -> None:
-        sampling = request.sampling
-        if request.request_id in self._sequences:
-            raise InvalidRequest(f"request {request.request_id} is here already", param="request_id")
-        if not request.prompt_token_ids:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        self._check_token_ids(request.prompt_token_ids, "prompt")
-        self._check_token_ids(request.output_token_ids, "output_token_ids")
-        self._check_token_ids(tuple(sampling.logit_bias), "logit_bias")
-        self._check_token_ids(sampling.stop_token_ids, "stop_token_ids")
-        _check_sampling(sampling)
-        if sampling.max_tokens <= len(request.output_token_ids):
-            raise InvalidRequest(
-                f"max_tokens is {sampling.max_tokens}, {len(request.output_token_ids)} tokens are there already",
-                param="max_tokens",
-            )
-        total_tokens = len(request.prompt_token_ids) + sampling.max_tokens
-        if total_tokens > self._most_tokens:
-            raise InvalidRequest(
-                f"prompt ({len(request.prompt_token_ids)}) and max_tokens ({sampling.max_tokens}) exceed the context "
-                f"of {self._most_tokens} tokens",
-                param="max_tokens",
-            )
-        num_blocks = self.layout.num_blocks(Sequence(request, 0).max_tokens_ever)
-        if num_blocks > self.num_blocks:
-            raise InvalidRequest(
-                f"the request can need {num_blocks} blocks of KV memory, this worker has {self.num_blocks}",
-                param="max_tokens",
-            )
-
-    def _check_token_ids(self, token_ids: tuple[int, ...], param: str) -> None:
-        vocab_size = self.checkpoint.model_config.vocab_size
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-            raise InvalidRequest(f"a token id is outside the vocabulary of {vocab_size}", param=param)
 
     def _advance(self, schedule: Schedule, sampled: list[SampledToken]) -> list[TokenOutput]:
         """Books what a step computed: counts, cache, new tokens, finished requests."""
@@ -346,17 +304,6 @@ class Engine:
         """When the first running request will have made room, at the pace of the last step."""
         left = [s.sampling.max_tokens - s.num_output for s in self._scheduler.running]
         return min(max(int(1000 * self._step_s * min(left, default=1)), 10), 10_000)
-
-
-def _check_sampling(sampling: SamplingParams) -> None:
-    for name, (low, high) in _SAMPLING_RANGES.items():
-        value = getattr(sampling, name)
-        if not low <= value <= high:
-            raise InvalidRequest(f"{name} must be {low:g} to {high:g}, got {value:g}", param=name)
-    if not all(abs(bias) <= _MOST_LOGIT_BIAS for bias in sampling.logit_bias.values()):
-        raise InvalidRequest(f"a bias is outside -{_MOST_LOGIT_BIAS:g} to {_MOST_LOGIT_BIAS:g}", param="logit_bias")
-    if sampling.num_top_logprobs is not None and sampling.num_top_logprobs < 0:
-        raise InvalidRequest(f"num_top_logprobs is {sampling.num_top_logprobs}", param="num_top_logprobs")
 
 
 def _resolve_dtype(config: EngineConfig) -> KVDtype:

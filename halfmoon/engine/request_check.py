@@ -1,0 +1,76 @@
+"""Whether a request can ever run on an engine: everything that is known before a block is taken. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfmoon.engine.request import SamplingParams
+from halfmoon.engine.sequence import Sequence
+from halfmoon.errors import InvalidRequest
+from halfmoon.kv.layout import KVLayout
+
+_SAMPLING_RANGES = {  # both ends included; NaN is in none
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),  # smaller ones leave the range of float32
+}
+_MOST_LOGIT_BIAS = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What an engine can hold. `max_tokens`: of prompt and output, by its model and settings."""
+
+    vocab_size: int
+    max_tokens: int
+    num_blocks: int
+    layout: KVLayout
+
+    def check(self, sequence: Sequence) -> None:
+        """Raises InvalidRequest, naming the parameter, for a request that can never run here."""
+        request = sequence.request
+        if not request.prompt_token_ids:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        self.check_token_ids(request.prompt_token_ids, "prompt")
+        self.check_token_ids(request.output_token_ids, "output_token_ids")
+        self.check_token_ids(tuple(request.sampling.logit_bias), "logit_bias")
+        self.check_token_ids(request.sampling.stop_token_ids, "stop_token_ids")
+        _check_sampling(request.sampling)
+        self._check_length(sequence)
+
+    def check_token_ids(self, token_ids: tuple[int, ...], param: str) -> None:
+        """Raises InvalidRequest unless all are in the vocabulary."""
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            raise InvalidRequest(f"a token id is outside the vocabulary of {self.vocab_size}", param=param)
+
+    def _check_length(self, sequence: Sequence) -> None:
+        num_prompt, max_tokens = sequence.num_prompt, sequence.sampling.max_tokens
+        if max_tokens <= sequence.num_output:
+            raise InvalidRequest(
+                f"max_tokens is {max_tokens}, {sequence.num_output} tokens are there already", param="max_tokens"
+            )
+        if num_prompt + max_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"prompt ({num_prompt}) and max_tokens ({max_tokens}) exceed the context of {self.max_tokens} tokens",
+                param="max_tokens",
+            )
+        num_blocks = self.layout.num_blocks(sequence.max_tokens_ever)
+        if num_blocks > self.num_blocks:
+            raise InvalidRequest(
+                f"the request can need {num_blocks} blocks of KV memory, this worker has {self.num_blocks}",
+                param="max_tokens",
+            )
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    for name, (low, high) in _SAMPLING_RANGES.items():
+        value = getattr(sampling, name)
+        if not low <= value <= high:
+            raise InvalidRequest(f"{name} must be {low:g} to {high:g}, got {value:g}", param=name)
+    if not all(abs(bias) <= _MOST_LOGIT_BIAS for bias in sampling.logit_bias.values()):
+        raise InvalidRequest(f"a bias is outside -{_MOST_LOGIT_BIAS:g} to {_MOST_LOGIT_BIAS:g}", param="logit_bias")
+    if sampling.num_top_logprobs is not None and sampling.num_top_logprobs < 0:
+        raise InvalidRequest(f"num_top_logprobs is {sampling.num_top_logprobs}", param="num_top_logprobs")
