@@ -34,9 +34,7 @@ def iter_block_keys(root: bytes, token_ids: Sequence[int], block_tokens: int) ->
     tokens = np.asarray(token_ids, dtype="<u4")
     parent = root
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-        parent = hashlib.blake2b(
-            parent + tokens[start : start + block_tokens].tobytes(), digest_size=KEY_BYTES
-        ).digest()
+        parent = _hash(parent + tokens[start : start + block_tokens].tobytes())
         yield parent
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
-from halfmoon.errors import DataLoss, Unavailable
+from halfmoon.errors import DataLoss
 from halfmoon.rpc.context import REQUEST_ID_KEY, bounded_deadline_s, request_id
-from halfmoon.rpc.status import error_from
+from halfmoon.rpc.status import in_our_tree
 
 LONG_LIVED_S = 24 * 3600.0  # a stream that lives as long as its two ends; both reconnect when it expires
 
@@ -48,7 +47,7 @@ class Peer:
 
     async def call(self, method: Callable[..., Any], request: Any, *, deadline_s: float) -> Any:
         """One unary call. Raises what the peer raised, DeadlineExceeded, Unavailable or DataLoss."""
-        with self._in_our_tree():
+        with in_our_tree(self.address):
             return _parsed(await method(request, timeout=bounded_deadline_s(deadline_s), metadata=_metadata()))
 
     @asynccontextmanager
@@ -56,7 +55,7 @@ class Peer:
         self, method: Callable[..., Any], request: Any, *, deadline_s: float
     ) -> AsyncIterator[AsyncIterator[Any]]:
         """A response stream; leaving the block cancels the call. `request` is a message, or an async iterator."""
-        with self._in_our_tree():
+        with in_our_tree(self.address):
             call = method(request, timeout=bounded_deadline_s(deadline_s), metadata=_metadata())
         try:
             yield self._responses(call)
@@ -65,29 +64,13 @@ class Peer:
 
     def raw_stream(self, method: str, *, deadline_s: float) -> grpc.aio.StreamStreamCall:
         """A bidirectional call of raw bytes. Its owner cancels it."""
-        with self._in_our_tree():
+        with in_our_tree(self.address):
             return self.channel.stream_stream(method)(timeout=bounded_deadline_s(deadline_s), metadata=_metadata())
 
     async def _responses(self, call: Any) -> AsyncIterator[Any]:
-        with self._in_our_tree():
+        with in_our_tree(self.address):
             async for response in call:
                 yield _parsed(response)
-
-    @contextmanager
-    def _in_our_tree(self) -> Iterator[None]:
-        """What gRPC raises, as an error of our tree. A cancellation of the current task stays one."""
-        try:
-            yield
-        except grpc.aio.AioRpcError as failure:
-            raise error_from(failure) from failure
-        except grpc.aio.UsageError as failure:  # the channel is closed
-            raise Unavailable(f"the connection to {self.address} is closed") from failure
-        except asyncio.CancelledError as failure:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            # not us: the peer cancelled the call, the channel closed under it, or its request iterator failed
-            raise Unavailable(f"the call to {self.address} was cancelled") from failure
 
 
 def _parsed(response: Any) -> Any:

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import grpc
 from prometheus_client import CollectorRegistry, start_http_server
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.rpc.logs import configure_logs
-from halfmoon.rpc.server import run_service
+from halfmoon.rpc.metrics import RpcMetrics
+from halfmoon.rpc.server import advertised_address, run_service, running_server, until_told_to_stop
 
 log = logging.getLogger(__name__)
 
 Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+class ListensForRpc(Protocol):
+    """The settings that every service with RPCs has."""
+
+    @property
+    def listen(self) -> str: ...
+    @property
+    def advertise(self) -> str | None: ...
+    @property
+    def metrics_port(self) -> int | None: ...
+
+
+class ServiceMetrics(Protocol):
+    """A service's metrics."""
+
+    @property
+    def registry(self) -> CollectorRegistry: ...
+    @property
+    def rpc(self) -> RpcMetrics: ...
 
 
 def service_config(service: str) -> SettingsConfigDict:
@@ -68,6 +91,19 @@ def service_main(
             raise
         log.error("service.failed", extra={"reason": "; ".join(str(leaf) for leaf in leaves)})
         sys.exit(1)
+
+
+async def serve_until_told_to_stop(
+    settings: ListensForRpc, add_services: Sequence[Callable[[grpc.aio.Server], None]], metrics: ServiceMetrics
+) -> None:
+    """The whole life of a service that is nothing but its RPCs. Raises InvalidRequest if it cannot listen."""
+    stopping = asyncio.create_task(until_told_to_stop())  # from here on SIGTERM is heard
+    async with running_server(settings.listen, add_services, metrics.rpc) as server:
+        with metrics_endpoint(settings.metrics_port, metrics.registry):
+            await server.set_serving()
+            address = advertised_address(settings.listen, server.port, settings.advertise)
+            log.info("service.ready", extra={"address": address})
+            await stopping
 
 
 @contextmanager

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import grpc
 
 from halfmoon import errors
@@ -50,3 +54,23 @@ def error_from(failure: grpc.aio.AioRpcError) -> HalfmoonError:
     retry = trailers.get(_RETRY_KEY)
     message = failure.details() or failure.code().name
     return cls(message, param=trailers.get(_PARAM_KEY), retry_after_ms=int(retry) if retry else None)
+
+
+@contextmanager
+def in_our_tree(peer: str) -> Iterator[None]:
+    """What gRPC raises inside, of a call to the address `peer`, as an error of our tree.
+
+    A cancellation of the current task stays one.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as failure:
+        raise error_from(failure) from failure
+    except grpc.aio.UsageError as failure:  # the channel is closed
+        raise errors.Unavailable(f"the connection to {peer} is closed") from failure
+    except asyncio.CancelledError as failure:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # not us: the peer cancelled the call, the channel closed under it, or its request iterator failed
+        raise errors.Unavailable(f"the call to {peer} was cancelled") from failure

@@ -18,7 +18,7 @@ from halfmoon.errors import DeadlineExceeded, Incompatible, InvalidRequest, Unav
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame
 from halfmoon.kv.layout import KVBytes, KVLayout
 from halfmoon.rpc.peer import Peer
-from halfmoon.rpc.status import error_from
+from halfmoon.rpc.status import error_from, in_our_tree
 
 KV_TRANSFER = "halfmoon.KVTransfer"
 PUSH = "Push"
@@ -41,8 +41,9 @@ def raw_service(service: str, handlers: dict[str, RawHandler]) -> Callable[[grpc
 class TransferSender:
     """Owns the sending end of one transfer: sequence numbers and the stream. Knows nothing of where KV is kept."""
 
-    def __init__(self, call: grpc.aio.StreamStreamCall, layout: KVLayout) -> None:
+    def __init__(self, call: grpc.aio.StreamStreamCall, address: str, layout: KVLayout) -> None:
         self._call = call
+        self._address = address
         self._fingerprint = layout.fingerprint()
         self._transfer_id = os.urandom(16)
         self._sequence = 0
@@ -75,17 +76,14 @@ class TransferSender:
             frame = Frame(kind, self._transfer_id, self._fingerprint, self._sequence, part, payload=payload)
             self._sequence += 1
             try:
-                await self._call.write(encode_frame(frame))
-            except grpc.aio.AioRpcError as failure:
-                raise error_from(failure) from failure
+                with in_our_tree(self._address):
+                    await self._call.write(encode_frame(frame))
             except asyncio.InvalidStateError:
                 raise await self._failure(await self._call.code()) from None
 
     async def _expect(self, kind: FrameKind) -> None:
-        try:
+        with in_our_tree(self._address):
             answer = await self._call.read()
-        except grpc.aio.AioRpcError as failure:
-            raise error_from(failure) from failure
         if answer is grpc.aio.EOF:
             raise await self._failure(await self._call.code())
         frame = decode_frame(answer)
@@ -112,7 +110,7 @@ async def transfer_to(
     """A transfer to `peer`. Leaving the block before `commit` returned frees what the receiver reserved."""
     call = peer.raw_stream(method, deadline_s=deadline_s)
     try:
-        yield TransferSender(call, layout)
+        yield TransferSender(call, peer.address, layout)
     finally:
         call.cancel()
 
@@ -130,12 +128,12 @@ async def next_message(messages: AsyncIterator[bytes], lease_s: float) -> bytes 
         raise Unavailable("the sender went away") from err
 
 
-def parse_body(message_class: type[Body], frame: Frame) -> Body:
+def parse_body(message_class: type[Body], body: KVBytes) -> Body:
     """The protobuf body of a control frame. Raises InvalidRequest if it is something else."""
     try:
-        return message_class.FromString(bytes(frame.payload))
+        return message_class.FromString(bytes(body))
     except DecodeError as err:
-        raise InvalidRequest(f"the body of {frame.kind.name} is not a {message_class.__name__}") from err
+        raise InvalidRequest(f"the body of a frame is not the {message_class.__name__} it must be") from err
 
 
 def answer(to: Frame, kind: FrameKind, sequence: int) -> bytes:

@@ -87,8 +87,8 @@ class _Reception:
     async def handle(self, frame: Frame) -> FrameKind | None:
         """Acts on one frame; gives the answer that is due, if any."""
         match self._receiver.handle(frame):
-            case Reserve(whole):
-                await self._reserve(whole, parse_body(decode_pb2.HandoverOpen, frame).generation)
+            case Reserve(whole, body):
+                await self._reserve(whole, parse_body(decode_pb2.HandoverOpen, body).generation)
                 return FrameKind.ACCEPT
             case Write(part, payload):
                 await self._engine.kv_write(
@@ -100,8 +100,8 @@ class _Reception:
                     payload,
                 )
                 self.num_bytes += memoryview(payload).nbytes
-            case Commit():
-                await self._start(parse_body(decode_pb2.HandoverCommit, frame).first_token_id)
+            case Commit(body):
+                await self._start(parse_body(decode_pb2.HandoverCommit, body).first_token_id)
                 return FrameKind.DONE
         return None
 

@@ -8,7 +8,6 @@ from halfmoon.engine.config import EngineStats, StepResult
 from halfmoon.rpc.metrics import RpcMetrics
 
 _STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-_MIB = 1 << 20
 
 
 class WorkerMetrics:

@@ -133,7 +133,7 @@ def _whole_block(layout: KVLayout, token_start: int) -> KVRange:
 def _opened(frame: Frame) -> kvstore_pb2.BlockOpen:
     if frame.kind is not FrameKind.OPEN:
         raise InvalidRequest(f"the first frame must be OPEN, not {frame.kind.name}")
-    return parse_body(kvstore_pb2.BlockOpen, frame)
+    return parse_body(kvstore_pb2.BlockOpen, frame.payload)
 
 
 def _layout_of(frame: Frame) -> KVLayout:
