@@ -25,6 +25,7 @@ from enum import IntEnum
 import xxhash
 
 from halfmoon.errors import DataLoss, Incompatible, InvalidRequest
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.layout import KVBytes, KVLayout, Shard
 
 VERSION = 1
@@ -47,12 +48,6 @@ class FrameKind(IntEnum):
     ABORT = 5  # the sender gives up
     ACCEPT = 6  # the reservation stands
     DONE = 7  # the commit took effect
-
-
-class Codec(IntEnum):
-    """How a DATA payload encodes its KV values."""
-
-    RAW = 0  # the layout's dtype, little-endian
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from halfmoon.errors import Cancelled, DataLoss, Incompatible, InvalidRequest
-from halfmoon.kv.frame import Codec, Frame, FrameKind, KVRange
+from halfmoon.kv.codec import Codec
+from halfmoon.kv.frame import Frame, FrameKind, KVRange
 from halfmoon.kv.layout import KVBytes, KVLayout
 
 State = Literal["fresh", "opened", "committed", "closed"]

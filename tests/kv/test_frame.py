@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import DataLoss, Incompatible, InvalidRequest
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import (
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
-    Codec,
     Frame,
     FrameKind,
     KVRange,
