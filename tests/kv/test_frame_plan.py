@@ -1,0 +1,115 @@
+"""Frames of a prompt that is still being computed: each cell once, never before it is written, no crumbs on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmoon.kv.frame import MAX_PAYLOAD_BYTES, KVRange
+from halfmoon.kv.frame_plan import MIN_FRAME_BYTES, MIN_FRAME_TOKENS, FramePlan, Written
+from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.receiver import Coverage
+
+DEMO = KVLayout(30, 3, 64, "bfloat16")  # 768 bytes a token and layer
+LARGE = KVLayout(8, 8, 128, "bfloat16")  # 4 KiB a token and layer
+
+
+def sent_by(plan: FramePlan, written: Written) -> list[KVRange]:
+    """Everything that is due now."""
+    found = []
+    while (part := plan.next(written)) is not None:
+        plan.sent(part)
+        found.append(part)
+    return found
+
+
+def layer_by_layer(layout: KVLayout, ends: Sequence[int], every: int) -> list[Written]:
+    """What an engine tells that computes chunks up to `ends` and speaks after `every` layers."""
+    news = []
+    for start, end in zip((0, *ends), ends, strict=False):
+        news += [Written(start, end, layers) for layers in range(every, layout.num_layers, every)]
+        news.append(Written(end))
+    return news
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[KVLayout, list[Written]]:
+    layout = KVLayout(draw(st.integers(1, 12)), draw(st.integers(1, 4)), draw(st.sampled_from([64, 1024])), "float32")
+    ends = sorted(draw(st.sets(st.integers(1, 1500), min_size=1, max_size=5)))
+    news = layer_by_layer(layout, ends, draw(st.integers(1, 4)))
+    lost = draw(st.lists(st.integers(0, len(news) - 1), max_size=3))
+    for index in lost:  # a preemption: what was told before comes again
+        news = news[: index + 1] + news[draw(st.integers(0, index)) :]
+    return layout, news
+
+
+@given(histories())
+def test_every_cell_leaves_once_and_not_before_it_is_written(history: tuple[KVLayout, list[Written]]) -> None:
+    layout, news = history
+    num_tokens = news[-1].num_tokens
+    plan, coverage = (
+        FramePlan(layout, num_tokens),
+        Coverage(KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens)),
+    )
+    for written in news:
+        for part in sent_by(plan, written):
+            coverage.add(part)
+            assert part.token_start + part.num_tokens <= written.num_tokens_of(part.layer_end - 1)
+            assert part.num_bytes(layout) <= MAX_PAYLOAD_BYTES
+            if written.num_tokens_of(layout.num_layers - 1) < num_tokens:
+                assert part.num_bytes(layout) >= MIN_FRAME_BYTES
+        assert plan.is_done == coverage.is_whole()
+    assert plan.is_done
+
+
+def test_layers_leave_while_later_ones_compute() -> None:
+    plan = FramePlan(DEMO, 1024)
+    frames = [(written, part) for written in layer_by_layer(DEMO, (512, 1024), 5) for part in sent_by(plan, written)]
+    assert [(part.layer_start, part.layer_end, part.token_start, part.num_tokens) for _, part in frames] == [
+        (layer, layer + 5, start, 512) for start in (0, 512) for layer in range(0, 30, 5)
+    ]
+    assert [written.num_layers for written, _ in frames] == [5, 10, 15, 20, 25, 0] * 2
+
+
+def test_small_remainders_wait_for_the_next_chunk() -> None:
+    plan = FramePlan(DEMO, 256)
+    assert sent_by(plan, Written(0, 128, 10)) == []
+    assert sent_by(plan, Written(128)) == [KVRange(0, 21, 0, 3, 0, 128)]
+    assert sent_by(plan, Written(128, 256, 21)) == [KVRange(0, 21, 0, 3, 128, 128)]
+    assert sent_by(plan, Written(256)) == [KVRange(21, 30, 0, 3, 0, 256)]
+
+
+def test_few_tokens_wait_for_more_unless_there_are_none() -> None:
+    few = MIN_FRAME_TOKENS - 1
+    plan = FramePlan(LARGE, 2 * few)
+    assert sent_by(plan, Written(few)) == []
+    assert sent_by(plan, Written(few, 2 * few, 2)) == [KVRange(0, 2, 0, 8, 0, 2 * few)]
+    whole = FramePlan(LARGE, few)
+    assert sent_by(whole, Written(0, few, 4)) == [KVRange(0, 4, 0, 8, 0, few)]
+
+
+def test_a_cached_prefix_leaves_before_anything_is_computed() -> None:
+    plan = FramePlan(DEMO, 600)
+    frames = sent_by(plan, Written(512))
+    assert (frames[0].layer_start, frames[-1].layer_end) == (0, 30)
+    assert sum(part.num_bytes(DEMO) for part in frames) == 512 * DEMO.token_bytes
+
+
+def test_what_is_written_again_after_a_preemption_is_not_sent_again() -> None:
+    plan = FramePlan(LARGE, 512)
+    assert sent_by(plan, Written(256))
+    assert sent_by(plan, Written()) == []
+    assert sent_by(plan, Written(128)) == []
+    assert all(part.token_start >= 256 for part in sent_by(plan, Written(512)))
+    assert plan.is_done
+
+
+def test_a_frame_is_repeated_until_it_was_sent() -> None:
+    plan = FramePlan(LARGE, 256)
+    part = plan.next(Written(256))
+    assert part is not None
+    assert plan.next(Written(256)) == part
+    plan.sent(part)
+    assert plan.next(Written(256)) != part
