@@ -1,5 +1,75 @@
-"""How KV values are written as bytes: one file a codec. numpy and bytes only."""
+"""How KV values are written as bytes: one file a codec. numpy and bytes only.
 
+Values come and go in the canonical order `[layers, 2 (K, V), heads, tokens, head_dim]`, as integers whose bits are
+those of a dtype, because numpy has no bfloat16. What NaN, infinities and huge numbers become is in each codec's file;
+RAW keeps them, and saturates where it has to change the dtype to float16.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.kv.codec import fp8, int4, int8
+from halfmoon.kv.codec.floats import UNSIGNED, Bits, convert
 from halfmoon.kv.codec.names import Codec
+from halfmoon.kv.layout import KVBytes, KVDtype
 
-__all__ = ["Codec"]
+__all__ = ["Codec", "decode", "encode", "encoded_bytes", "gainful"]
+
+Shape = tuple[int, ...]  # [layers, 2, heads, tokens, head_dim], none of them 0
+
+
+class _Quantiser(Protocol):
+    """What the file of a codec offers; encodings do not depend on the dtype, so any may be decoded to."""
+
+    def encoded_bytes(self, shape: Shape) -> int: ...
+    def encode(self, bits: Bits, dtype: KVDtype) -> memoryview: ...
+    def decode(self, payload: KVBytes, shape: Shape, dtype: KVDtype) -> Bits: ...
+
+
+_QUANTISERS: dict[Codec, _Quantiser] = {Codec.INT8: int8, Codec.INT4: int4, Codec.FP8: fp8}
+
+
+def encoded_bytes(codec: Codec, shape: Shape, dtype: KVDtype) -> int:
+    """The exact size of what `encode` gives for values of this shape and dtype."""
+    if codec is Codec.RAW:
+        return math.prod(shape) * UNSIGNED[dtype].itemsize
+    return _QUANTISERS[codec].encoded_bytes(shape)
+
+
+def gainful(codec: Codec, shape: Shape, dtype: KVDtype) -> Codec:
+    """`codec` where it makes these values smaller, else RAW: scales may outweigh few tokens or short rows."""
+    smaller = encoded_bytes(codec, shape, dtype) < encoded_bytes(Codec.RAW, shape, dtype)
+    return codec if smaller else Codec.RAW
+
+
+def encode(codec: Codec, values: NDArray[np.integer[Any]], dtype: KVDtype) -> memoryview:
+    """values: integers of the dtype's size, of any signedness, in canonical order and not empty."""
+    assert values.ndim == 5, "the canonical order"
+    assert values.shape[1] == 2, "the canonical order"
+    bits = np.ascontiguousarray(values).view(UNSIGNED[dtype])
+    if codec is Codec.RAW:
+        return bits.reshape(-1).view(np.uint8).data
+    return _QUANTISERS[codec].encode(bits, dtype)
+
+
+def decode(codec: Codec, payload: KVBytes, shape: Shape, dtype: KVDtype, to: KVDtype | None = None) -> Bits:
+    """The values of `shape` as unsigned integers whose bits are those of `to`, or else of `dtype`.
+
+    dtype: which the values had when they were encoded. Of RAW without a change of dtype the result is a view of
+    `payload`. Raises InvalidRequest, before anything is allocated, unless `payload` has exactly `encoded_bytes`.
+    """
+    got, want = memoryview(payload).nbytes, encoded_bytes(codec, shape, dtype)
+    if got != want:
+        raise InvalidRequest(f"a KV payload of {shape} in {codec.name} has {want} bytes, this one {got}")
+    to = to or dtype
+    if codec is Codec.RAW:
+        bits = np.frombuffer(payload, UNSIGNED[dtype]).reshape(shape)
+        return bits if dtype == to else convert(bits, dtype, to)
+    with np.errstate(over="ignore", invalid="ignore"):  # the scales are a peer's
+        return _QUANTISERS[codec].decode(payload, shape, to)

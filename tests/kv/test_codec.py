@@ -1,0 +1,236 @@
+"""Each codec keeps to the error that its file states, for every dtype, shape and number; nothing leaves its group."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.kv.codec import Codec, Shape, decode, encode, encoded_bytes, gainful
+from halfmoon.kv.codec.floats import LARGEST, UNSIGNED, widened
+from halfmoon.kv.layout import KVDtype
+
+DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
+QUANTISED = (Codec.INT8, Codec.INT4, Codec.FP8)
+TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SIGNED = {"float32": torch.int32, "float16": torch.int16, "bfloat16": torch.int16}
+HALF_LAST_PLACE = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of a value
+SMALLEST_STEP = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
+
+shapes = st.tuples(st.integers(1, 3), st.just(2), st.integers(1, 3), st.integers(1, 70), st.integers(1, 70))
+
+
+def bits_of(numbers: NDArray[Any], dtype: KVDtype) -> NDArray[Any]:
+    """By torch, which rounds to nearest even; infinite beyond the dtype's range."""
+    tensor = torch.from_numpy(np.ascontiguousarray(numbers, np.float32)).to(TORCH[dtype])
+    return tensor.view(SIGNED[dtype]).numpy().view(UNSIGNED[dtype])
+
+
+def numbers_of(bits: NDArray[Any], dtype: KVDtype) -> NDArray[Any]:
+    """As float64, in which bounds can be computed."""
+    signed = bits.view(f"i{bits.dtype.itemsize}").copy()
+    numbers: NDArray[Any] = torch.from_numpy(signed).view(TORCH[dtype]).double().numpy()
+    return numbers
+
+
+@st.composite
+def kv_numbers(draw: st.DrawFn) -> tuple[KVDtype, NDArray[Any]]:
+    """Bits in canonical order: of any size together, with offsets by channel as real keys have, and many zeros."""
+    dtype, shape = draw(st.sampled_from(DTYPES)), draw(shapes)
+    random = np.random.default_rng(draw(st.integers(0, 1 << 32)))
+    numbers = random.standard_normal(shape) * 10.0 ** draw(st.integers(-44, 36))
+    numbers *= 10.0 ** random.uniform(-draw(st.integers(0, 8)), 0, shape)
+    numbers += draw(st.integers(0, 100)) * np.abs(numbers).max() * random.standard_normal((*shape[:3], 1, shape[4]))
+    numbers[random.random(shape) < draw(st.sampled_from([0.0, 0.1, 0.9, 1.0]))] = 0
+    limit = float(LARGEST[dtype])
+    return dtype, bits_of(np.clip(numbers, -limit, limit), dtype)
+
+
+def int8_bound(numbers: NDArray[Any]) -> NDArray[Any]:
+    largest: NDArray[Any] = np.abs(numbers).max(axis=-1, keepdims=True)
+    bound: NDArray[Any] = np.maximum(0.00398 * largest, 2.0**-127)
+    return bound
+
+
+def int4_bound(numbers: NDArray[Any]) -> NDArray[Any]:
+    bound = np.empty_like(numbers)
+    for half, axis in ((0, 2), (1, 3)):
+        part, out = numbers[:, half], bound[:, half]  # [layers, heads, tokens, head_dim]
+        for start in range(0, part.shape[axis], 32):
+            group = (slice(None),) * axis + (slice(start, start + 32),)
+            low, high = part[group].min(axis=axis, keepdims=True), part[group].max(axis=axis, keepdims=True)
+            out[group] = 0.034 * (high - low) + 0.0003 * np.abs(low) + 2.0**-127
+    return bound
+
+
+def fp8_bound(numbers: NDArray[Any]) -> NDArray[Any]:
+    largest = np.abs(numbers).max(axis=(3, 4), keepdims=True)
+    exponent = np.ceil(np.log2(np.maximum(largest, 1e-60) / 448) - 1e-9)
+    bound: NDArray[Any] = np.maximum(np.abs(numbers) / 16, 2.0 ** (np.maximum(exponent, -126) - 10))
+    return bound
+
+
+BOUNDS = {Codec.INT8: int8_bound, Codec.INT4: int4_bound, Codec.FP8: fp8_bound}
+
+
+@pytest.mark.parametrize("codec", QUANTISED)
+@given(kv_numbers(), st.sampled_from(DTYPES))
+def test_the_error_is_within_the_bound(codec: Codec, kv: tuple[KVDtype, NDArray[Any]], to: KVDtype) -> None:
+    dtype, bits = kv
+    payload = encode(codec, bits, dtype)
+    assert payload.nbytes == encoded_bytes(codec, bits.shape, dtype)
+    got, want = numbers_of(decode(codec, payload, bits.shape, dtype, to), to), numbers_of(bits, dtype)
+    limit = 65504 if to == "float16" else np.inf
+    bound = BOUNDS[codec](want)
+    rounding = HALF_LAST_PLACE[to] * (np.abs(want) + bound) + SMALLEST_STEP[to]
+    assert (np.abs(got - np.clip(want, -limit, limit)) <= bound + rounding).all()
+
+
+@pytest.mark.parametrize("codec", QUANTISED)
+@given(shapes, st.sampled_from(DTYPES), st.sampled_from([0.0, 1.0, -1.0, 0.1, -3e-5, 60000.0, 1e-40]))
+def test_constants_are_kept_and_zeros_exactly(codec: Codec, shape: Shape, dtype: KVDtype, number: float) -> None:
+    bits = bits_of(np.full(shape, number), dtype)
+    got = numbers_of(decode(codec, encode(codec, bits, dtype), shape, dtype), dtype)
+    assert np.unique(got).size == 1
+    constant = numbers_of(bits, dtype)
+    assert np.abs(got - constant).max() <= abs(number) / 16 + 2.0**-127
+    if number == 0:
+        assert not got.any()
+
+
+@given(kv_numbers())
+def test_raw_is_the_bits(kv: tuple[KVDtype, NDArray[Any]]) -> None:
+    dtype, bits = kv
+    payload = encode(Codec.RAW, bits, dtype)
+    assert bytes(payload) == bits.tobytes()
+    assert (decode(Codec.RAW, payload, bits.shape, dtype) == bits).all()
+
+
+SPECIAL = np.array(
+    [
+        *(0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 65504, 65519, 65520, -1e6, 3.4e38, -3.39e38),
+        *(1e-40, 6e-8, -3e-8, 1e-7, -(2.0**-14), 2.0**-24),
+        *(1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20, 1 + 2.0**-11, 1 + 3 * 2.0**-11),
+    ]
+)
+
+
+@pytest.mark.parametrize(("dtype", "to"), list(itertools.product(DTYPES, DTYPES)))
+def test_raw_changes_the_dtype_as_torch_does_but_saturates(dtype: KVDtype, to: KVDtype) -> None:
+    random = np.random.default_rng(0)
+    numbers = np.concatenate([SPECIAL, random.standard_normal(70_001) * 10.0 ** random.uniform(-9, 9, 70_001)])
+    bits = bits_of(numbers[None, None, :, None, None].repeat(2, axis=1), dtype)
+    got = decode(Codec.RAW, encode(Codec.RAW, bits, dtype), bits.shape, dtype, to)
+    source = torch.from_numpy(bits.view(f"i{bits.dtype.itemsize}")).view(TORCH[dtype])
+    if dtype != to == "float16":
+        source = source.float().clamp(-65504, 65504)
+    want = source.to(TORCH[to]).double().numpy()
+    tolerance = np.where(np.abs(want) < 2.0**-14, 2.0**-24, 0) if to == "float16" else 0  # rounded twice there
+    same = np.isclose(numbers_of(got, to), want, rtol=0, atol=tolerance, equal_nan=True)
+    assert same.all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_is_the_e4m3_of_torch(dtype: KVDtype) -> None:
+    random = np.random.default_rng(0)
+    numbers = random.standard_normal((2, 2, 3, 50, 20)) * 10.0 ** random.uniform(-9, 0, (2, 2, 3, 50, 20))
+    bits = bits_of(numbers, dtype)
+    payload = encode(Codec.FP8, bits, dtype)
+    codes, exponents = bytearray(payload[: bits.size]), np.frombuffer(payload[bits.size :], np.uint8)
+    got = torch.frombuffer(codes, dtype=torch.float8_e4m3fn).view(bits.shape)
+    scale = torch.from_numpy(2.0 ** (exponents.astype(np.float32) - 127)).view(2, 2, 3, 1, 1)
+    want = (torch.from_numpy(widened(bits, dtype)) / scale).to(torch.float8_e4m3fn)
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    decoded = numbers_of(decode(Codec.FP8, payload, bits.shape, dtype, "float32"), "float32")
+    assert (decoded == (want.float() * scale).double().numpy()).all()
+
+
+# Where a number that is not finite may be felt, for each codec: the places that share its scale.
+GROUP_OF: dict[Codec, Callable[[int, int, int], tuple[Any, ...]]] = {
+    Codec.INT8: lambda half, token, channel: (1, half, 1, token, slice(None)),
+    Codec.INT4: lambda half, token, channel: (
+        (1, 0, 1, slice(token // 32 * 32, token // 32 * 32 + 32), channel)
+        if half == 0
+        else (1, 1, 1, token, slice(channel // 32 * 32, channel // 32 * 32 + 32))
+    ),
+    Codec.FP8: lambda half, token, channel: (1, half, 1, slice(None), slice(None)),
+}
+
+
+@pytest.mark.parametrize("codec", QUANTISED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize(("half", "token", "channel"), [(0, 3, 5), (0, 39, 39), (1, 32, 0), (1, 7, 35)])
+def test_what_is_not_finite_stays_in_its_group(
+    codec: Codec, dtype: KVDtype, number: float, half: int, token: int, channel: int
+) -> None:
+    clean = bits_of(np.random.default_rng(0).standard_normal((2, 2, 2, 40, 40)), dtype)
+    spoilt = clean.copy()
+    where = (1, half, 1, token, channel)
+    spoilt[where] = bits_of(np.array([number]), dtype)[0]
+    got, want = (numbers_of(decode(codec, encode(codec, kv, dtype), kv.shape, dtype), dtype) for kv in (spoilt, clean))
+    assert np.isfinite(got).all()
+    if math.isnan(number):
+        assert abs(got[where]) <= (0 if codec is not Codec.INT4 else 4)
+    else:
+        assert got[where] == pytest.approx(np.sign(number) * float(LARGEST[dtype]), rel=1 / 16)
+    outside = np.ones(got.shape, bool)
+    outside[GROUP_OF[codec](half, token, channel)] = False
+    assert (got == want)[outside].all()
+
+
+@pytest.mark.parametrize("codec", Codec)
+@given(st.sampled_from(DTYPES), shapes, st.integers(-70, 70).filter(bool))
+def test_a_wrong_size_is_refused(codec: Codec, dtype: KVDtype, shape: Shape, difference: int) -> None:
+    size = encoded_bytes(codec, shape, dtype)
+    with pytest.raises(InvalidRequest, match=f"has {size} bytes"):
+        decode(codec, bytes(max(0, size + difference)), shape, dtype)
+
+
+@pytest.mark.parametrize("codec", QUANTISED)
+@given(st.data())
+def test_any_bytes_of_the_right_size_are_decoded(codec: Codec, data: st.DataObject) -> None:
+    """What a peer sends may be nonsense, but no error and no warning of ours."""
+    shape, dtype = data.draw(shapes), data.draw(st.sampled_from(DTYPES))
+    size = encoded_bytes(codec, shape, dtype)
+    payload = np.random.default_rng(data.draw(st.integers(0, 999))).bytes(size)
+    assert decode(codec, payload, shape, dtype).shape == shape
+
+
+@pytest.mark.parametrize("codec", Codec)
+def test_values_may_be_signed_and_need_not_be_contiguous(codec: Codec) -> None:
+    bits = bits_of(np.random.default_rng(0).standard_normal((4, 2, 3, 20, 16)), "bfloat16")
+    part = bits.view(np.int16)[::2, :, 1:, ::3]
+    assert bytes(encode(codec, part, "bfloat16")) == bytes(encode(codec, part.view(np.uint16).copy(), "bfloat16"))
+
+
+def test_ratios_of_a_known_model() -> None:
+    shape = (30, 2, 3, 128, 64)  # SmolLM2-135M
+    ratios = {
+        codec.name: encoded_bytes(Codec.RAW, shape, "bfloat16") / encoded_bytes(codec, shape, "bfloat16")
+        for codec in Codec
+    }
+    assert {name: round(ratio, 2) for name, ratio in ratios.items()} == {
+        "RAW": 1.0,
+        "INT8": 1.94,
+        "INT4": 3.2,
+        "FP8": 2.0,
+    }
+
+
+def test_a_codec_that_gains_nothing_is_not_used() -> None:
+    assert gainful(Codec.INT8, (30, 2, 3, 128, 64), "bfloat16") is Codec.INT8
+    assert gainful(Codec.INT4, (30, 2, 3, 128, 64), "bfloat16") is Codec.INT4
+    assert gainful(Codec.INT4, (30, 2, 3, 1, 64), "bfloat16") is Codec.RAW  # one token: two parameters for each value
+    assert gainful(Codec.INT4, (30, 2, 3, 1, 64), "float32") is Codec.INT4
+    assert gainful(Codec.INT8, (30, 2, 3, 128, 2), "bfloat16") is Codec.RAW
+    assert gainful(Codec.RAW, (1, 2, 1, 1, 1), "float16") is Codec.RAW
