@@ -33,6 +33,15 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class HandoverCodec(StrEnum):
+    """How KV travels from prefill to decode."""
+
+    RAW = "raw"
+    INT8 = "int8"
+    INT4 = "int4"
+    FP8 = "fp8"
+
+
 @app.callback()
 def main() -> None:
     """Halfmoon: disaggregated serving of large language models."""
@@ -52,6 +61,9 @@ def up(
     both: Annotated[int, typer.Option(help="workers that prefill and decode on one engine")] = 0,
     device: Annotated[Device, typer.Option(help="where engines compute")] = Device.AUTO,
     dtype: Annotated[Dtype, typer.Option(help="of weights and KV")] = Dtype.AUTO,
+    handover_codec: Annotated[
+        HandoverCodec, typer.Option(help="of KV on its way to decode: smaller than raw, and a little less exact")
+    ] = HandoverCodec.RAW,
     host: Annotated[str, typer.Option(help="address of the HTTP server")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port of the HTTP server")] = 8000,
     state_dir: Annotated[Path, typer.Option(help="logs and the ledger")] = Path(".halfmoon"),
@@ -69,6 +81,7 @@ def up(
             num_both=both,
             device=device.value,
             dtype=dtype.value,
+            handover_codec=handover_codec.value,
             host=host,
             port=port,
             state_dir=state_dir.absolute(),

@@ -34,6 +34,7 @@ class UpOptions:
     num_both: int = 0
     device: str = "auto"
     dtype: str = "auto"
+    handover_codec: str = "raw"
     host: str = "127.0.0.1"
     port: int = 8000
     state_dir: Path = Path(".halfmoon")
@@ -122,7 +123,8 @@ async def _prepared(model: str, terminal: Console) -> _Model:
 def _gateway_spec(options: UpOptions, model: _Model) -> ServiceSpec:
     listen = ("--host", options.host, "--port", str(options.port), "--cluster-listen", "127.0.0.1:0")
     which = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
-    return ServiceSpec("gateway", ("-m", "services.gateway", *listen, *which), {})
+    codec = ("--handover-codec", options.handover_codec)
+    return ServiceSpec("gateway", ("-m", "services.gateway", *listen, *which, *codec), {})
 
 
 def _other_specs(options: UpOptions, model: _Model, cluster: str) -> list[ServiceSpec]:

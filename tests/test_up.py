@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.up import UpOptions, _Model, _other_specs
+from halfmoon.up import UpOptions, _gateway_spec, _Model, _other_specs
 
 MODEL = _Model("/models/m", "m")
 
@@ -27,6 +27,11 @@ def test_threads_spin_only_where_a_worker_is_alone(num_both: int, variable: str)
     workers = [spec for spec in _other_specs(options, MODEL, "x:1") if spec.name.startswith("both")]
     assert len(workers) == num_both
     assert all(variable in spec.environment for spec in workers)
+
+
+def test_the_codec_of_hand_overs_is_the_gateways_setting() -> None:
+    arguments = _gateway_spec(UpOptions(handover_codec="int8"), MODEL).arguments
+    assert arguments[arguments.index("--handover-codec") + 1] == "int8"
 
 
 @pytest.mark.parametrize("counts", [(-1, 1, 1), (0, 1, 0), (1, 0, 0), (0, 0, 0)])

@@ -5,6 +5,7 @@ isort:skip_file
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from halfmoon.pb import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -17,14 +18,37 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _KVCodec:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KVCodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KVCodec.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RAW: _KVCodec.ValueType  # 0
+    INT8: _KVCodec.ValueType  # 1
+    INT4: _KVCodec.ValueType  # 2
+    FP8: _KVCodec.ValueType  # 3
+
+class KVCodec(_KVCodec, metaclass=_KVCodecEnumTypeWrapper):
+    """halfmoon.kv.codec.Codec"""
+
+RAW: KVCodec.ValueType  # 0
+INT8: KVCodec.ValueType  # 1
+INT4: KVCodec.ValueType  # 2
+FP8: KVCodec.ValueType  # 3
+Global___KVCodec: _TypeAlias = KVCodec  # noqa: Y015
+
 @_typing.final
 class PrefillRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: _builtins.int
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
+    KV_CODEC_FIELD_NUMBER: _builtins.int
     decode_address: _builtins.str
     """empty: this worker decodes it too (role "both")"""
+    kv_codec: Global___KVCodec.ValueType
+    """how the KV travels there"""
     @_builtins.property
     def generation(self) -> _types_pb2.Generation: ...
     def __init__(
@@ -32,10 +56,11 @@ class PrefillRequest(_message.Message):
         *,
         generation: _types_pb2.Generation | None = ...,
         decode_address: _builtins.str = ...,
+        kv_codec: Global___KVCodec.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "generation", b"generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "generation", b"generation", "kv_codec", b"kv_codec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from halfmoon.errors import Cancelled, HalfmoonError, Unavailable
-from halfmoon.pb.prefill_pb2 import HandedOver, PrefillRequest
+from halfmoon.pb.prefill_pb2 import HandedOver, KVCodec, PrefillRequest
 from halfmoon.pb.types_pb2 import CANCELLED, ERROR, NOT_FINISHED, Generation, SamplingParams, Token
 from halfmoon.policy.placement import Placement
 from halfmoon.rpc.peer import LONG_LIVED_S
@@ -52,7 +52,14 @@ class TokenSink(Protocol):
 class Attempt:
     """Owns one attempt: its Prefill call, its place in the token router, and that both workers hear of its end."""
 
-    def __init__(self, cluster: Cluster, request: RelayRequest, progress: Progress, placement: Placement) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        request: RelayRequest,
+        progress: Progress,
+        placement: Placement,
+        kv_codec: KVCodec.ValueType,
+    ) -> None:
         self._cluster = cluster
         self._progress = progress
         self._prefill = cluster.worker(placement.prefill.worker_id)
@@ -68,6 +75,7 @@ class Attempt:
                 gateway_id=cluster.gateway_id,
             ),
             decode_address=placement.decode_address,
+            kv_codec=kv_codec,
         )
         self._order = TokenOrder(len(progress.output_token_ids))
         self._handed_over = False

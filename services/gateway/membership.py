@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
-from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL
+from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL, KVLayout
 from halfmoon.pb.types_pb2 import Role as PbRole
 from halfmoon.policy.cluster_view import ClusterView, Role, WorkerView
 
@@ -76,7 +77,8 @@ class Membership:
     def join(self, identity: WorkerIdentity, now_s: float) -> Member:
         """Adds a worker; one of the same id is replaced.
 
-        Raises InvalidRequest for an unusable identity and Incompatible for another model or KV layout.
+        Raises InvalidRequest for an unusable identity and Incompatible for another model, or a KV layout that
+        differs from the members' in more than its dtype.
         """
         self._check(identity)
         load = WorkerLoad(free_blocks=identity.total_blocks)
@@ -159,12 +161,20 @@ class Membership:
                 f"this gateway serves {self.model_fingerprint}"
             )
         for member in self._members.values():
-            if member.worker_id != identity.worker_id and member.identity.layout != identity.layout:
+            differing = _differing(identity.layout, member.identity.layout)
+            if member.worker_id != identity.worker_id and differing:
                 raise Incompatible(
-                    f"worker {identity.worker_id} has KV layout ({_one_line(identity)}), "
-                    f"worker {member.worker_id} has ({_one_line(member.identity)})"
+                    f"worker {identity.worker_id} has {_named(differing, identity.layout)}, "
+                    f"worker {member.worker_id} has {_named(differing, member.identity.layout)}: "
+                    "workers that exchange KV must agree in it"
                 )
 
 
-def _one_line(identity: WorkerIdentity) -> str:
-    return " ".join(str(identity.layout).split())
+def _differing(one: KVLayout, other: KVLayout) -> list[str]:
+    """Fields of the layouts in which two workers must agree and do not; a receiver converts another dtype."""
+    names = ("num_layers", "num_kv_heads", "head_dim", "block_tokens")
+    return [name for name in names if getattr(one, name) != getattr(other, name)]
+
+
+def _named(names: Sequence[str], layout: KVLayout) -> str:
+    return ", ".join(f"{name} {getattr(layout, name)}" for name in names)

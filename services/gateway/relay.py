@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 from halfmoon.errors import DeadlineExceeded, NoCapacity, Unavailable
+from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.policy.placement import ContextLengthExceeded, Placement, place
 from halfmoon.rpc.context import request_scope
 from services.gateway.attempt import Attempt, RelayRequest, TokenSink
@@ -29,8 +30,16 @@ _MAX_WAIT_MS = 1_000
 class Relay:
     """Runs requests on the cluster. Owns nothing but its limits."""
 
-    def __init__(self, cluster: Cluster, deadline_s: float, failover_wait_s: float, return_wait_s: float) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        deadline_s: float,
+        failover_wait_s: float,
+        return_wait_s: float,
+        kv_codec: KVCodec.ValueType,
+    ) -> None:
         self._cluster = cluster
+        self._kv_codec = kv_codec
         self._deadline_s = deadline_s
         self._failover_wait_s = failover_wait_s
         self._return_wait_s = return_wait_s
@@ -54,7 +63,7 @@ class Relay:
             placement = await self._placement(request, progress, failures)
             num_before = len(progress.output_token_ids)
             try:
-                await Attempt(self._cluster, request, progress, placement).run(sink)
+                await Attempt(self._cluster, request, progress, placement, self._kv_codec).run(sink)
                 return
             except GatewayStopping:
                 raise

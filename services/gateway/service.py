@@ -15,6 +15,7 @@ from aiohttp import web
 from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2_grpc import add_ClusterServicer_to_server
+from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.rpc.server import RunningServer, advertised_address, running_server
 from services.gateway.app import make_app
 from services.gateway.cluster import Cluster, running_cluster
@@ -52,7 +53,8 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     async with open_ledger(settings.ledger) as ledger, running_cluster(gateway_id, membership) as cluster:
         metrics = GatewayMetrics(membership, ledger)
-        relay = Relay(cluster, settings.request_deadline_s, settings.failover_wait_s, settings.return_wait_s)
+        codec = KVCodec.Value(settings.handover_codec.upper())
+        relay = Relay(cluster, settings.request_deadline_s, settings.failover_wait_s, settings.return_wait_s, codec)
         app = make_app(
             GenerationEndpoints(model, membership, relay, ledger, metrics, door),
             ControlEndpoints(model, cluster, ledger, metrics, door),

@@ -30,6 +30,11 @@ class GatewaySettings(BaseSettings):
     request_deadline_s: float = Field(600.0, gt=0, description="total time of one request")
     failover_wait_s: float = Field(10.0, ge=0, description="how long a started request waits for another worker")
     return_wait_s: float = Field(3.0, ge=0, description="how long a new request waits for a worker to come back")
+    handover_codec: Literal["raw", "int8", "int4", "fp8"] = Field(
+        "raw",
+        description="how KV travels from prefill to decode: raw as it is; int8 and fp8 in half of 16 bits, int4 in "
+        "less than a third, each of which changes a little of what is generated (int8 least, int4 most)",
+    )
     shutdown_grace_s: float = Field(2.0, ge=0, description="how long running requests may go on after SIGTERM")
     max_body_bytes: int = Field(16 << 20, gt=0, description="largest accepted HTTP body")
 

@@ -11,6 +11,8 @@ import aiohttp
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
+from halfmoon.pb.prefill_pb2 import KVCodec
+
 from .fakes import EOS, MODEL, Fleet, Script, running_fleet, soon
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]  # 8 tokens: "user:hi\n"
@@ -299,3 +301,11 @@ async def test_request_ids(tmp_path: Path) -> None:
         assert prefill.calls.prefills[0].generation.request_id.startswith("turn7ab_c.")
         async with session.get(f"{fleet.http}/v1/models") as response:
             assert response.headers["X-Request-Id"]
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "int4", "fp8"])
+async def test_the_prefill_worker_hears_how_kv_is_to_travel(tmp_path: Path, codec: str) -> None:
+    async with running_fleet(tmp_path, handover_codec=codec) as fleet:
+        prefill, _ = await fleet.pair()
+        await fleet.client.chat.completions.create(model=MODEL, messages=HI)
+        assert KVCodec.Name(prefill.calls.prefills[0].kv_codec).lower() == codec

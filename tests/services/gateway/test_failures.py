@@ -327,7 +327,7 @@ async def test_workers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         await fleet.add("b0", "both")
         for change, match in (
             ({"model_fingerprint": "another"}, f"another.*{FINGERPRINT}"),
-            ({"layout": KVLayout(num_layers=7)}, "num_layers: 7"),
+            ({"layout": KVLayout(num_layers=7)}, "num_layers 7"),
         ):
             wrong = FakeWorker("x0", "both", Script(), fleet)
             wrong.address = "127.0.0.1:1"

@@ -167,14 +167,27 @@ def test_wrong_workers_are_refused() -> None:
     membership.join(identity("a"), 0.0)
     with pytest.raises(Incompatible, match=f"other.*{FINGERPRINT}"):
         membership.join(identity("b", model_fingerprint="other"), 0.0)
-    with pytest.raises(Incompatible, match=r"worker b has KV layout .*num_layers: 9.* worker a"):
-        membership.join(identity("b", layout=KVLayout(num_layers=9)), 0.0)
+    for name in ("num_layers", "num_kv_heads", "head_dim", "block_tokens"):
+        layout = KVLayout()
+        layout.CopyFrom(LAYOUT)
+        setattr(layout, name, 9)
+        with pytest.raises(Incompatible, match=f"worker b has {name} 9, worker a has {name} {getattr(LAYOUT, name)}:"):
+            membership.join(identity("b", layout=layout), 0.0)
     with pytest.raises(InvalidRequest) as caught:
         membership.join(identity("b", role=ROLE_UNSPECIFIED), 0.0)
     assert caught.value.param == "role"
     with pytest.raises(InvalidRequest):
         membership.join(identity(""), 0.0)
     assert [one.worker_id for one in membership.members()] == ["a"]
+
+
+def test_workers_may_differ_in_dtype() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    for dtype in ("float32", "float16", "bfloat16"):
+        layout = KVLayout(dtype=dtype)
+        layout.MergeFrom(KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_tokens=8))
+        membership.join(identity(dtype, layout=layout), 0.0)
+    assert len(membership.members()) == 3
 
 
 def test_what_was_sent_counts_until_the_next_report() -> None:
