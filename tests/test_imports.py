@@ -47,6 +47,8 @@ TORCH_FREE_FILES = (
             "block_pool",
             "prefix_cache",
             "sequence",
+            "kv_watch",
+            "kv_access",
             "request_check",
             "canonical_kv",
             "scheduler",

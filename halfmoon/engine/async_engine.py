@@ -19,8 +19,10 @@ from typing import Any, TypeVar
 
 from halfmoon.engine.config import EngineStats, StepResult
 from halfmoon.engine.engine import Engine
+from halfmoon.engine.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
 from halfmoon.errors import Unavailable
+from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.layout import KVBytes
 
 logger = logging.getLogger(__name__)
@@ -78,9 +80,10 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._copies.shutdown)
 
-    async def add(self, request: EngineRequest) -> None:
-        """As `Engine.add`. If the wait is cancelled, so is the request."""
-        await self._call_or_cancel(partial(self.engine.add, request), request.request_id)
+    async def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
+        """As `Engine.add`; `on_kv` hears on the loop, in order. If the wait is cancelled, so is the request."""
+        heard = None if on_kv is None else partial(self._tell, on_kv)
+        await self._call_or_cancel(partial(self.engine.add, request, heard), request.request_id)
 
     async def reserve(self, request: EngineRequest) -> None:
         """As `Engine.reserve`. If the wait is cancelled, so is the reservation."""
@@ -111,11 +114,17 @@ class AsyncEngine:
         )
 
     async def kv_read(
-        self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int
+        self,
+        request_id: str,
+        layer_start: int,
+        layer_end: int,
+        token_start: int,
+        num_tokens: int,
+        out: memoryview | None = None,
     ) -> memoryview:
-        """As `Engine.kv_read`, beside the steps."""
+        """As `Engine.kv_read`, beside the steps. If the wait is cancelled, `out` may still be written to."""
         return await self._copy(
-            partial(self.engine.kv_read, request_id, layer_start, layer_end, token_start, num_tokens)
+            partial(self.engine.kv_read, request_id, layer_start, layer_end, token_start, num_tokens, out)
         )
 
     async def _copy(self, call: Callable[[], T]) -> T:
@@ -200,6 +209,9 @@ class AsyncEngine:
             self._deliver(command.answer, None, error)
         else:
             self._deliver(command.answer, result, None)
+
+    def _tell(self, on_kv: OnKV, written: Written | None) -> None:
+        self._loop.call_soon_threadsafe(on_kv, written)
 
     def _deliver(self, answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
         self._loop.call_soon_threadsafe(_resolve, answer, result, error)

@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
 
 class StepAttention(Protocol):
-    """One step's rows as one back end needs them; immutable, made once a step."""
+    """One step's rows as one back end needs them; made once, asked once a layer, in order."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
         """Stores K and V, then causal attention of every row over its own sequence.

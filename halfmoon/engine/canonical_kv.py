@@ -26,9 +26,12 @@ class CanonicalKV:
         if start < 0 or num_tokens < 1 or start + num_tokens > num_blocks * self._layout.block_tokens:
             raise InvalidRequest(f"tokens {start}..{start + num_tokens} are outside the sequence's {num_blocks} blocks")
 
-    def empty(self, num_layers: int, num_tokens: int) -> NDArray[np.signedinteger]:
-        """Room for so much."""
-        return np.empty(self._shape(num_layers, num_tokens), dtype=self.integer)
+    def room(self, num_layers: int, num_tokens: int, out: memoryview | None) -> NDArray[np.signedinteger]:
+        """Room for so much: the first bytes of `out`, or new memory where there is none."""
+        shape = self._shape(num_layers, num_tokens)
+        if out is None:
+            return np.empty(shape, dtype=self.integer)
+        return np.frombuffer(out, dtype=self.integer, count=math.prod(shape)).reshape(shape)
 
     def view(self, payload: KVBytes, num_layers: int, num_tokens: int) -> NDArray[np.signedinteger]:
         """`payload` as an array, not copied. Raises InvalidRequest when its size is not that of the ranges."""

@@ -6,7 +6,6 @@ All methods belong to one thread at a time, but for `kv_write` and `kv_read`, wh
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -17,7 +16,9 @@ from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig, EngineStats, StepResult, kv_budget_bytes
 from halfmoon.engine.device_path import capture_decode, choose_attention
+from halfmoon.engine.kv_access import KVAccess, KVMemory
 from halfmoon.engine.kv_arena import KVArena
+from halfmoon.engine.kv_watch import KVWatch, OnKV
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import build_model
 from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_weights
@@ -60,12 +61,14 @@ class Engine:
             model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype, config.block_tokens
         )
         self._runner: ModelRunner | ParallelRunner
-        self._arena: KVArena | ParallelRunner
+        memory: KVMemory
         if config.num_ranks == 1:
-            self._runner, self._arena = self._one_device(on_progress)
+            self._runner, memory = self._one_device(on_progress)
         else:
-            self._runner = self._arena = ParallelRunner(checkpoint, config, self.layout, on_progress)
-        self.num_blocks = self._arena.num_blocks
+            self._runner = memory = ParallelRunner(checkpoint, config, self.layout, on_progress)
+        self._kv = KVAccess(memory)
+        self._kv_watch = KVWatch(self.layout)
+        self.num_blocks = memory.num_blocks
         self.context_tokens = min(self._most_tokens, self.num_blocks * config.block_tokens)  # of prompt and output
         self._limits = RequestLimits(model_config.vocab_size, self._most_tokens, self.num_blocks, self.layout)
         self._pool = BlockPool(self.num_blocks)
@@ -74,7 +77,6 @@ class Engine:
         limits = SchedulerLimits(config.step_tokens, config.prefill_chunk_tokens, config.max_running)
         self._scheduler = Scheduler(self._cache, config.block_tokens, limits)
         self._sequences: dict[str, Sequence] = {}
-        self._kv_locks: dict[str, threading.Lock] = {}  # held while a sequence's KV is copied or its blocks are freed
         self._num_added = 0
         self._step_s = 0.0  # duration of the last step that computed something
 
@@ -96,9 +98,15 @@ class Engine:
         recorded = capture_decode(config, model, arena, attention)
         return ModelRunner(model, arena, attention, self.checkpoint.eos_token_ids, recorded), arena
 
-    def add(self, request: EngineRequest) -> None:
-        """Queues a request. Raises InvalidRequest when it can never run here."""
-        self._scheduler.add(self._admit(request))
+    def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
+        """Queues a request. `on_kv` hears what of a prefill-only one's KV is written, on this thread or the device's.
+
+        Raises InvalidRequest when it can never run here.
+        """
+        sequence = self._admit(request)
+        if on_kv is not None:
+            self._kv_watch.add(request.request_id, on_kv)
+        self._scheduler.add(sequence)
 
     def reserve(self, request: EngineRequest) -> None:
         """Blocks for a request whose KV comes from another worker: `kv_write` it all, then `start`.
@@ -117,25 +125,27 @@ class Engine:
     ) -> None:
         """Places canonical KV bytes `[layers, 2, kv_heads, num_tokens, head_dim]` of a reserved request.
 
-        May run on any thread: a reserved sequence is never stepped. Raises NotFound for a request that is not
-        reserved (any more), InvalidRequest for a wrong size or range.
+        May run on any thread. Raises NotFound for a request that is not reserved (any more), InvalidRequest for a
+        wrong size or range.
         """
-        with self._kv_lock(request_id):
-            sequence = self._in_state(request_id, "reserved")
-            self._arena.write(sequence.blocks, layer_start, layer_end, token_start, num_tokens, payload)
+        self._kv.write(self._find(request_id), layer_start, layer_end, token_start, num_tokens, payload)
 
     def kv_read(
-        self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int
+        self,
+        request_id: str,
+        layer_start: int,
+        layer_end: int,
+        token_start: int,
+        num_tokens: int,
+        out: memoryview | None = None,
     ) -> memoryview:
-        """Canonical KV bytes of a prefill-only request. May run on any thread between its token and `release`.
+        """Canonical KV bytes of a prefill-only request until its `release`, as far as they are written.
 
-        Raises NotFound for a request that is not held (any more) and InvalidRequest for a wrong range.
+        They are put into `out` where that spares an allocation. May run on any thread, beside a step that computes the
+        rest. Raises NotWritten for what is not computed yet or, after a preemption, again; NotFound for a request that
+        is not here (any more) or not prefill-only, InvalidRequest for a wrong range.
         """
-        with self._kv_lock(request_id):
-            sequence = self._in_state(request_id, "held")
-            if token_start + num_tokens > sequence.num_computed:
-                raise InvalidRequest(f"KV of {sequence.num_computed} tokens is here, not {token_start + num_tokens}")
-            return self._arena.read(sequence.blocks, layer_start, layer_end, token_start, num_tokens)
+        return self._kv.read(self._find(request_id), layer_start, layer_end, token_start, num_tokens, out)
 
     def start(self, request_id: str, first_token_id: int) -> None:
         """All KV of a reserved request is in place: it joins the running batch.
@@ -188,7 +198,7 @@ class Engine:
             if item.sequence.num_computed == item.sequence.num_cached
         }
         try:
-            sampled = self._runner.run(schedule.scheduled)
+            sampled = self._runner.run(schedule.scheduled, self._kv_watch.begin(schedule.scheduled))
         except ServiceFailed:
             raise
         except Exception:
@@ -247,7 +257,6 @@ class Engine:
         self._limits.check(sequence)
         self._num_added += 1
         self._sequences[request.request_id] = sequence
-        self._kv_locks[request.request_id] = threading.Lock()
         return sequence
 
     def _advance(self, schedule: Schedule, sampled: list[SampledToken]) -> list[TokenOutput]:
@@ -258,6 +267,7 @@ class Engine:
             samples = item.samples
             item.sequence.num_computed += item.num_tokens
             self._cache.insert(item.sequence)
+            self._kv_watch.advance(item.sequence)
             if samples:
                 token = next(tokens)
                 failed = token.token_id == ERROR_TOKEN_ID
@@ -280,23 +290,22 @@ class Engine:
         return TokenOutput(sequence.request_id, ERROR_TOKEN_ID, sequence.num_output, "error")
 
     def _remove(self, sequence: Sequence) -> None:
-        with self._kv_locks[sequence.request_id]:  # a copy that is under way ends first
-            self._scheduler.remove(sequence)
-            self._forget(sequence)
+        self._scheduler.remove(sequence)
+        self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
-        del self._kv_locks[sequence.request_id]
+        self._kv_watch.remove(sequence.request_id)
 
-    def _kv_lock(self, request_id: str) -> threading.Lock:
-        lock = self._kv_locks.get(request_id)
-        if lock is None:
+    def _find(self, request_id: str) -> Sequence:
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
             raise NotFound(f"request {request_id} is not here")
-        return lock
+        return sequence
 
     def _in_state(self, request_id: str, state: str) -> Sequence:
-        sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.state != state:
+        sequence = self._find(request_id)
+        if sequence.state != state:
             raise NotFound(f"request {request_id} is not {state} here")
         return sequence
 

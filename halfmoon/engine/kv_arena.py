@@ -70,13 +70,24 @@ class KVArena:
                 view.copy_(torch.from_numpy(piece.copy()))
             done += last - first
 
-    def read(self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int) -> memoryview:
-        """Canonical bytes `[layers, 2, kv_heads, num_tokens, head_dim]`, copied out."""
+    def read(
+        self,
+        blocks: Sequence[int],
+        layer_start: int,
+        layer_end: int,
+        start: int,
+        num_tokens: int,
+        out: memoryview | None = None,
+    ) -> memoryview:
+        """Canonical bytes `[layers, 2, kv_heads, num_tokens, head_dim]`, copied out once.
+
+        On a CPU into `out`, if given; from a CUDA device into pinned memory, which torch reuses.
+        """
         self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
         if self._transfer is not None:
             gathered = self._transfer.read(blocks, layer_start, layer_end, start, num_tokens)
             return gathered.reshape(-1).data.cast("B")
-        values = self._canonical.empty(layer_end - layer_start, num_tokens)
+        values = self._canonical.room(layer_end - layer_start, num_tokens, out)
         done = 0
         for first, last in slot_runs(blocks, self._layout.block_tokens, start, start + num_tokens):
             view = self.tensor[layer_start:layer_end, :, :, first:last].view(self._integers)

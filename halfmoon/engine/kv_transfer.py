@@ -23,6 +23,7 @@ class KVTransfer:
 
     No stream waits for the computing one. Nobody needs it to: `ModelRunner.run` returns when the device has finished,
     so a block that was handed over or taken back since then is not being written, and one that is written is whole.
+    Layers of a running step are told (`DeviceWatch`) once the device has written them.
     """
 
     def __init__(self, arena: Tensor, block_tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
@@ -12,9 +13,11 @@ from torch import Tensor
 from halfmoon.engine.attention_backend import AttentionBackend, Span
 from halfmoon.engine.chunk import Chunk, chunk_of
 from halfmoon.engine.kv_arena import KVArena
+from halfmoon.engine.kv_watch import LayerWatch
 from halfmoon.engine.models import ForwardBatch, Model
 from halfmoon.engine.sampler import SampledToken, SamplingRow, sample
 from halfmoon.engine.scheduler import ScheduledSequence
+from halfmoon.engine.watched_attention import DeviceWatch, WatchedAttention
 
 
 class DecodeSteps(Protocol):
@@ -45,22 +48,35 @@ class ModelRunner:
         self._attention = attention
         self._eos_token_ids = eos_token_ids
         self._recorded = recorded
+        self._device_watch = DeviceWatch() if arena.tensor.is_cuda else None
 
     @torch.inference_mode()
-    def run(self, scheduled: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
-        """Computes the scheduled tokens; one sampled token for each item that `samples`, in order."""
+    def run(self, scheduled: tuple[ScheduledSequence, ...], watch: LayerWatch | None = None) -> list[SampledToken]:
+        """Computes the scheduled tokens; one sampled token for each item that `samples`, in order.
+
+        `watch` hears of its layers on the way, unless the step was recorded.
+        """
         chunks = [chunk_of(item) for item in scheduled]
         if self._recorded is not None and self._recorded.fits(chunks):
             return self.sample(scheduled, self._recorded.run(chunks))
-        sampled = self.sample(scheduled, self.forward(self.batch(chunks)))
+        sampled = self.sample(scheduled, self.forward(self.batch(chunks), watch=watch))
         if not sampled and self._arena.tensor.is_cuda:  # nothing was read back that would have waited for the device
             torch.cuda.current_stream().synchronize()
+        self.finish_watch()
         return sampled
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, hidden: Tensor | None = None) -> Tensor:
-        """As `Model.forward`, over this runner's KV memory."""
+    def forward(self, batch: ForwardBatch, hidden: Tensor | None = None, watch: LayerWatch | None = None) -> Tensor:
+        """As `Model.forward`, over this runner's KV memory. With `watch`, `finish_watch` once the device is done."""
+        if watch is not None:
+            watch = watch if self._device_watch is None else self._device_watch.behind(watch)
+            batch = replace(batch, attention=WatchedAttention(batch.attention, self._arena.tensor.shape[0], watch))
         return self._model.forward(batch, self._arena.tensor, hidden)
+
+    def finish_watch(self) -> None:
+        """Nothing is told of the last `forward` after this."""
+        if self._device_watch is not None:
+            self._device_watch.finish()
 
     @torch.inference_mode()
     def sample(self, scheduled: tuple[ScheduledSequence, ...], logits: Tensor) -> list[SampledToken]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from halfmoon.engine.prefix_cache import PrefixCache
 from halfmoon.engine.sequence import Sequence
 from halfmoon.errors import NoCapacity
+from halfmoon.kv.frame_plan import Written
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,9 @@ class Scheduler:
         else:
             queue = self._reserved if sequence.state == "reserved" else self._held
             del queue[sequence.request_id]
-        self._free(sequence)
+        with sequence.kv_lock:  # a copy that is under way ends first
+            self._free(sequence)
+            sequence.state = "removed"
 
     def has_work(self) -> bool:
         """Whether some sequence has uncomputed tokens (it may still lack blocks)."""
@@ -191,9 +194,11 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         """Back to the queue; its tokens stay, its K and V are computed again (recomputation, as in vLLM)."""
         self._running.remove(victim)
-        self._free(victim)
+        with victim.kv_lock:
+            self._free(victim)
+            victim.written = Written()
+            victim.state = "waiting"
         victim.num_computed = 0
-        victim.state = "waiting"
         self._waiting.append(victim)
 
     def _run(self, sequence: Sequence) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Literal
 
 from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams
+from halfmoon.kv.frame_plan import Written
 
-SequenceState = Literal["waiting", "running", "reserved", "held"]
+SequenceState = Literal["waiting", "running", "reserved", "held", "removed"]
 
 
 class Sequence:
@@ -25,6 +27,8 @@ class Sequence:
         self.block_keys: list[bytes] = []  # of the leading full blocks, as far as they were needed
         self.num_known_blocks = 0  # leading blocks that the prefix cache has seen
         self.state: SequenceState = "waiting"
+        self.written = Written()  # what may be copied out of `blocks`, of a prefill-only sequence
+        self.kv_lock = threading.Lock()  # held while K and V are copied, and while `blocks` are given back
 
     @property
     def request_id(self) -> str:

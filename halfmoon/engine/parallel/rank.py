@@ -14,6 +14,7 @@ from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.device_path import choose_attention
 from halfmoon.engine.kv_arena import KVArena
+from halfmoon.engine.kv_watch import LayerWatch
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import ForwardBatch, build_model
 from halfmoon.engine.models.part import ModelPart
@@ -69,9 +70,10 @@ class Rank:
         return self.runner.batch(chunks)
 
     @torch.inference_mode()
-    def compute(self, batch: ForwardBatch) -> Tensor | None:
+    def compute(self, batch: ForwardBatch, watch: LayerWatch | None = None) -> Tensor | None:
         """This rank's part of a step. Rank 0 gets the logits [num_logits, vocab_size], if the batch wants any.
 
+        `watch` hears of this rank's own layers while they compute.
         A step without logits ends, on each stage, when its hidden states are on their way: the next step's chunk
         starts here while later stages compute this one. Raises PeerGone.
         """
@@ -79,9 +81,10 @@ class Rank:
         hidden = None
         if not self._part.is_first:
             hidden = self._links.receive_hidden(self._empty(num_tokens, self._whole.hidden_size))
-        out = self.runner.forward(batch, hidden)
+        out = self.runner.forward(batch, hidden, watch)
         if out.is_cuda:  # as in `ModelRunner.run`: KV is copied on other streams. Not run yet with several ranks
             torch.cuda.current_stream().synchronize()
+        self.runner.finish_watch()
         if not self._part.is_last:
             self._links.send_hidden(out)
             if self._is_first_rank and num_logits:

@@ -15,6 +15,7 @@ import torch
 from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.chunk import chunk_of
 from halfmoon.engine.config import EngineConfig, kv_budget_bytes
+from halfmoon.engine.kv_watch import LayerWatch
 from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.parallel.followers import Followers, OnFailure
 from halfmoon.engine.parallel.grid import Grid
@@ -37,6 +38,7 @@ class ParallelRunner:
         """Starts the followers and loads the weights, all ranks at once. Raises Incompatible, ServiceFailed."""
         grid, model_config = Grid(config.tensor_parallel, config.pipeline_parallel), checkpoint.model_config
         grid.check(model_config)
+        self._grid = grid
         shards = [grid.shard(model_config, rank) for rank in grid.ranks]
         readable = [grid.is_first_holder(model_config, rank) for rank in grid.ranks]
         self.num_blocks = config.num_blocks or _num_blocks(config, shards, layout)
@@ -65,13 +67,17 @@ class ParallelRunner:
             raise
 
     @torch.inference_mode()
-    def run(self, scheduled: tuple[ScheduledSequence, ...]) -> list[SampledToken]:
-        """As `ModelRunner.run`. Raises ServiceFailed when a rank is gone, and never works again after it."""
+    def run(self, scheduled: tuple[ScheduledSequence, ...], watch: LayerWatch | None = None) -> list[SampledToken]:
+        """As `ModelRunner.run`. Raises ServiceFailed when a rank is gone, and never works again after it.
+
+        `watch` hears of the first stage's layers: what later stages have written is known when the step is over, and
+        to wait for it is `read`'s business.
+        """
         chunks = tuple(chunk_of(item) for item in scheduled)
         batch = self._rank.batch(chunks)
         self._followers.broadcast(Step(chunks))
         try:
-            logits = self._rank.compute(batch)
+            logits = self._rank.compute(batch, watch and self._lagging(watch))
         except PeerGone:
             raise self._followers.cause() from None
         except Exception as error:  # the followers wait for what will not come
@@ -80,9 +86,17 @@ class ParallelRunner:
         self._num_steps += 1
         return [] if logits is None else self._rank.runner.sample(scheduled, logits)
 
-    def read(self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int) -> memoryview:
+    def read(
+        self,
+        blocks: Sequence[int],
+        layer_start: int,
+        layer_end: int,
+        start: int,
+        num_tokens: int,
+        out: memoryview | None = None,
+    ) -> memoryview:
         """As `KVArena.read`."""
-        return self._kv.read(blocks, layer_start, layer_end, start, num_tokens)
+        return self._kv.read(blocks, layer_start, layer_end, start, num_tokens, out)
 
     def write(
         self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVBytes
@@ -101,6 +115,20 @@ class ParallelRunner:
     def close(self) -> None:
         """Ends the followers. Idempotent; nothing else may be called afterwards."""
         self._followers.close()
+
+    def _lagging(self, watch: LayerWatch) -> LayerWatch:
+        """`watch`, told of the layers that every tensor rank has written.
+
+        Once rank 0 stores a layer, it has the sum of the layer before, to which each rank adds after it stored its own.
+        """
+        if self._grid.tensor_size == 1:
+            return watch
+
+        def tell(num_layers: int) -> None:
+            if num_layers > 1:
+                watch.tell(num_layers - 1)
+
+        return LayerWatch(watch.every, tell)
 
     def _copy_all(self, requests: Mapping[int, tuple[CopyKV, bytes]]) -> Mapping[int, bytes | memoryview]:
         """Rank 0's own part beside the followers'."""

@@ -35,10 +35,18 @@ class ShardedKV:
         self._num_steps = num_steps
         self._canonical = CanonicalKV(layout)
 
-    def read(self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int) -> memoryview:
-        """Canonical bytes `[layers, 2, kv_heads, num_tokens, head_dim]`."""
+    def read(
+        self,
+        blocks: Sequence[int],
+        layer_start: int,
+        layer_end: int,
+        start: int,
+        num_tokens: int,
+        out: memoryview | None = None,
+    ) -> memoryview:
+        """Canonical bytes `[layers, 2, kv_heads, num_tokens, head_dim]`, in `out` if given."""
         self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
-        values = self._canonical.empty(layer_end - layer_start, num_tokens)
+        values = self._canonical.room(layer_end - layer_start, num_tokens, out)
         places = self._places(layer_start, layer_end, self._readable)
         requests = {
             rank: (ReadKV(self._num_steps(), blocks, *self._own_layers(rank, place), start, num_tokens), b"")

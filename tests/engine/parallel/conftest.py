@@ -39,14 +39,17 @@ def start_engine(tiny_checkpoint: Callable[[str], Checkpoint]) -> Iterator[Calla
 
 @pytest.fixture(scope="module")
 def shared_engine(tiny_checkpoint: Callable[[str], Checkpoint]) -> Iterator[Callable[..., Engine]]:
-    """`shared_engine(2, 1)`: a Llama's engine without a prefix cache, for tests that leave it as they found it."""
-    engines: dict[tuple[int, int], Engine] = {}
+    """`shared_engine(2, 1)`: a Llama's engine without a prefix cache, for tests that leave it as they found it.
 
-    def share(tensor: int = 1, pipeline: int = 1) -> Engine:
-        if (tensor, pipeline) not in engines:
+    Its `twin` is another one like it.
+    """
+    engines: dict[tuple[int, int, bool], Engine] = {}
+
+    def share(tensor: int = 1, pipeline: int = 1, twin: bool = False) -> Engine:
+        if (tensor, pipeline, twin) not in engines:
             options: dict[str, Any] = {"prefix_cache": False, "max_batch_tokens": 30, "chunk_tokens": 9}
-            engines[tensor, pipeline] = _engine(tiny_checkpoint("llama"), tensor, pipeline, **options)
-        return engines[tensor, pipeline]
+            engines[tensor, pipeline, twin] = _engine(tiny_checkpoint("llama"), tensor, pipeline, **options)
+        return engines[tensor, pipeline, twin]
 
     yield share
     for engine in engines.values():

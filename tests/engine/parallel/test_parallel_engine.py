@@ -29,6 +29,7 @@ from halfmoon.engine.parallel.messages import ReadKV
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.sampler import ERROR_TOKEN_ID
 from halfmoon.errors import Incompatible, InvalidRequest, ServiceFailed
+from halfmoon.kv.frame_plan import Written
 
 T = TypeVar("T")
 StartEngine = Callable[..., Engine]
@@ -353,3 +354,58 @@ def test_what_a_follower_cannot_load_is_refused_and_nothing_is_left(
 def test_dummy_weights_are_the_same_however_they_are_cut(start_engine: StartEngine) -> None:
     expected = generate(start_engine(weights="dummy"), *requests())
     assert generate(start_engine(1, 2, weights="dummy"), *requests()) == expected
+
+
+def stream(source: Engine, target: Engine, one: EngineRequest) -> list[int]:
+    """Prefill there, decode here; each layer is copied the moment the source tells of it, in the middle of steps."""
+    sent = [0] * source.layout.num_layers
+
+    def copy(written: Written | None) -> None:
+        for layer, start in enumerate(sent if written is not None else []):
+            assert written is not None
+            if (end := written.num_tokens_of(layer)) > start:
+                part = (layer, layer + 1, start, end - start)
+                target.kv_write(one.request_id, *part, source.kv_read(one.request_id, *part))
+                sent[layer] = end
+
+    target.reserve(one)
+    source.add(EngineRequest(one.request_id, one.prompt_token_ids, one.sampling, prefill_only=True), copy)
+    (first,) = finish(source)[one.request_id]
+    assert sent == [len(one.prompt_token_ids)] * source.layout.num_layers
+    source.release(one.request_id)
+    target.start(one.request_id, first)
+    return [first, *finish(target)[one.request_id]]
+
+
+CUTS = [(1, 1), (1, 2), (2, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("source", CUTS, ids=str)
+@pytest.mark.parametrize("target", CUTS, ids=str)
+def test_kv_streams_layer_by_layer_from_any_cut_to_any_other(
+    source: tuple[int, int], target: tuple[int, int], shared_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, here = shared_engine(*source), shared_engine(*target, twin=True)
+    monkeypatch.setattr(there._kv_watch, "_frame_layers", lambda num_tokens: 1)
+    wanted = request("moved", 70)
+    assert stream(there, here, wanted) == generate(shared_engine(), wanted)["moved"]
+    for engine in (there, here):
+        assert engine.stats().num_free_blocks == engine.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("cut", "layers"),
+    [((1, 1), [1, 2, 3]), ((2, 1), [1, 2]), ((1, 2), [1, 2]), ((2, 2), [1])],
+    ids=["one rank", "tensor", "pipeline", "both"],
+)
+def test_a_layer_is_told_when_every_rank_has_written_it(
+    cut: tuple[int, int], layers: list[int], shared_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor ranks are known to have it at the next layer's sum; later stages when the step is over."""
+    engine = shared_engine(*cut)
+    monkeypatch.setattr(engine._kv_watch, "_frame_layers", lambda num_tokens: 1)
+    heard: list[Written | None] = []
+    engine.add(request("a", 20, prefill_only=True), heard.append)
+    finish(engine)
+    engine.cancel_all()
+    assert heard == [*(Written(0, 20, count) for count in layers), Written(20), None]

@@ -1,0 +1,77 @@
+"""When a sequence's KV may be copied, on whatever thread: in while it is reserved, out as far as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+from halfmoon.engine.sequence import Sequence
+from halfmoon.errors import InvalidRequest, NotFound
+from halfmoon.kv.layout import KVBytes
+
+
+class NotWritten(NotFound):
+    """KV that is not computed yet, or after a preemption not computed again yet."""
+
+
+class KVMemory(Protocol):
+    """Where KV lies: one device's arena, or all ranks' together."""
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks there are."""
+        ...
+
+    def read(
+        self,
+        blocks: SequenceOf[int],
+        layer_start: int,
+        layer_end: int,
+        start: int,
+        num_tokens: int,
+        out: memoryview | None = None,
+    ) -> memoryview:
+        """As `KVArena.read`."""
+        ...
+
+    def write(
+        self, blocks: SequenceOf[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVBytes
+    ) -> None:
+        """As `KVArena.write`."""
+        ...
+
+
+class KVAccess:
+    """Copies under the sequence's lock: its blocks are not given back meanwhile. Any thread. Knows no request ids."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+
+    def write(
+        self, sequence: Sequence, layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVBytes
+    ) -> None:
+        """As `Engine.kv_write`: a reserved sequence is never stepped."""
+        with sequence.kv_lock:
+            if sequence.state != "reserved":
+                raise NotFound(f"request {sequence.request_id} is not reserved here")
+            self._memory.write(sequence.blocks, layer_start, layer_end, start, num_tokens, payload)
+
+    def read(
+        self,
+        sequence: Sequence,
+        layer_start: int,
+        layer_end: int,
+        start: int,
+        num_tokens: int,
+        out: memoryview | None = None,
+    ) -> memoryview:
+        """As `Engine.kv_read`: what is written stays as it is until the blocks are given back."""
+        with sequence.kv_lock:
+            if sequence.state == "removed" or not sequence.request.prefill_only:
+                raise NotFound(f"request {sequence.request_id} is not held here")
+            num_written = sequence.written.num_tokens_of(layer_end - 1)
+            if start + num_tokens > num_written:
+                if sequence.state == "held":
+                    raise InvalidRequest(f"KV of {num_written} tokens is here, not {start + num_tokens}")
+                raise NotWritten(f"KV of {num_written} tokens is written so far, not {start + num_tokens}")
+            return self._memory.read(sequence.blocks, layer_start, layer_end, start, num_tokens, out)

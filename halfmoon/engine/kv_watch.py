@@ -1,0 +1,77 @@
+"""Who is told which KV of a prompt can be read while the rest is computed. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from halfmoon.engine.scheduler import ScheduledSequence
+from halfmoon.engine.sequence import Sequence
+from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
+from halfmoon.kv.frame_plan import Written
+from halfmoon.kv.layout import KVLayout
+
+OnKV = Callable[[Written | None], None]  # None: the request is gone, its KV with it
+
+
+class LayerWatch(NamedTuple):
+    """Who wants to know how far a step has come. `tell(n)`: its K and V of the first `n` layers are in memory."""
+
+    every: int  # layers between two calls; the last layer is always told
+    tell: Callable[[int], None]
+
+
+class KVWatch:
+    """Owns the listeners by request, and each sequence's `written`. Engine thread, but for the step's `tell`.
+
+    What is told may be out of date when it is heard: a preemption takes KV back without a word. So a reader asks for
+    what it was told of, is refused (`NotWritten`), and hears of it again once it is computed again.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._listeners: dict[str, OnKV] = {}
+
+    def add(self, request_id: str, on_kv: OnKV) -> None:
+        """`on_kv` hears of the request from now on, on the engine's or its device's thread."""
+        self._listeners[request_id] = on_kv
+
+    def begin(self, scheduled: Iterable[ScheduledSequence]) -> LayerWatch | None:
+        """A step begins: what the prefix cache knew can be read at once. None when nobody wants to hear of layers."""
+        watched = []
+        for item in scheduled:
+            sequence = item.sequence
+            if sequence.request_id in self._listeners:
+                start = sequence.num_computed
+                watched.append((sequence, start, start + item.num_tokens))
+                if start == sequence.num_cached > 0:
+                    self._tell(sequence, Written(start))
+        if not watched:
+            return None
+
+        def tell(num_layers: int) -> None:
+            for sequence, start, end in watched:
+                self._tell(sequence, Written(start, end, num_layers))
+
+        return LayerWatch(self._frame_layers(max(end - start for _, start, end in watched)), tell)
+
+    def advance(self, sequence: Sequence) -> None:
+        """A step is over: `num_computed` tokens are written in all layers."""
+        if sequence.request.prefill_only:
+            self._tell(sequence, Written(sequence.num_computed))
+
+    def remove(self, request_id: str) -> None:
+        """The request is gone: the last thing its listener hears."""
+        on_kv = self._listeners.pop(request_id, None)
+        if on_kv is not None:
+            on_kv(None)
+
+    def _tell(self, sequence: Sequence, written: Written) -> None:
+        sequence.written = written
+        on_kv = self._listeners.get(sequence.request_id)
+        if on_kv is not None:
+            on_kv(written)
+
+    def _frame_layers(self, num_tokens: int) -> int:
+        """Layers of a chunk that make a frame."""
+        return max(1, MAX_PAYLOAD_BYTES // (self._layout.token_layer_bytes * num_tokens))
