@@ -2,14 +2,16 @@
 
 Every message of a KV transfer is one frame. DATA payloads are KV bytes in the layout's canonical order
 `[layers, 2, heads, tokens, head_dim]` of the ranges that the header names; the body of a control frame (OPEN,
-COMMIT, ...) is opaque here. The digest covers the header and the payload, so a frame is whole or refused.
+COMMIT, ...) is opaque here. A DATA payload follows its header, or lies elsewhere (in memory that both ends share) and a
+short reference in its place says where; what the reference means is the transport's business. The digest covers the
+header and the payload wherever it lies, so a frame is whole or refused.
 
     offset  size  field                         offset  size  field
     0       4     magic "HMKV"                  36      2x4   layer_start, layer_end, head_start, head_end
     4       1     version                       44      4     token_start
     5       1     kind                          48      4     num_tokens
     6       1     codec                         52      4     payload_bytes
-    7       1     reserved, 0                   56      8     xxh3-64 of bytes 0..55 and the payload
+    7       1     reference_bytes, 0: inline    56      8     xxh3-64 of bytes 0..55 and the payload
     8       8     layout fingerprint
     16      16    transfer id                   all integers little-endian
     32      4     sequence number
@@ -28,7 +30,7 @@ from halfmoon.errors import DataLoss, Incompatible, InvalidRequest
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.layout import KVBytes, KVLayout, Shard
 
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 64
 TRANSFER_ID_BYTES = 16
 MAX_PAYLOAD_BYTES = 2 << 20  # at 1 MiB and above a raw gRPC stream is at its best; control bodies obey it too
@@ -39,15 +41,16 @@ _DIGEST = struct.Struct("<Q")
 
 
 class FrameKind(IntEnum):
-    """What a frame says. Sender to receiver: OPEN to ABORT; receiver to sender: ACCEPT, DONE."""
+    """What a frame says. Sender to receiver: OPEN to ABORT; receiver to sender: ACCEPT, DONE, CREDIT."""
 
-    OPEN = 1  # reserve room for this transfer; the ranges name all that will come; body: what it is for
+    OPEN = 1  # reserve room for this transfer; the ranges name all that will come; body: see kv.negotiation
     RENEW = 2  # nothing to send yet; the reservation must not expire
     DATA = 3  # KV bytes of the named ranges
     COMMIT = 4  # all has been sent; body: what to do with it
     ABORT = 5  # the sender gives up
-    ACCEPT = 6  # the reservation stands
+    ACCEPT = 6  # the reservation stands; body: see kv.negotiation
     DONE = 7  # the commit took effect
+    CREDIT = 8  # a DATA frame was consumed, its room can be used again; body: its sequence number
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class KVRange:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One decoded frame; `payload` is a view into the received message."""
+    """One decoded frame; `payload` is a view into the received message, or into where the reference led."""
 
     kind: FrameKind
     transfer_id: bytes  # 16 bytes
@@ -92,21 +95,38 @@ class Frame:
     payload: KVBytes = b""
 
 
-def encode_frame(frame: Frame) -> bytes:
-    """The frame as one message. Raises InvalidRequest if the payload is over MAX_PAYLOAD_BYTES."""
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A frame whose payload has to be fetched first. Until `with_payload` nothing of it is to be trusted."""
+
+    header: memoryview  # 64 bytes, a view into the received message
+    reference: bytes
+    payload_bytes: int  # at most MAX_PAYLOAD_BYTES
+
+    def with_payload(self, payload: KVBytes) -> Frame:
+        """The frame with the bytes that its reference led to. Raises DataLoss if they are not the sender's."""
+        return _checked(self.header, memoryview(payload).cast("B"))
+
+
+def encode_frame(frame: Frame, reference: bytes = b"") -> bytes:
+    """The frame as one message; with a `reference` that stands where the payload would.
+
+    Raises InvalidRequest if the payload is over MAX_PAYLOAD_BYTES.
+    """
     assert len(frame.transfer_id) == TRANSFER_ID_BYTES, "struct would pad or cut it in silence"
     payload = memoryview(frame.payload).cast("B")
     if payload.nbytes > MAX_PAYLOAD_BYTES:
         raise InvalidRequest(f"a frame's payload of {payload.nbytes} bytes is over the limit of {MAX_PAYLOAD_BYTES}")
     r = frame.range
     head = _FIELDS.pack(
-        _MAGIC, VERSION, frame.kind, frame.codec, 0, frame.layout_fingerprint, frame.transfer_id, frame.sequence,
-        r.layer_start, r.layer_end, r.head_start, r.head_end, r.token_start, r.num_tokens, payload.nbytes,
+        _MAGIC, VERSION, frame.kind, frame.codec, len(reference), frame.layout_fingerprint, frame.transfer_id,
+        frame.sequence, r.layer_start, r.layer_end, r.head_start, r.head_end, r.token_start, r.num_tokens,
+        payload.nbytes,
     )  # fmt: skip
-    return b"".join((head, _DIGEST.pack(_digest(head, payload)), payload))
+    return b"".join((head, _DIGEST.pack(_digest(head, payload)), reference or payload))
 
 
-def decode_frame(message: KVBytes) -> Frame:
+def decode_message(message: KVBytes) -> Frame | Elsewhere:
     """Parses one message without copying its payload.
 
     Raises Incompatible for another protocol or version, DataLoss for a digest or length that does not match.
@@ -114,15 +134,34 @@ def decode_frame(message: KVBytes) -> Frame:
     view = memoryview(message).cast("B")
     if view.nbytes < HEADER_BYTES or bytes(view[:4]) != _MAGIC:
         raise Incompatible("not a Halfmoon KV frame: wrong magic or shorter than its header")
-    _, version, kind, codec, _, fingerprint, transfer_id, sequence, l0, l1, h0, h1, t0, tokens, size = (
-        _FIELDS.unpack_from(view)
-    )
+    header, rest = view[:HEADER_BYTES], view[HEADER_BYTES:]
+    _, version, _, _, reference_bytes, *_, size = _FIELDS.unpack_from(header)
     if version != VERSION:
         raise Incompatible(f"KV frame version {version}, expected {VERSION}: run the same release on both ends")
-    payload = view[HEADER_BYTES:]
+    if size > MAX_PAYLOAD_BYTES:
+        raise DataLoss(f"a KV frame's header speaks of {size} payload bytes, over the limit of {MAX_PAYLOAD_BYTES}")
+    if not reference_bytes:
+        return _checked(header, rest)
+    if rest.nbytes != reference_bytes:
+        raise DataLoss(f"a KV frame with {rest.nbytes} bytes of reference, its header says {reference_bytes}")
+    return Elsewhere(header, bytes(rest), size)
+
+
+def decode_frame(message: KVBytes) -> Frame:
+    """As `decode_message`, where every payload must be in its message. Raises Incompatible if it is not."""
+    frame = decode_message(message)
+    if isinstance(frame, Elsewhere):
+        raise Incompatible("a KV frame whose payload lies elsewhere came where that was not agreed")
+    return frame
+
+
+def _checked(header: memoryview, payload: memoryview) -> Frame:
+    _, _, kind, codec, _, fingerprint, transfer_id, sequence, l0, l1, h0, h1, t0, tokens, size = _FIELDS.unpack_from(
+        header
+    )
     if payload.nbytes != size:
         raise DataLoss(f"KV frame {sequence}: {payload.nbytes} payload bytes arrived, the header says {size}")
-    if _DIGEST.unpack_from(view, _FIELDS.size)[0] != _digest(view[: _FIELDS.size], payload):
+    if _DIGEST.unpack_from(header, _FIELDS.size)[0] != _digest(header[: _FIELDS.size], payload):
         raise DataLoss(f"KV frame {sequence}: its digest does not match its bytes")
     try:
         frame_kind, frame_codec = FrameKind(kind), Codec(codec)

@@ -3,10 +3,12 @@
 What the receiver does with an effect (reserve memory, copy bytes, start decoding) is its shell's business. The law is
 the table below; a frame that it does not allow is the sender's error and ends the transfer.
 
-    state      OPEN      RENEW   DATA    COMMIT                 ABORT
+    state      OPEN      RENEW   DATA    COMMIT                 ABORT   what it answers
     fresh      opened    -       -       -                      -
-    opened     -         opened  opened  committed, if covered  closed
-    committed  -         -       -       -                      -
+    opened     -         opened  opened  committed, if covered  closed  ACCEPT, once; CREDIT, once a DATA frame
+    committed  -         -       -       -                      -       DONE, once
+
+The sender's side of the same law is `kv.sender`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from halfmoon.errors import Cancelled, DataLoss, Incompatible, InvalidRequest
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import Frame, FrameKind, KVRange
 from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.negotiation import Choice, Offer, decode_open, encode_choice
+from halfmoon.kv.sender import CREDIT_BODY
 
 State = Literal["fresh", "opened", "committed", "closed"]
 
@@ -31,10 +35,11 @@ _ALLOWED: dict[State, frozenset[FrameKind]] = {
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Make room for `range`; `body` says what for. Answer ACCEPT, or fail the call."""
+    """Make room for `range`; `body` says what for. Answer `accept`, or fail the call."""
 
     range: KVRange
     body: bytes
+    offers: tuple[Offer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Every byte is in place; act on `body`, then answer DONE."""
+    """Every byte is in place; act on `body`, then answer `done`."""
 
     body: bytes
 
@@ -101,7 +106,28 @@ class TransferReceiver:
         self.state: State = "fresh"
         self.transfer_id = b""
         self._next_sequence = 0
+        self._next_answer = 0
         self._coverage = Coverage(KVRange())
+
+    def accept(self, choice: Choice) -> Frame:
+        """The answer to OPEN, once there is room."""
+        assert self.state == "opened"
+        return self._answer(FrameKind.ACCEPT, encode_choice(choice))
+
+    def credit(self, sequence: int) -> Frame:
+        """The answer to DATA frame `sequence`: its payload is not looked at any more."""
+        assert self.state in ("opened", "committed")
+        return self._answer(FrameKind.CREDIT, CREDIT_BODY.pack(sequence))
+
+    def done(self) -> Frame:
+        """The answer to COMMIT, after it took effect."""
+        assert self.state == "committed"
+        return self._answer(FrameKind.DONE)
+
+    def _answer(self, kind: FrameKind, payload: bytes = b"") -> Frame:
+        frame = Frame(kind, self.transfer_id, self._layout.fingerprint(), self._next_answer, payload=payload)
+        self._next_answer += 1
+        return frame
 
     def handle(self, frame: Frame) -> Effect | None:
         """Advances by one frame and says what to do, if anything.
@@ -141,9 +167,10 @@ class TransferReceiver:
         layout = self._layout
         everything = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, 1 << 32)
         frame.range.check_within(everything)
+        offers, body = decode_open(frame.payload)
         self.state, self.transfer_id = "opened", frame.transfer_id
         self._coverage = Coverage(frame.range)
-        return Reserve(frame.range, bytes(frame.payload))
+        return Reserve(frame.range, body, offers)
 
     def _write(self, frame: Frame) -> Write:
         if frame.codec is not Codec.RAW:

@@ -11,11 +11,11 @@ import grpc
 
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.errors import Incompatible, InvalidRequest
-from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame
-from halfmoon.kv.receiver import Commit, Reserve, TransferReceiver, Write
+from halfmoon.kv.frame import KVRange
+from halfmoon.kv.receiver import Commit, Effect, Reserve, Write
 from halfmoon.pb import decode_pb2, decode_pb2_grpc, types_pb2
 from halfmoon.rpc.context import request_scope
-from halfmoon.rpc.transfer import answer, next_message, parse_body
+from halfmoon.rpc.transfer import KVIntake, parse_body
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.state import WorkerState, now_s
 from halfmoon.worker.wire import request_from
@@ -36,6 +36,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._state = state
         self._metrics = metrics
         self._lease_s = lease_s
+        self._intake = KVIntake()
+
+    def close(self) -> None:
+        """Leaves what KV senders share with this process."""
+        self._intake.close()
 
     async def Tokens(
         self, request: decode_pb2.TokensRequest, context: grpc.aio.ServicerContext
@@ -62,11 +67,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """One KV transfer: reserve, write, start. Whatever ends it before the start frees the reservation."""
         reception = _Reception(self._engine, self._state)
         try:
-            while (message := await next_message(messages, self._lease_s)) is not None:
-                frame = decode_frame(message)
-                reply = await reception.handle(frame)
-                if reply is not None:
-                    yield answer(frame, reply, reception.next_sequence())
+            answers = self._intake.receive(messages, self._state.layout, reception.act, self._lease_s)
+            async with aclosing(answers):
+                async for answer in answers:
+                    yield answer
         finally:
             self._metrics.handover_bytes.labels("in").inc(reception.num_bytes)
             await asyncio.shield(reception.close())
@@ -78,18 +82,15 @@ class _Reception:
     def __init__(self, engine: AsyncEngine, state: WorkerState) -> None:
         self._engine = engine
         self._state = state
-        self._receiver = TransferReceiver(state.layout)
         self._generation = types_pb2.Generation()
         self._reserved = False
-        self._num_answers = 0
         self.num_bytes = 0
 
-    async def handle(self, frame: Frame) -> FrameKind | None:
-        """Acts on one frame; gives the answer that is due, if any."""
-        match self._receiver.handle(frame):
+    async def act(self, effect: Effect) -> None:
+        """Does what one frame asks for."""
+        match effect:
             case Reserve(whole, body):
                 await self._reserve(whole, parse_body(decode_pb2.HandoverOpen, body).generation)
-                return FrameKind.ACCEPT
             case Write(part, payload):
                 await self._engine.kv_write(
                     self._generation.request_id,
@@ -102,13 +103,6 @@ class _Reception:
                 self.num_bytes += memoryview(payload).nbytes
             case Commit(body):
                 await self._start(parse_body(decode_pb2.HandoverCommit, body).first_token_id)
-                return FrameKind.DONE
-        return None
-
-    def next_sequence(self) -> int:
-        """Sequence number of the next answer."""
-        self._num_answers += 1
-        return self._num_answers - 1
 
     async def close(self) -> None:
         """Frees the reservation if the request never started."""

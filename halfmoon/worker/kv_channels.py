@@ -1,36 +1,46 @@
-"""Channels that carry KV to decode workers, one an address, apart from control."""
+"""Links that carry KV to decode workers, one an address, each with a channel apart from control."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.transport.link import KVLink, LinkSettings
 
 _MAX_IDLE = 32  # addresses change when workers restart; channels to old ones must not pile up
 
 
 @dataclass(slots=True)
 class _Channel:
-    peer: Peer
+    link: KVLink
     num_users: int = 0
 
 
 class KVChannels:
-    """Owns the channels; a used one is kept for the next transfer, the longest unused ones are closed."""
+    """Owns the links; a used one is kept for the next transfer, the longest unused ones are closed.
 
-    def __init__(self) -> None:
+    `on_fallback` hears the name of each transport that a receiver declined.
+    """
+
+    def __init__(
+        self, settings: LinkSettings | None = None, on_fallback: Callable[[str], None] = lambda transport: None
+    ) -> None:
+        self._settings = settings or LinkSettings()
+        self._on_fallback = on_fallback
         self._channels: dict[str, _Channel] = {}  # least recently used first
 
     @contextmanager
-    def to(self, address: str) -> Iterator[Peer]:
-        """The channel to `address`; it is not closed while inside."""
-        channel = self._channels.pop(address, None) or _Channel(Peer(address))
+    def to(self, address: str) -> Iterator[KVLink]:
+        """The link to `address`; it is not closed while inside."""
+        channel = self._channels.pop(address, None) or _Channel(
+            KVLink(Peer(address), self._settings, self._on_fallback)
+        )
         self._channels[address] = channel
         channel.num_users += 1
         try:
-            yield channel.peer
+            yield channel.link
         finally:
             channel.num_users -= 1
 
@@ -38,4 +48,4 @@ class KVChannels:
         """Closes channels that nobody uses, beyond the `max_idle` most recent ones."""
         idle = [address for address, channel in self._channels.items() if not channel.num_users]
         for address in idle[: max(0, len(idle) - max_idle)]:
-            await self._channels.pop(address).peer.close()
+            await self._channels.pop(address).link.close()

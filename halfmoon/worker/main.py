@@ -62,6 +62,7 @@ async def serve(settings: WorkerSettings) -> None:
                 log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
                 await _until_stopped(settings, async_engine, state, stopping, death)
         await prefill.close()
+        decode.close()
 
 
 def worker_services(prefill: PrefillServicer, decode: DecodeServicer) -> tuple[Callable[[grpc.aio.Server], None], ...]:

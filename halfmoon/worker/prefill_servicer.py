@@ -69,8 +69,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         whole = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens)
         body = decode_pb2.HandoverOpen(generation=generation).SerializeToString()
         await self._channels.close_idle()
-        with self._channels.to(address) as peer:
-            async with transfer_to(peer, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
+        with self._channels.to(address) as link:
+            async with transfer_to(link, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
                 await transfer.open(whole, body)
                 async with _Prefilling(self._engine, self._state, generation) as prefilling:
                     first = await _while_renewing(prefilling.first, transfer)

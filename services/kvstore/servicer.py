@@ -14,9 +14,10 @@ import grpc
 from halfmoon.errors import Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame, plan_frames
 from halfmoon.kv.layout import KVLayout, Shard
+from halfmoon.kv.negotiation import INLINE, Choice, decode_open
 from halfmoon.kv.receiver import Commit, Reserve, TransferReceiver, Write
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc, types_pb2
-from halfmoon.rpc.transfer import answer, next_message, parse_body, raw_service
+from halfmoon.rpc.transfer import next_message, parse_body, raw_service
 from services.kvstore.store import BlockStore, Draft
 
 BYTES_SERVICE = "halfmoon.KVStoreBytes"
@@ -61,14 +62,12 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServicer):
         frame = decode_frame(await _next(messages, self._lease_s))
         reception = _Reception(self._store, _layout_of(frame))
         try:
-            num_answers = 0
             while True:
-                reply = reception.handle(frame)
-                if reply is not None:
-                    yield answer(frame, reply, num_answers)
-                    num_answers += 1
-                if reply is FrameKind.DONE:
-                    return
+                answer = reception.handle(frame)
+                if answer is not None:
+                    yield encode_frame(answer)
+                    if answer.kind is FrameKind.DONE:
+                        return
                 frame = decode_frame(await _next(messages, self._lease_s))
         finally:
             reception.close()
@@ -89,7 +88,7 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServicer):
                 Frame(FrameKind.DATA, request.transfer_id, request.layout_fingerprint, sequence, part, payload=payload)
             )
             sequence += 1
-        yield answer(request, FrameKind.DONE, sequence)
+        yield encode_frame(Frame(FrameKind.DONE, request.transfer_id, request.layout_fingerprint, sequence))
 
 
 class _Reception:
@@ -102,7 +101,7 @@ class _Reception:
         self._draft: Draft | None = None
         self._token_start = 0
 
-    def handle(self, frame: Frame) -> FrameKind | None:
+    def handle(self, frame: Frame) -> Frame | None:
         """Acts on one frame; gives the answer that is due, if any."""
         effect = self._receiver.handle(frame)
         if isinstance(effect, Reserve):
@@ -110,14 +109,15 @@ class _Reception:
                 raise InvalidRequest(f"a stored block is whole: all layers, heads and tokens, not {effect.range}")
             self._token_start = effect.range.token_start
             self._draft = self._store.reserve(_opened(frame).key, self._layout)
-            return FrameKind.ACCEPT
+            return self._receiver.accept(Choice(INLINE))
         assert self._draft is not None, "the receiver lets nothing but OPEN come first"
         if isinstance(effect, Write):
             part = replace(effect.range, token_start=effect.range.token_start - self._token_start)
             self._draft.write(part, effect.payload)
-        elif isinstance(effect, Commit):
+            return self._receiver.credit(frame.sequence)
+        if isinstance(effect, Commit):
             self._store.commit(self._draft)
-            return FrameKind.DONE
+            return self._receiver.done()
         return None
 
     def close(self) -> None:
@@ -133,7 +133,8 @@ def _whole_block(layout: KVLayout, token_start: int) -> KVRange:
 def _opened(frame: Frame) -> kvstore_pb2.BlockOpen:
     if frame.kind is not FrameKind.OPEN:
         raise InvalidRequest(f"the first frame must be OPEN, not {frame.kind.name}")
-    return parse_body(kvstore_pb2.BlockOpen, frame.payload)
+    _, body = decode_open(frame.payload)
+    return parse_body(kvstore_pb2.BlockOpen, body)
 
 
 def _layout_of(frame: Frame) -> KVLayout:

@@ -13,10 +13,12 @@ from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import (
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
+    Elsewhere,
     Frame,
     FrameKind,
     KVRange,
     decode_frame,
+    decode_message,
     encode_frame,
     plan_frames,
 )
@@ -96,8 +98,8 @@ def test_pinned_bytes() -> None:
     """The wire format is a contract between releases: these bytes change only with VERSION."""
     frame = Frame(FrameKind.DATA, bytes(range(16)), 0x0123456789ABCDEF, 7, KVRange(0, 1, 0, 3, 64, 2), payload=b"abc")
     assert encode_frame(frame).hex() == (
-        "484d4b5601030000efcdab8967452301000102030405060708090a0b0c0d0e0f"
-        "070000000000010000000300400000000200000003000000605265ffb5e18213"
+        "484d4b5602030000efcdab8967452301000102030405060708090a0b0c0d0e0f"
+        "070000000000010000000300400000000200000003000000bd25361dd5f7b78f"
         "616263"
     )
 
@@ -111,9 +113,54 @@ def test_the_payload_is_not_copied() -> None:
 
 def test_another_version_says_so() -> None:
     message = bytearray(encode_frame(Frame(FrameKind.RENEW, b"t" * 16, 0, 0)))
-    message[4] = 2
-    with pytest.raises(Incompatible, match="version 2, expected 1"):
+    message[4] = 1
+    with pytest.raises(Incompatible, match="version 1, expected 2"):
         decode_frame(message)
+
+
+@given(frames, st.binary(min_size=1, max_size=255))
+def test_a_payload_that_lies_elsewhere_comes_back(frame: Frame, reference: bytes) -> None:
+    message = encode_frame(frame, reference)
+    assert len(message) == HEADER_BYTES + len(reference)
+    found = decode_message(message)
+    assert isinstance(found, Elsewhere)
+    assert (found.reference, found.payload_bytes) == (reference, len(frame.payload))
+    assert bytes(found.with_payload(frame.payload).payload) == frame.payload
+
+
+@given(frames, st.data())
+def test_a_torn_payload_elsewhere_is_detected(frame: Frame, data: st.DataObject) -> None:
+    found = decode_message(encode_frame(frame, b"where"))
+    assert isinstance(found, Elsewhere)
+    torn = bytearray(frame.payload) or bytearray(1)
+    torn[data.draw(st.integers(0, len(torn) - 1))] ^= data.draw(st.integers(1, 255))
+    for wrong in (torn, bytes(frame.payload) + b"\0"):
+        with pytest.raises(DataLoss):
+            found.with_payload(wrong)
+
+
+def test_a_reference_needs_an_agreement_and_its_length() -> None:
+    message = encode_frame(Frame(FrameKind.DATA, b"t" * 16, 0, 0, payload=b"abc"), b"where")
+    with pytest.raises(Incompatible, match="not agreed"):
+        decode_frame(message)
+    with pytest.raises(DataLoss, match="4 bytes of reference, its header says 5"):
+        decode_message(message[:-1])
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_no_frame(message: bytes) -> None:
+    for start in (b"", b"HMKV", b"HMKV\2"):
+        with pytest.raises((DataLoss, Incompatible)):
+            decode_message(start + message)
+
+
+@given(st.binary(min_size=59, max_size=120))
+def test_a_header_cannot_name_more_than_the_limit(rest: bytes) -> None:
+    message = bytearray(b"HMKV\2" + rest)
+    message[7] = len(message) - HEADER_BYTES
+    message[52:56] = (MAX_PAYLOAD_BYTES + 1).to_bytes(4, "little")
+    with pytest.raises(DataLoss, match="over the limit"):
+        decode_message(message)
 
 
 def test_oversized_payload_is_refused() -> None:

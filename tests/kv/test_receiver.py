@@ -10,6 +10,7 @@ from halfmoon.errors import Cancelled, DataLoss, HalfmoonError, Incompatible, In
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, plan_frames
 from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.negotiation import Choice, Offer, decode_choice, encode_open
 from halfmoon.kv.receiver import Commit, Coverage, Effect, Reserve, TransferReceiver, Write
 
 LAYOUT = KVLayout(3, 2, 2, "float16", 4)
@@ -42,7 +43,8 @@ class Sender:
 
 def opened(whole: KVRange = WHOLE) -> Sender:
     sender = Sender()
-    assert sender.send(FrameKind.OPEN, whole, payload=b"why") == Reserve(whole, b"why")
+    body = encode_open([Offer("shm", b"where")], b"why")
+    assert sender.send(FrameKind.OPEN, whole, payload=body) == Reserve(whole, b"why", (Offer("shm", b"where"),))
     return sender
 
 
@@ -126,7 +128,7 @@ def test_a_transfer_begins_with_open(kind: FrameKind) -> None:
         Sender().send(kind, KVRange(0, 1, 0, 1, 4, 1))
 
 
-@pytest.mark.parametrize("kind", [FrameKind.OPEN, FrameKind.ACCEPT, FrameKind.DONE])
+@pytest.mark.parametrize("kind", [FrameKind.OPEN, FrameKind.ACCEPT, FrameKind.DONE, FrameKind.CREDIT])
 def test_what_an_opened_transfer_does_not_take(kind: FrameKind) -> None:
     with pytest.raises(InvalidRequest, match="while the transfer is opened"):
         opened().send(kind, WHOLE)
@@ -184,6 +186,30 @@ def test_an_open_outside_the_layout_is_refused(whole: KVRange) -> None:
     with pytest.raises(InvalidRequest):
         sender.send(FrameKind.OPEN, whole)
     assert sender.receiver.state == "fresh"
+
+
+def test_an_open_without_its_list_of_transports_is_refused() -> None:
+    sender = Sender()
+    with pytest.raises(InvalidRequest, match="list of transports"):
+        sender.send(FrameKind.OPEN, WHOLE)
+    assert sender.receiver.state == "fresh"
+
+
+def test_answers_are_numbered_and_carry_the_transfers_name() -> None:
+    sender = opened()
+    receiver = sender.receiver
+    answers = [receiver.accept(Choice("shm", (("nixl", "not here"),)))]
+    sender.send(FrameKind.DATA, WHOLE)
+    answers.append(receiver.credit(1))
+    sender.send(FrameKind.COMMIT)
+    answers.append(receiver.done())
+    assert [(answer.kind, answer.sequence) for answer in answers] == [
+        (FrameKind.ACCEPT, 0),
+        (FrameKind.CREDIT, 1),
+        (FrameKind.DONE, 2),
+    ]
+    assert all(answer.transfer_id == ID for answer in answers)
+    assert decode_choice(answers[0].payload) == Choice("shm", (("nixl", "not here"),))
 
 
 def test_an_open_for_another_layout_is_incompatible() -> None:

@@ -10,14 +10,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, NoCapacity, Unavailable
-from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame
+from halfmoon.kv.frame import Frame, KVRange, decode_frame, encode_frame
 from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.negotiation import INLINE, Choice
+from halfmoon.kv.receiver import Commit, Reserve, TransferReceiver, Write
 from halfmoon.rpc.context import bounded_deadline_s, request_id, request_scope
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import RunningServer, running_server
 from halfmoon.rpc.status import error_from
-from halfmoon.rpc.transfer import answer, raw_service, transfer_to
+from halfmoon.rpc.transfer import raw_service, transfer_to
 
 LAYOUT = KVLayout(2, 2, 4, "float32", 8)
 Unary = Callable[[bytes, grpc.aio.ServicerContext], object]
@@ -112,11 +114,17 @@ async def test_a_transfer_sends_frames_and_gets_answers() -> None:
     got: list[Frame] = []
 
     async def push(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        receiver = TransferReceiver(LAYOUT)
         async for message in messages:
             frame = decode_frame(message)
             got.append(frame)
-            if frame.kind in (FrameKind.OPEN, FrameKind.COMMIT):
-                yield answer(frame, FrameKind.ACCEPT if frame.kind is FrameKind.OPEN else FrameKind.DONE, 0)
+            match receiver.handle(frame):
+                case Reserve():
+                    yield encode_frame(receiver.accept(Choice(INLINE)))
+                case Write():
+                    yield encode_frame(receiver.credit(frame.sequence))
+                case Commit():
+                    yield encode_frame(receiver.done())
 
     async with (
         running_server(
@@ -127,7 +135,7 @@ async def test_a_transfer_sends_frames_and_gets_answers() -> None:
     ):
         await transfer.open(KVRange(0, 2, 0, 2, 0, 8), b"open")
         await transfer.renew()
-        await transfer.data(KVRange(0, 1, 0, 2, 0, 8), bytes(512))
+        await transfer.data(KVRange(0, 2, 0, 2, 0, 8), bytes(1024))
         await transfer.commit(b"commit")
     assert [frame.kind.name for frame in got] == ["OPEN", "RENEW", "DATA", "COMMIT"]
     assert [frame.sequence for frame in got] == [0, 1, 2, 3]
@@ -136,10 +144,10 @@ async def test_a_transfer_sends_frames_and_gets_answers() -> None:
 @pytest.mark.parametrize("after_open", [False, True])
 async def test_a_refusal_reaches_the_sender_wherever_it_is(after_open: bool) -> None:
     async def push(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        receiver = TransferReceiver(LAYOUT)
         async for message in messages:
-            frame = decode_frame(message)
-            if frame.kind is FrameKind.OPEN and after_open:
-                yield answer(frame, FrameKind.ACCEPT, 0)
+            if isinstance(receiver.handle(decode_frame(message)), Reserve) and after_open:
+                yield encode_frame(receiver.accept(Choice(INLINE)))
             else:
                 raise NoCapacity("no blocks", retry_after_ms=5)
 

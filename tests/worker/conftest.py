@@ -102,4 +102,5 @@ async def _worker(
         ):
             yield RunningWorker(engine, state, peer)
         await prefill.close()
+        decode.close()
     engine.check_integrity()

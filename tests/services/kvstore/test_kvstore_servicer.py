@@ -24,6 +24,7 @@ from halfmoon.errors import (
 )
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES, Frame, FrameKind, KVRange, decode_frame, encode_frame, plan_frames
 from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.negotiation import encode_open
 from halfmoon.kv.receiver import Coverage
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc, types_pb2
 from halfmoon.rpc.peer import Peer
@@ -266,7 +267,7 @@ async def test_a_corrupted_block_is_data_loss_once_then_absent() -> None:
 def open_frame(
     part: KVRange | None = None, payload: bytes = body(LAYOUT), fingerprint: int = LAYOUT.fingerprint()
 ) -> Frame:
-    return Frame(FrameKind.OPEN, ID, fingerprint, 0, part or whole_block(LAYOUT), payload=payload)
+    return Frame(FrameKind.OPEN, ID, fingerprint, 0, part or whole_block(LAYOUT), payload=encode_open((), payload))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""The bodies of OPEN and ACCEPT: which transports the sender offers, which one the receiver takes. Sans-IO.
+
+    OPEN    the offers, best first: name and parameters of each; then what the transfer is for
+    ACCEPT  the transport that will be used; then those offers that were declined, each with the reason
+
+`grpc`, payloads inside the messages, needs no offer: it is what remains.
+
+    offset  size  field
+    0       1     number of entries
+    1       1, 2  bytes of the first entry's name, of its value; then name and value; then the next entry
+    ...           the rest: the body proper
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.kv.layout import KVBytes
+
+INLINE = "grpc"  # the transport that always works
+MAX_OFFERS = 8
+
+_LENGTHS = struct.Struct("<BH")
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One transport by name, with what the receiver needs to join it."""
+
+    name: str
+    parameters: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the receiver decided: the transport's name, and why not those that were offered before it."""
+
+    name: str
+    declined: tuple[tuple[str, str], ...] = ()  # (transport, reason)
+
+
+def encode_open(offers: Sequence[Offer], body: bytes) -> bytes:
+    """The payload of OPEN."""
+    return _encode([(offer.name, offer.parameters) for offer in offers]) + body
+
+
+def decode_open(payload: KVBytes) -> tuple[tuple[Offer, ...], bytes]:
+    """(offers, body). Raises InvalidRequest if it is something else."""
+    entries, body = _decode(payload)
+    return tuple(Offer(name, value) for name, value in entries), body
+
+
+def encode_choice(choice: Choice) -> bytes:
+    """The payload of ACCEPT."""
+    return _encode([(choice.name, b""), *((name, reason.encode()[:500]) for name, reason in choice.declined)])
+
+
+def decode_choice(payload: KVBytes) -> Choice:
+    """What ACCEPT says. Raises InvalidRequest if it is something else."""
+    entries, _ = _decode(payload)
+    if not entries:
+        raise InvalidRequest("an ACCEPT frame must name the transport")
+    return Choice(entries[0][0], tuple((name, value.decode(errors="replace")) for name, value in entries[1:]))
+
+
+def _encode(entries: Sequence[tuple[str, bytes]]) -> bytes:
+    assert len(entries) <= MAX_OFFERS + 1
+    packed = [bytes([len(entries)])]
+    for name, value in entries:
+        packed += [_LENGTHS.pack(len(name.encode()), len(value)), name.encode(), value]
+    return b"".join(packed)
+
+
+def _decode(payload: KVBytes) -> tuple[list[tuple[str, bytes]], bytes]:
+    data = bytes(payload)
+    if not data or data[0] > MAX_OFFERS + 1:
+        raise InvalidRequest("the list of transports in a KV frame is missing or too long")
+    entries, at = [], 1
+    for _ in range(data[0]):
+        if len(data) < at + _LENGTHS.size:
+            raise InvalidRequest("the list of transports in a KV frame is cut short")
+        name_bytes, value_bytes = _LENGTHS.unpack_from(data, at)
+        name_at = at + _LENGTHS.size
+        value_at, at = name_at + name_bytes, name_at + name_bytes + value_bytes
+        if len(data) < at:
+            raise InvalidRequest("the list of transports in a KV frame is cut short")
+        entries.append((data[name_at:value_at].decode(errors="replace"), data[value_at:at]))
+    return entries, data[at:]

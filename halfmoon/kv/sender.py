@@ -1,0 +1,111 @@
+"""The sending end of a KV transfer as a state machine, the mirror of `kv.receiver`. No I/O, no clock.
+
+Its methods give the frames to send, in their order; `handle` takes the receiver's answers. An answer that the table
+does not allow is the receiver's error and ends the transfer.
+
+    state       ACCEPT  CREDIT                       DONE                       the sender may
+    fresh       -       -                            -                          open
+    opening     opened  -                            -                          renew
+    opened      -       opened, of an uncredited     -                          renew, data, commit
+    committing  -       committing, of an uncredited done, if all is credited   -
+    done        -       -                            -                          -
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Literal
+
+from halfmoon.errors import DataLoss, Incompatible, InvalidRequest
+from halfmoon.kv.codec import Codec
+from halfmoon.kv.frame import Frame, FrameKind, KVRange
+from halfmoon.kv.layout import KVBytes, KVLayout
+
+State = Literal["fresh", "opening", "opened", "committing", "done"]
+
+CREDIT_BODY = struct.Struct("<I")  # the sequence number of the frame that was consumed
+
+_ANSWERS: dict[State, frozenset[FrameKind]] = {
+    "fresh": frozenset(),
+    "opening": frozenset({FrameKind.ACCEPT}),
+    "opened": frozenset({FrameKind.CREDIT}),
+    "committing": frozenset({FrameKind.CREDIT, FrameKind.DONE}),
+    "done": frozenset(),
+}
+
+
+class TransferSending:
+    """Owns the protocol state of one outgoing transfer: its numbering, and which frames are not credited yet."""
+
+    def __init__(self, layout: KVLayout, transfer_id: bytes) -> None:
+        self.state: State = "fresh"
+        self.transfer_id = transfer_id
+        self._fingerprint = layout.fingerprint()
+        self._sequence = 0
+        self._next_answer = 0
+        self._uncredited: set[int] = set()
+
+    def open(self, whole: KVRange, payload: bytes) -> Frame:
+        """The first frame."""
+        assert self.state == "fresh"
+        self.state = "opening"
+        return self._frame(FrameKind.OPEN, whole, payload)
+
+    def renew(self) -> Frame:
+        """A sign of life."""
+        assert self.state in ("opening", "opened")
+        return self._frame(FrameKind.RENEW)
+
+    def data(self, part: KVRange, payload: KVBytes, codec: Codec = Codec.RAW) -> Frame:
+        """KV bytes."""
+        assert self.state == "opened", "nothing may be sent before ACCEPT or after COMMIT"
+        self._uncredited.add(self._sequence)
+        return self._frame(FrameKind.DATA, part, payload, codec)
+
+    def commit(self, body: bytes) -> Frame:
+        """The last frame."""
+        assert self.state == "opened"
+        self.state = "committing"
+        return self._frame(FrameKind.COMMIT, payload=body)
+
+    def handle(self, answer: Frame) -> int | None:
+        """Takes an answer; for a CREDIT the number of the frame that it is for.
+
+        Raises Incompatible against the table, InvalidRequest for another transfer or an unknown frame, DataLoss when
+        an answer is missing.
+        """
+        if answer.transfer_id != self.transfer_id:
+            raise InvalidRequest("the receiver answered to another transfer")
+        if answer.kind not in _ANSWERS[self.state]:
+            raise Incompatible(f"the receiver answered {answer.kind.name} while the transfer was {self.state}")
+        if answer.sequence != self._next_answer:
+            raise DataLoss(f"answer {answer.sequence} came where {self._next_answer} was due")
+        self._next_answer += 1
+        match answer.kind:
+            case FrameKind.ACCEPT:
+                self.state = "opened"
+            case FrameKind.CREDIT:
+                return self._credited(answer.payload)
+            case _:
+                if self._uncredited:
+                    raise Incompatible(f"the receiver is done without having taken {len(self._uncredited)} frames")
+                self.state = "done"
+        return None
+
+    def _credited(self, body: KVBytes) -> int:
+        if memoryview(body).nbytes != CREDIT_BODY.size:
+            raise InvalidRequest("a CREDIT frame names one frame")
+        sequence: int = CREDIT_BODY.unpack(body)[0]
+        if sequence not in self._uncredited:
+            raise InvalidRequest(f"credit for frame {sequence}, which is not under way")
+        self._uncredited.remove(sequence)
+        return sequence
+
+    def _frame(
+        self, kind: FrameKind, part: KVRange | None = None, payload: KVBytes = b"", codec: Codec = Codec.RAW
+    ) -> Frame:
+        frame = Frame(
+            kind, self.transfer_id, self._fingerprint, self._sequence, part or KVRange(), codec, payload=payload
+        )
+        self._sequence += 1
+        return frame

@@ -1,0 +1,73 @@
+"""How fast a link is, from the transfers that went over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_WEIGHT_KEPT = 0.9  # of what is known, with each new period: about the last ten count
+_PERIOD_BYTES = 64 << 20  # a period that never ends is cut here
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEstimate:
+    """A transfer of `n` bytes over an idle link takes about `latency_s + n / bandwidth_bytes_per_s`."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+
+class LinkEstimator:
+    """Owns what is known of one link's speed. Has no clock.
+
+    A busy period begins when bytes are under way and ends when all have been consumed; its bytes and seconds are one
+    sample. The estimate is the line through the samples, weighted exponentially.
+    """
+
+    def __init__(self) -> None:
+        self._under_way_bytes = 0
+        self._began_s = 0.0
+        self._period_bytes = 0  # consumed in the current period
+        self._weight = 0.0
+        self._mean_bytes = self._mean_s = 0.0
+        self._variance = self._covariance = 0.0
+
+    def sent(self, num_bytes: int, now_s: float) -> None:
+        """Bytes were handed to the link."""
+        if not self._under_way_bytes:
+            self._began_s, self._period_bytes = now_s, 0
+        self._under_way_bytes += num_bytes
+
+    def consumed(self, num_bytes: int, now_s: float) -> None:
+        """The receiver is done with bytes that were under way."""
+        self._under_way_bytes -= num_bytes
+        self._period_bytes += num_bytes
+        if not self._under_way_bytes or self._period_bytes >= _PERIOD_BYTES:
+            self._add(self._period_bytes, now_s - self._began_s)
+            self._began_s, self._period_bytes = now_s, 0
+
+    def lost(self, num_bytes: int, now_s: float) -> None:
+        """Bytes that were under way never arrived: their period says nothing."""
+        self._under_way_bytes -= num_bytes
+        self._began_s, self._period_bytes = now_s, 0
+
+    @property
+    def estimate(self) -> LinkEstimate | None:
+        """None before the first transfer. Where the samples are all of one size, everything counts as bandwidth."""
+        if not self._weight or self._mean_s <= 0:
+            return None
+        slope = self._covariance / self._variance if self._variance > (0.01 * self._mean_bytes) ** 2 else 0.0
+        latency_s = self._mean_s - slope * self._mean_bytes
+        if slope <= 0 or latency_s < 0:
+            return LinkEstimate(self._mean_bytes / self._mean_s, 0.0)
+        return LinkEstimate(1.0 / slope, latency_s)
+
+    def _add(self, num_bytes: int, seconds: float) -> None:
+        if not num_bytes:
+            return
+        self._weight = _WEIGHT_KEPT * self._weight + 1.0
+        share = 1.0 / self._weight
+        off_bytes, off_s = num_bytes - self._mean_bytes, seconds - self._mean_s
+        self._mean_bytes += share * off_bytes
+        self._mean_s += share * off_s
+        self._variance = (1 - share) * (self._variance + share * off_bytes**2)
+        self._covariance = (1 - share) * (self._covariance + share * off_bytes * off_s)

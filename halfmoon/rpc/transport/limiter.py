@@ -1,0 +1,21 @@
+"""A link made slow on purpose: what a transfer would meet on a network of a given rate and delay."""
+
+from __future__ import annotations
+
+
+class LinkLimiter:
+    """Owns when a link of `bytes_per_s` and a one-way `delay_s` is free again. Has no clock: the time is an argument.
+
+    What is sent waits for what was sent before it, takes `num_bytes / bytes_per_s` on the wire and arrives `delay_s`
+    later; any number of messages are within the delay at the same time.
+    """
+
+    def __init__(self, bytes_per_s: float | None, delay_s: float = 0.0) -> None:
+        self._seconds_per_byte = 0.0 if bytes_per_s is None else 1.0 / bytes_per_s
+        self._delay_s = delay_s
+        self._free_at_s = 0.0
+
+    def arrival_s(self, num_bytes: int, now_s: float) -> float:
+        """When a message that is sent at `now_s` has arrived."""
+        self._free_at_s = max(self._free_at_s, now_s) + num_bytes * self._seconds_per_byte
+        return self._free_at_s + self._delay_s

@@ -1,0 +1,129 @@
+"""What successive transfers from this process to one receiver share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
+from halfmoon.kv.negotiation import INLINE, Choice, Offer
+from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.transport.estimate import LinkEstimator
+from halfmoon.rpc.transport.inline import InlineOutlet
+from halfmoon.rpc.transport.limiter import LinkLimiter
+from halfmoon.rpc.transport.protocol import Outlet, StagingBuffer
+from halfmoon.rpc.transport.shm import NAME as SHM
+from halfmoon.rpc.transport.shm import SharedMemoryOutlet
+from halfmoon.rpc.transport.window import Share, Window
+
+log = logging.getLogger(__name__)
+
+_OFFER_AGAIN_S = 60.0  # a receiver that declined may be another process by then
+
+_OUTLETS: dict[str, Callable[[int], Outlet]] = {
+    SHM: lambda window_bytes: SharedMemoryOutlet(window_bytes // MAX_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """How this process sends KV.
+
+    Raises InvalidRequest for an unknown transport, or a window too small for two frames.
+    """
+
+    transports: tuple[str, ...] = (SHM,)  # offered in this order; `grpc` is what remains
+    window_bytes: int = 32 << 20  # under way on one link, at most
+    stall_s: float = 10.0  # a link without progress for so long has failed
+    bytes_per_s: float | None = None  # for experiments: a slower link than there is
+    delay_s: float = 0.0  # for experiments: one way
+
+    def __post_init__(self) -> None:
+        for name in self.transports:
+            if name not in (*_OUTLETS, INLINE):
+                raise InvalidRequest(f"no KV transport is called {name!r}: there are {', '.join((*_OUTLETS, INLINE))}")
+        if self.window_bytes < 2 * MAX_PAYLOAD_BYTES:
+            raise InvalidRequest(f"a KV link needs a window of at least {2 * MAX_PAYLOAD_BYTES} bytes")
+
+
+class KVLink:
+    """Owns the channel to one receiver, the places of its payloads, its window and what is known of its speed.
+
+    `on_fallback` hears the name of each transport that was offered and could not be used.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        settings: LinkSettings | None = None,
+        on_fallback: Callable[[str], None] = lambda transport: None,
+    ) -> None:
+        self.peer = peer
+        self.settings = settings or LinkSettings()
+        self.window = Window(self.settings.window_bytes)
+        self.estimator = LinkEstimator()
+        self.limiter: LinkLimiter | None = None
+        if self.settings.bytes_per_s is not None or self.settings.delay_s:
+            self.limiter = LinkLimiter(self.settings.bytes_per_s, self.settings.delay_s)
+        self._on_fallback = on_fallback
+        self._inline = InlineOutlet()
+        self._outlets: dict[str, Outlet] = {}
+        self._declined_at_s: dict[str, float] = {}
+        self._parked: list[tuple[Outlet, StagingBuffer, Share]] = []  # of ended transfers, maybe still being filled
+
+    def offers(self) -> list[Offer]:
+        """What to offer now, best first."""
+        now_s = asyncio.get_running_loop().time()
+        found = []
+        for name in self.settings.transports:
+            declined_at_s = self._declined_at_s.get(name)
+            if name == INLINE or (declined_at_s is not None and now_s - declined_at_s < _OFFER_AGAIN_S):
+                continue
+            if name not in self._outlets:
+                try:
+                    self._outlets[name] = _OUTLETS[name](self.settings.window_bytes)
+                except OSError as err:
+                    self._fall_back(name, str(err))
+                    continue
+            found.append(self._outlets[name].offer())
+        return found
+
+    def chosen(self, choice: Choice) -> Outlet:
+        """Takes the receiver's decision. Raises Incompatible for a transport that was not offered."""
+        for name, reason in choice.declined:
+            self._fall_back(name, reason)
+        if choice.name == INLINE:
+            return self._inline
+        if choice.name not in self._outlets:
+            raise Incompatible(f"the receiver chose the transport {choice.name!r}, which was not offered")
+        return self._outlets[choice.name]
+
+    def abandon(self, outlet: Outlet, buffer: StagingBuffer, share: Share) -> None:
+        """Gives back a place that was never sent: it is free only when nobody fills it any more."""
+        self._parked.append((outlet, buffer, share))
+        self.unpark()
+
+    def unpark(self) -> None:
+        """Gives back the places of ended transfers that nobody fills any more."""
+        parked, self._parked = self._parked, []
+        for outlet, buffer, share in parked:
+            if buffer.release():
+                outlet.reuse(buffer)
+                self.window.give_back(share, buffer.charge_bytes)
+            else:
+                self._parked.append((outlet, buffer, share))
+
+    async def close(self) -> None:
+        """Closes the channel and lets go of every shared place."""
+        for outlet in (*self._outlets.values(), self._inline):
+            outlet.close()
+        await self.peer.close()
+
+    def _fall_back(self, name: str, reason: str) -> None:
+        level = logging.INFO if name not in self._declined_at_s else logging.DEBUG  # once a peer
+        log.log(level, "kv.fallback", extra={"transport": name, "peer": self.peer.address, "reason": reason})
+        self._declined_at_s[name] = asyncio.get_running_loop().time()
+        self._on_fallback(name)

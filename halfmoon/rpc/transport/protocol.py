@@ -1,0 +1,89 @@
+"""What a transport is: a place for payloads that the two ends of a link share, apart from the stream of frames.
+
+The stream carries every header and control frame whatever the transport, so there is one state machine. `grpc` is the
+transport without a place of its own: its payloads follow their headers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from halfmoon.kv.layout import KVBytes
+from halfmoon.kv.negotiation import Offer
+
+
+@dataclass(slots=True, eq=False)
+class StagingBuffer:
+    """Room for one payload: fill `view`, then give the buffer to `TransferSender.data`, which takes it over."""
+
+    view: memoryview  # writable, as many bytes as were asked for
+    charge_bytes: int  # what it takes of the link's window
+    memory: bytearray | int  # the place itself: the outlet's business
+    reference: bytes = b""  # where the receiver finds the payload; empty: it travels inside its message
+
+    def release(self) -> bool:
+        """Ends the use of `view`; False while somebody still has an array of it, and may be filling it."""
+        try:
+            self.view.release()
+        except BufferError:
+            return False
+        return True
+
+
+class Outlet(Protocol):
+    """The sender's end of a transport on one link. Who calls `room` has made sure that the window allows it."""
+
+    @property
+    def name(self) -> str:
+        """The transport's name in offers, logs and metrics."""
+        ...
+
+    def offer(self) -> Offer:
+        """What a receiver needs to join."""
+        ...
+
+    def charge_bytes(self, num_bytes: int) -> int:
+        """What a payload of `num_bytes` takes of the window."""
+        ...
+
+    def room(self, num_bytes: int) -> StagingBuffer:
+        """A place for a payload."""
+        ...
+
+    def hold(self, payload: memoryview) -> StagingBuffer:
+        """A place with this payload in it; not copied where the message will hold a copy anyway."""
+        ...
+
+    def reuse(self, buffer: StagingBuffer) -> None:
+        """The place is free again: nobody writes it any more, and no transfer that can still commit reads it."""
+        ...
+
+    def close(self) -> None:
+        """The link is over."""
+        ...
+
+
+class Source(Protocol):
+    """What a receiver that joined a transport reads payloads from."""
+
+    async def fetch(self, reference: bytes, num_bytes: int) -> KVBytes:
+        """The payload, which stays as it is until its frame is credited. Raises InvalidRequest for a bad reference."""
+        ...
+
+
+class Inlet(Protocol):
+    """The receiver's end of a transport, for all the links of a process."""
+
+    @property
+    def name(self) -> str:
+        """The transport's name."""
+        ...
+
+    async def join(self, parameters: bytes) -> Source:
+        """Joins what a sender offered. Raises Unavailable or Incompatible with the reason why that cannot be."""
+        ...
+
+    def close(self) -> None:
+        """Leaves everything that was joined."""
+        ...

@@ -1,0 +1,118 @@
+"""Incoming KV transfers: frames from the stream, payloads from wherever they lie, answers back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from halfmoon.errors import DeadlineExceeded, HalfmoonError, Incompatible, InvalidRequest, Unavailable
+from halfmoon.kv.frame import Elsewhere, Frame, decode_message, encode_frame
+from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.negotiation import INLINE, Choice, Offer
+from halfmoon.kv.receiver import Commit, Effect, Reserve, TransferReceiver, Write
+from halfmoon.rpc.transport.protocol import Inlet, Source
+from halfmoon.rpc.transport.shm import SharedMemoryInlet
+
+Body = TypeVar("Body", bound=Message)
+
+
+class KVIntake:
+    """Owns what the incoming transfers of a process share: the transports it joined, and which transfers run."""
+
+    def __init__(self, inlets: Sequence[Inlet] | None = None) -> None:
+        self._inlets = {inlet.name: inlet for inlet in ([SharedMemoryInlet()] if inlets is None else inlets)}
+        self._running: set[bytes] = set()
+
+    async def receive(
+        self,
+        messages: AsyncIterator[bytes],
+        layout: KVLayout,
+        act: Callable[[Effect], Awaitable[None]],
+        lease_s: float,
+    ) -> AsyncGenerator[bytes, None]:
+        """One transfer: does each effect through `act`, gives the answers to send.
+
+        `act` must be done with a payload when it returns: then its room is given back. Raises what the frames are
+        refused with, what `act` raises, and DeadlineExceeded after `lease_s` of silence.
+        """
+        receiver = TransferReceiver(layout)
+        source: Source | None = None
+        mine = b""
+        try:
+            while (message := await next_message(messages, lease_s)) is not None:
+                frame = await _whole(decode_message(message), source)
+                effect = receiver.handle(frame)
+                if isinstance(effect, Reserve):
+                    mine = self._begin(frame.transfer_id)
+                if effect is not None:
+                    await act(effect)
+                match effect:
+                    case Reserve():
+                        choice, source = await self._choose(effect.offers)
+                        yield encode_frame(receiver.accept(choice))
+                    case Write():
+                        yield encode_frame(receiver.credit(frame.sequence))
+                    case Commit():
+                        yield encode_frame(receiver.done())
+        finally:
+            self._running.discard(mine)
+
+    def close(self) -> None:
+        """Leaves every transport that was joined."""
+        for inlet in self._inlets.values():
+            inlet.close()
+
+    def _begin(self, transfer_id: bytes) -> bytes:
+        if transfer_id in self._running:
+            raise InvalidRequest("a KV transfer of this id is already on its way here")
+        self._running.add(transfer_id)
+        return transfer_id
+
+    async def _choose(self, offers: Sequence[Offer]) -> tuple[Choice, Source | None]:
+        """The first offer that can really be used."""
+        declined = []
+        for offer in offers:
+            inlet = self._inlets.get(offer.name)
+            if inlet is None:
+                declined.append((offer.name, "the receiver does not know it"))
+                continue
+            try:
+                source = await inlet.join(offer.parameters)
+            except HalfmoonError as err:
+                declined.append((offer.name, err.message))
+                continue
+            return Choice(offer.name, tuple(declined)), source
+        return Choice(INLINE, tuple(declined)), None
+
+
+async def _whole(frame: Frame | Elsewhere, source: Source | None) -> Frame:
+    if isinstance(frame, Frame):
+        return frame
+    if source is None:
+        raise Incompatible("a KV frame whose payload lies elsewhere came where that was not agreed")
+    return frame.with_payload(await source.fetch(frame.reference, frame.payload_bytes))
+
+
+async def next_message(messages: AsyncIterator[bytes], lease_s: float) -> bytes | None:
+    """The sender's next message, None after its last. Raises DeadlineExceeded after `lease_s` of silence."""
+    try:
+        async with asyncio.timeout(lease_s):
+            return await anext(messages)
+    except StopAsyncIteration:
+        return None
+    except TimeoutError:
+        raise DeadlineExceeded(f"the sender was silent for {lease_s:g} s: its reservation expired") from None
+    except grpc.aio.UsageError as err:
+        raise Unavailable("the sender went away") from err
+
+
+def parse_body(message_class: type[Body], body: KVBytes) -> Body:
+    """The protobuf body of a control frame. Raises InvalidRequest if it is something else."""
+    try:
+        return message_class.FromString(bytes(body))
+    except DecodeError as err:
+        raise InvalidRequest(f"the body of a frame is not the {message_class.__name__} it must be") from err

@@ -1,0 +1,94 @@
+"""How many bytes may be under way on one link, and who waits to send more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from halfmoon.errors import DeadlineExceeded, HalfmoonError
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """What one transfer holds of a window."""
+
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiter:
+    share: Share
+    num_bytes: int
+    granted: asyncio.Future[None]
+
+
+class Window:
+    """Owns the bytes under way on one link. Event-loop thread only.
+
+    A transfer may hold as much as it leaves free (the dynamic threshold of Choudhury and Hahne, 1998, with factor 1):
+    alone it gets half of the window, and however many stalled transfers sit on their shares, the next one still finds
+    some room. Who waits is served in the order of coming, but for those whose own share is used up.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.free_bytes = limit_bytes
+        self.num_given_back = 0  # grows while the link makes progress
+        self._waiting: deque[_Waiter] = deque()
+
+    async def take(self, share: Share, num_bytes: int, stall_s: float) -> None:
+        """Waits until `share` may hold `num_bytes` more.
+
+        Raises DeadlineExceeded when nothing at all was given back for `stall_s`, and what `fail` was told.
+        """
+        assert num_bytes <= self.limit_bytes, "a frame that never fits would wait for ever"
+        if self._may_take(share, num_bytes) and not any(waiter.share is share for waiter in self._waiting):
+            self._grant(share, num_bytes)
+            return
+        waiter = _Waiter(share, num_bytes, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        try:
+            await self._wait(waiter, stall_s)
+        except BaseException:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            elif not waiter.granted.cancelled() and waiter.granted.exception() is None:
+                self.give_back(share, num_bytes)  # granted and cancelled in one turn of the loop
+            raise
+
+    def give_back(self, share: Share, num_bytes: int) -> None:
+        """Bytes were consumed, or never will be."""
+        assert num_bytes <= share.held_bytes
+        share.held_bytes -= num_bytes
+        self.free_bytes += num_bytes
+        self.num_given_back += 1
+        for waiter in list(self._waiting):
+            if self._may_take(waiter.share, waiter.num_bytes):
+                self._waiting.remove(waiter)
+                if not waiter.granted.done():
+                    self._grant(waiter.share, waiter.num_bytes)
+                    waiter.granted.set_result(None)
+
+    def fail(self, share: Share, error: HalfmoonError) -> None:
+        """Whoever waits for more of `share` gets `error`."""
+        for waiter in [waiter for waiter in self._waiting if waiter.share is share]:
+            self._waiting.remove(waiter)
+            if not waiter.granted.done():
+                waiter.granted.set_exception(error)
+
+    def _may_take(self, share: Share, num_bytes: int) -> bool:
+        return num_bytes <= self.free_bytes and (not share.held_bytes or share.held_bytes < self.free_bytes)
+
+    def _grant(self, share: Share, num_bytes: int) -> None:
+        share.held_bytes += num_bytes
+        self.free_bytes -= num_bytes
+
+    async def _wait(self, waiter: _Waiter, stall_s: float) -> None:
+        while True:
+            before = self.num_given_back
+            done, _ = await asyncio.wait({waiter.granted}, timeout=stall_s)
+            if done:
+                return waiter.granted.result()
+            if self.num_given_back == before:
+                raise DeadlineExceeded(f"the KV link made no progress for {stall_s:g} s")

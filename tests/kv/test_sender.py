@@ -1,0 +1,116 @@
+"""The sender's table: which answers it takes, and that both machines agree on whole transfers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, InvalidRequest
+from halfmoon.kv.frame import Frame, FrameKind, KVRange
+from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.negotiation import Choice, encode_open
+from halfmoon.kv.receiver import TransferReceiver
+from halfmoon.kv.sender import CREDIT_BODY, TransferSending
+
+LAYOUT = KVLayout(4, 2, 2, "float16", 4)
+WHOLE = KVRange(0, 4, 0, 2, 0, 4)
+ID = b"transfer-id-0123"
+
+
+class Ends:
+    """Both machines, every frame handed over as soon as it is made."""
+
+    def __init__(self) -> None:
+        self.sending = TransferSending(LAYOUT, ID)
+        self.receiver = TransferReceiver(LAYOUT)
+
+    def send(self, frame: Frame) -> Frame:
+        self.receiver.handle(frame)
+        return frame
+
+    def open(self) -> None:
+        self.send(self.sending.open(WHOLE, encode_open((), b"")))
+        assert self.sending.handle(self.receiver.accept(Choice("grpc"))) is None
+
+    def layer(self, layer: int) -> Frame:
+        part = KVRange(layer, layer + 1, 0, 2, 0, 4)
+        return self.send(self.sending.data(part, bytes(part.num_bytes(LAYOUT))))
+
+    def answer(self, kind: FrameKind, sequence: int, payload: bytes = b"") -> Frame:
+        return Frame(kind, ID, LAYOUT.fingerprint(), sequence, payload=payload)
+
+
+@given(st.permutations(range(4)), st.permutations(range(4)))
+def test_credits_may_come_in_any_order(sent: list[int], credited: list[int]) -> None:
+    ends = Ends()
+    ends.open()
+    numbers = [ends.layer(layer).sequence for layer in sent]
+    for index in credited[:2]:
+        assert ends.sending.handle(ends.receiver.credit(numbers[index])) == numbers[index]
+    ends.send(ends.sending.commit(b"act"))
+    for index in credited[2:]:
+        assert ends.sending.handle(ends.receiver.credit(numbers[index])) == numbers[index]
+    assert ends.sending.handle(ends.receiver.done()) is None
+    assert ends.sending.state == "done"
+
+
+def test_done_needs_every_credit() -> None:
+    ends = Ends()
+    ends.open()
+    for layer in range(4):
+        ends.layer(layer)
+    ends.send(ends.sending.commit(b""))
+    with pytest.raises(Incompatible, match="without having taken 4 frames"):
+        ends.sending.handle(ends.receiver.done())
+
+
+@pytest.mark.parametrize(
+    ("kind", "sequence", "payload", "error"),
+    [
+        (FrameKind.ACCEPT, 1, b"", Incompatible),
+        (FrameKind.DONE, 1, b"", Incompatible),
+        (FrameKind.DATA, 1, b"", Incompatible),
+        (FrameKind.CREDIT, 1, b"", InvalidRequest),
+        (FrameKind.CREDIT, 1, CREDIT_BODY.pack(9), InvalidRequest),
+        (FrameKind.CREDIT, 2, CREDIT_BODY.pack(1), DataLoss),
+    ],
+)
+def test_bad_answers(kind: FrameKind, sequence: int, payload: bytes, error: type[HalfmoonError]) -> None:
+    ends = Ends()
+    ends.open()
+    ends.layer(0)
+    with pytest.raises(error):
+        ends.sending.handle(ends.answer(kind, sequence, payload))
+
+
+def test_one_frame_is_credited_once() -> None:
+    ends = Ends()
+    ends.open()
+    number = ends.layer(0).sequence
+    ends.sending.handle(ends.receiver.credit(number))
+    with pytest.raises(InvalidRequest, match="not under way"):
+        ends.sending.handle(ends.receiver.credit(number))
+
+
+@pytest.mark.parametrize("kind", FrameKind)
+def test_nothing_is_heard_before_open_or_after_done(kind: FrameKind) -> None:
+    ends = Ends()
+    with pytest.raises(Incompatible):
+        ends.sending.handle(ends.answer(kind, 0))
+    ends.open()
+    for layer in range(4):
+        ends.sending.handle(ends.receiver.credit(ends.layer(layer).sequence))
+    ends.send(ends.sending.commit(b""))
+    ends.sending.handle(ends.receiver.done())
+    with pytest.raises(Incompatible):
+        ends.sending.handle(ends.answer(kind, 6))
+
+
+def test_an_answer_to_another_transfer_is_refused() -> None:
+    ends = Ends()
+    ends.send(ends.sending.open(WHOLE, encode_open((), b"")))
+    with pytest.raises(InvalidRequest, match="another transfer"):
+        ends.sending.handle(replace(ends.receiver.accept(Choice("grpc")), transfer_id=b"x" * 16))
