@@ -22,6 +22,9 @@ RUN groupadd --gid 10001 halfmoon \
  && useradd --uid 10001 --gid 10001 --create-home halfmoon \
  && install -d -o halfmoon -g halfmoon /app /cache /state
 
+# The CPU kernels are compiled for the processor that runs them, and Triton compiles its launchers.
+RUN apt-get update -q && apt-get install -qy --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+
 # Largest and least often changed first. uv knows where each build of PyTorch is.
 RUN if [ -n "$TORCH_BACKEND" ]; then \
       pip install uv \

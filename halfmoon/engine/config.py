@@ -13,6 +13,8 @@ from typing import Literal
 from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import Incompatible
 
+Kernels = Literal["torch", "native", "triton"]  # whose code computes what lies between matrix products
+
 _MEMINFO = Path("/proc/meminfo")  # on Linux
 _MAX_DEFAULT_KV_BYTES = 2 << 30
 _DEFAULT_KV_SHARE = 8  # of the free memory; two workers and the weights must fit on a laptop
@@ -34,7 +36,8 @@ class EngineConfig:
     max_context_tokens: int | None = None  # None: the model's
     weights: Literal["checkpoint", "dummy"] = "checkpoint"
     prefix_cache: bool = True
-    attention: Literal["auto", "sdpa", "triton"] = "auto"  # triton: attention, layers and copies by our kernels
+    # triton: attention, layers and copies by our kernels; native: attention and layers, on a CPU; sdpa: by torch
+    attention: Literal["auto", "sdpa", "native", "triton"] = "auto"
     cuda_graphs: bool = True  # decode steps are captured at start, where triton computes on a CUDA device
     tensor_parallel: int = 1  # ranks that share every layer; with more than one rank, num_threads is each one's
     pipeline_parallel: int = 1  # stages, each with some of the layers
@@ -73,10 +76,12 @@ class EngineConfig:
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
-    def attention_backend(self) -> Literal["sdpa", "triton"]:
-        """`attention`, resolved: triton where there are both a CUDA device and the package."""
+    def attention_backend(self) -> Literal["sdpa", "native", "triton"]:
+        """`attention`, resolved: native on a CPU, triton where there are both a CUDA device and the package."""
         if self.attention != "auto":
             return self.attention
+        if self.device == "cpu":
+            return "native"
         return "triton" if self.device.startswith("cuda") and find_spec("triton") is not None else "sdpa"
 
 

@@ -1,27 +1,70 @@
-"""Which code computes on the configured device. triton is imported only where it was chosen."""
+"""Which code computes on the configured device. triton and the native kernels are loaded only where they are chosen."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from halfmoon.engine.attention import SdpaBackend
 from halfmoon.engine.attention_backend import AttentionBackend
-from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.checkpoint import default_cache_dir
+from halfmoon.engine.config import EngineConfig, Kernels
 from halfmoon.engine.kv_arena import KVArena
+from halfmoon.engine.model_config import ModelConfig
 from halfmoon.engine.model_runner import DecodeSteps
 from halfmoon.engine.models import Model
-from halfmoon.kv.layout import KVLayout
+from halfmoon.engine.models.layer_ops import TORCH_OPS, LayerOps
+from halfmoon.errors import Incompatible
+
+logger = logging.getLogger(__name__)
 
 
-def choose_attention(config: EngineConfig, layout: KVLayout, context_tokens: int) -> AttentionBackend:
-    """The back end of `config.attention_backend`. Raises Incompatible where it cannot run."""
-    if config.attention_backend == "sdpa":
-        return SdpaBackend(config.block_tokens, config.device)
+@dataclass(frozen=True, slots=True)
+class DevicePath:
+    """What a model and its memory are built with. `kernels` says whose code the layers and copies are."""
+
+    kernels: Kernels
+    layer_ops: LayerOps
+    attention: AttentionBackend
+
+
+def choose_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, context_tokens: int) -> DevicePath:
+    """The path of `config.attention_backend` for a model or a rank's part of one.
+
+    Raises Incompatible where a path that was asked for cannot run; where it is "auto", torch's code takes over.
+    """
+    if config.attention_backend == "native":
+        try:
+            return _native_path(config, model, dtype)
+        except Incompatible as error:
+            if config.attention != "auto":
+                raise
+            logger.warning("native_kernels.unavailable", extra={"reason": error.message})
+    elif config.attention_backend == "triton":
+        return _triton_path(config, model, context_tokens)
+    return DevicePath("torch", TORCH_OPS, SdpaBackend(config.block_tokens, config.device))
+
+
+def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> DevicePath:
+    from halfmoon.engine.native.attention import NativeBackend
+    from halfmoon.engine.native.compiler import compiled
+    from halfmoon.engine.native.layer_ops import native_ops
+    from halfmoon.engine.native.library import NativeLibrary
+
+    library = NativeLibrary(compiled(default_cache_dir()), dtype)
+    attention = NativeBackend(library, config.block_tokens, model.num_heads, model.num_kv_heads, model.head_dim)
+    return DevicePath("native", native_ops(library), attention)
+
+
+def _triton_path(config: EngineConfig, model: ModelConfig, context_tokens: int) -> DevicePath:
+    from halfmoon.engine.models.triton_ops import TRITON_OPS
     from halfmoon.engine.triton_attention import TritonBackend
 
-    return TritonBackend(config.block_tokens, layout.num_kv_heads, context_tokens, config.device)
+    attention = TritonBackend(config.block_tokens, model.num_kv_heads, context_tokens, config.device)
+    return DevicePath("triton", TRITON_OPS, attention)
 
 
 @torch.inference_mode()

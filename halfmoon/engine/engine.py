@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
 from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig, EngineStats, StepResult, kv_budget_bytes
-from halfmoon.engine.device_path import capture_decode, choose_attention
+from halfmoon.engine.device_path import capture_decode, choose_path
 from halfmoon.engine.kv_access import KVAccess, KVMemory
 from halfmoon.engine.kv_arena import KVArena
 from halfmoon.engine.kv_watch import KVWatch, OnKV
@@ -85,18 +84,17 @@ class Engine:
         num_blocks = config.num_blocks or kv_budget_bytes(config) // self.layout.block_bytes
         if num_blocks < 1:
             raise Incompatible(f"the KV memory does not hold one block of {self.layout.block_bytes} bytes")
-        kernels: Literal["torch", "triton"] = "triton" if config.attention_backend == "triton" else "torch"
-        attention = choose_attention(config, self.layout, self._most_tokens)
-        model = build_model(self.checkpoint.model_config, dtype, config.device, kernels)
+        path = choose_path(config, self.checkpoint.model_config, dtype, self._most_tokens)
+        model = build_model(self.checkpoint.model_config, dtype, config.device, path.layer_ops)
         if config.weights == "dummy":
             fill_dummy_weights(model)
         else:
             load_weights(model, self.checkpoint.weight_files, on_progress)
         with torch.no_grad():
             model.pack()
-        arena = KVArena(self.layout, num_blocks, dtype, config.device, kernels)
-        recorded = capture_decode(config, model, arena, attention)
-        return ModelRunner(model, arena, attention, self.checkpoint.eos_token_ids, recorded), arena
+        arena = KVArena(self.layout, num_blocks, dtype, config.device, path.kernels)
+        recorded = capture_decode(config, model, arena, path.attention)
+        return ModelRunner(model, arena, path.attention, self.checkpoint.eos_token_ids, recorded), arena
 
     def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
         """Queues a request. `on_kv` hears what of a prefill-only one's KV is written, on this thread or the device's.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from halfmoon.engine.canonical_kv import CanonicalKV
+from halfmoon.engine.config import Kernels
 from halfmoon.kv.layout import KVBytes, KVLayout
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class KVArena:
         num_blocks: int,
         dtype: torch.dtype,
         device: str,
-        kernels: Literal["torch", "triton"] = "torch",
+        kernels: Kernels = "torch",
     ) -> None:
         self.num_blocks = num_blocks
         self._layout = layout

@@ -1,4 +1,4 @@
-"""`python -m halfmoon.engine.prepare MODEL`: makes a model ready on disk, as a process that can be killed.
+"""`python -m halfmoon.engine.prepare MODEL`: makes model and kernels ready on disk, as a process that can be killed.
 
 Prints one JSON object a line: `{"step": …}` before each slow step, at the end `{"path": …, "name": …}` or, with exit
 status 1, `{"error": …}`.
@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 
-from halfmoon.engine.checkpoint import prepare_checkpoint
-from halfmoon.errors import HalfmoonError
+from halfmoon.engine.checkpoint import default_cache_dir, prepare_checkpoint
+from halfmoon.engine.native.compiler import compiled
+from halfmoon.errors import HalfmoonError, Incompatible
 
 
 def main(model: str) -> int:
     """The exit status."""
     try:
         checkpoint = prepare_checkpoint(model, on_progress=lambda step: _say(step=step))
+        _compile_kernels()
     except HalfmoonError as error:
         _say(error=error.message)
         return 1
@@ -25,6 +28,12 @@ def main(model: str) -> int:
         return 1
     _say(path=str(checkpoint.path), name=checkpoint.name)
     return 0
+
+
+def _compile_kernels() -> None:
+    """So that workers that start together find them. Where it fails, the worker that needs them tells why."""
+    with suppress(Incompatible):
+        compiled(default_cache_dir(), lambda: _say(step="compiling the CPU kernels"))
 
 
 def _say(**fields: str) -> None:

@@ -22,6 +22,7 @@ from halfmoon.kv.layout import KVLayout
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
 from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)
 from halfmoon.engine.cuda_graphs import CudaCapture, DecodeGraphs, Replay  # isort: skip
+from halfmoon.engine.models.triton_ops import TRITON_OPS  # isort: skip
 from halfmoon.engine.triton_attention import TritonBackend  # isort: skip
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -52,7 +53,7 @@ class Rig:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.model_config
-        self.model = build_model(config, torch.float32, DEVICE, "triton")
+        self.model = build_model(config, torch.float32, DEVICE, TRITON_OPS)
         load_weights(self.model, checkpoint.weight_files)
         layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, "float32", BLOCK_TOKENS)
         self.arena = KVArena(layout, NUM_BLOCKS, torch.float32, DEVICE)

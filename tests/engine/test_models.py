@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from halfmoon.engine.attention import AttentionBatch, Segment
+from halfmoon.engine.attention_backend import AttentionBackend, Span
 from halfmoon.engine.checkpoint import Checkpoint
-from halfmoon.engine.kv_arena import KVArena, slot_runs
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.device_path import DevicePath, choose_path
+from halfmoon.engine.kv_arena import KVArena
 from halfmoon.engine.models import ForwardBatch, Model, build_model
 from halfmoon.engine.models.weights import fill_dummy_weights, load_weights
 from halfmoon.errors import Incompatible
@@ -32,15 +36,22 @@ MODELS = (
 )
 
 
-def load(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Model:
-    model = build_model(checkpoint.model_config, dtype, "cpu")
+def path_of(checkpoint: Checkpoint, attention: Literal["sdpa", "native"] = "native") -> DevicePath:
+    config = EngineConfig(attention=attention, block_tokens=BLOCK_TOKENS)
+    return choose_path(config, checkpoint.model_config, torch.float32, checkpoint.context_tokens)
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, path: DevicePath | None = None) -> Model:
+    model = build_model(checkpoint.model_config, dtype, "cpu", path.layer_ops if path is not None else None)
     load_weights(model, checkpoint.weight_files)
     with torch.no_grad():
         model.pack()
     return model
 
 
-def paged_logits(model: Model, checkpoint: Checkpoint, token_ids: list[int], cuts: Iterable[int]) -> Tensor:
+def paged_logits(
+    model: Model, checkpoint: Checkpoint, token_ids: list[int], cuts: Iterable[int], attention: AttentionBackend
+) -> Tensor:
     """Logits of every position, [num_tokens, vocab_size]; `cuts` are the ends of the chunks."""
     config = checkpoint.model_config
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, "float32", BLOCK_TOKENS)
@@ -49,13 +60,11 @@ def paged_logits(model: Model, checkpoint: Checkpoint, token_ids: list[int], cut
     arena.tensor.fill_(float("nan"))  # whoever reads a slot before it is written shows
     logits, start = [], 0
     for end in cuts:
-        slots = [slot for run in slot_runs(blocks, BLOCK_TOKENS, start, end) for slot in range(*run)]
-        seen = tuple(slot_runs(blocks, BLOCK_TOKENS, 0, end if end - start == 1 else start))
         batch = ForwardBatch(
             token_ids=torch.tensor(token_ids[start:end]),
             positions=torch.arange(start, end),
             logit_rows=torch.arange(end - start),
-            attention=AttentionBatch(torch.tensor(slots), (Segment(0, end - start, seen),)),
+            attention=attention.step([Span(blocks, start, end)]),
         )
         with torch.inference_mode():
             logits.append(model.forward(batch, arena.tensor))
@@ -65,7 +74,9 @@ def paged_logits(model: Model, checkpoint: Checkpoint, token_ids: list[int], cut
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("cuts", [(80,), (30, 31, 32, 33, 77, 78, 79, 80)], ids=["one shot", "chunks and decodes"])
+@pytest.mark.parametrize("attention", ["sdpa", "native"])
 def test_logits_equal_transformers(
+    attention: Literal["sdpa", "native"],
     name: str,
     cuts: tuple[int, ...],
     tiny_checkpoint: Callable[[str], Checkpoint],
@@ -75,7 +86,8 @@ def test_logits_equal_transformers(
     token_ids = torch.randint(3, 199, (80,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = reference(checkpoint)(token_ids[None]).logits[0]
-    got = paged_logits(load(checkpoint), checkpoint, token_ids.tolist(), cuts)
+    path = path_of(checkpoint, attention)
+    got = paged_logits(load(checkpoint, path=path), checkpoint, token_ids.tolist(), cuts, path.attention)
     assert expected.std() > 0.1  # else the tolerance would mean nothing
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
@@ -84,7 +96,7 @@ def test_logits_equal_transformers(
 def test_half_precision_stays_close(dtype: torch.dtype, tiny_checkpoint: Callable[[str], Checkpoint]) -> None:
     checkpoint = tiny_checkpoint("llama")
     token_ids = list(range(3, 43))
-    expected = paged_logits(load(checkpoint), checkpoint, token_ids, (40,))
+    expected = paged_logits(load(checkpoint), checkpoint, token_ids, (40,), path_of(checkpoint, "sdpa").attention)
     layout = KVLayout(3, 2, 16, "float16" if dtype == torch.float16 else "bfloat16", BLOCK_TOKENS)
     arena = KVArena(layout, 8, dtype, "cpu")
     batch = ForwardBatch(

@@ -107,7 +107,7 @@ def test_a_request_moves_between_the_back_ends(make_engine: MakeEngine, make_tri
 
 
 def test_auto_is_triton_on_cuda_alone() -> None:
-    assert EngineConfig(device="cpu").attention_backend == "sdpa"
+    assert EngineConfig(device="cpu").attention_backend == "native"
     assert EngineConfig(device="cuda").attention_backend == "triton"
     assert EngineConfig(device="cuda:1", attention="sdpa").attention_backend == "sdpa"
     assert EngineConfig(device="cpu", attention="triton").attention_backend == "triton"

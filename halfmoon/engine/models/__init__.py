@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from halfmoon.engine.attention_backend import StepAttention
 from halfmoon.engine.model_config import ModelConfig
 
 if TYPE_CHECKING:
+    from halfmoon.engine.models.layer_ops import LayerOps
     from halfmoon.engine.models.part import ModelPart
 
 
@@ -50,12 +51,12 @@ def build_model(
     config: ModelConfig,
     dtype: torch.dtype,
     device: str,
-    kernels: Literal["torch", "triton"] = "torch",
+    ops: LayerOps | None = None,
     part: ModelPart | None = None,
 ) -> Model:
     """An uninitialised model of the configuration's family, or the `part` of it that one rank computes.
 
-    With `triton`, Llama layers use the fused kernels.
+    `ops` is what Llama layers do between their matrix products; plain torch if not given.
     """
     from halfmoon.engine.models.layer_ops import TORCH_OPS
     from halfmoon.engine.models.llama import LlamaModel
@@ -63,8 +64,4 @@ def build_model(
 
     if config.family != "llama":
         return OPTModel(config, dtype, device, part)
-    if kernels == "torch":
-        return LlamaModel(config, dtype, device, TORCH_OPS, part)
-    from halfmoon.engine.models.triton_ops import TRITON_OPS
-
-    return LlamaModel(config, dtype, device, TRITON_OPS, part)
+    return LlamaModel(config, dtype, device, ops or TORCH_OPS, part)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.config import EngineConfig
-from halfmoon.engine.device_path import choose_attention
+from halfmoon.engine.device_path import choose_path
 from halfmoon.engine.kv_arena import KVArena
 from halfmoon.engine.kv_watch import LayerWatch
 from halfmoon.engine.model_runner import ModelRunner
@@ -49,8 +48,9 @@ class Rank:
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         reduce = links.all_reduce if grid.tensor_size > 1 else None
         self._part = ModelPart(whole, shard, grid.tensor_rank(rank), grid.tensor_size, reduce)
-        kernels: Literal["torch", "triton"] = "triton" if config.attention_backend == "triton" else "torch"
-        model = build_model(whole, self._dtype, self._device, kernels, self._part)
+        context_tokens = min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
+        path = choose_path(replace(config, device=self._device), self._part.config, self._dtype, context_tokens)
+        model = build_model(whole, self._dtype, self._device, path.layer_ops, self._part)
         if config.weights == "dummy":
             fill_dummy_part(model, self._part)
         else:
@@ -59,10 +59,8 @@ class Rank:
             model.pack()
         whole_layout = KVLayout(whole.num_layers, whole.num_kv_heads, whole.head_dim, config.dtype, config.block_tokens)
         layout = shard_layout(whole_layout, shard)
-        self.arena = KVArena(layout, config.num_blocks, self._dtype, self._device, kernels)
-        context_tokens = min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
-        attention = choose_attention(replace(config, device=self._device), layout, context_tokens)
-        self.runner = ModelRunner(model, self.arena, attention, checkpoint.eos_token_ids)
+        self.arena = KVArena(layout, config.num_blocks, self._dtype, self._device, path.kernels)
+        self.runner = ModelRunner(model, self.arena, path.attention, checkpoint.eos_token_ids)
 
     @torch.inference_mode()
     def batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:

@@ -1,0 +1,69 @@
+"""The `native` attention back end: paged attention on the CPU by our own kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfmoon.engine.attention_backend import Span
+from halfmoon.engine.kv_arena import slot_runs
+from halfmoon.engine.native.library import NativeLibrary
+from halfmoon.errors import Incompatible
+
+_LANES = 16  # numbers of a vector, vector.h
+_MAX_ROWS = 96  # attention_plan.h
+_MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class NativeBatch:
+    """One step's rows, already cut into tasks."""
+
+    library: NativeLibrary
+    slots: Tensor  # [num_tokens] int64, where each row's K and V go
+    plan: tuple[Tensor, Tensor, Tensor]  # segments [n, 4], runs [n, 2], tasks [n, 10]; int64
+    partials: tuple[Tensor, Tensor]  # sums of rows whose keys several tasks share, and counters; float32, int64
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
+        """As `StepAttention.attend`."""
+        return self.library.attend(q, k, v, layer_kv, self.slots, self.plan, self.partials, scale)
+
+
+class NativeBackend:
+    """Plans a step once for all its layers."""
+
+    def __init__(
+        self, library: NativeLibrary, block_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        if head_dim % _LANES or head_dim > _MAX_HEAD_DIM or num_heads // num_kv_heads > _MAX_ROWS:
+            raise Incompatible(
+                f"the CPU kernels need a head size that is a multiple of {_LANES} up to {_MAX_HEAD_DIM} and at most "
+                f"{_MAX_ROWS} query heads for each KV head, not {head_dim} and {num_heads // num_kv_heads}"
+            )
+        self._library = library
+        self._block_tokens = block_tokens
+        self._num_kv_heads = num_kv_heads
+        self._group = num_heads // num_kv_heads
+        self._head_dim = head_dim
+
+    def step(self, spans: Sequence[Span]) -> NativeBatch:
+        """Slots of all rows, the runs of slots that each sequence sees, and the tasks."""
+        slots: list[int] = []
+        segments: list[tuple[int, int, int, int]] = []
+        runs: list[tuple[int, int]] = []
+        row = 0
+        for blocks, start, end in spans:
+            first_run = len(runs)
+            runs += slot_runs(blocks, self._block_tokens, 0, end)
+            for run in slot_runs(blocks, self._block_tokens, start, end):
+                slots += range(*run)
+            segments.append((row, row + end - start, first_run, len(runs)))
+            row += end - start
+        segment_rows, run_rows = torch.tensor(segments), torch.tensor(runs)
+        tasks, num_parts = self._library.plan(segment_rows, run_rows, self._num_kv_heads, self._group)
+        room = torch.empty(num_parts, self._group, self._head_dim + 2)
+        counters = torch.zeros(num_parts, dtype=torch.int64)
+        return NativeBatch(self._library, torch.tensor(slots), (segment_rows, run_rows, tasks), (room, counters))

@@ -1,0 +1,28 @@
+"""The native kernels as a table of layer functions."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from halfmoon.engine.models.layer_ops import LayerOps, Rotation
+from halfmoon.engine.models.rotary import Rotary
+from halfmoon.engine.native.library import NativeLibrary
+
+
+def native_ops(library: NativeLibrary) -> LayerOps:
+    """Rows are rotated in place, and the residual is overwritten."""
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return library.rms_norm(x, weight, eps, residual), residual
+
+    def rotation(rotary: Rotary, positions: Tensor) -> Rotation:
+        cos, sin = rotary.halves()
+        return partial(rotate, cos, sin, positions)
+
+    def rotate(cos: Tensor, sin: Tensor, positions: Tensor, qk: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+        library.rotate(qk, cos, sin, positions)
+        return qk[:, :num_heads], qk[:, num_heads:]
+
+    return LayerOps(rms_norm=library.rms_norm, add_rms_norm=add_rms_norm, silu_mul=library.silu_mul, rotation=rotation)

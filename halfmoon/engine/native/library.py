@@ -1,0 +1,158 @@
+"""The compiled kernels as Python functions over torch tensors. Knows nothing of layers or batches.
+
+Tensors are float32 or bfloat16 on the CPU; the functions trust their shapes, which the callers build.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfmoon.errors import Incompatible
+
+_MAPS = Path("/proc/self/maps")
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_TASK_FIELDS = 10  # int64 fields of attention_plan.h's task_t
+
+_NORM = (*[c_void_p] * 4, *[c_int64] * 3, c_float, c_int)
+_SILU = (*[c_void_p] * 2, *[c_int64] * 2, c_int)
+_ROTATE = (*[c_void_p] * 4, *[c_int64] * 5, c_int)
+_ATTEND = (*[c_void_p] * 12, *[c_int64] * 9, c_float, c_int)
+_PLAN = (c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_void_p, POINTER(c_int64))
+
+
+class NativeLibrary:
+    """Owns the loaded library, for one dtype. Its threads are torch's."""
+
+    def __init__(self, file: Path, dtype: torch.dtype, num_threads: Callable[[], int] = torch.get_num_threads) -> None:
+        if dtype not in _SUFFIXES:
+            raise Incompatible(f"the CPU kernels compute in float32 or bfloat16, not {dtype}")
+        library = ctypes.CDLL(str(file))
+        library.use_openmp(_gomp_parallel())
+        self.suffix = suffix = _SUFFIXES[dtype]  # of the functions' names
+        self._num_threads = num_threads
+        self._rms_norm = _function(library, f"rms_norm_{suffix}", _NORM)
+        self._silu_mul = _function(library, f"silu_mul_{suffix}", _SILU)
+        self._rotate = _function(library, f"rotate_{suffix}", _ROTATE)
+        self._attend = _function(library, f"attend_{suffix}", _ATTEND)
+        self._plan = _function(library, "plan_attention", _PLAN, c_int64)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+        """The norm of x [..., size] over its last dimension, or of x + residual, which then overwrites `residual`.
+
+        x may be a view of rows with a stride; `residual` is contiguous.
+        """
+        out = torch.empty(x.shape, dtype=x.dtype)
+        rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+        self._rms_norm(
+            rows.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            *rows.shape,
+            rows.stride(0),
+            eps,
+            self._num_threads(),
+        )
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up, [num_tokens, size]; gate_up: [num_tokens, 2 * size], contiguous."""
+        num_rows, width = gate_up.shape
+        out = torch.empty(num_rows, width // 2, dtype=gate_up.dtype)
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), num_rows, width // 2, self._num_threads())
+        return out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+        """Rotates x [num_tokens, num_heads, head_dim] in place; cos, sin: [context_tokens, head_dim / 2] by stride."""
+        self._rotate(
+            x.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            positions.data_ptr(),
+            *x.shape,
+            x.stride(0),
+            cos.stride(0),
+            self._num_threads(),
+        )
+
+    def plan(self, segments: Tensor, runs: Tensor, num_kv_heads: int, group: int) -> tuple[Tensor, int]:
+        """Tasks [num_tasks, …] for `attend`, and how many partial results they share.
+
+        segments: [num_segments, 4], runs: [num_runs, 2], as attention_plan.h has them.
+        """
+        num_parts = c_int64()
+        shape = (segments.data_ptr(), len(segments), runs.data_ptr(), num_kv_heads, group, self._num_threads())
+        num_tasks = self._plan(*shape, 0, num_parts)
+        tasks = torch.empty(num_tasks, _TASK_FIELDS, dtype=torch.int64)
+        self._plan(*shape, tasks.data_ptr(), num_parts)
+        return tasks, num_parts.value
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer_kv: Tensor,
+        slots: Tensor,
+        plan: tuple[Tensor, Tensor, Tensor],
+        partials: tuple[Tensor, Tensor],
+        scale: float,
+    ) -> Tensor:
+        """As `StepAttention.attend`. plan: segments, runs, tasks; partials: room for shared sums, zeroed counters."""
+        num_tokens, num_heads, head_dim = q.shape
+        num_kv_heads = k.shape[1]
+        out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
+        segments, runs, tasks = plan
+        room, done = partials
+        keys = layer_kv.data_ptr()
+        self._attend(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            keys,
+            keys + layer_kv.stride(0) * layer_kv.element_size(),
+            out.data_ptr(),
+            slots.data_ptr(),
+            segments.data_ptr(),
+            runs.data_ptr(),
+            tasks.data_ptr(),
+            room.data_ptr(),
+            done.data_ptr(),
+            num_tokens,
+            len(tasks),
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            layer_kv.stride(1),
+            num_kv_heads,
+            num_heads // num_kv_heads,
+            head_dim,
+            scale,
+            self._num_threads(),
+        )
+        return out
+
+
+def _function(library: ctypes.CDLL, name: str, arguments: tuple[Any, ...], result: Any = None) -> Any:
+    function = getattr(library, name)
+    function.argtypes = arguments
+    function.restype = result
+    return function
+
+
+def _gomp_parallel() -> c_void_p:
+    """The address of GOMP_parallel in the OpenMP runtime that torch uses; nothing (one thread) where there is none."""
+    if _MAPS.is_file():
+        names = {line.split()[-1] for line in _MAPS.read_text().splitlines() if "omp" in Path(line.split()[-1]).name}
+        for name in sorted(names, key=lambda path: "torch" not in path):
+            runtime = ctypes.CDLL(name)
+            if hasattr(runtime, "GOMP_parallel"):
+                return ctypes.cast(runtime.GOMP_parallel, c_void_p)
+    return c_void_p()

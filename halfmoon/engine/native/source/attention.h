@@ -1,0 +1,184 @@
+/* Causal attention over paged keys and values, for one type T: tiles of up to 96 query rows by 64 keys with a running
+ * softmax (Dao et al., FlashAttention-2, section 3.1). A task is a KV head and some rows of a sequence; the keys of a
+ * single row may be cut into parts that the last task to end merges (flash-decoding).
+ */
+
+typedef struct {
+  const T *q;
+  const T *keys, *values; /* [num_kv_heads, num_slots, head_dim] */
+  T *out;
+  const segment_t *segments;
+  const run_t *runs;
+  const task_t *tasks;
+  float *partials;   /* [num_parts, group, head_dim + 2] */
+  atomic_long *done; /* [num_parts], zero; those at each first_part count its finished parts */
+  int64_t q_stride, out_stride, kv_head_stride, head_dim, group;
+  float scale;
+} NAME(attend_args);
+
+typedef struct {
+  uint32_t q[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));     /* [rows, depth] items */
+  uint32_t packed[KEYS * MAX_HEAD_DIM] __attribute__((aligned(64)));    /* keys [depth, KEYS], then values */
+  float scores[MAX_ROWS * KEYS] __attribute__((aligned(64)));           /* then probabilities, as items */
+  float out[MAX_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
+  f32v sums[MAX_ROWS];
+  float most[MAX_ROWS];
+} NAME(tile);
+
+/* rows [num_keys, head_dim] -> items [depth, KEYS], zero beyond num_keys. */
+static void NAME(pack_keys)(const T *rows, int64_t num_keys, int64_t head_dim, uint32_t *packed) {
+  const int64_t depth = head_dim / PACKED;
+  uint32_t items[LANES * MAX_HEAD_DIM] __attribute__((aligned(64)));
+  for (int64_t key = 0; key < KEYS; key += LANES) {
+    if (key >= num_keys) {
+      for (int64_t k = 0; k < depth; k++) memset(packed + k * KEYS + key, 0, LANES * 4);
+      continue;
+    }
+    const int64_t valid = num_keys - key < LANES ? num_keys - key : LANES;
+    for (int64_t i = 0; i < valid; i++) ITEMS(items + i * depth, rows + (key + i) * head_dim, head_dim);
+    for (int64_t i = valid; i < LANES; i++) memset(items + i * depth, 0, depth * 4);
+    int64_t k = 0;
+    for (; k + LANES <= depth; k += LANES)
+      transpose(items + k, depth, packed + k * KEYS + key, KEYS);
+    for (; k < depth; k++)
+      for (int64_t i = 0; i < LANES; i++) packed[k * KEYS + key + i] = items[i * depth + k];
+  }
+}
+
+/* rows [num_keys, head_dim] -> items [KEYS / PACKED, head_dim], zero beyond num_keys. */
+static void NAME(pack_values)(const T *rows, int64_t num_keys, int64_t head_dim, uint32_t *packed) {
+  const int64_t whole = num_keys / PACKED;
+  for (int64_t i = 0; i < whole; i++) PAIR(packed + i * head_dim, rows + i * PACKED * head_dim, head_dim);
+  for (int64_t i = whole * PACKED; i < num_keys; i++) /* a key without a partner */
+    for (int64_t d = 0; d < head_dim; d++) packed[whole * head_dim + d] = LOW_ITEM(rows[i * head_dim + d]);
+  const int64_t used = (num_keys + PACKED - 1) / PACKED;
+  if (used < KEYS / PACKED) memset(packed + used * head_dim, 0, (KEYS / PACKED - used) * head_dim * 4);
+}
+
+/* One row's scores -> probabilities over its first `visible` keys; what is summed already fades to the new maximum. */
+INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t head_dim, float scale) {
+  const i32v lanes = EACH_LANE;
+  float *scores = tile->scores + row * KEYS;
+  f32v s[KEYS / LANES], most = splat(-INFINITY);
+  for (int j = 0; j < KEYS / LANES; j++) {
+    s[j] = load_f32(scores + j * LANES) * scale;
+    if (visible < KEYS) s[j] = choose(lanes + j * LANES < (int32_t)visible, s[j], splat(-INFINITY));
+    most = max_f32(most, s[j]);
+  }
+  const float tile_most = max_of(most);
+  if (tile_most > tile->most[row]) {
+    const float fade = expf(tile->most[row] - tile_most);
+    tile->most[row] = tile_most;
+    tile->sums[row] *= fade;
+    for (float *out = tile->out + row * head_dim, *end = out + head_dim; out < end; out += LANES)
+      store_f32(out, load_f32(out) * fade);
+  }
+  for (int j = 0; j < KEYS / LANES; j++) {
+    f32v p = exp_f32(s[j] - tile->most[row]);
+    if (visible < KEYS) p = choose(lanes + j * LANES < (int32_t)visible, p, splat(0));
+    tile->sums[row] += p;
+    STORE_ITEMS(scores, j, p);
+  }
+}
+
+/* Adds `num_keys` keys from `slot` on, the first of which is the sequence's `first_key`, to the task's rows. */
+static void NAME(attend_tile)(const NAME(attend_args) *a, NAME(tile) *tile, const task_t *task, int64_t slot,
+                              int64_t first_key, int64_t num_keys) {
+  const int64_t depth = a->head_dim / PACKED, num_tokens = task->row_end - task->row_start;
+  const int64_t at = task->kv_head * a->kv_head_stride + slot * a->head_dim;
+  NAME(pack_keys)(a->keys + at, num_keys, a->head_dim, tile->packed);
+  NAME(product)(num_tokens * a->group, KEYS, tile->q, depth, tile->packed, KEYS, tile->scores, KEYS, depth, 0);
+  for (int64_t i = 0; i < num_tokens; i++) {
+    int64_t visible = task->first_row_keys + i - first_key;
+    visible = visible < 0 ? 0 : visible > num_keys ? num_keys : visible;
+    for (int64_t g = 0; g < a->group; g++) NAME(soften)(tile, i * a->group + g, visible, a->head_dim, a->scale);
+  }
+  NAME(pack_values)(a->values + at, num_keys, a->head_dim, tile->packed);
+  NAME(product)(num_tokens * a->group, a->head_dim, (const uint32_t *)tile->scores, KEYS, tile->packed, a->head_dim,
+                tile->out, a->head_dim, KEYS / PACKED, 1);
+}
+
+static void NAME(write_row)(const float *sums, T *out, float total, int64_t head_dim) {
+  for (int64_t d = 0; d < head_dim; d += LANES) STORE(out + d, load_f32(sums + d) / total);
+}
+
+static float *NAME(partial)(const NAME(attend_args) *a, int64_t part, int64_t head) {
+  return a->partials + (part * a->group + head) * (a->head_dim + 2);
+}
+
+/* Keeps the task's sums; the last of the tasks that share a row merges them all. */
+static void NAME(merge)(const NAME(attend_args) *a, const NAME(tile) *tile, const task_t *task, T *out) {
+  for (int64_t g = 0; g < a->group; g++) {
+    float *mine = NAME(partial)(a, task->first_part + task->part, g);
+    mine[0] = tile->most[g];
+    mine[1] = sum_of(tile->sums[g]);
+    memcpy(mine + 2, tile->out + g * a->head_dim, a->head_dim * sizeof(float));
+  }
+  if (atomic_fetch_add(&a->done[task->first_part], 1) != task->num_parts - 1) return;
+  atomic_store(&a->done[task->first_part], 0); /* for the next layer */
+  for (int64_t g = 0; g < a->group; g++) {
+    float most = -INFINITY, total = 0, *first = NAME(partial)(a, task->first_part, g);
+    for (int64_t i = 0; i < task->num_parts; i++) most = fmaxf(most, NAME(partial)(a, task->first_part + i, g)[0]);
+    for (int64_t i = 0; i < task->num_parts; i++) {
+      const float *part = NAME(partial)(a, task->first_part + i, g);
+      const float weight = expf(part[0] - most);
+      total += weight * part[1];
+      for (int64_t d = 2; d < a->head_dim + 2; d += LANES)
+        store_f32(first + d, load_f32(part + d) * weight + (i ? load_f32(first + d) : splat(0)));
+    }
+    NAME(write_row)(first + 2, out + g * a->head_dim, total, a->head_dim);
+  }
+}
+
+static void NAME(attend_task)(void *data, long index) {
+  const NAME(attend_args) *a = data;
+  const task_t *task = a->tasks + index;
+  const segment_t *segment = a->segments + task->segment;
+  const int64_t num_tokens = task->row_end - task->row_start, num_rows = num_tokens * a->group;
+  const int64_t depth = a->head_dim / PACKED, head = task->kv_head * a->group;
+  NAME(tile) tile;
+  for (int64_t r = 0; r < num_rows; r++) {
+    const T *q = a->q + (task->row_start + r / a->group) * a->q_stride + (head + r % a->group) * a->head_dim;
+    ITEMS(tile.q + r * depth, q, a->head_dim);
+    tile.sums[r] = splat(0);
+    tile.most[r] = -INFINITY;
+  }
+  memset(tile.out, 0, num_rows * a->head_dim * sizeof(float));
+  int64_t run_key = 0; /* the position in the sequence of a run's first key */
+  for (int64_t i = segment->run_start; i < segment->run_end && run_key < task->end_key; i++) {
+    const int64_t run_keys = a->runs[i].end - a->runs[i].start;
+    int64_t key = task->first_key > run_key ? task->first_key : run_key;
+    const int64_t end = task->end_key < run_key + run_keys ? task->end_key : run_key + run_keys;
+    for (; key < end; key += KEYS)
+      NAME(attend_tile)(a, &tile, task, a->runs[i].start + key - run_key, key, end - key < KEYS ? end - key : KEYS);
+    run_key += run_keys;
+  }
+  T *out = a->out + task->row_start * a->out_stride + head * a->head_dim;
+  if (task->num_parts > 1) {
+    NAME(merge)(a, &tile, task, out);
+    return;
+  }
+  for (int64_t r = 0; r < num_rows; r++)
+    NAME(write_row)(tile.out + r * a->head_dim, out + r / a->group * a->out_stride + r % a->group * a->head_dim,
+                    sum_of(tile.sums[r]), a->head_dim);
+}
+
+/* Stores k and v [num_tokens, num_kv_heads, head_dim] (rows k_stride and v_stride apart) in their slots, then
+ * out [num_tokens, num_kv_heads * group, head_dim] = softmax(q k^T * scale) v over each row's own sequence.
+ */
+void NAME(attend)(const T *q, const T *k, const T *v, T *keys, T *values, T *out, const int64_t *slots,
+                  const segment_t *segments, const run_t *runs, const task_t *tasks, float *partials,
+                  atomic_long *done, int64_t num_tokens, int64_t num_tasks, int64_t q_stride, int64_t k_stride,
+                  int64_t v_stride, int64_t kv_head_stride, int64_t num_kv_heads, int64_t group, int64_t head_dim, float scale,
+                  int num_threads) {
+  for (int64_t row = 0; row < num_tokens; row++)
+    for (int64_t h = 0; h < num_kv_heads; h++) {
+      const int64_t at = h * kv_head_stride + slots[row] * head_dim;
+      memcpy(keys + at, k + row * k_stride + h * head_dim, head_dim * sizeof(T));
+      memcpy(values + at, v + row * v_stride + h * head_dim, head_dim * sizeof(T));
+    }
+  NAME(attend_args) args = {q,        keys,     values,   out,  segments, runs, tasks, partials,
+                            done,     q_stride, num_kv_heads * group * head_dim, kv_head_stride,
+                            head_dim, group,    scale};
+  run_tasks(NAME(attend_task), &args, num_tasks, num_threads);
+}

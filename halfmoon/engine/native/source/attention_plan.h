@@ -1,0 +1,66 @@
+/* How a step's attention is cut into tasks, the same for every layer. */
+#pragma once
+
+#define KEYS 64       /* keys of a tile */
+#define MAX_ROWS 96   /* query rows of a tile: tokens times the query heads that share a KV head */
+#define MAX_HEAD_DIM 256
+#define KEYS_PER_PART 256 /* at least, where one row's keys are cut for several threads */
+
+typedef struct {
+  int64_t row_start, row_end; /* of the batch; the sequence's last tokens */
+  int64_t run_start, run_end; /* of the runs that hold its keys, these tokens included */
+} segment_t;
+
+typedef struct {
+  int64_t start, end; /* slots */
+} run_t;
+
+typedef struct {
+  int64_t segment, kv_head;
+  int64_t row_start, row_end;    /* of the batch */
+  int64_t first_key, end_key;    /* the keys that any of the rows sees here, as positions in the sequence */
+  int64_t first_row_keys;        /* how many keys row_start sees; each further row sees one more */
+  int64_t first_part, num_parts; /* where several tasks share the rows: which partial results are theirs */
+  int64_t part;
+} task_t;
+
+static int64_t num_keys_of(const segment_t *segment, const run_t *runs) {
+  int64_t num_keys = 0;
+  for (int64_t i = segment->run_start; i < segment->run_end; i++) num_keys += runs[i].end - runs[i].start;
+  return num_keys;
+}
+
+/* Writes the tasks, long ones first within a segment, if `tasks` is not 0. Returns their number and, in *num_parts,
+ * how many partial results they share. */
+int64_t plan_attention(const segment_t *segments, int64_t num_segments, const run_t *runs, int64_t num_kv_heads,
+                       int64_t group, int64_t num_threads, task_t *tasks, int64_t *num_parts) {
+  const int64_t tokens_per_task = MAX_ROWS / group;
+  const int64_t wanted_parts = (2 * num_threads + num_segments * num_kv_heads - 1) / (num_segments * num_kv_heads);
+  int64_t count = 0;
+  *num_parts = 0;
+  for (int64_t s = 0; s < num_segments; s++) {
+    const segment_t *segment = segments + s;
+    const int64_t num_keys = num_keys_of(segment, runs), num_rows = segment->row_end - segment->row_start;
+    int64_t parts = 1;
+    if (num_rows == 1 && num_threads > 1) {
+      parts = num_keys / KEYS_PER_PART;
+      parts = parts > wanted_parts ? wanted_parts : parts < 1 ? 1 : parts;
+    }
+    const int64_t part_keys = (num_keys + parts - 1) / parts;
+    for (int64_t end = segment->row_end; end > segment->row_start; end -= tokens_per_task) {
+      const int64_t start = end - tokens_per_task < segment->row_start ? segment->row_start : end - tokens_per_task;
+      for (int64_t head = 0; head < num_kv_heads; head++) {
+        for (int64_t part = 0; part < parts; part++, count++) {
+          if (!tasks) continue;
+          const int64_t last_key = num_keys - (segment->row_end - end); /* of the last row, exclusive */
+          const int64_t part_end = (part + 1) * part_keys < last_key ? (part + 1) * part_keys : last_key;
+          const int64_t first_row_keys = last_key - (end - start) + 1;
+          tasks[count] = (task_t){s,        head,           start,      end,   part * part_keys,
+                                  part_end, first_row_keys, *num_parts, parts, part};
+        }
+        if (parts > 1) *num_parts += parts;
+      }
+    }
+  }
+  return count;
+}

@@ -1,0 +1,113 @@
+/* What a layer does row by row between its matrix products, for one type T. */
+
+typedef struct {
+  const T *x, *weight;
+  T *residual, *out; /* residual: 0, or overwritten with x + residual */
+  int64_t num_rows, size, x_stride;
+  float eps;
+} NAME(norm_args);
+
+static void NAME(norm_task)(void *data, long task) {
+  const NAME(norm_args) *a = data;
+  const int64_t end = a->num_rows < (task + 1) * ROWS_PER_TASK ? a->num_rows : (task + 1) * ROWS_PER_TASK;
+  for (int64_t row = task * ROWS_PER_TASK; row < end; row++) {
+    const T *x = a->x + row * a->x_stride;
+    T *out = a->out + row * a->size;
+    f32v squares = splat(0);
+    float tail = 0;
+    int64_t i = 0;
+    if (a->residual) {
+      T *total = a->residual + row * a->size;
+      for (; i + LANES <= a->size; i += LANES) {
+        STORE(total + i, LOAD(x + i) + LOAD(total + i));
+        f32v rounded = LOAD(total + i);
+        squares += rounded * rounded;
+      }
+      for (; i < a->size; i++) {
+        total[i] = FROM_FLOAT(TO_FLOAT(x[i]) + TO_FLOAT(total[i]));
+        tail += TO_FLOAT(total[i]) * TO_FLOAT(total[i]);
+      }
+      x = total;
+    } else {
+      for (; i + LANES <= a->size; i += LANES) squares += LOAD(x + i) * LOAD(x + i);
+      for (; i < a->size; i++) tail += TO_FLOAT(x[i]) * TO_FLOAT(x[i]);
+    }
+    const float scale = 1.0f / sqrtf((sum_of(squares) + tail) / (float)a->size + a->eps);
+    for (i = 0; i + LANES <= a->size; i += LANES) STORE(out + i, LOAD(x + i) * scale * LOAD(a->weight + i));
+    for (; i < a->size; i++) out[i] = FROM_FLOAT(TO_FLOAT(x[i]) * scale * TO_FLOAT(a->weight[i]));
+  }
+}
+
+/* out [num_rows, size] = norm(x + residual) * weight; x may have a row stride. */
+void NAME(rms_norm)(const T *x, T *residual, const T *weight, T *out, int64_t num_rows, int64_t size, int64_t x_stride,
+                    float eps, int num_threads) {
+  NAME(norm_args) args = {x, weight, residual, out, num_rows, size, x_stride, eps};
+  run_tasks(NAME(norm_task), &args, (num_rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK, num_threads);
+}
+
+typedef struct {
+  const T *gate_up;
+  T *out;
+  int64_t num_rows, size;
+} NAME(silu_args);
+
+static void NAME(silu_task)(void *data, long task) {
+  const NAME(silu_args) *a = data;
+  const int64_t end = a->num_rows < (task + 1) * ROWS_PER_TASK ? a->num_rows : (task + 1) * ROWS_PER_TASK;
+  for (int64_t row = task * ROWS_PER_TASK; row < end; row++) {
+    const T *gate = a->gate_up + row * 2 * a->size, *up = gate + a->size;
+    T *out = a->out + row * a->size;
+    int64_t i = 0;
+    for (; i + LANES <= a->size; i += LANES) {
+      f32v g = LOAD(gate + i);
+      STORE(out + i, g / (1.0f + exp_f32(-g)) * LOAD(up + i));
+    }
+    for (; i < a->size; i++) {
+      float g = TO_FLOAT(gate[i]);
+      out[i] = FROM_FLOAT(g / (1.0f + expf(-g)) * TO_FLOAT(up[i]));
+    }
+  }
+}
+
+/* out [num_rows, size] = silu(gate) * up; gate_up: [num_rows, 2 * size]. */
+void NAME(silu_mul)(const T *gate_up, T *out, int64_t num_rows, int64_t size, int num_threads) {
+  NAME(silu_args) args = {gate_up, out, num_rows, size};
+  run_tasks(NAME(silu_task), &args, (num_rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK, num_threads);
+}
+
+typedef struct {
+  T *x;
+  const T *cos, *sin;
+  const int64_t *positions;
+  int64_t num_rows, num_heads, head_dim, x_stride, table_stride;
+} NAME(rotate_args);
+
+static void NAME(rotate_task)(void *data, long task) {
+  const NAME(rotate_args) *a = data;
+  const int64_t half = a->head_dim / 2;
+  const int64_t end = a->num_rows < (task + 1) * ROWS_PER_TASK ? a->num_rows : (task + 1) * ROWS_PER_TASK;
+  for (int64_t row = task * ROWS_PER_TASK; row < end; row++) {
+    const T *cos = a->cos + a->positions[row] * a->table_stride, *sin = a->sin + a->positions[row] * a->table_stride;
+    for (int64_t head = 0; head < a->num_heads; head++) {
+      T *low = a->x + row * a->x_stride + head * a->head_dim, *high = low + half;
+      int64_t i = 0;
+      for (; i + LANES <= half; i += LANES) {
+        f32v x = LOAD(low + i), y = LOAD(high + i), c = LOAD(cos + i), s = LOAD(sin + i);
+        STORE(low + i, x * c - y * s);
+        STORE(high + i, y * c + x * s);
+      }
+      for (; i < half; i++) {
+        float x = TO_FLOAT(low[i]), y = TO_FLOAT(high[i]), c = TO_FLOAT(cos[i]), s = TO_FLOAT(sin[i]);
+        low[i] = FROM_FLOAT(x * c - y * s);
+        high[i] = FROM_FLOAT(y * c + x * s);
+      }
+    }
+  }
+}
+
+/* Rotates x [num_rows, num_heads, head_dim] by halves in place; cos, sin: [context, head_dim / 2] by row stride. */
+void NAME(rotate)(T *x, const T *cos, const T *sin, const int64_t *positions, int64_t num_rows, int64_t num_heads,
+                  int64_t head_dim, int64_t x_stride, int64_t table_stride, int num_threads) {
+  NAME(rotate_args) args = {x, cos, sin, positions, num_rows, num_heads, head_dim, x_stride, table_stride};
+  run_tasks(NAME(rotate_task), &args, (num_rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK, num_threads);
+}

@@ -1,0 +1,138 @@
+/* Vectors of 16 numbers with AVX-512, else of 8, which compilers split where registers are smaller. GCC and clang. */
+#pragma once
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#include <immintrin.h>
+#define HAS_BF16_DOT 1
+#endif
+
+#ifdef __AVX512F__
+#define LANES 16
+#define EACH_LANE {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#else
+#define LANES 8
+#define EACH_LANE {0, 1, 2, 3, 4, 5, 6, 7}
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float f32v __attribute__((vector_size(4 * LANES)));
+typedef int32_t i32v __attribute__((vector_size(4 * LANES)));
+typedef uint32_t u32v __attribute__((vector_size(4 * LANES)));
+typedef uint16_t u16v __attribute__((vector_size(2 * LANES)));
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (u32v){__VA_ARGS__})
+#endif
+
+INLINE f32v splat(float x) { return (f32v){} + x; }
+INLINE f32v load_f32(const float *p) { f32v x; memcpy(&x, p, sizeof x); return x; }
+INLINE void store_f32(float *p, f32v x) { memcpy(p, &x, sizeof x); }
+INLINE u32v load_u32(const void *p) { u32v x; memcpy(&x, p, sizeof x); return x; }
+
+INLINE f32v load_bf16(const uint16_t *p) {
+  u16v x;
+  memcpy(&x, p, sizeof x);
+  return (f32v)(__builtin_convertvector(x, u32v) << 16);
+}
+
+/* Rounds to nearest, ties to even, as torch does; a NaN stays one. */
+INLINE void store_bf16(uint16_t *p, f32v x) {
+#ifdef HAS_BF16_DOT
+  __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+  memcpy(p, &rounded, sizeof rounded);
+#else
+  u32v bits = (u32v)x;
+  u32v rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  u32v is_nan = (u32v)(x != x);
+  u16v out = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0), u16v);
+  memcpy(p, &out, sizeof out);
+#endif
+}
+
+INLINE float bf16_to_f32(uint16_t x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float out;
+  memcpy(&out, &bits, sizeof out);
+  return out;
+}
+
+INLINE uint16_t f32_to_bf16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+INLINE f32v choose(i32v which, f32v yes, f32v no) { return (f32v)(((i32v)yes & which) | ((i32v)no & ~which)); }
+INLINE f32v max_f32(f32v a, f32v b) { return choose(a > b, a, b); }
+INLINE f32v min_f32(f32v a, f32v b) { return choose(a < b, a, b); }
+
+/* e^x to 2 ulp in [-87, 88], saturated outside: range reduction by ln 2 and a polynomial (Cephes, expf). */
+INLINE f32v exp_f32(f32v x) {
+  const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold */
+  x = max_f32(min_f32(x, splat(88.0f)), splat(-87.0f));
+  f32v shifted = x * 1.44269504f + magic;
+  f32v n = shifted - magic;
+  f32v r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  f32v y = splat(1.9875691500e-4f) * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  return (f32v)((i32v)y + (((i32v)shifted - (i32v)splat(magic)) << 23));
+}
+
+/* Shuffles are written for 8 lanes; with 16 the same happens in both halves. */
+#if LANES == 16
+#define SHUFFLE_8(x, y, a, b, c, d, e, f, g, h)                                                                \
+  SHUFFLE(x, y, WIDE(a), WIDE(b), WIDE(c), WIDE(d), WIDE(e), WIDE(f), WIDE(g), WIDE(h), WIDE(a) + 8, WIDE(b) + 8, \
+          WIDE(c) + 8, WIDE(d) + 8, WIDE(e) + 8, WIDE(f) + 8, WIDE(g) + 8, WIDE(h) + 8)
+#define WIDE(lane) ((lane) < 8 ? (lane) : (lane) + 8) /* lanes of y begin at 16 instead of 8 */
+#else
+#define SHUFFLE_8 SHUFFLE
+#endif
+
+#define FOLD(op, x)                                                                                            \
+  x = op(x, SHUFFLE_8(x, x, 4, 5, 6, 7, 0, 1, 2, 3));                                                          \
+  x = op(x, SHUFFLE_8(x, x, 2, 3, 0, 1, 6, 7, 4, 5));                                                          \
+  x = op(x, SHUFFLE_8(x, x, 1, 0, 3, 2, 5, 4, 7, 6));
+
+INLINE f32v add_f32(f32v a, f32v b) { return a + b; }
+INLINE float sum_of(f32v x) { FOLD(add_f32, x) return x[0] + (LANES == 16 ? x[LANES - 1] : 0); }
+INLINE float max_of(f32v x) { FOLD(max_f32, x) return x[0] > x[LANES - 1] ? x[0] : x[LANES - 1]; }
+
+/* LANES rows of LANES 32-bit items (rows `in_stride` items apart) as columns into rows `out_stride` items apart. */
+INLINE void transpose(const uint32_t *in, int64_t in_stride, uint32_t *out, int64_t out_stride) {
+  u32v a[LANES], b[LANES];
+  for (int i = 0; i < LANES; i++) a[i] = load_u32(in + i * in_stride);
+  for (int i = 0; i < LANES; i += 2) {
+    b[i] = SHUFFLE_8(a[i], a[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+    b[i + 1] = SHUFFLE_8(a[i], a[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = i; j < i + 2; j++) {
+      a[j] = SHUFFLE_8(b[j], b[j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      a[j + 2] = SHUFFLE_8(b[j], b[j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int i = 0; i < LANES; i += 8)
+    for (int j = i; j < i + 4; j++) {
+      b[j] = SHUFFLE_8(a[j], a[j + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+      b[j + 4] = SHUFFLE_8(a[j], a[j + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+#if LANES == 16
+  for (int j = 0; j < 8; j++) {
+    a[j] = SHUFFLE(b[j], b[j + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    a[j + 8] = SHUFFLE(b[j], b[j + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }
+  for (int i = 0; i < LANES; i++) memcpy(out + i * out_stride, &a[i], sizeof a[i]);
+#else
+  for (int i = 0; i < LANES; i++) memcpy(out + i * out_stride, &b[i], sizeof b[i]);
+#endif
+}

@@ -1,0 +1,51 @@
+"""The kernels are compiled once, by whatever compiler there is, and its absence is told."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from halfmoon.engine.native import compiler
+from halfmoon.engine.native.compiler import compiled
+from halfmoon.errors import Incompatible
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = tmp_path / "count"
+    fake = f'echo run >> {count}; while [ "$1" != -o ]; do shift; done; echo made > "$2"'
+    monkeypatch.setenv("CC", script(tmp_path / "fake-cc", fake))
+    first, second = compiled(tmp_path / "cache"), compiled(tmp_path / "cache")
+    assert first == second
+    assert first.read_text() == "made\n"
+    assert count.read_text() == "run\n"
+    assert list(first.parent.iterdir()) == [first]  # nothing half-made is left
+
+
+def test_another_compiler_makes_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    for name in ("one", "two"):
+        monkeypatch.setenv("CC", script(tmp_path / name, 'while [ "$1" != -o ]; do shift; done; echo made > "$2"'))
+        made.append(compiled(tmp_path / "cache"))
+    assert made[0] != made[1]
+
+
+def test_what_the_compiler_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", script(tmp_path / "fake-cc", "echo no room on this disk >&2; exit 1"))
+    with pytest.raises(Incompatible, match="no room on this disk"):
+        compiled(tmp_path / "cache")
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
+    with pytest.raises(Incompatible, match="install gcc or clang"):
+        compiled(tmp_path / "cache")

@@ -1,0 +1,145 @@
+"""The native kernels compute what plain torch computes, in both dtypes, also where sizes are not whole vectors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from halfmoon.engine.attention import SdpaBackend, attend_reference
+from halfmoon.engine.attention_backend import Span
+from halfmoon.engine.checkpoint import default_cache_dir
+from halfmoon.engine.models.rotary import rotate
+from halfmoon.engine.native.attention import NativeBackend
+from halfmoon.engine.native.compiler import compiled
+from halfmoon.engine.native.library import NativeLibrary
+from halfmoon.errors import Incompatible
+
+BLOCK_TOKENS = 16
+NUM_BLOCKS = 160
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+DTYPES = [torch.float32, torch.bfloat16]
+HEADS = [(9, 3, 64), (4, 4, 16), (8, 2, 80), (8, 1, 128), (2, 2, 256), (96, 1, 32)]  # query heads, KV heads, head size
+
+
+@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
+def library(request: pytest.FixtureRequest) -> NativeLibrary:
+    return NativeLibrary(compiled(default_cache_dir()), request.param)
+
+
+def dtype_of(library: NativeLibrary) -> torch.dtype:
+    return torch.bfloat16 if library.suffix == "bf16" else torch.float32
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> list[Span]:
+    """A few sequences over scattered or neighbouring blocks: decodes, first and later chunks, long and short."""
+    free = list(draw(st.permutations(range(NUM_BLOCKS)))) if draw(st.booleans()) else list(range(NUM_BLOCKS))
+    drawn = []
+    for _ in range(draw(st.integers(1, 4))):
+        past = draw(st.integers(0, 500))
+        new = draw(st.sampled_from((1, 1, 2, 15, 33, 100)))
+        num_blocks = -(-(past + new) // BLOCK_TOKENS)
+        drawn.append(Span(free[:num_blocks], past, past + new))
+        free = free[num_blocks:]
+    return drawn
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
+@settings(max_examples=25, deadline=None)
+@given(drawn=spans(), seed=st.integers(0, 99), num_threads=st.sampled_from((1, 2, 5)))
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_attention_equals_the_reference(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, drawn: list[Span], seed: int, num_threads: int
+) -> None:
+    library = NativeLibrary(compiled(default_cache_dir()), dtype, lambda: num_threads)
+    num_tokens = sum(end - start for _, start, end in drawn)
+    heads = random(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=seed)
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)  # with a stride, as a model has them
+    memory = random(2, num_kv_heads, NUM_BLOCKS * BLOCK_TOKENS, head_dim, dtype=dtype, seed=seed + 1)
+    memory[:, :, ~seen_slots(drawn)] = torch.nan  # what nobody computed yet must not matter
+    memories = memory.clone(), memory.clone()
+    backend = NativeBackend(library, BLOCK_TOKENS, num_heads, num_kv_heads, head_dim)
+    batch, plain = backend.step(drawn), SdpaBackend(BLOCK_TOKENS, "cpu").step(drawn)
+    for _ in range(2):  # a step has many layers
+        got = batch.attend(q, k, v, memories[0], head_dim**-0.5)
+        expected = attend_reference(q, k, v, memories[1], plain, head_dim**-0.5)
+        torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(memories[0], memories[1], rtol=0, atol=0, equal_nan=True)
+
+
+def seen_slots(drawn: list[Span]) -> Tensor:
+    """[num_slots] bool: where a token of some sequence lies."""
+    seen = torch.zeros(NUM_BLOCKS * BLOCK_TOKENS, dtype=torch.bool)
+    for blocks, _, end in drawn:
+        for position in range(end):
+            seen[blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS] = True
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 16, 100, 576])
+@pytest.mark.parametrize("num_rows", [1, 70])
+def test_rms_norm_with_and_without_a_residual(library: NativeLibrary, num_rows: int, size: int) -> None:
+    dtype = dtype_of(library)
+    x, residual = (random(num_rows, size, dtype=dtype, seed=seed) for seed in (1, 2))
+    weight = random(size, dtype=dtype, seed=3)
+    total = x + residual
+    plain = library.rms_norm(x, weight, 1e-5)
+    got = library.rms_norm(x, weight, 1e-5, residual)
+    assert torch.equal(residual, total)
+    for out, of in ((plain, x), (got, total)):
+        expected = functional.rms_norm(of, (size,), weight, 1e-5)
+        torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_rms_norm_of_heads_that_are_a_view(library: NativeLibrary) -> None:
+    dtype = dtype_of(library)
+    heads = random(5, 6, 64, dtype=dtype)[:, 1:4]
+    weight = random(64, dtype=dtype, seed=3)
+    expected = functional.rms_norm(heads, (64,), weight, 1e-5)
+    torch.testing.assert_close(
+        library.rms_norm(heads, weight, 1e-5), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize("size", [1, 100, 1536])
+def test_silu_mul_also_of_large_numbers(library: NativeLibrary, size: int) -> None:
+    dtype = dtype_of(library)
+    gate_up = random(40, 2 * size, dtype=dtype) * 60
+    gate, up = gate_up.chunk(2, dim=-1)
+    expected = functional.silu(gate.float()) * up.float()
+    got = library.silu_mul(gate_up).float()
+    torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80])
+def test_rotation_in_place_of_some_heads(library: NativeLibrary, head_dim: int) -> None:
+    dtype = dtype_of(library)
+    heads = random(40, 7, head_dim, dtype=dtype)
+    positions = torch.arange(40).flip(0) * 3
+    angles = torch.rand(120, head_dim // 2, generator=torch.Generator().manual_seed(1)) * 7
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    table = torch.cat((cos, cos), 1)[positions].unsqueeze(1), torch.cat((-sin, sin), 1)[positions].unsqueeze(1)
+    expected = heads.clone()
+    expected[:, :5] = rotate(heads[:, :5], *table)
+    library.rotate(heads[:, :5], cos, sin, positions)
+    torch.testing.assert_close(heads, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 20), (1, 1, 272), (97, 1, 64)])
+def test_heads_that_do_not_fit_are_refused_by_name(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    library = NativeLibrary(compiled(default_cache_dir()), torch.float32)
+    with pytest.raises(Incompatible, match="head size"):
+        NativeBackend(library, BLOCK_TOKENS, num_heads, num_kv_heads, head_dim)
+
+
+def test_a_dtype_without_kernels_is_refused() -> None:
+    with pytest.raises(Incompatible, match="float16"):
+        NativeLibrary(compiled(default_cache_dir()), torch.float16)

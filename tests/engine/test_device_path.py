@@ -1,0 +1,46 @@
+"""Which code computes: what was asked for or an error, and torch's where the better code cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfmoon.engine.attention import SdpaBackend
+from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.device_path import choose_path
+from halfmoon.engine.models.layer_ops import TORCH_OPS
+from halfmoon.engine.native.attention import NativeBackend
+from halfmoon.errors import Incompatible
+
+TinyCheckpoint = Callable[[str], Checkpoint]
+
+
+def test_a_cpu_computes_with_the_native_kernels(tiny_checkpoint: TinyCheckpoint) -> None:
+    path = choose_path(EngineConfig(), tiny_checkpoint("llama").model_config, torch.bfloat16, 100)
+    assert path.kernels == "native"
+    assert isinstance(path.attention, NativeBackend)
+
+
+def test_torch_takes_over_where_no_compiler_is(
+    tiny_checkpoint: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HALFMOON_CACHE_DIR", str(tmp_path))
+    model = tiny_checkpoint("llama").model_config
+    path = choose_path(EngineConfig(), model, torch.float32, 100)
+    assert (path.kernels, path.layer_ops, type(path.attention)) == ("torch", TORCH_OPS, SdpaBackend)
+    assert [record.message for record in caplog.records] == ["native_kernels.unavailable"]
+    with pytest.raises(Incompatible, match=r"could not be compiled|need a C compiler"):
+        choose_path(EngineConfig(attention="native"), model, torch.float32, 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_torch_takes_over_where_the_kernels_do_not_fit(tiny_checkpoint: TinyCheckpoint, dtype: torch.dtype) -> None:
+    model = replace(tiny_checkpoint("llama").model_config, head_dim=16 if dtype == torch.float16 else 20)
+    assert choose_path(EngineConfig(), model, dtype, 100).kernels == "torch"
