@@ -284,6 +284,7 @@ class Engine:
         return TokenOutput(sequence.request_id, token.token_id, position, reason, token.logprobs)
 
     def _fail(self, sequence: Sequence) -> TokenOutput:
+        self._kv_watch.forget(sequence.request_id)  # its output says so
         self._remove(sequence)
         return TokenOutput(sequence.request_id, ERROR_TOKEN_ID, sequence.num_output, "error")
 

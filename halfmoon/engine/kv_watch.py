@@ -60,6 +60,10 @@ class KVWatch:
         if sequence.request.prefill_only:
             self._tell(sequence, Written(sequence.num_computed))
 
+    def forget(self, request_id: str) -> None:
+        """Its listener hears nothing more."""
+        self._listeners.pop(request_id, None)
+
     def remove(self, request_id: str) -> None:
         """The request is gone: the last thing its listener hears."""
         on_kv = self._listeners.pop(request_id, None)

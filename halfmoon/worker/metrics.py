@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from halfmoon.engine.config import EngineStats, StepResult
 from halfmoon.rpc.metrics import RpcMetrics
 
+_EXPOSED_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -30,7 +31,13 @@ class WorkerMetrics:
             "halfmoon_handover_bytes", "KV bytes by direction", ["direction"], registry=self.registry
         )
         self.handover_seconds = Histogram(
-            "halfmoon_handover_seconds", "From the first token to the decode worker's DONE", registry=self.registry
+            "halfmoon_handover_seconds", "From the decode worker's ACCEPT to its DONE", registry=self.registry
+        )
+        self.handover_exposed_seconds = Histogram(
+            "halfmoon_handover_exposed_seconds",
+            "From the end of a prefill to the decode worker's DONE: what of the transfer computing did not hide",
+            buckets=_EXPOSED_SECONDS,
+            registry=self.registry,
         )
 
     def observe_step(self, result: StepResult) -> None:

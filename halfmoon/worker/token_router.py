@@ -20,6 +20,7 @@ class FirstOutput:
     output: TokenOutput
     num_cached_tokens: int
     began_s: float  # when the step began that first computed something of the request
+    ended_s: float  # when the token was here
 
 
 @dataclass(slots=True)
@@ -102,8 +103,9 @@ class TokenRouter:
                 del self._routes[output.request_id]
             if route.first is not None:
                 if not route.first.done():
-                    began_s = self._clock() if route.began_s is None else route.began_s
-                    route.first.set_result(FirstOutput(output, route.num_cached_tokens, began_s))
+                    ended_s = self._clock()
+                    began_s = ended_s if route.began_s is None else route.began_s
+                    route.first.set_result(FirstOutput(output, route.num_cached_tokens, began_s, ended_s))
                 route.first = None
                 continue
             outbox = self._outboxes.get(route.gateway_id)

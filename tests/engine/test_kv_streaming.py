@@ -237,7 +237,9 @@ def test_a_copy_of_a_running_prompt_ends_before_its_blocks_are_given_back(
     assert engine.stats().num_free_blocks == engine.num_blocks
 
 
-def test_the_listener_of_a_request_that_ends_hears_so(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listeners_hear_of_a_cancellation_and_leave_failures_to_the_output(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine()
     heard: dict[str, list[Written | None]] = {"cancelled": [], "failed": []}
     engine.add(request("cancelled", prefill_only=True), heard["cancelled"].append)
@@ -248,8 +250,8 @@ def test_the_listener_of_a_request_that_ends_hears_so(make_engine: MakeEngine, m
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(engine._runner, "run", broken)
-    engine.step()
-    assert heard == {"cancelled": [None], "failed": [None]}
+    assert engine.step().outputs[0].finish_reason == "error"
+    assert heard == {"cancelled": [None], "failed": []}
 
 
 def test_kv_is_gathered_into_the_memory_that_is_given(make_engine: MakeEngine) -> None:

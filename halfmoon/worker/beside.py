@@ -1,0 +1,36 @@
+"""Work that runs beside a call's own, and never outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
+    """`work` runs while inside and has ended outside; what it raises is for `first_of` to tell."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        await cancelled(task)
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    """Returns when `task` has ended, by cancellation if need be."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def first_of(wanted: asyncio.Future[T], *others: asyncio.Future[Any]) -> T:
+    """What `wanted` gives; before that, raises what any of the others raises as soon as it does."""
+    waiting: set[asyncio.Future[Any]] = {wanted, *others}
+    while not wanted.done():
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for one in done - {wanted}:
+            one.result()
+    return wanted.result()

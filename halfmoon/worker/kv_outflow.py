@@ -1,0 +1,80 @@
+"""One request's KV on its way out, sent while the engine still computes it (Mooncake's layer-wise prefill)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from halfmoon.engine.async_engine import AsyncEngine
+from halfmoon.engine.kv_access import NotWritten
+from halfmoon.errors import Cancelled
+from halfmoon.kv.frame import KVRange
+from halfmoon.kv.frame_plan import FramePlan, Written
+from halfmoon.kv.layout import KVLayout
+from halfmoon.rpc.transfer import TransferSender
+from halfmoon.rpc.transport.protocol import StagingBuffer
+
+
+class KVOutflow:
+    """Owns what of one request's KV has been sent. Event-loop thread only.
+
+    The engine says how far it is and goes on; only the newest word is kept. A frame is gathered when the transfer has
+    room for it, straight into what is sent, so a slow receiver slows its own transfer and nothing else, and finds
+    larger frames waiting the slower it is.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, transfer: TransferSender, layout: KVLayout, request_id: str, num_tokens: int
+    ) -> None:
+        self._engine = engine
+        self._transfer = transfer
+        self._layout = layout
+        self._request_id = request_id
+        self._plan = FramePlan(layout, num_tokens)
+        self._written: Written | None = Written()
+        self._news = asyncio.Event()
+        self.num_bytes = 0
+
+    def on_kv(self, written: Written | None) -> None:
+        """The engine's word: what is written now, None when the request is gone."""
+        self._written = written
+        self._news.set()
+
+    async def run(self) -> None:
+        """Returns when everything has been handed to the transport.
+
+        Raises Cancelled when the engine has dropped the request, and what the transfer raises.
+        """
+        while not self._plan.is_done:
+            written = await self._newer()
+            while (part := self._plan.next(written)) is not None:
+                await self._send(part)
+                written = self._told()
+
+    async def _newer(self) -> Written:
+        """The engine's next word."""
+        await self._news.wait()
+        self._news.clear()
+        return self._told()
+
+    def _told(self) -> Written:
+        if self._written is None:
+            raise Cancelled("the request was cancelled while its KV was on its way")
+        return self._written
+
+    async def _send(self, part: KVRange) -> None:
+        num_bytes = part.num_bytes(self._layout)
+        buffer = await self._transfer.buffer(num_bytes)
+        while not await self._gather(part, buffer):
+            await self._newer()
+        await self._transfer.data(part, buffer)
+        self._plan.sent(part)
+        self.num_bytes += num_bytes
+
+    async def _gather(self, part: KVRange, buffer: StagingBuffer) -> bool:
+        """False when a preemption took the KV back; the engine tells when it is there again."""
+        where = (part.layer_start, part.layer_end, part.token_start, part.num_tokens)
+        try:
+            await self._engine.kv_read(self._request_id, *where, buffer.view)
+        except NotWritten:
+            return False
+        return True

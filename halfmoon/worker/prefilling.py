@@ -1,0 +1,69 @@
+"""One request in the engine of a prefill worker, from its arrival until its KV is elsewhere or it is let go."""
+
+from __future__ import annotations
+
+import asyncio
+
+from halfmoon.engine.async_engine import AsyncEngine
+from halfmoon.engine.kv_watch import OnKV
+from halfmoon.errors import HalfmoonError
+from halfmoon.pb import prefill_pb2, types_pb2
+from halfmoon.worker.state import WorkerState, now_s
+from halfmoon.worker.token_router import FirstOutput
+from halfmoon.worker.wire import request_from, token_message
+
+
+class Prefilling:
+    """Owns the request while inside; leaving frees its blocks, unless it was let go. `first` is its first token."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        state: WorkerState,
+        generation: types_pb2.Generation,
+        *,
+        prefill_only: bool = True,
+        on_kv: OnKV | None = None,
+    ) -> None:
+        """`on_kv` hears what of its KV is written, as `AsyncEngine.add` has it."""
+        self._engine = engine
+        self._state = state
+        self._arrival_s = now_s()
+        self._request = request_from(generation, prefill_only=prefill_only, arrival_s=self._arrival_s)
+        self._on_kv = on_kv
+        self._kept = True
+        self.first: asyncio.Future[FirstOutput] = state.router.expect_first(
+            generation.request_id, generation.gateway_id
+        )
+
+    async def __aenter__(self) -> Prefilling:
+        try:
+            await self._engine.add(self._request, self._on_kv)
+        except BaseException:
+            self.first.cancel()
+            self._state.router.forget(self._request.request_id)
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._kept:
+            self.first.cancel()
+            self._state.router.forget(self._request.request_id)
+            await asyncio.shield(self._engine.cancel(self._request.request_id))
+
+    def let_go(self) -> None:
+        """The request stays in the engine and goes on without this call."""
+        self._kept = False
+
+    def event(self, first: FirstOutput) -> prefill_pb2.PrefillEvent:
+        """The gateway's FirstToken. Raises HalfmoonError when there is none."""
+        if first.output.finish_reason == "error":
+            raise HalfmoonError("the worker failed while computing this prompt: see its log")
+        return prefill_pb2.PrefillEvent(
+            first_token=prefill_pb2.FirstToken(
+                token=token_message(first.output),
+                num_cached_tokens=first.num_cached_tokens,
+                queue_s=max(0.0, first.began_s - self._arrival_s),
+                compute_s=first.ended_s - first.began_s,
+            )
+        )
