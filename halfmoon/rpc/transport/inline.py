@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from halfmoon.kv.negotiation import INLINE, Offer
-from halfmoon.rpc.transport.protocol import StagingBuffer
+from halfmoon.rpc.transport.protocol import StagingBuffer, lend
 
 _MAX_KEPT = 4
 
@@ -32,7 +32,8 @@ class InlineOutlet:
                 break
         else:
             memory = bytearray(num_bytes)
-        return StagingBuffer(memoryview(memory)[:num_bytes], num_bytes, memory)
+        view, lent = lend(memory, 0, num_bytes)
+        return StagingBuffer(view, num_bytes, memory, lent=lent)
 
     def hold(self, payload: memoryview) -> StagingBuffer:
         """The caller's own memory."""

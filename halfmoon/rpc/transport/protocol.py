@@ -6,6 +6,9 @@ transport without a place of its own: its payloads follow their headers.
 
 from __future__ import annotations
 
+import ctypes
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,14 +24,19 @@ class StagingBuffer:
     charge_bytes: int  # what it takes of the link's window
     memory: bytearray | int  # the place itself: the outlet's business
     reference: bytes = b""  # where the receiver finds the payload; empty: it travels inside its message
+    lent: Callable[[], object | None] = lambda: None  # something as long as a view or an array of it lives
 
     def release(self) -> bool:
         """Ends the use of `view`; False while somebody still has an array of it, and may be filling it."""
-        try:
-            self.view.release()
-        except BufferError:
-            return False
-        return True
+        self.view.release()
+        return self.lent() is None
+
+
+def lend(memory: bytearray | memoryview, offset: int, num_bytes: int) -> tuple[memoryview, Callable[[], object | None]]:
+    """A writable view of a part of `memory`, and a call that gives None when nobody has a view or array of it."""
+    # numpy and torch take hold of what a memoryview is of, unseen by the memoryview: so it is of an object of its own
+    part = (ctypes.c_char * num_bytes).from_buffer(memory, offset)
+    return memoryview(part).cast("B"), weakref.ref(part)
 
 
 class Outlet(Protocol):

@@ -17,7 +17,7 @@ from halfmoon.errors import Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.layout import KVBytes
 from halfmoon.kv.negotiation import Offer
 from halfmoon.rpc.transport.memfd import SharedSegment, host_id, receive_segment
-from halfmoon.rpc.transport.protocol import StagingBuffer
+from halfmoon.rpc.transport.protocol import StagingBuffer, lend
 
 NAME = "shm"
 
@@ -47,8 +47,8 @@ class SharedMemoryOutlet:
         """A slot."""
         assert num_bytes <= self._slot_bytes
         offset = self._free.pop()
-        view = self._segment.memory[offset : offset + num_bytes]
-        return StagingBuffer(view, self._slot_bytes, offset, _OFFSET.pack(offset))
+        view, lent = lend(self._segment.memory, offset, num_bytes)
+        return StagingBuffer(view, self._slot_bytes, offset, _OFFSET.pack(offset), lent)
 
     def hold(self, payload: memoryview) -> StagingBuffer:
         """A slot with a copy."""

@@ -1,0 +1,121 @@
+"""A receiver of KV that keeps what it gets in memory, served over loopback in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
+
+import grpc
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
+
+from halfmoon.errors import HalfmoonError
+from halfmoon.kv.frame import KVRange
+from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.receiver import Effect, Reserve, Write
+from halfmoon.rpc.metrics import RpcMetrics
+from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.server import running_server
+from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, KVIntake, raw_service
+from halfmoon.rpc.transport.link import KVLink, LinkSettings
+from halfmoon.rpc.transport.protocol import Inlet
+
+LAYOUT = KVLayout(4, 2, 64, "float16", 64)
+TOKENS = 256
+WHOLE = KVRange(0, 4, 0, 2, 0, TOKENS)
+LAYERS = [KVRange(layer, layer + 1, 0, 2, 0, TOKENS) for layer in range(4)]  # 128 KiB each
+
+
+def kv_of(seed: int) -> NDArray[np.uint8]:
+    """Random bytes of a whole transfer, [layers, bytes of a layer]."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (4, TOKENS * LAYOUT.token_layer_bytes), dtype=np.uint8)
+
+
+class Sink:
+    """What arrived, by the body of the transfer's OPEN. `gates` hold transfers back before they take a payload."""
+
+    def __init__(self, inlets: list[Inlet] | None, lease_s: float) -> None:
+        self.intake = KVIntake(inlets)
+        self.layout = LAYOUT
+        self.arrived: dict[bytes, dict[int, bytes]] = {}  # by layer
+        self.gates: dict[bytes, asyncio.Event] = {}
+        self.running: set[bytes] = set()  # reserved, neither committed nor freed
+        self.errors: list[HalfmoonError] = []
+        self._lease_s = lease_s
+
+    async def push(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        name = b""
+
+        async def act(effect: Effect) -> None:
+            nonlocal name
+            if isinstance(effect, Reserve):
+                name = effect.body
+                self.running.add(name)
+                self.arrived[name] = {}
+            elif isinstance(effect, Write):
+                if name in self.gates:
+                    await self.gates[name].wait()
+                self.arrived[name][effect.range.layer_start] = bytes(effect.payload)
+
+        try:
+            async with aclosing(self.intake.receive(messages, self.layout, act, self._lease_s)) as answers:
+                async for answer in answers:
+                    yield answer
+        except HalfmoonError as error:
+            self.errors.append(error)
+            raise
+        finally:
+            self.running.discard(name)
+
+    def got(self, name: bytes) -> NDArray[np.uint8]:
+        """A whole transfer, as `kv_of` made it."""
+        layers = [np.frombuffer(self.arrived[name][layer], np.uint8) for layer in range(4)]
+        return np.stack(layers)
+
+
+class Ends:
+    """A sink and a link to it."""
+
+    def __init__(self, sink: Sink, link: KVLink, declined: list[str]) -> None:
+        self.sink = sink
+        self.link = link
+        self.declined = declined
+
+
+@asynccontextmanager
+async def ends(
+    settings: LinkSettings | None = None, inlets: list[Inlet] | None = None, lease_s: float = 30
+) -> AsyncIterator[Ends]:
+    """Both ends in this process."""
+    sink = Sink(inlets, lease_s)
+    add = raw_service(KV_TRANSFER, {PUSH: sink.push})
+    async with running_server("127.0.0.1:0", [add], RpcMetrics(CollectorRegistry()), grace_s=0) as server:
+        declined: list[str] = []
+        link = KVLink(Peer(f"127.0.0.1:{server.port}"), settings, declined.append)
+        try:
+            yield Ends(sink, link, declined)
+        finally:
+            await link.close()
+            sink.intake.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for what has no event."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what is watched has no event
+            await asyncio.sleep(0.002)
+
+
+Served = Callable[..., AbstractAsyncContextManager[Ends]]
+
+
+@contextmanager
+def raising(error: type[HalfmoonError], match: str) -> Iterator[None]:
+    """`error` itself, not one of its heirs."""
+    with pytest.raises(error, match=match) as caught:
+        yield
+    assert type(caught.value) is error
