@@ -139,9 +139,9 @@ class Engine:
     ) -> memoryview:
         """Canonical KV bytes of a prefill-only request until its `release`, as far as they are written.
 
-        They are put into `out` where that spares an allocation. May run on any thread, beside a step that computes the
-        rest. Raises NotWritten for what is not computed yet or, after a preemption, again; NotFound for a request that
-        is not here (any more) or not prefill-only, InvalidRequest for a wrong range.
+        They are put into `out`, if given. May run on any thread, beside a step that computes the rest. Raises NotWritten
+        for what is not computed yet or, after a preemption, again; NotFound for a request that is not here (any more)
+        or not prefill-only, InvalidRequest for a wrong range.
         """
         return self._kv.read(self._find(request_id), layer_start, layer_end, token_start, num_tokens, out)
 

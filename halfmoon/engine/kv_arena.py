@@ -80,13 +80,15 @@ class KVArena:
         num_tokens: int,
         out: memoryview | None = None,
     ) -> memoryview:
-        """Canonical bytes `[layers, 2, kv_heads, num_tokens, head_dim]`, copied out once.
+        """Canonical bytes `[layers, 2, kv_heads, num_tokens, head_dim]`, copied into `out`, if given.
 
-        On a CPU into `out`, if given; from a CUDA device into pinned memory, which torch reuses.
+        On a CPU that is one copy. From a CUDA device it goes through pinned memory, which torch reuses.
         """
         self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
         if self._transfer is not None:
             gathered = self._transfer.read(blocks, layer_start, layer_end, start, num_tokens)
+            if out is not None:
+                self._canonical.room(layer_end - layer_start, num_tokens, out)[...] = gathered
             return gathered.reshape(-1).data.cast("B")
         values = self._canonical.room(layer_end - layer_start, num_tokens, out)
         done = 0

@@ -39,6 +39,14 @@ def test_the_same_bytes(dtype: KVDtype, head_dim: int, part: tuple[int, int, int
     )
 
 
+def test_the_memory_that_is_given_is_filled() -> None:
+    for arena in arenas("float32", 16):
+        expected = bytes(arena.read(BLOCKS, 1, 3, 5, 20))
+        out = bytearray(len(expected) + 3)
+        assert bytes(arena.read(BLOCKS, 1, 3, 5, 20, memoryview(out))) == expected
+        assert out == expected + bytes(3)
+
+
 def test_what_was_read_stays_while_the_arena_changes() -> None:
     arena, _ = arenas("float32", 16)
     first = arena.read(BLOCKS, 0, 1, 0, 8)
