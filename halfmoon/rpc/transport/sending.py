@@ -60,6 +60,11 @@ class TransferSender:
         self._outlet = self._link.chosen(decode_choice(accepted.payload))
 
     @property
+    def transfer_id(self) -> bytes:
+        """The transfer's name on the stream, 16 bytes."""
+        return self._machine.transfer_id
+
+    @property
     def transport(self) -> str:
         """The name of the transport that was agreed on."""
         return self._outlet.name

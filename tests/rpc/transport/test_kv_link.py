@@ -157,7 +157,7 @@ async def test_a_slot_that_is_still_being_filled_waits_for_its_writer() -> None:
 @BOTH
 async def test_another_layout_is_refused_at_both_ends(settings: LinkSettings) -> None:
     async with ends(settings) as it, transfer_to(it.link, LAYOUT, deadline_s=30) as transfer:
-        it.sink.layout = KVLayout(4, 2, 64, "bfloat16", 64)
+        it.sink.layout = KVLayout(4, 2, 32, "float16", 64)
         with raising(Incompatible, "layouts differ"):
             await transfer.open(WHOLE, b"1")
         assert [type(error) for error in it.sink.errors] == [Incompatible]
