@@ -22,8 +22,9 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
 from halfmoon.errors import Unavailable
+from halfmoon.kv.codec import Codec, decode
 from halfmoon.kv.frame_plan import Written
-from halfmoon.kv.layout import KVBytes
+from halfmoon.kv.layout import KVBytes, KVDtype
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +107,28 @@ class AsyncEngine:
         return await self._call(self.engine.stats)
 
     async def kv_write(
-        self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int, payload: KVBytes
+        self,
+        request_id: str,
+        layer_start: int,
+        layer_end: int,
+        token_start: int,
+        num_tokens: int,
+        payload: KVBytes,
+        codec: Codec = Codec.RAW,
+        dtype: KVDtype | None = None,
     ) -> None:
-        """As `Engine.kv_write`, beside the steps. `payload` must not change until this returns."""
-        await self._copy(
-            partial(self.engine.kv_write, request_id, layer_start, layer_end, token_start, num_tokens, payload)
-        )
+        """As `Engine.kv_write`, beside the steps, of what `codec` made of values in `dtype` (None: the layout's).
+
+        `payload` must not change until this returns.
+        """
+        layout = self.engine.layout
+        shape = (layer_end - layer_start, 2, layout.num_kv_heads, num_tokens, layout.head_dim)
+
+        def write() -> None:
+            values = decode(codec, payload, shape, dtype or layout.dtype, layout.dtype)
+            self.engine.kv_write(request_id, layer_start, layer_end, token_start, num_tokens, values.data)
+
+        await self._copy(write)
 
     async def kv_read(
         self,

@@ -19,6 +19,7 @@ header and the payload wherever it lies, so a frame is whole or refused.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from enum import IntEnum
 import xxhash
 
 from halfmoon.errors import DataLoss, Incompatible, InvalidRequest
-from halfmoon.kv.codec import Codec
+from halfmoon.kv.codec import Codec, Shape
 from halfmoon.kv.layout import KVBytes, KVLayout, Shard
 
 VERSION = 2
@@ -64,10 +65,14 @@ class KVRange:
     token_start: int = 0
     num_tokens: int = 0
 
+    def shape(self, layout: KVLayout) -> Shape:
+        """`[layers, 2, heads, tokens, head_dim]` of this range."""
+        layers, heads = self.layer_end - self.layer_start, self.head_end - self.head_start
+        return layers, 2, heads, self.num_tokens, layout.head_dim
+
     def num_bytes(self, layout: KVLayout) -> int:
         """Size of the raw payload of this range."""
-        layers, heads = self.layer_end - self.layer_start, self.head_end - self.head_start
-        return layers * 2 * heads * self.num_tokens * layout.head_dim * layout.item_bytes
+        return math.prod(self.shape(layout)) * layout.item_bytes
 
     def check_within(self, outer: KVRange) -> None:
         """Raises InvalidRequest unless this range is well-formed and lies inside `outer`."""

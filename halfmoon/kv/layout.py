@@ -6,7 +6,7 @@ Knows nothing of where the bytes are kept or how they travel.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from halfmoon.errors import Incompatible
@@ -19,7 +19,7 @@ _MAX_INDEX = 0xFFFF  # a frame header names layers and heads in 16 bits
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of the whole model's KV cache. Two workers exchange blocks only when their layouts are equal.
+    """Shape of the whole model's KV cache. Two workers exchange KV when their layouts differ in dtype at most.
 
     Canonical order of KV bytes, in memory views and in frames:
     `[num_layers, 2 (K, V), num_kv_heads, num_tokens, head_dim]`, keys after rotary embedding.
@@ -71,6 +71,10 @@ class KVLayout:
         """64-bit name of this layout, the same on every machine: what a frame's header carries."""
         text = f"halfmoon-kv-1/{self.num_layers}/{self.num_kv_heads}/{self.head_dim}/{self.dtype}/{self.block_tokens}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def dtype_by_fingerprint(self) -> dict[int, KVDtype]:
+        """The dtypes of all layouts that differ from this one in nothing else, this one included, by their names."""
+        return {replace(self, dtype=dtype).fingerprint(): dtype for dtype in get_args(KVDtype)}
 
     def whole(self) -> Shard:
         """The shard of a worker that holds everything."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from halfmoon.errors import Cancelled, DataLoss, Incompatible, InvalidRequest
-from halfmoon.kv.codec import Codec
+from halfmoon.kv.codec import Codec, encoded_bytes
 from halfmoon.kv.frame import Frame, FrameKind, KVRange
-from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.layout import KVBytes, KVDtype, KVLayout
 from halfmoon.kv.negotiation import Choice, Offer, decode_open, encode_choice
 from halfmoon.kv.sender import CREDIT_BODY
 
@@ -44,10 +44,12 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Put `payload` (canonical order) at `range`."""
+    """Put the values that `payload` encodes (canonical order, of exactly the size that is due) at `range`."""
 
     range: KVRange
     payload: KVBytes
+    codec: Codec
+    dtype: KVDtype  # the sender's
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,13 @@ class Coverage:
     """
 
     def __init__(self, whole: KVRange) -> None:
-        self._whole = whole
+        self.whole = whole
         self._runs: dict[_Plane, list[tuple[int, int]]] = {}  # disjoint sorted token runs of each plane
         self._num_cells = 0
 
     def add(self, part: KVRange) -> None:
         """Raises InvalidRequest if `part` is outside the transfer or any of it arrived before."""
-        part.check_within(self._whole)
+        part.check_within(self.whole)
         start, end = part.token_start, part.token_start + part.num_tokens
         plane: _Plane = (part.layer_start, part.layer_end, part.head_start, part.head_end)
         for other, runs in self._runs.items():
@@ -84,7 +86,7 @@ class Coverage:
 
     def is_whole(self) -> bool:
         """Whether every cell of the transfer has arrived: parts lie inside it and are disjoint, so counting will do."""
-        return self._num_cells == _num_cells(self._whole)
+        return self._num_cells == _num_cells(self.whole)
 
 
 _Plane = tuple[int, int, int, int]  # layer_start, layer_end, head_start, head_end
@@ -99,10 +101,15 @@ def _num_cells(part: KVRange) -> int:
 
 
 class TransferReceiver:
-    """Owns the protocol state of one transfer. Knows nothing of memory, engines or gRPC."""
+    """Owns the protocol state of one transfer. Knows nothing of memory, engines or gRPC.
+
+    The layout's fingerprint that every frame bears is the sender's, whose dtype may be another than the receiver's.
+    """
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
+        self._dtypes = layout.dtype_by_fingerprint()
+        self._fingerprint = layout.fingerprint()  # from OPEN on the sender's
         self.state: State = "fresh"
         self.transfer_id = b""
         self._next_sequence = 0
@@ -132,7 +139,7 @@ class TransferReceiver:
     def handle(self, frame: Frame) -> Effect | None:
         """Advances by one frame and says what to do, if anything.
 
-        Raises Incompatible (other layout or codec), InvalidRequest (against the table, wrong range or size), DataLoss
+        Raises Incompatible (other layout), InvalidRequest (against the table, wrong range or size), DataLoss
         (a frame is missing, or COMMIT came before every byte), Cancelled (ABORT).
         """
         self._check(frame)
@@ -156,30 +163,34 @@ class TransferReceiver:
     def _check(self, frame: Frame) -> None:
         if frame.kind not in _ALLOWED[self.state]:
             raise InvalidRequest(f"a {frame.kind.name} frame cannot come while the transfer is {self.state}")
-        if frame.layout_fingerprint != self._layout.fingerprint():
-            raise Incompatible("the two workers' KV layouts differ: serve the same model, dtype and block size on both")
+        if frame.layout_fingerprint not in self._dtypes:
+            raise Incompatible("the two workers' KV layouts differ: serve the same model and block size on both")
         if frame.sequence != self._next_sequence:
             raise DataLoss(f"KV frame {frame.sequence} came where {self._next_sequence} was due")
-        if self.state != "fresh" and frame.transfer_id != self.transfer_id:
-            raise InvalidRequest("a frame of another transfer came on this stream")
+        opened_as = (self.transfer_id, self._fingerprint)
+        if self.state != "fresh" and (frame.transfer_id, frame.layout_fingerprint) != opened_as:
+            raise InvalidRequest("a frame of another transfer or dtype came on this stream")
 
     def _open(self, frame: Frame) -> Reserve:
         layout = self._layout
         everything = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, 1 << 32)
         frame.range.check_within(everything)
         offers, body = decode_open(frame.payload)
-        self.state, self.transfer_id = "opened", frame.transfer_id
+        self.state, self.transfer_id, self._fingerprint = "opened", frame.transfer_id, frame.layout_fingerprint
         self._coverage = Coverage(frame.range)
         return Reserve(frame.range, body, offers)
 
     def _write(self, frame: Frame) -> Write:
-        if frame.codec is not Codec.RAW:
-            raise Incompatible(f"this worker cannot decode KV in codec {frame.codec.name}")
-        got, want = memoryview(frame.payload).nbytes, frame.range.num_bytes(self._layout)
+        frame.range.check_within(self._coverage.whole)
+        dtype = self._dtypes[self._fingerprint]
+        got = memoryview(frame.payload).nbytes
+        want = encoded_bytes(frame.codec, frame.range.shape(self._layout), dtype)
         if got != want:
-            raise InvalidRequest(f"a DATA frame of {frame.range} must hold {want} bytes, it holds {got}")
+            raise InvalidRequest(
+                f"a DATA frame of {frame.range} in {frame.codec.name} must hold {want} bytes, it holds {got}"
+            )
         self._coverage.add(frame.range)
-        return Write(frame.range, frame.payload)
+        return Write(frame.range, frame.payload, frame.codec, dtype)
 
 
 def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -91,7 +91,7 @@ class _Reception:
         match effect:
             case Reserve(whole, body):
                 await self._reserve(whole, parse_body(decode_pb2.HandoverOpen, body).generation)
-            case Write(part, payload):
+            case Write(part, payload, codec, dtype):
                 await self._engine.kv_write(
                     self._generation.request_id,
                     part.layer_start,
@@ -99,6 +99,8 @@ class _Reception:
                     part.token_start,
                     part.num_tokens,
                     payload,
+                    codec,
+                    dtype,
                 )
                 self.num_bytes += memoryview(payload).nbytes
             case Commit(body):

@@ -12,6 +12,7 @@ from dataclasses import replace
 import grpc
 
 from halfmoon.errors import Incompatible, InvalidRequest, Unavailable
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame, plan_frames
 from halfmoon.kv.layout import KVLayout, Shard
 from halfmoon.kv.negotiation import INLINE, Choice, decode_open
@@ -112,6 +113,8 @@ class _Reception:
             return self._receiver.accept(Choice(INLINE))
         assert self._draft is not None, "the receiver lets nothing but OPEN come first"
         if isinstance(effect, Write):
+            if (effect.codec, effect.dtype) != (Codec.RAW, self._layout.dtype):
+                raise Incompatible("a stored block is raw and of its layout's dtype")
             part = replace(effect.range, token_start=effect.range.token_start - self._token_start)
             self._draft.write(part, effect.payload)
             return self._receiver.credit(frame.sequence)

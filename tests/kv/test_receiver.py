@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import Cancelled, DataLoss, HalfmoonError, Incompatible, InvalidRequest
-from halfmoon.kv.codec import Codec
+from halfmoon.kv.codec import Codec, encoded_bytes
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, plan_frames
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.layout import KVDtype, KVLayout
 from halfmoon.kv.negotiation import Choice, Offer, decode_choice, encode_open
 from halfmoon.kv.receiver import Commit, Coverage, Effect, Reserve, TransferReceiver, Write
 
@@ -41,10 +44,11 @@ class Sender:
         return self.receiver.handle(Frame(**frame))  # type: ignore[arg-type]
 
 
-def opened(whole: KVRange = WHOLE) -> Sender:
+def opened(whole: KVRange = WHOLE, **fields: object) -> Sender:
     sender = Sender()
     body = encode_open([Offer("shm", b"where")], b"why")
-    assert sender.send(FrameKind.OPEN, whole, payload=body) == Reserve(whole, b"why", (Offer("shm", b"where"),))
+    reserve = Reserve(whole, b"why", (Offer("shm", b"where"),))
+    assert sender.send(FrameKind.OPEN, whole, payload=body, **fields) == reserve
     return sender
 
 
@@ -63,7 +67,7 @@ def test_any_order_of_the_planned_frames_commits(parts: list[KVRange], data: st.
     for part in parts:
         if data.draw(st.booleans()):
             assert sender.send(FrameKind.RENEW) is None
-        assert sender.send(FrameKind.DATA, part) == Write(part, bytes(part.num_bytes(LAYOUT)))
+        assert sender.send(FrameKind.DATA, part) == Write(part, bytes(part.num_bytes(LAYOUT)), Codec.RAW, "float16")
     assert sender.send(FrameKind.COMMIT, payload=b"act") == Commit(b"act")
     assert sender.receiver.state == "committed"
 
@@ -159,23 +163,30 @@ def test_nothing_comes_after_the_end(kind: FrameKind, last: FrameKind) -> None:
         ({"range": KVRange(0, 3, 0, 2, 3, 11)}, InvalidRequest),
         ({"range": KVRange(0, 4, 0, 2, 4, 10)}, InvalidRequest),
         ({"range": KVRange(3, 0, 2, 0, 4, 10)}, InvalidRequest),
-        ({"codec": 9}, Incompatible),
+        ({"layout_fingerprint": replace(LAYOUT, dtype="bfloat16").fingerprint()}, InvalidRequest),
     ],
 )
 def test_bad_data_frames(fields: dict[str, object], error: type[HalfmoonError]) -> None:
     part = fields.get("range", WHOLE)
     assert isinstance(part, KVRange)
-    if "codec" in fields:
-        fields = {"codec": _OtherCodec()}
     with pytest.raises(error) as caught:
         opened().send(FrameKind.DATA, **{"part": part, **{k: v for k, v in fields.items() if k != "range"}})  # type: ignore[arg-type]
     assert type(caught.value) is error
 
 
-class _OtherCodec:
-    """A codec that a later release may have."""
-
-    name = "LATER"
+@pytest.mark.parametrize("codec", Codec)
+@pytest.mark.parametrize("dtype", get_args(KVDtype))
+def test_any_codec_and_dtype_is_written_if_the_size_is_exact(codec: Codec, dtype: KVDtype) -> None:
+    fingerprint = replace(LAYOUT, dtype=dtype).fingerprint()
+    part = KVRange(1, 3, 0, 1, 5, 7)
+    size = encoded_bytes(codec, part.shape(LAYOUT), dtype)
+    for wrong in (size - 1, size + 1):
+        sender = opened(layout_fingerprint=fingerprint)
+        with pytest.raises(InvalidRequest, match=f"in {codec.name} must hold {size} bytes, it holds {wrong}"):
+            sender.send(FrameKind.DATA, part, payload=bytes(wrong), codec=codec, layout_fingerprint=fingerprint)
+    sender = opened(layout_fingerprint=fingerprint)
+    effect = sender.send(FrameKind.DATA, part, payload=bytes(size), codec=codec, layout_fingerprint=fingerprint)
+    assert effect == Write(part, bytes(size), codec, dtype)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +223,18 @@ def test_answers_are_numbered_and_carry_the_transfers_name() -> None:
     assert decode_choice(answers[0].payload) == Choice("shm", (("nixl", "not here"),))
 
 
-def test_an_open_for_another_layout_is_incompatible() -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        KVLayout(4, 2, 2, "float16", 4),
+        KVLayout(3, 3, 2, "float16", 4),
+        KVLayout(3, 2, 3, "float16", 4),
+        KVLayout(3, 2, 2, "float16", 5),
+    ],
+)
+def test_an_open_for_another_layout_is_incompatible(layout: KVLayout) -> None:
     with pytest.raises(Incompatible, match="layouts differ"):
-        Sender(KVLayout(3, 2, 2, "float32", 4)).send(FrameKind.OPEN, WHOLE)
+        Sender(layout).send(FrameKind.OPEN, WHOLE)
 
 
 def test_a_shard_is_a_whole_transfer() -> None:

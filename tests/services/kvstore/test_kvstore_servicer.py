@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -22,6 +23,7 @@ from halfmoon.errors import (
     NotFound,
     Unavailable,
 )
+from halfmoon.kv.codec import Codec, encode
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES, Frame, FrameKind, KVRange, decode_frame, encode_frame, plan_frames
 from halfmoon.kv.layout import KVLayout
 from halfmoon.kv.negotiation import encode_open
@@ -250,6 +252,20 @@ async def test_a_commit_with_a_hole_is_data_loss() -> None:
                 await sender.commit(b"")
         await it.until_nothing_is_reserved()
         assert it.store.match([KEY]) == 0
+
+
+async def test_a_block_in_another_codec_or_dtype_is_refused() -> None:
+    other = replace(LAYOUT, dtype="bfloat16")
+    encoded = encode(Codec.INT8, np.zeros(whole_block(LAYOUT).shape(LAYOUT), np.uint32), "float32")
+    raw = bytes(whole_block(other).num_bytes(other))
+    for layout, payload, codec in ((LAYOUT, encoded, Codec.INT8), (other, raw, Codec.RAW)):
+        async with served() as it:
+            async with transfer_to(it.peer, layout, deadline_s=30, method=PUT) as sender:
+                await sender.open(whole_block(LAYOUT), body(LAYOUT))
+                await sender.data(whole_block(LAYOUT), payload, codec)
+                with pytest.raises(Incompatible, match="is raw and of its layout's dtype"):
+                    await sender.commit(b"")
+            await it.until_nothing_is_reserved()
 
 
 async def test_a_corrupted_block_is_data_loss_once_then_absent() -> None:
