@@ -83,12 +83,11 @@ class AsyncEngine:
 
     async def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
         """As `Engine.add`; `on_kv` hears on the loop, in order. If the wait is cancelled, so is the request."""
-        heard = None if on_kv is None else partial(self._tell, on_kv)
-        await self._call_or_cancel(partial(self.engine.add, request, heard), request.request_id)
+        await self._call_or_cancel(partial(self.engine.add, request, self._on_loop(on_kv)), request.request_id)
 
-    async def reserve(self, request: EngineRequest) -> None:
-        """As `Engine.reserve`. If the wait is cancelled, so is the reservation."""
-        await self._call_or_cancel(partial(self.engine.reserve, request), request.request_id)
+    async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
+        """As `Engine.reserve`; `on_kv` hears on the loop. If the wait is cancelled, so is the reservation."""
+        await self._call_or_cancel(partial(self.engine.reserve, request, self._on_loop(on_kv)), request.request_id)
 
     async def start(self, request_id: str, first_token_id: int) -> None:
         """As `Engine.start`."""
@@ -143,6 +142,10 @@ class AsyncEngine:
         return await self._copy(
             partial(self.engine.kv_read, request_id, layer_start, layer_end, token_start, num_tokens, out)
         )
+
+    def _on_loop(self, on_kv: OnKV | None) -> OnKV | None:
+        """What the engine's thread may call."""
+        return None if on_kv is None else partial(self._tell, on_kv)
 
     async def _copy(self, call: Callable[[], T]) -> T:
         if self._closed:

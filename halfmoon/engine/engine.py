@@ -106,10 +106,11 @@ class Engine:
             self._kv_watch.add(request.request_id, on_kv)
         self._scheduler.add(sequence)
 
-    def reserve(self, request: EngineRequest) -> None:
+    def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
         """Blocks for a request whose KV comes from another worker: `kv_write` it all, then `start`.
 
-        Raises InvalidRequest when it can never run here and NoCapacity when there is no room now.
+        `on_kv` hears, on this thread, when it is gone before it was started. Raises InvalidRequest when it can never
+        run here and NoCapacity when there is no room now.
         """
         sequence = self._admit(request)
         try:
@@ -117,6 +118,8 @@ class Engine:
         except NoCapacity as error:
             self._forget(sequence)
             raise NoCapacity(error.message, retry_after_ms=self._retry_after_ms()) from None
+        if on_kv is not None:
+            self._kv_watch.add(request.request_id, on_kv)
 
     def kv_write(
         self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int, payload: KVBytes
@@ -139,9 +142,9 @@ class Engine:
     ) -> memoryview:
         """Canonical KV bytes of a prefill-only request until its `release`, as far as they are written.
 
-        They are put into `out`, if given. May run on any thread, beside a step that computes the rest. Raises NotWritten
-        for what is not computed yet or, after a preemption, again; NotFound for a request that is not here (any more)
-        or not prefill-only, InvalidRequest for a wrong range.
+        They are put into `out`, if given. May run on any thread, beside a step that computes the rest. Raises
+        NotWritten for what is not computed yet or, after a preemption, again; NotFound for a request that is not here
+        (any more) or not prefill-only, InvalidRequest for a wrong range.
         """
         return self._kv.read(self._find(request_id), layer_start, layer_end, token_start, num_tokens, out)
 
@@ -154,6 +157,7 @@ class Engine:
         sequence = self._in_state(request_id, "reserved")
         self._limits.check_token_ids((first_token_id,), "first_token_id")
         self._scheduler.start(sequence, first_token_id)
+        self._kv_watch.forget(request_id)
         if sequence.finish_reason(self.checkpoint.eos_token_ids) is not None:
             self._remove(sequence)
             raise InvalidRequest("the first token ends the request; there is nothing to decode", param="first_token_id")

@@ -10,12 +10,14 @@ from contextlib import aclosing
 import grpc
 
 from halfmoon.engine.async_engine import AsyncEngine
-from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.errors import Cancelled, Incompatible, InvalidRequest
 from halfmoon.kv.frame import KVRange
+from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.receiver import Commit, Effect, Reserve, Write
 from halfmoon.pb import decode_pb2, decode_pb2_grpc, types_pb2
 from halfmoon.rpc.context import request_scope
 from halfmoon.rpc.transfer import KVIntake, parse_body
+from halfmoon.worker.beside import unless
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.state import WorkerState, now_s
 from halfmoon.worker.wire import request_from
@@ -67,8 +69,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """One KV transfer: reserve, write, start. Whatever ends it before the start frees the reservation."""
         reception = _Reception(self._engine, self._state)
         try:
-            answers = self._intake.receive(messages, self._state.layout, reception.act, self._lease_s)
-            async with aclosing(answers):
+            async with (
+                aclosing(unless(reception.gone, messages)) as kept,
+                aclosing(self._intake.receive(kept, self._state.layout, reception.act, self._lease_s)) as answers,
+            ):
                 async for answer in answers:
                     yield answer
         finally:
@@ -77,13 +81,17 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
 
 class _Reception:
-    """Owns one incoming transfer's reservation until the request runs."""
+    """Owns one incoming transfer's reservation until the request runs.
+
+    `gone` raises when somebody else freed it: whoever cancels the request here ends its transfer, too.
+    """
 
     def __init__(self, engine: AsyncEngine, state: WorkerState) -> None:
         self._engine = engine
         self._state = state
         self._generation = types_pb2.Generation()
         self._reserved = False
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.num_bytes = 0
 
     async def act(self, effect: Effect) -> None:
@@ -108,6 +116,8 @@ class _Reception:
 
     async def close(self) -> None:
         """Frees the reservation if the request never started."""
+        if not self.gone.cancel():
+            self.gone.exception()  # told already, or about to be told by whatever else ended the transfer
         if self._reserved:
             await self._engine.cancel(self._generation.request_id)
 
@@ -118,8 +128,13 @@ class _Reception:
         num_tokens = len(generation.prompt_token_ids) + len(generation.output_token_ids)
         if whole != KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens):
             raise Incompatible(f"a hand-over must cover all {num_tokens} tokens of all layers and heads, not {whole}")
-        await self._engine.reserve(request_from(generation, prefill_only=False, arrival_s=now_s()))
+        request = request_from(generation, prefill_only=False, arrival_s=now_s())
+        await self._engine.reserve(request, self._on_gone)
         self._generation, self._reserved = generation, True
+
+    def _on_gone(self, _: Written | None) -> None:
+        if not self.gone.done():
+            self.gone.set_exception(Cancelled("the request was cancelled while its KV was on its way here"))
 
     async def _start(self, first_token_id: int) -> None:
         request_id = self._generation.request_id
