@@ -22,9 +22,9 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
 from halfmoon.errors import Unavailable
-from halfmoon.kv.codec import Codec, decode
+from halfmoon.kv.codec import Codec, Shape, decode, encode
 from halfmoon.kv.frame_plan import Written
-from halfmoon.kv.layout import KVBytes, KVDtype
+from halfmoon.kv.layout import KVBytes, KVDtype, KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class AsyncEngine:
         `payload` must not change until this returns.
         """
         layout = self.engine.layout
-        shape = (layer_end - layer_start, 2, layout.num_kv_heads, num_tokens, layout.head_dim)
+        shape = _shape(layout, layer_end - layer_start, num_tokens)
 
         def write() -> None:
             values = decode(codec, payload, shape, dtype or layout.dtype, layout.dtype)
@@ -137,11 +137,20 @@ class AsyncEngine:
         token_start: int,
         num_tokens: int,
         out: memoryview | None = None,
+        codec: Codec = Codec.RAW,
     ) -> memoryview:
-        """As `Engine.kv_read`, beside the steps. If the wait is cancelled, `out` may still be written to."""
-        return await self._copy(
-            partial(self.engine.kv_read, request_id, layer_start, layer_end, token_start, num_tokens, out)
-        )
+        """As `Engine.kv_read`, beside the steps, encoded in `codec`. `out`, if given, has exactly the encoded size.
+
+        If the wait is cancelled, `out` may still be written to.
+        """
+        layout = self.engine.layout
+        shape = _shape(layout, layer_end - layer_start, num_tokens)
+        read = partial(self.engine.kv_read, request_id, layer_start, layer_end, token_start, num_tokens)
+
+        def read_encoded() -> memoryview:
+            return encode(codec, decode(Codec.RAW, read(), shape, layout.dtype), layout.dtype, out)
+
+        return await self._copy(partial(read, out) if codec is Codec.RAW else read_encoded)
 
     def _on_loop(self, on_kv: OnKV | None) -> OnKV | None:
         """What the engine's thread may call."""
@@ -261,3 +270,7 @@ def _resolve(answer: asyncio.Future[Any], result: Any, error: Exception | None) 
         answer.set_exception(error)
     else:
         answer.set_result(result)
+
+
+def _shape(layout: KVLayout, num_layers: int, num_tokens: int) -> Shape:
+    return (num_layers, 2, layout.num_kv_heads, num_tokens, layout.head_dim)

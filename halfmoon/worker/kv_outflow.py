@@ -7,6 +7,7 @@ import asyncio
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.kv_access import NotWritten
 from halfmoon.errors import Cancelled
+from halfmoon.kv.codec import Codec, encoded_bytes, gainful
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.frame_plan import FramePlan, Written
 from halfmoon.kv.layout import KVLayout
@@ -23,12 +24,19 @@ class KVOutflow:
     """
 
     def __init__(
-        self, engine: AsyncEngine, transfer: TransferSender, layout: KVLayout, request_id: str, num_tokens: int
+        self,
+        engine: AsyncEngine,
+        transfer: TransferSender,
+        layout: KVLayout,
+        request_id: str,
+        num_tokens: int,
+        codec: Codec,
     ) -> None:
         self._engine = engine
         self._transfer = transfer
         self._layout = layout
         self._request_id = request_id
+        self._codec = codec
         self._plan = FramePlan(layout, num_tokens)
         self._written: Written | None = Written()
         self._news = asyncio.Event()
@@ -62,19 +70,21 @@ class KVOutflow:
         return self._written
 
     async def _send(self, part: KVRange) -> None:
-        num_bytes = part.num_bytes(self._layout)
+        shape, dtype = part.shape(self._layout), self._layout.dtype
+        codec = gainful(self._codec, shape, dtype)
+        num_bytes = encoded_bytes(codec, shape, dtype)
         buffer = await self._transfer.buffer(num_bytes)
-        while not await self._gather(part, buffer):
+        while not await self._gather(part, buffer, codec):
             await self._newer()
-        await self._transfer.data(part, buffer)
+        await self._transfer.data(part, buffer, codec)
         self._plan.sent(part)
         self.num_bytes += num_bytes
 
-    async def _gather(self, part: KVRange, buffer: StagingBuffer) -> bool:
+    async def _gather(self, part: KVRange, buffer: StagingBuffer, codec: Codec) -> bool:
         """False when a preemption took the KV back; the engine tells when it is there again."""
         where = (part.layer_start, part.layer_end, part.token_start, part.num_tokens)
         try:
-            await self._engine.kv_read(self._request_id, *where, buffer.view)
+            await self._engine.kv_read(self._request_id, *where, buffer.view, codec)
         except NotWritten:
             return False
         return True

@@ -10,6 +10,7 @@ from contextlib import aclosing
 import grpc
 
 from halfmoon.engine.async_engine import AsyncEngine
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import KVRange
 from halfmoon.pb import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.rpc.transfer import TransferSender, transfer_to
@@ -20,6 +21,7 @@ from halfmoon.worker.kv_outflow import KVOutflow
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefilling import Prefilling
 from halfmoon.worker.state import WorkerState, now_s
+from halfmoon.worker.wire import codec_from
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         elif _tokens_left(request.generation) <= 1:
             events = self._first_only(request.generation)
         else:
-            events = self._hand_over(request.generation, request.decode_address)
+            events = self._hand_over(request.generation, request.decode_address, codec_from(request.kv_codec))
         async with aclosing(events):
             async for event in events:
                 yield event
@@ -60,7 +62,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             yield prefilling.event(await prefilling.first)
 
     async def _hand_over(
-        self, generation: types_pb2.Generation, address: str
+        self, generation: types_pb2.Generation, address: str, codec: Codec
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """Reserve there, compute here and send meanwhile, commit."""
         layout = self._state.layout
@@ -72,7 +74,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             async with transfer_to(link, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
                 await transfer.open(whole, body)
                 opened_s = now_s()
-                outflow = KVOutflow(self._engine, transfer, layout, generation.request_id, num_tokens)
+                outflow = KVOutflow(self._engine, transfer, layout, generation.request_id, num_tokens, codec)
                 async with (
                     Prefilling(self._engine, self._state, generation, on_kv=outflow.on_kv) as prefilling,
                     beside(_keep_lease(transfer)) as lease,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
+from halfmoon.errors import Incompatible
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.layout import KVLayout
 from halfmoon.pb import types_pb2 as pb
 
@@ -46,6 +48,14 @@ def request_from(message: pb.Generation, *, prefill_only: bool, arrival_s: float
         priority=message.priority,
         arrival_s=arrival_s,
     )
+
+
+def codec_from(number: int) -> Codec:
+    """The codec that a request names. Raises Incompatible for one of a later release."""
+    try:
+        return Codec(number)
+    except ValueError:
+        raise Incompatible(f"this worker does not know KV codec {number}", param="kv_codec") from None
 
 
 def token_message(output: TokenOutput) -> pb.Token:

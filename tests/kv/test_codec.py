@@ -213,6 +213,18 @@ def test_values_may_be_signed_and_need_not_be_contiguous(codec: Codec) -> None:
     assert bytes(encode(codec, part, "bfloat16")) == bytes(encode(codec, part.view(np.uint16).copy(), "bfloat16"))
 
 
+@pytest.mark.parametrize("codec", Codec)
+@pytest.mark.parametrize("offset", [0, 1])  # an odd address
+def test_a_payload_is_put_where_it_is_wanted(codec: Codec, offset: int) -> None:
+    bits = bits_of(np.random.default_rng(0).standard_normal((2, 2, 3, 20, 16)), "bfloat16")
+    expected = bytes(encode(codec, bits, "bfloat16"))
+    memory = bytearray(len(expected) + 2)
+    room = memoryview(memory)[offset : offset + len(expected)]
+    assert bytes(encode(codec, bits, "bfloat16", room)) == expected
+    assert memory == bytes(offset) + expected + bytes(2 - offset)
+    assert (decode(codec, room, bits.shape, "bfloat16") == decode(codec, expected, bits.shape, "bfloat16")).all()
+
+
 def test_ratios_of_a_known_model() -> None:
     shape = (30, 2, 3, 128, 64)  # SmolLM2-135M
     ratios = {

@@ -28,7 +28,7 @@ class _Quantiser(Protocol):
     """What the file of a codec offers; encodings do not depend on the dtype, so any may be decoded to."""
 
     def encoded_bytes(self, shape: Shape) -> int: ...
-    def encode(self, bits: Bits, dtype: KVDtype) -> memoryview: ...
+    def encode(self, bits: Bits, dtype: KVDtype, payload: NDArray[np.uint8]) -> None: ...
     def decode(self, payload: KVBytes, shape: Shape, dtype: KVDtype) -> Bits: ...
 
 
@@ -48,14 +48,24 @@ def gainful(codec: Codec, shape: Shape, dtype: KVDtype) -> Codec:
     return codec if smaller else Codec.RAW
 
 
-def encode(codec: Codec, values: NDArray[np.integer[Any]], dtype: KVDtype) -> memoryview:
-    """values: integers of the dtype's size, of any signedness, in canonical order and not empty."""
+def encode(codec: Codec, values: NDArray[np.integer[Any]], dtype: KVDtype, out: memoryview | None = None) -> memoryview:
+    """values: integers of the dtype's size, of any signedness, in canonical order and not empty.
+
+    Fills `out`, which has exactly `encoded_bytes`, or else new memory; RAW without `out` gives a view where it can.
+    """
     assert values.ndim == 5, "the canonical order"
     assert values.shape[1] == 2, "the canonical order"
     bits = np.ascontiguousarray(values).view(UNSIGNED[dtype])
-    if codec is Codec.RAW:
+    if codec is Codec.RAW and out is None:
         return bits.reshape(-1).view(np.uint8).data
-    return _QUANTISERS[codec].encode(bits, dtype)
+    num_bytes = encoded_bytes(codec, bits.shape, dtype)
+    payload = np.empty(num_bytes, np.uint8) if out is None else np.frombuffer(out, np.uint8)
+    assert payload.size == num_bytes, "a payload has no room to spare"
+    if codec is Codec.RAW:
+        np.copyto(payload, bits.reshape(-1).view(np.uint8))
+    else:
+        _QUANTISERS[codec].encode(bits, dtype, payload)
+    return payload.data
 
 
 def decode(codec: Codec, payload: KVBytes, shape: Shape, dtype: KVDtype, to: KVDtype | None = None) -> Bits:

@@ -45,10 +45,9 @@ def encoded_bytes(shape: tuple[int, ...]) -> int:
     return math.prod(shape) + math.prod(shape[:3])
 
 
-def encode(bits: Bits, dtype: KVDtype) -> memoryview:
-    """bits: [layers, 2, heads, tokens, head_dim]."""
+def encode(bits: Bits, dtype: KVDtype, payload: NDArray[np.uint8]) -> None:
+    """bits: [layers, 2, heads, tokens, head_dim]; payload: `encoded_bytes` of their shape, to be filled."""
     rows = bits.reshape(-1, bits.shape[-1])
-    payload = np.empty(encoded_bytes(bits.shape), np.uint8)
     codes = payload[: rows.size].reshape(rows.shape)
     largest = _largest(bits)
     exponents = _exponents(widened(np.minimum(largest, LARGEST_BITS[dtype]), dtype))  # [layers * 2 * heads]
@@ -60,7 +59,6 @@ def encode(bits: Bits, dtype: KVDtype) -> memoryview:
         widen_finite(rows[tile], dtype, numbers, largest.max())
         np.multiply(numbers, factors[tile, None], out=numbers)
         _to_e4m3(numbers, codes[tile], scratch.words(numbers.shape))
-    return payload.data
 
 
 def decode(payload: KVBytes, shape: tuple[int, ...], dtype: KVDtype) -> Bits:

@@ -57,9 +57,8 @@ def encoded_bytes(shape: tuple[int, ...]) -> int:
     return math.prod(shape) // 2 + sum(2 * math.prod(_params_shape(shape, which)) for which in _GROUPED_AXIS)
 
 
-def encode(bits: Bits, dtype: KVDtype) -> memoryview:
-    """bits: [layers, 2, heads, tokens, head_dim]."""
-    payload = np.empty(encoded_bytes(bits.shape), np.uint8)
+def encode(bits: Bits, dtype: KVDtype, payload: NDArray[np.uint8]) -> None:
+    """bits: [layers, 2, heads, tokens, head_dim]; payload: `encoded_bytes` of their shape, to be filled."""
     parts = _parts(payload, bits.shape)
     half = math.prod(bits.shape[2:])
     scratch = Scratch(len(bits), half)
@@ -70,7 +69,6 @@ def encode(bits: Bits, dtype: KVDtype) -> memoryview:
         _quantise(bits[layers, _VALUES], dtype, _VALUES, high, parts.params[_VALUES][:, layers], scratch)
         np.left_shift(high, 4, out=high)
         np.bitwise_or(codes, high, out=codes)
-    return payload.data
 
 
 def decode(payload: KVBytes, shape: tuple[int, ...], dtype: KVDtype) -> Bits:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from halfmoon.kv.codec.floats import (
     LARGEST_BITS,
@@ -38,10 +39,9 @@ def encoded_bytes(shape: tuple[int, ...]) -> int:
     return math.prod(shape) + 2 * math.prod(shape[:-1])
 
 
-def encode(bits: Bits, dtype: KVDtype) -> memoryview:
-    """bits: [..., head_dim]."""
+def encode(bits: Bits, dtype: KVDtype, payload: NDArray[np.uint8]) -> None:
+    """bits: [..., head_dim]; payload: `encoded_bytes` of their shape, to be filled."""
     rows = bits.reshape(-1, bits.shape[-1])
-    payload = np.empty(encoded_bytes(bits.shape), np.uint8)
     codes = payload[: rows.size].view(np.int8).reshape(rows.shape)
     scales = payload[rows.size :].view("<u2")  # [num_rows]
     scratch = Scratch(*rows.shape)
@@ -55,7 +55,6 @@ def encode(bits: Bits, dtype: KVDtype) -> memoryview:
         np.multiply(numbers, (1 / widened(scales[tile], "bfloat16"))[:, None], out=numbers)
         np.rint(numbers, out=numbers)
         np.copyto(codes[tile], numbers, casting="unsafe")
-    return payload.data
 
 
 def decode(payload: KVBytes, shape: tuple[int, ...], dtype: KVDtype) -> Bits:
