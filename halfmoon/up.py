@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, UnknownModel, leaf_errors
+from halfmoon.gpus import GPUShares, visible_gpus
 from halfmoon.supervisor import Child, ServiceSpec, Supervisor, children_ready
 
 _HEALTH_POLL_S = 0.1
@@ -137,11 +138,14 @@ def _other_specs(options: UpOptions, model: _Model, cluster: str) -> list[Servic
         ServiceSpec("planner", ("-m", "services.planner"), {}, restarts=True),
     ]
     counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
-    for role, count in counts.items():
+    workers = [(role, index) for role, count in counts.items() for index in range(count)]
+    gpus = GPUShares(visible_gpus() if options.device != "cpu" else (), len(workers))
+    for place, (role, index) in enumerate(workers):
         module = "services.decode" if role == "decode" else "services.prefill"
-        for index in range(count):
-            arguments = ("-m", module, "--role", role, *common, *state)
-            specs.append(ServiceSpec(f"{role}-{index}", arguments, environment, restarts=True))
+        arguments = ("-m", module, "--role", role, *common, *state, *gpus.arguments(place))
+        specs.append(
+            ServiceSpec(f"{role}-{index}", arguments, {**environment, **gpus.environment(place)}, restarts=True)
+        )
     if options.console and find_spec("streamlit") is not None:
         specs.append(_console_spec(options))
     return specs

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -14,10 +12,6 @@ from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import Incompatible
 
 Kernels = Literal["torch", "native", "triton"]  # whose code computes what lies between matrix products
-
-_MEMINFO = Path("/proc/meminfo")  # on Linux
-_MAX_DEFAULT_KV_BYTES = 2 << 30
-_DEFAULT_KV_SHARE = 8  # of the free memory; two workers and the weights must fit on a laptop
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +21,8 @@ class EngineConfig:
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     block_tokens: int = 64
-    kv_memory_bytes: int | None = None  # None: an eighth of the free memory, at most 2 GiB
+    kv_memory_bytes: int | None = None  # of each rank, on a CPU of all; None: by `memory.py`
+    gpu_memory_utilization: float = 0.9  # the share of a GPU for weights, KV and steps, where kv_memory_bytes is None
     num_blocks: int | None = None  # overrides kv_memory_bytes
     max_batch_tokens: int | None = None  # of one step; None: 512 on a CPU, which that keeps busy, else 2048
     chunk_tokens: int | None = None  # of prefill in a step that also decodes; None: 128 on a CPU, else 512
@@ -54,6 +49,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise Incompatible(f"engine: {name} must be at least 1, got {value}", param=name)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise Incompatible(
+                f"engine: gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}",
+                param="gpu_memory_utilization",
+            )
         if self.step_tokens <= self.max_running:
             raise Incompatible(
                 f"engine: max_batch_tokens ({self.step_tokens}) must exceed max_running ({self.max_running})",
@@ -117,23 +117,3 @@ class EngineStats:
     num_reserved: int
     num_held: int
     num_waiting_tokens: int  # not computed yet, of waiting and running requests
-
-
-def kv_budget_bytes(config: EngineConfig) -> int:
-    """Bytes of KV memory: the configured ones, or a share of the free memory."""
-    if config.kv_memory_bytes is not None:
-        return config.kv_memory_bytes
-    return min(_free_memory_bytes() // _DEFAULT_KV_SHARE, _MAX_DEFAULT_KV_BYTES)
-
-
-def _free_memory_bytes() -> int:
-    """What new memory can come from, the page cache included where the system tells (sysconf counts it as used)."""
-    if _MEMINFO.is_file():
-        for line in _MEMINFO.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                return int(value.split()[0]) << 10
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # no such names on this system
-        return 4 << 30

@@ -13,11 +13,12 @@ import torch
 
 from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.checkpoint import Checkpoint
-from halfmoon.engine.config import EngineConfig, EngineStats, StepResult, kv_budget_bytes
+from halfmoon.engine.config import EngineConfig, EngineStats, StepResult
 from halfmoon.engine.device_path import capture_decode, choose_path
 from halfmoon.engine.kv_access import KVAccess, KVMemory
 from halfmoon.engine.kv_arena import KVArena
 from halfmoon.engine.kv_watch import KVWatch, OnKV
+from halfmoon.engine.memory import kv_budget_bytes
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import build_model
 from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_weights
@@ -81,11 +82,12 @@ class Engine:
 
     def _one_device(self, on_progress: Progress | None) -> tuple[ModelRunner, KVArena]:
         config, dtype = self.config, _DTYPES[self.layout.dtype]
-        num_blocks = config.num_blocks or kv_budget_bytes(config) // self.layout.block_bytes
+        model_config = self.checkpoint.model_config
+        num_blocks = config.num_blocks or kv_budget_bytes(config, model_config, dtype) // self.layout.block_bytes
         if num_blocks < 1:
             raise Incompatible(f"the KV memory does not hold one block of {self.layout.block_bytes} bytes")
-        path = choose_path(config, self.checkpoint.model_config, dtype, self._most_tokens)
-        model = build_model(self.checkpoint.model_config, dtype, config.device, path.layer_ops)
+        path = choose_path(config, model_config, dtype, self._most_tokens)
+        model = build_model(model_config, dtype, config.device, path.layer_ops)
         if config.weights == "dummy":
             fill_dummy_weights(model)
         else:

@@ -131,6 +131,7 @@ def _load_engine(settings: WorkerSettings) -> Engine:
         weights=settings.weights,
         block_tokens=settings.block_tokens,
         kv_memory_bytes=None if settings.kv_memory is None else int(settings.kv_memory),
+        gpu_memory_utilization=settings.gpu_memory_utilization,
         max_batch_tokens=settings.max_batch_tokens,
         chunk_tokens=settings.chunk_tokens,
         max_running=settings.max_running,

@@ -27,12 +27,16 @@ class WorkerSettings(BaseSettings):
     kv_memory: ByteSize | None = Field(
         None, description="memory for KV blocks, such as 2GiB; default: what is sensible"
     )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of a GPU that this worker takes, where --kv-memory is not given"
+    )
     max_batch_tokens: int | None = Field(None, ge=2, description="tokens in one forward pass; default: by device")
     chunk_tokens: int | None = Field(None, ge=1, description="prompt tokens beside running decodes; default: by device")
     max_running: int = Field(64, ge=1, description="sequences in one batch")
     max_context_tokens: int | None = Field(None, ge=1, description="limit on prompt + output; default: the model's")
-    attention: Literal["auto", "sdpa", "triton"] = Field(
-        "auto", description="'triton': our kernels, for CUDA; 'sdpa': plain torch; 'auto': by device"
+    attention: Literal["auto", "sdpa", "native", "triton"] = Field(
+        "auto",
+        description="'triton': our kernels for CUDA; 'native': those for CPUs; 'sdpa': torch's; 'auto': by device",
     )
     cuda_graphs: bool = Field(True, description="on a GPU, capture decode steps at start")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine, of each of its ranks")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
-from halfmoon.engine.config import EngineConfig, kv_budget_bytes
+from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
 from halfmoon.engine.sampler import ERROR_TOKEN_ID, SampledToken
@@ -412,16 +412,6 @@ def test_the_context_is_what_the_memory_holds(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=3)
     engine.add(request(length=20, max_tokens=300, prefill_only=True))  # only the prompt has to fit here
     assert len(finish(engine)) == 1
-
-
-def test_free_memory_is_what_the_system_can_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 9000000 kB\nMemFree: 1000 kB\nMemAvailable:    8000 kB\n")
-    monkeypatch.setattr("halfmoon.engine.config._MEMINFO", meminfo)
-    assert kv_budget_bytes(EngineConfig()) == 1000 << 10
-    monkeypatch.setattr("halfmoon.engine.config._MEMINFO", tmp_path / "absent")
-    assert kv_budget_bytes(EngineConfig()) > 0
-    assert kv_budget_bytes(EngineConfig(kv_memory_bytes=77)) == 77
 
 
 def test_max_context_tokens_caps_the_model(make_engine: MakeEngine) -> None:

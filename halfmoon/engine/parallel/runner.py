@@ -14,8 +14,10 @@ import torch
 
 from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.chunk import chunk_of
-from halfmoon.engine.config import EngineConfig, kv_budget_bytes
+from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.kv_watch import LayerWatch
+from halfmoon.engine.memory import kv_budget_bytes
+from halfmoon.engine.model_config import ModelConfig
 from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.parallel.followers import Followers, OnFailure
 from halfmoon.engine.parallel.grid import Grid
@@ -41,7 +43,7 @@ class ParallelRunner:
         self._grid = grid
         shards = [grid.shard(model_config, rank) for rank in grid.ranks]
         readable = [grid.is_first_holder(model_config, rank) for rank in grid.ranks]
-        self.num_blocks = config.num_blocks or _num_blocks(config, shards, layout)
+        self.num_blocks = config.num_blocks or _num_blocks(config, model_config, shards, layout)
         config = replace(
             config,
             dtype=layout.dtype,
@@ -152,13 +154,10 @@ def _rank_0(
     return Rank(checkpoint, config, grid, 0, Links(store, grid, 0, rank_device(config.device, 0)), on_progress)
 
 
-def _num_blocks(config: EngineConfig, shards: Sequence[Shard], layout: KVLayout) -> int:
-    """As many as the rank with the largest shard can hold. On a CPU the ranks share the memory, else each has its own.
-
-    Raises Incompatible when there is no room for one.
-    """
+def _num_blocks(config: EngineConfig, model: ModelConfig, shards: Sequence[Shard], layout: KVLayout) -> int:
+    """As many as the rank with the largest shard can hold. Raises Incompatible when there is no room for one."""
     block_bytes = max(shard_layout(layout, shard).block_bytes for shard in shards)
-    budget = kv_budget_bytes(config) // (len(shards) if config.device == "cpu" else 1)
+    budget = kv_budget_bytes(config, model, getattr(torch, layout.dtype))
     if budget < block_bytes:
         raise Incompatible(f"the KV memory of a rank does not hold one block of {block_bytes} bytes")
     return budget // block_bytes

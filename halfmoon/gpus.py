@@ -1,0 +1,46 @@
+"""Which GPU each worker of one host computes on, and how much of it. No torch: the workers alone load it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_UTILIZATION = 0.9  # of a GPU, by all its workers
+_QUERY = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
+_TIMEOUT_S = 20
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Names of this host's GPUs, as CUDA_VISIBLE_DEVICES takes them: those that it allows already, else all."""
+    named = environment.get(_VISIBLE)
+    if named is not None:
+        names = [name.strip() for name in named.split(",")]
+        return tuple(names[: next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))])
+    try:
+        said = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):  # no driver, no GPU
+        return ()
+    return tuple(line.strip() for line in said.splitlines() if line.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class GPUShares:
+    """`num_workers` on `gpus` in turns; those that meet on one share its memory."""
+
+    gpus: tuple[str, ...]
+    num_workers: int
+
+    def environment(self, worker: int) -> dict[str, str]:
+        """What lets one worker see its GPU alone."""
+        return {_VISIBLE: self.gpus[worker % len(self.gpus)]} if self.gpus else {}
+
+    def arguments(self, worker: int) -> tuple[str, ...]:
+        """Its share of that GPU's memory, unless it has all of it."""
+        if not self.gpus:
+            return ()
+        here = worker % len(self.gpus)
+        num_sharing = sum(1 for other in range(self.num_workers) if other % len(self.gpus) == here)
+        return () if num_sharing == 1 else ("--gpu-memory-utilization", f"{_UTILIZATION / num_sharing:.3f}")
