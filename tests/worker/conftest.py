@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,11 @@ from halfmoon.worker.state import WorkerState
 class RunningWorker:
     """A worker as its peers see it, and its inside for the test to look at."""
 
-    def __init__(self, engine: Engine, state: WorkerState, peer: Peer) -> None:
-        self.engine = engine
+    def __init__(self, async_engine: AsyncEngine, state: WorkerState, metrics: WorkerMetrics, peer: Peer) -> None:
+        self.async_engine = async_engine
+        self.engine = async_engine.engine
         self.state = state
+        self.metrics = metrics
         self.peer = peer
         self.prefill = prefill_pb2_grpc.PrefillStub(peer.channel)
         self.decode = decode_pb2_grpc.DecodeStub(peer.channel)
@@ -65,11 +68,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture
 async def start_worker(tiny: Checkpoint) -> AsyncIterator[Callable[..., object]]:
-    """`await start_worker(role, num_blocks=…, lease_s=…)` gives a running worker; all stop with the test."""
+    """`await start_worker(role, lease_s=…, num_blocks=…)` gives a running worker; all stop with the test.
+
+    What is not named here is the engine's.
+    """
     async with AsyncExitStack() as stack:
 
-        async def start(role: str, num_blocks: int = 32, lease_s: float = 10.0, max_running: int = 64) -> RunningWorker:
-            return await stack.enter_async_context(_worker(tiny, role, num_blocks, lease_s, max_running))
+        async def start(role: str, lease_s: float = 10.0, **options: Any) -> RunningWorker:
+            settings: dict[str, Any] = {"dtype": "float32", "block_tokens": 8, "num_blocks": 32, **options}
+            return await stack.enter_async_context(_worker(Engine(tiny, EngineConfig(**settings)), role, lease_s))
 
         yield start
 
@@ -78,18 +85,13 @@ _numbers = itertools.count()
 
 
 @asynccontextmanager
-async def _worker(
-    checkpoint: Checkpoint, role: str, num_blocks: int, lease_s: float, max_running: int
-) -> AsyncIterator[RunningWorker]:
-    engine = Engine(
-        checkpoint, EngineConfig(dtype="float32", block_tokens=8, num_blocks=num_blocks, max_running=max_running)
-    )
+async def _worker(engine: Engine, role: str, lease_s: float) -> AsyncIterator[RunningWorker]:
     metrics = WorkerMetrics()
     identity = gateway_pb2.WorkerIdentity(
         worker_id=f"{role}-{next(_numbers)}",
         role=types_pb2.Role.Value(role.upper()),
         model="tiny",
-        model_fingerprint=checkpoint.fingerprint,
+        model_fingerprint=engine.checkpoint.fingerprint,
     )
     state = WorkerState(identity, engine.layout, metrics)
     async with AsyncEngine(engine, state.on_step) as async_engine:
@@ -100,7 +102,7 @@ async def _worker(
             running_server("127.0.0.1:0", services, metrics.rpc, grace_s=0) as server,
             Peer(f"127.0.0.1:{server.port}") as peer,
         ):
-            yield RunningWorker(engine, state, peer)
+            yield RunningWorker(async_engine, state, metrics, peer)
         await prefill.close()
         decode.close()
     engine.check_integrity()
