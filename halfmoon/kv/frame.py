@@ -51,7 +51,7 @@ class FrameKind(IntEnum):
     ABORT = 5  # the sender gives up
     ACCEPT = 6  # the reservation stands; body: see kv.negotiation
     DONE = 7  # the commit took effect
-    CREDIT = 8  # a DATA frame was consumed, its room can be used again; body: its sequence number
+    CREDIT = 8  # DATA frames were consumed, their room can be used again; body: their sequence numbers
 
 
 @dataclass(frozen=True, slots=True)

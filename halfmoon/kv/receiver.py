@@ -5,7 +5,7 @@ the table below; a frame that it does not allow is the sender's error and ends t
 
     state      OPEN      RENEW   DATA    COMMIT                 ABORT   what it answers
     fresh      opened    -       -       -                      -
-    opened     -         opened  opened  committed, if covered  closed  ACCEPT, once; CREDIT, once a DATA frame
+    opened     -         opened  opened  committed, if covered  closed  ACCEPT, once; CREDIT, for each DATA once
     committed  -         -       -       -                      -       DONE, once
 
 The sender's side of the same law is `kv.sender`.
@@ -21,7 +21,7 @@ from halfmoon.kv.codec import Codec, encoded_bytes
 from halfmoon.kv.frame import Frame, FrameKind, KVRange
 from halfmoon.kv.layout import KVBytes, KVDtype, KVLayout
 from halfmoon.kv.negotiation import Choice, Offer, decode_open, encode_choice
-from halfmoon.kv.sender import CREDIT_BODY
+from halfmoon.kv.sender import credit_body
 
 State = Literal["fresh", "opened", "committed", "closed"]
 
@@ -121,10 +121,10 @@ class TransferReceiver:
         assert self.state == "opened"
         return self._answer(FrameKind.ACCEPT, encode_choice(choice))
 
-    def credit(self, sequence: int) -> Frame:
-        """The answer to DATA frame `sequence`: its payload is not looked at any more."""
+    def credit(self, *sequences: int) -> Frame:
+        """The answer to DATA frames of these numbers: their payloads are not looked at any more."""
         assert self.state in ("opened", "committed")
-        return self._answer(FrameKind.CREDIT, CREDIT_BODY.pack(sequence))
+        return self._answer(FrameKind.CREDIT, credit_body(sequences))
 
     def done(self) -> Frame:
         """The answer to COMMIT, after it took effect."""

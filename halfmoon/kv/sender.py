@@ -6,14 +6,15 @@ does not allow is the receiver's error and ends the transfer.
     state       ACCEPT  CREDIT                       DONE                       the sender may
     fresh       -       -                            -                          open
     opening     opened  -                            -                          renew
-    opened      -       opened, of an uncredited     -                          renew, data, commit
-    committing  -       committing, of an uncredited done, if all is credited   -
+    opened      -       opened, of uncredited ones   -                          renew, data, commit
+    committing  -       committing, as above         done, if all is credited   -
     done        -       -                            -                          -
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import Literal
 
 from halfmoon.errors import DataLoss, Incompatible, InvalidRequest
@@ -23,7 +24,7 @@ from halfmoon.kv.layout import KVBytes, KVLayout
 
 State = Literal["fresh", "opening", "opened", "committing", "done"]
 
-CREDIT_BODY = struct.Struct("<I")  # the sequence number of the frame that was consumed
+_CREDITED = struct.Struct("<I")  # a CREDIT's body: the sequence numbers of the frames that were consumed
 
 _ANSWERS: dict[State, frozenset[FrameKind]] = {
     "fresh": frozenset(),
@@ -32,6 +33,11 @@ _ANSWERS: dict[State, frozenset[FrameKind]] = {
     "committing": frozenset({FrameKind.CREDIT, FrameKind.DONE}),
     "done": frozenset(),
 }
+
+
+def credit_body(sequences: Iterable[int]) -> bytes:
+    """The payload of CREDIT."""
+    return b"".join(_CREDITED.pack(sequence) for sequence in sequences)
 
 
 class TransferSending:
@@ -68,8 +74,8 @@ class TransferSending:
         self.state = "committing"
         return self._frame(FrameKind.COMMIT, payload=body)
 
-    def handle(self, answer: Frame) -> int | None:
-        """Takes an answer; for a CREDIT the number of the frame that it is for.
+    def handle(self, answer: Frame) -> list[int]:
+        """Takes an answer; gives the numbers of the frames that it credits.
 
         Raises Incompatible against the table, InvalidRequest for another transfer or an unknown frame, DataLoss when
         an answer is missing.
@@ -90,16 +96,17 @@ class TransferSending:
                 if self._uncredited:
                     raise Incompatible(f"the receiver is done without having taken {len(self._uncredited)} frames")
                 self.state = "done"
-        return None
+        return []
 
-    def _credited(self, body: KVBytes) -> int:
-        if memoryview(body).nbytes != CREDIT_BODY.size:
-            raise InvalidRequest("a CREDIT frame names one frame")
-        sequence: int = CREDIT_BODY.unpack(body)[0]
-        if sequence not in self._uncredited:
-            raise InvalidRequest(f"credit for frame {sequence}, which is not under way")
-        self._uncredited.remove(sequence)
-        return sequence
+    def _credited(self, body: KVBytes) -> list[int]:
+        if not body or memoryview(body).nbytes % _CREDITED.size:
+            raise InvalidRequest("the body of a CREDIT frame is no list of frames")
+        sequences = [sequence for (sequence,) in _CREDITED.iter_unpack(body)]
+        for sequence in sequences:
+            if sequence not in self._uncredited:
+                raise InvalidRequest(f"credit for frame {sequence}, which is not under way")
+            self._uncredited.remove(sequence)
+        return sequences
 
     def _frame(
         self, kind: FrameKind, part: KVRange | None = None, payload: KVBytes = b"", codec: Codec = Codec.RAW

@@ -13,7 +13,7 @@ from halfmoon.kv.frame import Frame, FrameKind, KVRange
 from halfmoon.kv.layout import KVLayout
 from halfmoon.kv.negotiation import Choice, encode_open
 from halfmoon.kv.receiver import TransferReceiver
-from halfmoon.kv.sender import CREDIT_BODY, TransferSending
+from halfmoon.kv.sender import TransferSending, credit_body
 
 LAYOUT = KVLayout(4, 2, 2, "float16", 4)
 WHOLE = KVRange(0, 4, 0, 2, 0, 4)
@@ -33,7 +33,7 @@ class Ends:
 
     def open(self) -> None:
         self.send(self.sending.open(WHOLE, encode_open((), b"")))
-        assert self.sending.handle(self.receiver.accept(Choice("grpc"))) is None
+        assert self.sending.handle(self.receiver.accept(Choice("grpc"))) == []
 
     def layer(self, layer: int) -> Frame:
         part = KVRange(layer, layer + 1, 0, 2, 0, 4)
@@ -49,11 +49,11 @@ def test_credits_may_come_in_any_order(sent: list[int], credited: list[int]) -> 
     ends.open()
     numbers = [ends.layer(layer).sequence for layer in sent]
     for index in credited[:2]:
-        assert ends.sending.handle(ends.receiver.credit(numbers[index])) == numbers[index]
+        assert ends.sending.handle(ends.receiver.credit(numbers[index])) == [numbers[index]]
     ends.send(ends.sending.commit(b"act"))
-    for index in credited[2:]:
-        assert ends.sending.handle(ends.receiver.credit(numbers[index])) == numbers[index]
-    assert ends.sending.handle(ends.receiver.done()) is None
+    rest = [numbers[index] for index in credited[2:]]
+    assert ends.sending.handle(ends.receiver.credit(*rest)) == rest
+    assert ends.sending.handle(ends.receiver.done()) == []
     assert ends.sending.state == "done"
 
 
@@ -74,8 +74,10 @@ def test_done_needs_every_credit() -> None:
         (FrameKind.DONE, 1, b"", Incompatible),
         (FrameKind.DATA, 1, b"", Incompatible),
         (FrameKind.CREDIT, 1, b"", InvalidRequest),
-        (FrameKind.CREDIT, 1, CREDIT_BODY.pack(9), InvalidRequest),
-        (FrameKind.CREDIT, 2, CREDIT_BODY.pack(1), DataLoss),
+        (FrameKind.CREDIT, 1, b"12345", InvalidRequest),
+        (FrameKind.CREDIT, 1, credit_body([1, 1]), InvalidRequest),
+        (FrameKind.CREDIT, 1, credit_body([9]), InvalidRequest),
+        (FrameKind.CREDIT, 2, credit_body([1]), DataLoss),
     ],
 )
 def test_bad_answers(kind: FrameKind, sequence: int, payload: bytes, error: type[HalfmoonError]) -> None:

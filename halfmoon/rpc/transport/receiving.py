@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from halfmoon.errors import DeadlineExceeded, HalfmoonError, Incompatible, InvalidRequest, Unavailable
-from halfmoon.kv.frame import Elsewhere, Frame, decode_message, encode_frame
+from halfmoon.kv.frame import Elsewhere, Frame, FrameKind, decode_message, encode_frame
 from halfmoon.kv.layout import KVBytes, KVLayout
 from halfmoon.kv.negotiation import INLINE, Choice, Offer
 from halfmoon.kv.receiver import Commit, Effect, Reserve, TransferReceiver, Write
@@ -18,6 +18,9 @@ from halfmoon.rpc.transport.protocol import Inlet, Source
 from halfmoon.rpc.transport.shm import SharedMemoryInlet
 
 Body = TypeVar("Body", bound=Message)
+
+
+_CREDIT_BYTES = 2 << 20  # a message costs as much as copying some hundred KiB, so credits are collected
 
 
 class KVIntake:
@@ -41,24 +44,33 @@ class KVIntake:
         """
         receiver = TransferReceiver(layout)
         source: Source | None = None
+        consumed: list[int] = []  # not credited yet
+        consumed_bytes = 0
         mine = b""
+        reading = _Reading(messages, lease_s)
         try:
-            while (message := await next_message(messages, lease_s)) is not None:
+            while (message := await reading.next()) is not None:
                 frame = await _whole(decode_message(message), source)
                 effect = receiver.handle(frame)
                 if isinstance(effect, Reserve):
                     mine = self._begin(frame.transfer_id)
                 if effect is not None:
                     await act(effect)
-                match effect:
-                    case Reserve():
-                        choice, source = await self._choose(effect.offers)
-                        yield encode_frame(receiver.accept(choice))
-                    case Write():
-                        yield encode_frame(receiver.credit(frame.sequence))
-                    case Commit():
-                        yield encode_frame(receiver.done())
+                if isinstance(effect, Write):
+                    consumed.append(frame.sequence)
+                    consumed_bytes += memoryview(frame.payload).nbytes
+                if consumed and (
+                    not reading.has_next or consumed_bytes >= _CREDIT_BYTES or frame.kind is FrameKind.COMMIT
+                ):
+                    yield encode_frame(receiver.credit(*consumed))
+                    consumed, consumed_bytes = [], 0
+                if isinstance(effect, Reserve):
+                    choice, source = await self._choose(effect.offers)
+                    yield encode_frame(receiver.accept(choice))
+                elif isinstance(effect, Commit):
+                    yield encode_frame(receiver.done())
         finally:
+            reading.close()
             self._running.discard(mine)
 
     def close(self) -> None:
@@ -89,6 +101,36 @@ class KVIntake:
         return Choice(INLINE, tuple(declined)), None
 
 
+class _Reading:
+    """Owns the next message's arrival, which is waited for while the one before is worked on."""
+
+    def __init__(self, messages: AsyncIterator[bytes], lease_s: float) -> None:
+        self._messages = messages
+        self._lease_s = lease_s
+        self._next = asyncio.ensure_future(next_message(messages, None))
+
+    @property
+    def has_next(self) -> bool:
+        """Whether the next message, or the end, is here already."""
+        return self._next.done()
+
+    async def next(self) -> bytes | None:
+        """The next message, None after the last. Raises DeadlineExceeded after `lease_s` of silence."""
+        if not self._next.done():
+            await asyncio.wait({self._next}, timeout=self._lease_s)
+        if not self._next.done():
+            raise DeadlineExceeded(f"the sender was silent for {self._lease_s:g} s: its reservation expired")
+        message = self._next.result()
+        if message is not None:
+            self._next = asyncio.ensure_future(next_message(self._messages, None))
+        return message
+
+    def close(self) -> None:
+        """Waits no more."""
+        if not self._next.cancel() and not self._next.cancelled():
+            self._next.exception()  # a broken stream is no news any more
+
+
 async def _whole(frame: Frame | Elsewhere, source: Source | None) -> Frame:
     if isinstance(frame, Frame):
         return frame
@@ -97,8 +139,8 @@ async def _whole(frame: Frame | Elsewhere, source: Source | None) -> Frame:
     return frame.with_payload(await source.fetch(frame.reference, frame.payload_bytes))
 
 
-async def next_message(messages: AsyncIterator[bytes], lease_s: float) -> bytes | None:
-    """The sender's next message, None after its last. Raises DeadlineExceeded after `lease_s` of silence."""
+async def next_message(messages: AsyncIterator[bytes], lease_s: float | None) -> bytes | None:
+    """The sender's next message, None after its last. Raises DeadlineExceeded after `lease_s` of silence, if any."""
     try:
         async with asyncio.timeout(lease_s):
             return await anext(messages)

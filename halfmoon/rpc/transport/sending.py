@@ -210,12 +210,12 @@ class TransferSender:
     def _hear(self, answer: Frame) -> None:
         credited = self._machine.handle(answer)
         self._num_answers += 1
-        if credited is None:
+        if not credited:
             self._answered.set_result(answer)
-            return
-        buffer, num_bytes = self._under_way.pop(credited)
-        self._link.estimator.consumed(num_bytes, self._loop.time())
-        self._settle(buffer)
+        for sequence in credited:
+            buffer, num_bytes = self._under_way.pop(sequence)
+            self._link.estimator.consumed(num_bytes, self._loop.time())
+            self._settle(buffer)
 
     async def _failure(self) -> HalfmoonError:
         code = await self._call.code()

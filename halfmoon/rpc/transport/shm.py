@@ -97,7 +97,12 @@ class SharedMemoryInlet:
         if name not in self._segments:
             if host != host_id():
                 raise Incompatible("the two ends are on different hosts or network namespaces")
-            memory, connection = await asyncio.to_thread(receive_segment, name)
+            joining = asyncio.create_task(asyncio.to_thread(receive_segment, name))
+            try:
+                memory, connection = await asyncio.shield(joining)
+            except asyncio.CancelledError:
+                joining.add_done_callback(_leave)  # the thread cannot be stopped
+                raise
             if name in self._segments:  # two transfers joined at once
                 connection.close()
             else:
@@ -116,3 +121,9 @@ class SharedMemoryInlet:
         _, connection = self._segments.pop(name)
         asyncio.get_running_loop().remove_reader(connection)
         connection.close()
+
+
+def _leave(joining: asyncio.Task[tuple[memoryview, socket.socket]]) -> None:
+    """Nobody wants the segment any more."""
+    if not joining.cancelled() and joining.exception() is None:
+        joining.result()[1].close()

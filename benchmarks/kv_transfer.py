@@ -1,0 +1,187 @@
+"""KV transfers between two processes, beside one plain memcpy of the same bytes.
+
+    python -m benchmarks.kv_transfer                  # transports x chunk sizes x codecs, then a real hand-over
+    python -m benchmarks.kv_transfer --no-handover --transports grpc shm --chunks 1024 --repeat 9
+    python -m benchmarks.kv_transfer --mbps 50 --delay-ms 5 --transports grpc
+
+One transfer is the KV of `--tokens` tokens of the demo model (30 layers, 3 KV heads of 64, bfloat16), gathered layer by
+layer into staging buffers and written to other memory by the receiver, a process of its own. GB/s are of KV as it is in
+memory, whatever the codec makes of it; CPU seconds are of both processes. The hand-over is a real prefill worker and a
+real decode worker: exposed time is from the first token, which ends the prefill, to the decode worker's DONE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import sys
+import time
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
+
+from halfmoon.kv.codec import Codec, decode, encode
+from halfmoon.kv.frame import KVRange
+from halfmoon.kv.frame_plan import plan_frames
+from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.receiver import Effect, Write
+from halfmoon.rpc.metrics import RpcMetrics
+from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.server import run_service, running_server
+from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, KVIntake, TransferSender, raw_service, transfer_to
+from halfmoon.rpc.transport.link import KVLink, LinkSettings
+
+LAYOUT = KVLayout(30, 3, 64, "bfloat16", 64)
+_RECEIVER = "receiver"  # how this file is told to be the other process
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One line of the table, medians over the repeats."""
+
+    seconds: float
+    cpu_s: float  # of both processes
+
+
+async def receive() -> None:
+    """The receiving process: writes what comes to memory, until its stdin closes."""
+    arena = np.zeros((LAYOUT.num_layers, 2, LAYOUT.num_kv_heads, 8192, LAYOUT.head_dim), np.uint16)
+    intake = KVIntake()
+
+    async def act(effect: Effect) -> None:
+        if isinstance(effect, Write):
+            part = effect.range
+            values = decode(effect.codec, effect.payload, part.shape(LAYOUT), LAYOUT.dtype)
+            tokens = slice(part.token_start, part.token_start + part.num_tokens)
+            await asyncio.to_thread(np.copyto, arena[part.layer_start : part.layer_end, :, :, tokens], values)
+
+    async def push(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        async with aclosing(intake.receive(messages, LAYOUT, act, 60)) as answers:
+            async for answer in answers:
+                yield answer
+
+    add = raw_service(KV_TRANSFER, {PUSH: push})
+    async with running_server("127.0.0.1:0", [add], RpcMetrics(CollectorRegistry()), grace_s=0) as server:
+        print(f"127.0.0.1:{server.port}", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    intake.close()
+
+
+@asynccontextmanager
+async def process(*arguments: str) -> AsyncIterator[tuple[psutil.Process, str]]:
+    """This file as another process, and the first line that it prints."""
+    command = (sys.executable, "-m", "benchmarks.kv_transfer", *arguments)
+    child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+    assert child.stdout is not None
+    try:
+        yield psutil.Process(child.pid), (await child.stdout.readline()).decode().strip()
+    finally:
+        await child.communicate(b"")  # closes its stdin
+
+
+async def send(transfer: TransferSender, kv: NDArray[np.uint16], chunk_bytes: int, codec: Codec) -> None:
+    """One whole transfer. kv: [layers, 2, heads, tokens, head_dim]"""
+    num_tokens = kv.shape[3]
+    await transfer.open(KVRange(0, LAYOUT.num_layers, 0, LAYOUT.num_kv_heads, 0, num_tokens), b"")
+    for part in plan_frames(LAYOUT, LAYOUT.whole(), 0, num_tokens, chunk_bytes):
+        tokens = slice(part.token_start, part.token_start + part.num_tokens)
+        values = kv[part.layer_start : part.layer_end, :, :, tokens]
+        if codec is Codec.RAW:
+            buffer = await transfer.buffer(values.nbytes)
+            room = np.frombuffer(buffer.view, np.uint16).reshape(values.shape)
+            await asyncio.to_thread(np.copyto, room, values)
+            await transfer.data(part, buffer)
+        else:
+            await transfer.data(part, await asyncio.to_thread(encode, codec, values, LAYOUT.dtype), codec)
+    await transfer.commit(b"")
+
+
+async def measure(
+    link: KVLink, other: psutil.Process, kv: NDArray[np.uint16], chunk_bytes: int, codec: Codec, repeat: int
+) -> Figures:
+    """Some transfers over one link; the first, which touches new memory, does not count."""
+    seconds, cpu_s = [], []
+    for _ in range(repeat + 1):
+        before_s, cpu_before_s = time.perf_counter(), _cpu_s(other)
+        async with transfer_to(link, LAYOUT, deadline_s=600) as transfer:
+            await send(transfer, kv, chunk_bytes, codec)
+        seconds.append(time.perf_counter() - before_s)
+        cpu_s.append(_cpu_s(other) - cpu_before_s)
+    return Figures(statistics.median(seconds[1:]), statistics.fmean(cpu_s[1:]))
+
+
+def memcpy(kv: NDArray[np.uint16], repeat: int) -> Figures:
+    """The same bytes copied once, layer by layer, in this process."""
+    there, seconds = np.zeros_like(kv), []
+    for _ in range(repeat + 1):
+        before_s = time.perf_counter()
+        for layer in range(len(kv)):
+            np.copyto(there[layer], kv[layer])
+        seconds.append(time.perf_counter() - before_s)
+    return Figures(statistics.median(seconds[1:]), statistics.median(seconds[1:]))
+
+
+def _cpu_s(other: psutil.Process) -> float:
+    times = other.cpu_times()
+    return float(times.user + times.system) + time.process_time()
+
+
+async def transports(options: argparse.Namespace) -> None:
+    """The table of transports."""
+    shape = (LAYOUT.num_layers, 2, LAYOUT.num_kv_heads, options.tokens, LAYOUT.head_dim)
+    normal = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    kv = (normal.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16
+    print(f"{kv.nbytes / 2**20:.0f} MiB a transfer, median of {options.repeat}")
+    print(f"{'transport':10}{'chunk KiB':>10}{'codec':>7}{'GB/s':>8}{'CPU s/GB':>10}{'x memcpy time':>15}")
+    plain = memcpy(kv, options.repeat)
+    _row("memcpy", "-", "-", plain, kv.nbytes, plain)
+    async with process(_RECEIVER) as (other, address):
+        for name in options.transports:
+            settings = LinkSettings(
+                transports=(name,),
+                bytes_per_s=options.mbps * 1e6 if options.mbps else None,
+                delay_s=options.delay_ms / 1e3,
+            )
+            link = KVLink(Peer(address), settings, lambda declined: print(f"{declined} could not be used"))
+            for codec, chunk_kib in itertools.product(options.codecs, options.chunks):
+                figures = await measure(link, other, kv, chunk_kib << 10, Codec[codec.upper()], options.repeat)
+                _row(name, str(chunk_kib), codec, figures, kv.nbytes, plain)
+            found = link.estimator.estimate
+            if found is not None:
+                print(f"  estimate: {found.bandwidth_bytes_per_s / 1e9:.2f} GB/s, {found.latency_s * 1e3:.2f} ms")
+            await link.close()
+
+
+def _row(name: str, chunk: str, codec: str, figures: Figures, num_bytes: int, plain: Figures) -> None:
+    rate, cpu = num_bytes / 1e9 / figures.seconds, figures.cpu_s / (num_bytes / 1e9)
+    print(f"{name:10}{chunk:>10}{codec:>7}{rate:8.2f}{cpu:10.2f}{figures.seconds / plain.seconds:15.1f}")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Reads the command line."""
+    if arguments[:1] == [_RECEIVER]:
+        run_service(receive)
+        return
+    parser = argparse.ArgumentParser(prog="benchmarks.kv_transfer", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--transports", nargs="+", default=["grpc", "shm"])
+    parser.add_argument("--chunks", nargs="+", type=int, default=[256, 512, 1024, 2048], help="KiB")
+    parser.add_argument("--codecs", nargs="+", default=["raw"])
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--mbps", type=float, help="limit the link to so many megabytes a second")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="and delay it by so much, one way")
+    options = parser.parse_args(arguments)
+    run_service(lambda: transports(options))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
