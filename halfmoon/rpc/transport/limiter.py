@@ -2,6 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """The time a link lives in."""
+
+    def time(self) -> float:
+        """Seconds from some moment."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Returns after so long."""
+        ...
+
+
+class WallClock:
+    """Real time."""
+
+    def time(self) -> float:
+        """As `time.monotonic`."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """As `asyncio.sleep`."""
+        await asyncio.sleep(seconds)
+
 
 class LinkLimiter:
     """Owns when a link of `bytes_per_s` and a one-way `delay_s` is free again. Has no clock: the time is an argument.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from halfmoon.kv.negotiation import INLINE, Choice, Offer
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transport.estimate import LinkEstimator
 from halfmoon.rpc.transport.inline import InlineOutlet
-from halfmoon.rpc.transport.limiter import LinkLimiter
+from halfmoon.rpc.transport.limiter import Clock, LinkLimiter, WallClock
 from halfmoon.rpc.transport.protocol import Outlet, StagingBuffer
 from halfmoon.rpc.transport.shm import NAME as SHM
 from halfmoon.rpc.transport.shm import SharedMemoryOutlet
@@ -65,6 +64,7 @@ class KVLink:
         self.settings = settings or LinkSettings()
         self.window = Window(self.settings.window_bytes)
         self.estimator = LinkEstimator()
+        self.clock: Clock = WallClock()
         self.limiter: LinkLimiter | None = None
         if self.settings.bytes_per_s is not None or self.settings.delay_s:
             self.limiter = LinkLimiter(self.settings.bytes_per_s, self.settings.delay_s)
@@ -76,7 +76,7 @@ class KVLink:
 
     def offers(self) -> list[Offer]:
         """What to offer now, best first."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = self.clock.time()
         found = []
         for name in self.settings.transports:
             declined_at_s = self._declined_at_s.get(name)
@@ -125,5 +125,5 @@ class KVLink:
     def _fall_back(self, name: str, reason: str) -> None:
         level = logging.INFO if name not in self._declined_at_s else logging.DEBUG  # once a peer
         log.log(level, "kv.fallback", extra={"transport": name, "peer": self.peer.address, "reason": reason})
-        self._declined_at_s[name] = asyncio.get_running_loop().time()
+        self._declined_at_s[name] = self.clock.time()
         self._on_fallback(name)

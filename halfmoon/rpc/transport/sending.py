@@ -96,7 +96,7 @@ class TransferSender:
             await self._take(view.nbytes)
             buffer = self._outlet.hold(view)
         frame = self._machine.data(part, buffer.view, codec)
-        now_s, num_bytes = self._loop.time(), buffer.view.nbytes
+        now_s, num_bytes = self._link.clock.time(), buffer.view.nbytes
         self._under_way[frame.sequence] = buffer, num_bytes
         self._link.estimator.sent(num_bytes, now_s)
         self._send(frame, buffer.reference)
@@ -123,7 +123,7 @@ class TransferSender:
         for buffer in self._staged:
             self._link.abandon(self._outlet, buffer, self._share)
         for buffer, num_bytes in self._under_way.values():
-            self._link.estimator.lost(num_bytes, self._loop.time())
+            self._link.estimator.lost(num_bytes, self._link.clock.time())
             self._settle(buffer)
 
     async def _take(self, num_bytes: int) -> None:
@@ -145,7 +145,7 @@ class TransferSender:
         self._link.window.give_back(self._share, buffer.charge_bytes)
 
     def _send(self, frame: Frame, reference: bytes = b"") -> None:
-        now_s = self._loop.time()
+        now_s = self._link.clock.time()
         limiter, num_bytes = self._link.limiter, memoryview(frame.payload).nbytes
         self._messages.append(
             (encode_frame(frame, reference), now_s if limiter is None else limiter.arrival_s(num_bytes, now_s))
@@ -181,8 +181,9 @@ class TransferSender:
                 await self._has_messages.wait()
                 while self._messages:
                     message, arrival_s = self._messages[0]
-                    if arrival_s > self._loop.time():
-                        await asyncio.sleep(arrival_s - self._loop.time())
+                    wait_s = arrival_s - self._link.clock.time()
+                    if wait_s > 0:
+                        await self._link.clock.sleep(wait_s)
                     with in_our_tree(self._link.peer.address):
                         await self._call.write(message)
                     self._messages.popleft()
@@ -214,7 +215,7 @@ class TransferSender:
             self._answered.set_result(answer)
         for sequence in credited:
             buffer, num_bytes = self._under_way.pop(sequence)
-            self._link.estimator.consumed(num_bytes, self._loop.time())
+            self._link.estimator.consumed(num_bytes, self._link.clock.time())
             self._settle(buffer)
 
     async def _failure(self) -> HalfmoonError:
