@@ -18,7 +18,7 @@ from halfmoon.kv.layout import KVDtype
 Bits = NDArray[np.unsignedinteger[Any]]
 Floats = NDArray[np.float32]
 
-_TILE_VALUES = 1 << 15  # a float32 tile and its scratch fill half of a 512 KiB second-level cache
+_TILE_VALUES = 1 << 17  # two such tiles of float32 fill a megabyte of cache; smaller ones wait for Python
 
 UNSIGNED: dict[KVDtype, np.dtype[np.unsignedinteger[Any]]] = {
     "float32": np.dtype("<u4"),

@@ -91,17 +91,24 @@ def _quantise(bits: Bits, dtype: KVDtype, which: int, codes: NDArray[np.uint8], 
     axis = _GROUPED_AXIS[which]
     largest = magnitudes(bits).max()
     for members, groups in _segments(bits.shape[axis]):
-        part = _grouped(bits, axis, members)  # members of a group first: numpy is fast along the others
+        part = _split(bits, axis, members)
+        scales, zeros = (_cut(param, axis, groups) for param in params)
+        _bound(part, dtype, axis, largest, scales, zeros, scratch)
         numbers = scratch.floats(part.shape)
         widen_finite(part, dtype, numbers, largest)
-        scales, zeros = (_cut(param, axis, groups) for param in params)
-        zeros[...] = bfloat16_below(_reduce(np.minimum, numbers))
-        zero = widened(zeros, "bfloat16")
-        scales[...] = scales_above((_reduce(np.maximum, numbers) - zero) / _LARGEST_CODE)
-        np.subtract(numbers, zero, out=numbers)
-        np.multiply(numbers, 1 / widened(scales, "bfloat16"), out=numbers)
+        np.subtract(numbers, np.expand_dims(widened(zeros, "bfloat16"), axis + 1), out=numbers)
+        np.multiply(numbers, np.expand_dims(1 / widened(scales, "bfloat16"), axis + 1), out=numbers)
         np.rint(numbers, out=numbers)
-        np.copyto(_grouped(codes, axis, members), numbers, casting="unsafe")
+        np.copyto(_split(codes, axis, members), numbers, casting="unsafe")
+
+
+def _bound(part: Bits, dtype: KVDtype, axis: int, largest: int, scales: Bits, zeros: Bits, scratch: Scratch) -> None:
+    """Fills in scales and zeros of groups whose members are along `axis + 1` of `part`."""
+    in_front = np.moveaxis(part, axis + 1, 0)  # numpy is fast along the other axes
+    numbers = scratch.floats(in_front.shape)
+    widen_finite(in_front, dtype, numbers, largest)
+    zeros[...] = bfloat16_below(_reduce(np.minimum, numbers))
+    scales[...] = scales_above((_reduce(np.maximum, numbers) - widened(zeros, "bfloat16")) / _LARGEST_CODE)
 
 
 def _dequantise(codes: NDArray[Any], which: int, params: Floats, out: Floats) -> None:
@@ -132,11 +139,6 @@ def _split(array: NDArray[Any], axis: int, members: slice) -> NDArray[Any]:
     part = _cut(array, axis, members)
     length = part.shape[axis]
     return part.reshape(*part.shape[:axis], -1, min(length, GROUP_VALUES), *part.shape[axis + 1 :])
-
-
-def _grouped(array: NDArray[Any], axis: int, members: slice) -> NDArray[Any]:
-    """As `_split`, with the members of a group in front."""
-    return np.moveaxis(_split(array, axis, members), axis + 1, 0)
 
 
 def _reduce(choose: Callable[[Floats, Floats], Floats], numbers: Floats) -> Floats:
