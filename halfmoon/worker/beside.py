@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -24,20 +24,6 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
     """Returns when `task` has ended, by cancellation if need be."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-async def unless(broken: asyncio.Future[Any], messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """`messages` to their end; raises what `broken` raises as soon as it does, also while no message comes."""
-
-    async def following() -> bytes | None:
-        return await anext(messages, None)
-
-    while True:
-        async with beside(following()) as task:
-            message = await first_of(task, broken)
-        if message is None:
-            return
-        yield message
 
 
 async def first_of(wanted: asyncio.Future[T], *others: asyncio.Future[Any]) -> T:

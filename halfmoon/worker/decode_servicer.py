@@ -10,14 +10,13 @@ from contextlib import aclosing
 import grpc
 
 from halfmoon.engine.async_engine import AsyncEngine
-from halfmoon.errors import Cancelled, Incompatible, InvalidRequest
+from halfmoon.errors import Incompatible, InvalidRequest, NotFound
 from halfmoon.kv.frame import KVRange
-from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.receiver import Commit, Effect, Reserve, Write
 from halfmoon.pb import decode_pb2, decode_pb2_grpc, types_pb2
 from halfmoon.rpc.context import request_scope
 from halfmoon.rpc.transfer import KVIntake, parse_body
-from halfmoon.worker.beside import unless
+from halfmoon.worker.gone import Gone
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.state import WorkerState, now_s
 from halfmoon.worker.wire import request_from
@@ -69,10 +68,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """One KV transfer: reserve, write, start. Whatever ends it before the start frees the reservation."""
         reception = _Reception(self._engine, self._state)
         try:
-            async with (
-                aclosing(unless(reception.gone, messages)) as kept,
-                aclosing(self._intake.receive(kept, self._state.layout, reception.act, self._lease_s)) as answers,
-            ):
+            answers = self._intake.receive(
+                messages, self._state.layout, reception.act, self._lease_s, reception.gone.told
+            )
+            async with aclosing(answers):
                 async for answer in answers:
                     yield answer
         finally:
@@ -83,7 +82,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 class _Reception:
     """Owns one incoming transfer's reservation until the request runs.
 
-    `gone` raises when somebody else freed it: whoever cancels the request here ends its transfer, too.
+    `gone` tells when somebody else freed it: whoever cancels the request here ends its transfer, too.
     """
 
     def __init__(self, engine: AsyncEngine, state: WorkerState) -> None:
@@ -91,11 +90,17 @@ class _Reception:
         self._state = state
         self._generation = types_pb2.Generation()
         self._reserved = False
-        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.gone = Gone()
         self.num_bytes = 0
 
     async def act(self, effect: Effect) -> None:
-        """Does what one frame asks for."""
+        """Does what one frame asks for. Raises Cancelled when the reservation is gone."""
+        try:
+            await self._act(effect)
+        except NotFound:
+            raise Gone.error() from None
+
+    async def _act(self, effect: Effect) -> None:
         match effect:
             case Reserve(whole, body):
                 await self._reserve(whole, parse_body(decode_pb2.HandoverOpen, body).generation)
@@ -116,8 +121,7 @@ class _Reception:
 
     async def close(self) -> None:
         """Frees the reservation if the request never started."""
-        if not self.gone.cancel():
-            self.gone.exception()  # told already, or about to be told by whatever else ended the transfer
+        self.gone.close()
         if self._reserved:
             await self._engine.cancel(self._generation.request_id)
 
@@ -129,12 +133,9 @@ class _Reception:
         if whole != KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens):
             raise Incompatible(f"a hand-over must cover all {num_tokens} tokens of all layers and heads, not {whole}")
         request = request_from(generation, prefill_only=False, arrival_s=now_s())
-        await self._engine.reserve(request, self._on_gone)
+        await self._engine.reserve(request, lambda _: self.gone.tell())
         self._generation, self._reserved = generation, True
-
-    def _on_gone(self, _: Written | None) -> None:
-        if not self.gone.done():
-            self.gone.set_exception(Cancelled("the request was cancelled while its KV was on its way here"))
+        self._state.check_can_serve(generation, types_pb2.DECODE)  # it may have been cancelled meanwhile
 
     async def _start(self, first_token_id: int) -> None:
         request_id = self._generation.request_id

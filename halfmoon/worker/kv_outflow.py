@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.kv_access import NotWritten
-from halfmoon.errors import Cancelled
+from halfmoon.errors import NotFound
 from halfmoon.kv.codec import Codec, encoded_bytes, gainful
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.frame_plan import FramePlan, Written
 from halfmoon.kv.layout import KVLayout
 from halfmoon.rpc.transfer import TransferSender
 from halfmoon.rpc.transport.protocol import StagingBuffer
+from halfmoon.worker.beside import beside
+from halfmoon.worker.gone import Gone
 
 
 class KVOutflow:
@@ -38,35 +42,43 @@ class KVOutflow:
         self._request_id = request_id
         self._codec = codec
         self._plan = FramePlan(layout, num_tokens)
-        self._written: Written | None = Written()
+        self._written = Written()
         self._news = asyncio.Event()
+        self.gone = Gone()
         self.num_bytes = 0
 
     def on_kv(self, written: Written | None) -> None:
         """The engine's word: what is written now, None when the request is gone."""
+        if written is None:
+            self.gone.tell()
+            return
         self._written = written
         self._news.set()
 
-    async def run(self) -> None:
-        """Returns when everything has been handed to the transport.
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Task[None]]:
+        """Sends while inside; the task ends when everything has been handed to the transport.
 
-        Raises Cancelled when the engine has dropped the request, and what the transfer raises.
+        It raises what the transfer raises, and Cancelled when the engine has dropped the request; `gone` raises that,
+        too, also when everything is sent.
         """
+        try:
+            async with beside(self._run()) as sending:
+                yield sending
+        finally:
+            self.gone.close()
+
+    async def _run(self) -> None:
         while not self._plan.is_done:
             written = await self._newer()
             while (part := self._plan.next(written)) is not None:
                 await self._send(part)
-                written = self._told()
+                written = self._written
 
     async def _newer(self) -> Written:
         """The engine's next word."""
         await self._news.wait()
         self._news.clear()
-        return self._told()
-
-    def _told(self) -> Written:
-        if self._written is None:
-            raise Cancelled("the request was cancelled while its KV was on its way")
         return self._written
 
     async def _send(self, part: KVRange) -> None:
@@ -87,4 +99,6 @@ class KVOutflow:
             await self._engine.kv_read(self._request_id, *where, buffer.view, codec)
         except NotWritten:
             return False
+        except NotFound:
+            raise Gone.error() from None
         return True

@@ -73,21 +73,23 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         with self._channels.to(address) as link:
             async with transfer_to(link, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
                 await transfer.open(whole, body)
+                self._state.check_can_serve(generation, types_pb2.PREFILL)  # it may have been cancelled meanwhile
                 opened_s = now_s()
                 outflow = KVOutflow(self._engine, transfer, layout, generation.request_id, num_tokens, codec)
                 async with (
                     Prefilling(self._engine, self._state, generation, on_kv=outflow.on_kv) as prefilling,
                     beside(_keep_lease(transfer)) as lease,
-                    beside(outflow.run()) as sending,
+                    outflow.running() as sending,
                 ):
-                    first = await first_of(prefilling.first, sending, lease)
+                    first = await first_of(prefilling.first, sending, lease, outflow.gone.told)
                     yield prefilling.event(first)
                     if first.output.finish_reason is not None:
                         return
-                    await first_of(sending, lease)
+                    await first_of(sending, lease, outflow.gone.told)
                     await cancelled(lease)
                     commit = decode_pb2.HandoverCommit(first_token_id=first.output.token_id)
-                    await transfer.commit(commit.SerializeToString())
+                    async with beside(transfer.commit(commit.SerializeToString())) as done:
+                        await first_of(done, outflow.gone.told)
                     done_s = now_s()
         yield self._handed_over(outflow.num_bytes, done_s - opened_s, done_s - first.ended_s)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -36,18 +36,20 @@ class KVIntake:
         layout: KVLayout,
         act: Callable[[Effect], Awaitable[None]],
         lease_s: float,
+        aborted: asyncio.Future[None] | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """One transfer: does each effect through `act`, gives the answers to send.
 
         `act` must be done with a payload when it returns: then its room is given back. Raises what the frames are
-        refused with, what `act` raises, and DeadlineExceeded after `lease_s` of silence.
+        refused with, what `act` raises, what `aborted` raises while no frame comes, and DeadlineExceeded after
+        `lease_s` of silence.
         """
         receiver = TransferReceiver(layout)
         source: Source | None = None
         consumed: list[int] = []  # not credited yet
         consumed_bytes = 0
         mine = b""
-        reading = _Reading(messages, lease_s)
+        reading = _Reading(messages, lease_s, aborted)
         try:
             while (message := await reading.next()) is not None:
                 frame = await _whole(decode_message(message), source)
@@ -104,9 +106,10 @@ class KVIntake:
 class _Reading:
     """Owns the next message's arrival, which is waited for while the one before is worked on."""
 
-    def __init__(self, messages: AsyncIterator[bytes], lease_s: float) -> None:
+    def __init__(self, messages: AsyncIterator[bytes], lease_s: float, aborted: asyncio.Future[None] | None) -> None:
         self._messages = messages
         self._lease_s = lease_s
+        self._aborted = aborted
         self._next = asyncio.ensure_future(next_message(messages, None))
 
     @property
@@ -117,8 +120,11 @@ class _Reading:
     async def next(self) -> bytes | None:
         """The next message, None after the last. Raises DeadlineExceeded after `lease_s` of silence."""
         if not self._next.done():
-            await asyncio.wait({self._next}, timeout=self._lease_s)
+            first: set[asyncio.Future[Any]] = {self._next} if self._aborted is None else {self._next, self._aborted}
+            await asyncio.wait(first, timeout=self._lease_s, return_when=asyncio.FIRST_COMPLETED)
         if not self._next.done():
+            if self._aborted is not None and self._aborted.done():
+                self._aborted.result()
             raise DeadlineExceeded(f"the sender was silent for {self._lease_s:g} s: its reservation expired")
         message = self._next.result()
         if message is not None:
