@@ -17,6 +17,7 @@ from halfmoon.engine.model_config import ModelConfig
 from halfmoon.engine.model_runner import DecodeSteps
 from halfmoon.engine.models import Model
 from halfmoon.engine.models.layer_ops import TORCH_OPS, LayerOps
+from halfmoon.engine.models.linear import PackWeight, pack_onednn
 from halfmoon.errors import Incompatible
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class DevicePath:
 
     kernels: Kernels
     layer_ops: LayerOps
+    pack_weight: PackWeight
     attention: AttentionBackend
 
 
@@ -45,7 +47,7 @@ def choose_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, co
             logger.warning("native_kernels.unavailable", extra={"reason": error.message})
     elif config.attention_backend == "triton":
         return _triton_path(config, model, context_tokens)
-    return DevicePath("torch", TORCH_OPS, SdpaBackend(config.block_tokens, config.device))
+    return DevicePath("torch", TORCH_OPS, pack_onednn, SdpaBackend(config.block_tokens, config.device))
 
 
 def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> DevicePath:
@@ -56,7 +58,7 @@ def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -
 
     library = NativeLibrary(compiled(default_cache_dir()), dtype)
     attention = NativeBackend(library, config.block_tokens, model.num_heads, model.num_kv_heads, model.head_dim)
-    return DevicePath("native", native_ops(library), attention)
+    return DevicePath("native", native_ops(library), library.pack_weight, attention)
 
 
 def _triton_path(config: EngineConfig, model: ModelConfig, context_tokens: int) -> DevicePath:
@@ -64,7 +66,7 @@ def _triton_path(config: EngineConfig, model: ModelConfig, context_tokens: int) 
     from halfmoon.engine.triton_attention import TritonBackend
 
     attention = TritonBackend(config.block_tokens, model.num_kv_heads, context_tokens, config.device)
-    return DevicePath("triton", TRITON_OPS, attention)
+    return DevicePath("triton", TRITON_OPS, pack_onednn, attention)
 
 
 @torch.inference_mode()

@@ -93,7 +93,7 @@ class Engine:
         else:
             load_weights(model, self.checkpoint.weight_files, on_progress)
         with torch.no_grad():
-            model.pack()
+            model.pack(path.pack_weight)
         arena = KVArena(self.layout, num_blocks, dtype, config.device, path.kernels)
         recorded = capture_decode(config, model, arena, path.attention)
         return ModelRunner(model, arena, path.attention, self.checkpoint.eos_token_ids, recorded), arena

@@ -16,6 +16,7 @@ from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.device_path import DevicePath, choose_path
 from halfmoon.engine.kv_arena import KVArena
 from halfmoon.engine.models import ForwardBatch, Model, build_model
+from halfmoon.engine.models.linear import pack_onednn
 from halfmoon.engine.models.weights import fill_dummy_weights, load_weights
 from halfmoon.errors import Incompatible
 from halfmoon.kv.layout import KVLayout
@@ -45,7 +46,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, path: Devic
     model = build_model(checkpoint.model_config, dtype, "cpu", path.layer_ops if path is not None else None)
     load_weights(model, checkpoint.weight_files)
     with torch.no_grad():
-        model.pack()
+        model.pack(path.pack_weight if path is not None else pack_onednn)
     return model
 
 

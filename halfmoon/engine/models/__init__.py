@@ -14,6 +14,7 @@ from halfmoon.engine.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from halfmoon.engine.models.layer_ops import LayerOps
+    from halfmoon.engine.models.linear import PackWeight
     from halfmoon.engine.models.part import ModelPart
 
 
@@ -34,8 +35,8 @@ class Model(Protocol):
         """Views of the weights under the names (and with the shapes) they have in a checkpoint."""
         ...
 
-    def pack(self) -> None:
-        """Re-orders the weights for speed; `parameters` is of no use afterwards."""
+    def pack(self, pack_weight: PackWeight) -> None:
+        """Re-orders all matrices for speed; `parameters` is of no use afterwards."""
         ...
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:

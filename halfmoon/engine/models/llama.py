@@ -15,7 +15,7 @@ from halfmoon.engine.attention_backend import StepAttention
 from halfmoon.engine.model_config import ModelConfig
 from halfmoon.engine.models import ForwardBatch
 from halfmoon.engine.models.layer_ops import LayerOps, Rotation
-from halfmoon.engine.models.linear import Linear, split_rows
+from halfmoon.engine.models.linear import Linear, PackWeight, split_rows
 from halfmoon.engine.models.part import ModelPart, whole_model
 from halfmoon.engine.models.rotary import Rotary
 
@@ -57,12 +57,12 @@ class LlamaModel:
             named |= {f"model.layers.{index}.{name}": view for name, view in layer.parameters().items()}
         return named
 
-    def pack(self) -> None:
-        """Re-orders all matrices for speed."""
+    def pack(self, pack_weight: PackWeight) -> None:
+        """As `Model.pack`."""
         if self._part.is_last:
-            self._head.pack()
+            self._head.pack(pack_weight)
         for layer in self._layers:
-            layer.pack()
+            layer.pack(pack_weight)
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """As `Model.forward`."""
@@ -106,9 +106,9 @@ class _Layer:
         named |= split_rows(self._gate_up, {"mlp.gate_proj": inner, "mlp.up_proj": inner})
         return named | split_rows(self._down, {"mlp.down_proj": config.hidden_size})
 
-    def pack(self) -> None:
+    def pack(self, pack_weight: PackWeight) -> None:
         for linear in (self._qkv, self._output, self._gate_up, self._down):
-            linear.pack()
+            linear.pack(pack_weight)
 
     def forward(
         self, hidden: Tensor, delta: Tensor | None, rotation: Rotation, layer_kv: Tensor, batch: StepAttention

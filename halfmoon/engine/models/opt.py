@@ -14,7 +14,7 @@ from torch.nn import functional
 from halfmoon.engine.attention_backend import StepAttention
 from halfmoon.engine.model_config import Activation, ModelConfig
 from halfmoon.engine.models import ForwardBatch
-from halfmoon.engine.models.linear import Linear, split_rows
+from halfmoon.engine.models.linear import Linear, PackWeight, split_rows
 from halfmoon.engine.models.part import ModelPart, whole_model
 
 _POSITION_OFFSET = 2  # the first two rows of OPT's position table are never used
@@ -62,13 +62,13 @@ class OPTModel:
             named["lm_head.weight"] = self._head.weight
         return named
 
-    def pack(self) -> None:
-        """Re-orders all matrices for speed."""
+    def pack(self, pack_weight: PackWeight) -> None:
+        """As `Model.pack`."""
         for linear in (self._project_in, self._project_out, self._head if self._part.is_last else None):
             if linear is not None:
-                linear.pack()
+                linear.pack(pack_weight)
         for layer in self._layers:
-            layer.pack()
+            layer.pack(pack_weight)
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """As `Model.forward`."""
@@ -111,9 +111,9 @@ class _Layer:
         named |= self._attention_norm.parameters("self_attn_layer_norm")
         return named | self._mlp_norm.parameters("final_layer_norm")
 
-    def pack(self) -> None:
+    def pack(self, pack_weight: PackWeight) -> None:
         for linear in (self._qkv, self._output, self._up, self._down):
-            linear.pack()
+            linear.pack(pack_weight)
 
     def forward(self, hidden: Tensor, layer_kv: Tensor, batch: StepAttention) -> Tensor:
         if self._config.norm_before:

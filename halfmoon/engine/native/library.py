@@ -14,15 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfmoon.engine.models.linear import Multiply, pack_onednn
 from halfmoon.errors import Incompatible
 
 _MAPS = Path("/proc/self/maps")
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_PAIR, _PANEL = 2, 64  # linear.h: bfloat16 numbers of an item, columns of a panel
 _TASK_FIELDS = 10  # int64 fields of attention_plan.h's task_t
 
 _NORM = (*[c_void_p] * 4, *[c_int64] * 3, c_float, c_int)
 _SILU = (*[c_void_p] * 2, *[c_int64] * 2, c_int)
 _ROTATE = (*[c_void_p] * 4, *[c_int64] * 5, c_int)
+_LINEAR = (*[c_void_p] * 4, *[c_int64] * 3, c_int)
+_PACK_LINEAR = (*[c_void_p] * 2, *[c_int64] * 2)
 _ATTEND = (*[c_void_p] * 12, *[c_int64] * 9, c_float, c_int)
 _PLAN = (c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_void_p, POINTER(c_int64))
 
@@ -41,6 +45,9 @@ class NativeLibrary:
         self._silu_mul = _function(library, f"silu_mul_{suffix}", _SILU)
         self._rotate = _function(library, f"rotate_{suffix}", _ROTATE)
         self._attend = _function(library, f"attend_{suffix}", _ATTEND)
+        self._has_fast_linear = suffix == "bf16" and bool(library.has_fast_linear())
+        self._linear = _function(library, "linear_bf16", _LINEAR)
+        self._pack_linear = _function(library, "pack_linear_bf16", _PACK_LINEAR)
         self._plan = _function(library, "plan_attention", _PLAN, c_int64)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -81,6 +88,35 @@ class NativeLibrary:
             cos.stride(0),
             self._num_threads(),
         )
+
+    def pack_weight(self, weight: Tensor) -> Multiply | None:
+        """Our own layout and product where those are a match for oneDNN's (`PackWeight`).
+
+        1.6x faster than oneDNN up to 8 rows, which it spends 20 us a call on, and equal at 512, both at the peak.
+        """
+        num_columns, num_inputs = weight.shape
+        if not self._has_fast_linear or num_inputs % _PAIR or weight.device.type != "cpu":
+            return pack_onednn(weight)
+        weight, depth = weight.contiguous(), num_inputs // _PAIR
+        packed = torch.empty(-(-num_columns // _PANEL), depth, _PANEL, dtype=torch.int32)
+        self._pack_linear(weight.data_ptr(), packed.data_ptr(), num_columns, depth)
+
+        def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
+            num_rows = x.shape[0]
+            x, out = x.contiguous(), torch.empty(num_rows, num_columns, dtype=torch.bfloat16)
+            self._linear(
+                x.data_ptr(),
+                packed.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                num_rows,
+                depth,
+                num_columns,
+                self._num_threads(),
+            )
+            return out
+
+        return multiply
 
     def plan(self, segments: Tensor, runs: Tensor, num_kv_heads: int, group: int) -> tuple[Tensor, int]:
         """Tasks [num_tasks, …] for `attend`, and how many partial results they share.

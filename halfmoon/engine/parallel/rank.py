@@ -56,7 +56,7 @@ class Rank:
         else:
             load_part(model, self._part, checkpoint.weight_files, on_progress)
         with torch.no_grad():
-            model.pack()
+            model.pack(path.pack_weight)
         whole_layout = KVLayout(whole.num_layers, whole.num_kv_heads, whole.head_dim, config.dtype, config.block_tokens)
         layout = shard_layout(whole_layout, shard)
         self.arena = KVArena(layout, config.num_blocks, self._dtype, self._device, path.kernels)

@@ -133,6 +133,22 @@ def test_rotation_in_place_of_some_heads(library: NativeLibrary, head_dim: int) 
     torch.testing.assert_close(heads, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 96, 130])
+@pytest.mark.parametrize(("num_columns", "num_inputs"), [(960, 576), (30, 18), (65, 2050), (8, 7)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_packed_weight_multiplies(
+    library: NativeLibrary, num_rows: int, num_columns: int, num_inputs: int, with_bias: bool
+) -> None:
+    dtype = dtype_of(library)
+    weight = random(num_columns, num_inputs, dtype=dtype) / num_inputs**0.5
+    x = random(num_rows, num_inputs, dtype=dtype, seed=1)
+    bias = random(num_columns, dtype=dtype, seed=2) if with_bias else None
+    multiply = library.pack_weight(weight)
+    assert multiply is not None
+    expected = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    torch.testing.assert_close(multiply(x, bias).float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 20), (1, 1, 272), (97, 1, 64)])
 def test_heads_that_do_not_fit_are_refused_by_name(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     library = NativeLibrary(compiled(default_cache_dir()), torch.float32)

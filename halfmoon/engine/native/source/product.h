@@ -38,7 +38,9 @@ INLINE void NAME(product_columns)(const int num_vectors, int64_t num_rows, const
   for (; i + n <= num_rows; i += n)                                                                            \
     NAME(product_tile)(n, num_vectors, a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, accumulate)
   TILE(6);
+  TILE(4);
   TILE(3);
+  TILE(2);
   TILE(1);
 #undef TILE
 }

@@ -1,0 +1,50 @@
+/* y = x W^T + b over a weight packed for it, for one type T: panels of PANEL columns, as deep as the weight, that lie one
+ * after the other. A task is a panel and some rows; the panel stays in the second-level cache for all of them.
+ */
+
+#define PANEL 64
+#define LINEAR_ROWS 96
+#define LINEAR_DEPTH 1024 /* items of a panel that are multiplied before the next ones */
+
+typedef struct {
+  const T *x, *bias;
+  const uint32_t *packed;
+  T *out;
+  int64_t num_rows, depth, num_columns, num_panels;
+} NAME(linear_args);
+
+static void NAME(linear_task)(void *data, long task) {
+  const NAME(linear_args) *a = data;
+  const int64_t column = task % a->num_panels * PANEL, row = task / a->num_panels * LINEAR_ROWS;
+  const int64_t num_rows = a->num_rows - row < LINEAR_ROWS ? a->num_rows - row : LINEAR_ROWS;
+  const uint32_t *x = (const uint32_t *)(a->x) + row * a->depth, *panel = a->packed + column * a->depth;
+  float sums[LINEAR_ROWS * PANEL] __attribute__((aligned(64)));
+  for (int64_t k = 0; k < a->depth; k += LINEAR_DEPTH)
+    NAME(product)(num_rows, PANEL, x + k, a->depth, panel + k * PANEL, PANEL, sums, PANEL,
+                  a->depth - k < LINEAR_DEPTH ? a->depth - k : LINEAR_DEPTH, k > 0);
+  const int64_t num_columns = a->num_columns - column < PANEL ? a->num_columns - column : PANEL;
+  for (int64_t i = 0; i < num_rows; i++) {
+    T *out = a->out + (row + i) * a->num_columns + column;
+    float *of = sums + i * PANEL;
+    int64_t j = 0;
+    for (; j + LANES <= num_columns; j += LANES)
+      STORE(out + j, a->bias ? load_f32(of + j) + LOAD(a->bias + column + j) : load_f32(of + j));
+    for (; j < num_columns; j++) out[j] = FROM_FLOAT(a->bias ? of[j] + TO_FLOAT(a->bias[column + j]) : of[j]);
+  }
+}
+
+/* weight [num_columns, depth] items -> packed [num_panels, depth, PANEL], zero beyond the last column. */
+void NAME(pack_linear)(const uint32_t *weight, uint32_t *packed, int64_t num_columns, int64_t depth) {
+  for (int64_t column = 0; column < num_columns; column += PANEL)
+    for (int64_t k = 0; k < depth; k++)
+      for (int64_t j = 0; j < PANEL; j++)
+        packed[column * depth + k * PANEL + j] = column + j < num_columns ? weight[(column + j) * depth + k] : 0;
+}
+
+/* out [num_rows, num_columns]; x: [num_rows, depth] items; bias: [num_columns] or 0. */
+void NAME(linear)(const T *x, const uint32_t *packed, const T *bias, T *out, int64_t num_rows, int64_t depth,
+                  int64_t num_columns, int num_threads) {
+  const int64_t num_panels = (num_columns + PANEL - 1) / PANEL;
+  NAME(linear_args) args = {x, bias, packed, out, num_rows, depth, num_columns, num_panels};
+  run_tasks(NAME(linear_task), &args, num_panels * ((num_rows + LINEAR_ROWS - 1) / LINEAR_ROWS), num_threads);
+}
