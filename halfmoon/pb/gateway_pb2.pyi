@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from halfmoon.pb import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -158,6 +160,7 @@ class WorkerLoad(_message.Message):
     NUM_PREFILL_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     WAITING_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -172,6 +175,10 @@ class WorkerLoad(_message.Message):
     num_output_tokens_total: _builtins.int
     waiting_prefill_tokens: _builtins.int
     """prompt tokens accepted and not computed yet"""
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkSpeed]:
+        """to the workers that this one has sent KV to"""
+
     def __init__(
         self,
         *,
@@ -185,11 +192,40 @@ class WorkerLoad(_message.Message):
         num_prefill_tokens_total: _builtins.int = ...,
         num_output_tokens_total: _builtins.int = ...,
         waiting_prefill_tokens: _builtins.int = ...,
+        links: _abc.Iterable[Global___LinkSpeed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "free_blocks", b"free_blocks", "num_held", b"num_held", "num_output_tokens_total", b"num_output_tokens_total", "num_prefill_tokens_total", b"num_prefill_tokens_total", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "sequence", b"sequence", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "free_blocks", b"free_blocks", "links", b"links", "num_held", b"num_held", "num_output_tokens_total", b"num_output_tokens_total", "num_prefill_tokens_total", b"num_prefill_tokens_total", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "sequence", b"sequence", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class LinkSpeed(_message.Message):
+    """What KV transfers over one link took: about latency_s + bytes / bandwidth_bytes_per_s."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    LATENCY_S_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """the receiving worker's"""
+    bandwidth_bytes_per_s: _builtins.float
+    latency_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        bandwidth_bytes_per_s: _builtins.float = ...,
+        latency_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bandwidth_bytes_per_s", b"bandwidth_bytes_per_s", "latency_s", b"latency_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkSpeed: _TypeAlias = LinkSpeed  # noqa: Y015

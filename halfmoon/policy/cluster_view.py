@@ -9,6 +9,15 @@ Role = Literal["prefill", "decode", "both"]
 
 
 @dataclass(frozen=True, slots=True)
+class LinkView:
+    """How fast KV goes from one worker to another, by the transfers that there were."""
+
+    address: str  # the receiver's
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerView:
     """One worker: what it said of itself last, plus what this gateway sent it since."""
 
@@ -26,6 +35,7 @@ class WorkerView:
     waiting_prefill_tokens: int = 0  # accepted and not computed, and sent since the last report
     draining: bool = False
     listening: bool = True  # its token stream to this gateway is open; says nothing for a prefill worker
+    links: tuple[LinkView, ...] = ()  # to the workers that it has sent KV to
 
     @property
     def num_requests(self) -> int:
@@ -60,6 +70,13 @@ class WorkerView:
     def holds(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` fits on it when it is empty."""
         return num_tokens <= self.capacity_tokens
+
+    def transfer_s(self, address: str, num_bytes: int) -> float | None:
+        """How long KV of `num_bytes` takes from here to `address` alone on the link; None before the first transfer."""
+        for link in self.links:
+            if link.address == address:
+                return link.latency_s + num_bytes / link.bandwidth_bytes_per_s
+        return None
 
     def has_room_now(self, num_tokens: int) -> bool:
         """Whether its free blocks hold `num_tokens` right now."""

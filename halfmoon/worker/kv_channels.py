@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
 
 _MAX_IDLE = 32  # addresses change when workers restart; channels to old ones must not pile up
@@ -43,6 +44,11 @@ class KVChannels:
             yield channel.link
         finally:
             channel.num_users -= 1
+
+    def estimates(self) -> dict[str, LinkEstimate]:
+        """How fast the links are, by address, as far as that is known."""
+        found = {address: channel.link.estimator.estimate for address, channel in self._channels.items()}
+        return {address: estimate for address, estimate in found.items() if estimate is not None}
 
     async def close_idle(self, max_idle: int = _MAX_IDLE) -> None:
         """Closes channels that nobody uses, beyond the `max_idle` most recent ones."""

@@ -22,6 +22,7 @@ from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb
 from halfmoon.rpc.server import advertised_address, running_server, until_told_to_stop
 from halfmoon.rpc.service import metrics_endpoint
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, raw_service
+from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
@@ -41,6 +42,7 @@ _SETTLE_POLL_S = 0.05
 
 async def serve(settings: WorkerSettings) -> None:
     """Runs one worker until it is told to stop."""
+    kv_links = link_settings(settings)
     stopping = asyncio.create_task(until_told_to_stop())
     loading = asyncio.create_task(asyncio.to_thread(_load_engine, settings))
     await asyncio.wait({stopping, loading}, return_when=asyncio.FIRST_COMPLETED)
@@ -52,7 +54,7 @@ async def serve(settings: WorkerSettings) -> None:
     state = WorkerState(identity, engine.layout, metrics)
     death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
     async with AsyncEngine(engine, state.on_step, death.set_result) as async_engine:
-        prefill = PrefillServicer(async_engine, state, metrics)
+        prefill = PrefillServicer(async_engine, state, metrics, kv_links)
         decode = DecodeServicer(async_engine, state, metrics, settings.lease_s)
         async with running_server(settings.listen, worker_services(prefill, decode), metrics.rpc) as server:
             address = advertised_address(settings.listen, server.port, settings.advertise)
@@ -60,7 +62,9 @@ async def serve(settings: WorkerSettings) -> None:
             await server.set_serving()
             with metrics_endpoint(settings.metrics_port, metrics.registry):
                 log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
-                await _until_stopped(settings, async_engine, state, stopping, death)
+                await _until_stopped(
+                    settings, async_engine, state, lambda: state.load(async_engine, prefill.links()), stopping, death
+                )
         await prefill.close()
         decode.close()
 
@@ -78,13 +82,11 @@ async def _until_stopped(
     settings: WorkerSettings,
     engine: AsyncEngine,
     state: WorkerState,
+    load: Callable[[], gateway_pb2.WorkerLoad],
     stopping: asyncio.Task[None],
     death: asyncio.Future[BaseException],
 ) -> None:
-    registrations = [
-        Registration(address.strip(), state.identity, lambda: state.load(engine))
-        for address in settings.gateway.split(",")
-    ]
+    registrations = [Registration(address.strip(), state.identity, load) for address in settings.gateway.split(",")]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(registration.run()) for registration in registrations]
         tasks.append(group.create_task(_sweep(engine, state)))
@@ -144,6 +146,17 @@ def _load_engine(settings: WorkerSettings) -> Engine:
     )
     with loading_progress(f"{settings.role}: weights") as on_progress:
         return Engine(checkpoint, config, on_progress)
+
+
+def link_settings(settings: WorkerSettings) -> LinkSettings:
+    """Raises InvalidRequest for a transport that there is not, or too small a window."""
+    return LinkSettings(
+        transports=tuple(name.strip() for name in settings.kv_transports.split(",")),
+        window_bytes=int(settings.kv_window),
+        stall_s=settings.kv_stall_s,
+        bytes_per_s=None if settings.kv_link_mbps is None else settings.kv_link_mbps * 1e6,
+        delay_s=settings.kv_link_delay_ms / 1e3,
+    )
 
 
 def _device(wanted: str) -> str:

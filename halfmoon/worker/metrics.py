@@ -40,6 +40,13 @@ class WorkerMetrics:
             registry=self.registry,
         )
 
+        self.kv_fallbacks = Counter(
+            "halfmoon_kv_fallbacks",
+            "KV transports offered that could not be used",
+            ["transport"],
+            registry=self.registry,
+        )
+
     def observe_step(self, result: StepResult) -> None:
         """After each engine step."""
         self._step.observe(result.duration_s)

@@ -14,6 +14,8 @@ from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import KVRange
 from halfmoon.pb import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.rpc.transfer import TransferSender, transfer_to
+from halfmoon.rpc.transport.estimate import LinkEstimate
+from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.beside import beside, cancelled, first_of
 from halfmoon.worker.decode_servicer import RENEW_S
 from halfmoon.worker.kv_channels import KVChannels
@@ -31,11 +33,17 @@ HANDOVER_DEADLINE_S = 3600.0  # an upper bound; the gateway's own deadline is th
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     """halfmoon.Prefill. Owns the channels that carry KV to decode workers."""
 
-    def __init__(self, engine: AsyncEngine, state: WorkerState, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self, engine: AsyncEngine, state: WorkerState, metrics: WorkerMetrics, link_settings: LinkSettings | None = None
+    ) -> None:
         self._engine = engine
         self._state = state
         self._metrics = metrics
-        self._channels = KVChannels()
+        self._channels = KVChannels(link_settings, lambda transport: metrics.kv_fallbacks.labels(transport).inc())
+
+    def links(self) -> dict[str, LinkEstimate]:
+        """How fast KV goes to the workers that it was sent to, by their address."""
+        return self._channels.estimates()
 
     async def close(self) -> None:
         """Closes the KV channels."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.config import StepResult
 from halfmoon.errors import Cancelled, Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.layout import KVLayout
 from halfmoon.pb import gateway_pb2, types_pb2
+from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.token_router import TokenRouter
 
@@ -60,8 +62,8 @@ class WorkerState:
         self.router.note_begun(result.num_cached_tokens, now_s() - result.duration_s)
         self.router.deliver(result.outputs)
 
-    def load(self, engine: AsyncEngine) -> gateway_pb2.WorkerLoad:
-        """The next load report."""
+    def load(self, engine: AsyncEngine, links: Mapping[str, LinkEstimate]) -> gateway_pb2.WorkerLoad:
+        """The next load report. links: by the receiver's address."""
         stats = engine.engine.stats()  # not between steps: a heartbeat must not wait for a long one
         self._num_loads += 1
         self._metrics.observe_stats(stats)
@@ -76,6 +78,12 @@ class WorkerState:
             num_prefill_tokens_total=self._num_prefill_tokens,
             num_output_tokens_total=self._num_output_tokens,
             waiting_prefill_tokens=stats.num_waiting_tokens,
+            links=[
+                gateway_pb2.LinkSpeed(
+                    address=address, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s
+                )
+                for address, link in links.items()
+            ],
         )
 
 

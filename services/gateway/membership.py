@@ -9,7 +9,7 @@ from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL, KVLayout
 from halfmoon.pb.types_pb2 import Role as PbRole
-from halfmoon.policy.cluster_view import ClusterView, Role, WorkerView
+from halfmoon.policy.cluster_view import ClusterView, LinkView, Role, WorkerView
 
 MISSED_HEARTBEATS = 3
 _MAY_RETURN_S = 5.0  # a worker that lost its connection, or was started again, is back within these
@@ -57,6 +57,11 @@ class Member:
             waiting_prefill_tokens=load.waiting_prefill_tokens + sum(self.prefilling.values()),
             draining=load.draining,
             listening=self.listening,
+            links=tuple(
+                LinkView(link.address, link.bandwidth_bytes_per_s, link.latency_s)
+                for link in load.links
+                if link.bandwidth_bytes_per_s > 0
+            ),
         )
 
 

@@ -28,12 +28,20 @@ from halfmoon.worker.state import WorkerState
 class RunningWorker:
     """A worker as its peers see it, and its inside for the test to look at."""
 
-    def __init__(self, async_engine: AsyncEngine, state: WorkerState, metrics: WorkerMetrics, peer: Peer) -> None:
+    def __init__(
+        self,
+        async_engine: AsyncEngine,
+        state: WorkerState,
+        metrics: WorkerMetrics,
+        peer: Peer,
+        servicer: PrefillServicer,
+    ) -> None:
         self.async_engine = async_engine
         self.engine = async_engine.engine
         self.state = state
         self.metrics = metrics
         self.peer = peer
+        self.servicer = servicer
         self.prefill = prefill_pb2_grpc.PrefillStub(peer.channel)
         self.decode = decode_pb2_grpc.DecodeStub(peer.channel)
 
@@ -102,7 +110,7 @@ async def _worker(engine: Engine, role: str, lease_s: float) -> AsyncIterator[Ru
             running_server("127.0.0.1:0", services, metrics.rpc, grace_s=0) as server,
             Peer(f"127.0.0.1:{server.port}") as peer,
         ):
-            yield RunningWorker(async_engine, state, metrics, peer)
+            yield RunningWorker(async_engine, state, metrics, peer, prefill)
         await prefill.close()
         decode.close()
     engine.check_integrity()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest
-from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
+from halfmoon.pb.gateway_pb2 import LinkSpeed, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import (
     BOTH,
     LENGTH,
@@ -203,6 +203,22 @@ def test_what_was_sent_counts_until_the_next_report() -> None:
     assert (member.view().waiting_prefill_tokens, member.view().num_placed) == (5, 1)
     membership.report(member, WorkerLoad(num_running=1), 2.0)
     assert member.view().num_requests == 1
+
+
+def test_link_speeds_reach_the_policies() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    member = membership.join(identity(), 0.0)
+    assert member.view().transfer_s("decode:1", 1000) is None
+    links = [
+        LinkSpeed(address="decode:1", bandwidth_bytes_per_s=2e9, latency_s=0.001),
+        LinkSpeed(address="decode:2", bandwidth_bytes_per_s=1e7, latency_s=0.05),
+        LinkSpeed(address="decode:3"),
+    ]
+    membership.report(member, WorkerLoad(links=links), 1.0)
+    (view,) = membership.view().workers
+    assert view.transfer_s("decode:1", 2_000_000_000) == pytest.approx(1.001)
+    assert view.transfer_s("decode:2", 20_000_000) == pytest.approx(2.05)
+    assert view.transfer_s("decode:3", 1) is None
 
 
 def test_the_smallest_context_counts() -> None:
