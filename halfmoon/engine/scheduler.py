@@ -150,17 +150,37 @@ class Scheduler:
 
     def _prefills(self, budget: int) -> Iterable[ScheduledSequence]:
         """Chunks within `budget` tokens. After the first sequence that cannot be admitted no other is: none starves."""
-        queue = [sequence for sequence in self._running if sequence.num_uncomputed > 1]
-        for sequence in _by_rank(queue + self._waiting):
+        queue = _by_rank([sequence for sequence in self._running if sequence.num_uncomputed > 1] + self._waiting)
+        for place, sequence in enumerate(queue):
             if budget <= 0:
                 return
             if sequence.state == "waiting":
                 self._is_short = self._is_short or not self._admit(sequence)
                 if self._is_short:
                     continue
-            num_tokens = min(sequence.num_uncomputed, budget)
+            room = budget
+            if sequence.num_uncomputed > budget:
+                room -= min(self._tokens_of_shorter(sequence, queue[place + 1 :]), budget // 2)
+            num_tokens = min(sequence.num_uncomputed, room)
             budget -= num_tokens
             yield ScheduledSequence(sequence, num_tokens)
+
+    def _tokens_of_shorter(self, long: Sequence, later: Iterable[Sequence]) -> int:
+        """Uncomputed tokens of `later` sequences that a prompt too long for a step lets share it.
+
+        They have its priority, less left to do, and blocks. So a long prompt takes twice as long at most, and a short
+        one that comes behind it waits for a step instead of for all of it.
+        """
+        free = self._cache.num_available
+        num_tokens = 0
+        for sequence in later:
+            if sequence.state == "waiting":
+                free -= self._blocks_for(len(sequence.token_ids))
+                if self._is_short or free < 0:
+                    break
+            if sequence.request.priority == long.request.priority and sequence.num_uncomputed < long.num_uncomputed:
+                num_tokens += sequence.num_uncomputed
+        return num_tokens
 
     def _admit(self, sequence: Sequence) -> bool:
         """Takes blocks for everything the sequence has to compute, if there are enough."""

@@ -162,6 +162,26 @@ def test_a_running_prompt_goes_on_while_another_waits_before_it() -> None:
     assert tokens(scheduler.schedule()) == {"r1": 8}
 
 
+def test_a_prompt_too_long_for_a_step_shares_it_with_shorter_ones_behind_it() -> None:
+    scheduler, _ = make(num_blocks=64)
+    for order, prompt in enumerate((100, 10, 9)):
+        scheduler.add(sequence(order, prompt))
+    first = scheduler.schedule()
+    assert tokens(first) == {"r0": 16, "r1": 10, "r2": 6}  # half of 32, then in order
+    advance(scheduler, first)
+    assert tokens(scheduler.schedule()) == {"r0": 29, "r2": 3}
+
+
+@pytest.mark.parametrize(
+    ("behind", "num_blocks"), [((9, 1), 64), ((100, 0), 64), ((9, 0), 25)], ids=["less urgent", "as long", "no blocks"]
+)
+def test_a_long_prompt_yields_to_nobody_else(behind: tuple[int, int], num_blocks: int) -> None:
+    scheduler, _ = make(num_blocks=num_blocks)
+    scheduler.add(sequence(0, 100))
+    scheduler.add(sequence(1, behind[0], priority=behind[1]))
+    assert tokens(scheduler.schedule()) == {"r0": 32}
+
+
 def test_priority_goes_before_arrival() -> None:
     scheduler, _ = make(max_running=1)
     scheduler.add(sequence(0, 4, priority=1))
@@ -232,7 +252,7 @@ def test_a_preempted_sequence_goes_before_later_reservations() -> None:
 def test_a_sequence_that_waits_for_its_turn_only_is_no_reason_to_refuse() -> None:
     scheduler, _ = make()
     scheduler.add(sequence(0, 40))
-    scheduler.add(sequence(1, 4))
+    scheduler.add(sequence(1, 4, priority=1))
     assert tokens(scheduler.schedule()) == {"r0": 32}
     scheduler.reserve(sequence(2, 4))
 
