@@ -18,9 +18,8 @@ import itertools
 import statistics
 import sys
 import time
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import grpc
@@ -29,6 +28,7 @@ import psutil
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
+from benchmarks.kv_handover import WORKER, hand_over, process, work
 from halfmoon.kv.codec import Codec, decode, encode
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.frame_plan import plan_frames
@@ -38,6 +38,7 @@ from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import run_service, running_server
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, KVIntake, TransferSender, raw_service, transfer_to
+from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
 
 LAYOUT = KVLayout(30, 3, 64, "bfloat16", 64)
@@ -74,18 +75,6 @@ async def receive() -> None:
         print(f"127.0.0.1:{server.port}", flush=True)
         await asyncio.to_thread(sys.stdin.read)
     intake.close()
-
-
-@asynccontextmanager
-async def process(*arguments: str) -> AsyncIterator[tuple[psutil.Process, str]]:
-    """This file as another process, and the first line that it prints."""
-    command = (sys.executable, "-m", "benchmarks.kv_transfer", *arguments)
-    child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
-    assert child.stdout is not None
-    try:
-        yield psutil.Process(child.pid), (await child.stdout.readline()).decode().strip()
-    finally:
-        await child.communicate(b"")  # closes its stdin
 
 
 async def send(transfer: TransferSender, kv: NDArray[np.uint16], chunk_bytes: int, codec: Codec) -> None:
@@ -135,6 +124,14 @@ def _cpu_s(other: psutil.Process) -> float:
     return float(times.user + times.system) + time.process_time()
 
 
+async def run(options: argparse.Namespace) -> None:
+    """Both tables."""
+    if not options.no_transports:
+        await transports(options)
+    if not options.no_handover:
+        await hand_over(options.transports, options.tokens, options.repeat, options.codecs)
+
+
 async def transports(options: argparse.Namespace) -> None:
     """The table of transports."""
     shape = (LAYOUT.num_layers, 2, LAYOUT.num_kv_heads, options.tokens, LAYOUT.head_dim)
@@ -168,8 +165,13 @@ def _row(name: str, chunk: str, codec: str, figures: Figures, num_bytes: int, pl
 
 def main(arguments: Sequence[str]) -> None:
     """Reads the command line."""
+    keep_freed_memory()
     if arguments[:1] == [_RECEIVER]:
         run_service(receive)
+        return
+    if arguments[:1] == [WORKER]:
+        role, transport = arguments[1:]
+        run_service(lambda: work(role, LinkSettings(transports=(transport,))))
         return
     parser = argparse.ArgumentParser(prog="benchmarks.kv_transfer", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--transports", nargs="+", default=["grpc", "shm"])
@@ -179,8 +181,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--mbps", type=float, help="limit the link to so many megabytes a second")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="and delay it by so much, one way")
+    parser.add_argument("--no-transports", action="store_true", help="only the hand-over")
+    parser.add_argument("--no-handover", action="store_true", help="only the transports")
     options = parser.parse_args(arguments)
-    run_service(lambda: transports(options))
+    run_service(lambda: run(options))
 
 
 if __name__ == "__main__":

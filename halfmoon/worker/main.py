@@ -22,6 +22,7 @@ from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb
 from halfmoon.rpc.server import advertised_address, running_server, until_told_to_stop
 from halfmoon.rpc.service import metrics_endpoint
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, raw_service
+from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.metrics import WorkerMetrics
@@ -43,6 +44,7 @@ _SETTLE_POLL_S = 0.05
 async def serve(settings: WorkerSettings) -> None:
     """Runs one worker until it is told to stop."""
     kv_links = link_settings(settings)
+    keep_freed_memory()
     stopping = asyncio.create_task(until_told_to_stop())
     loading = asyncio.create_task(asyncio.to_thread(_load_engine, settings))
     await asyncio.wait({stopping, loading}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,108 @@
+"""A real prefill and a real decode worker, and what a hand-over between them costs the prompt. For kv_transfer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import psutil
+
+from halfmoon.engine.async_engine import AsyncEngine
+from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.engine import Engine
+from halfmoon.pb import decode_pb2, decode_pb2_grpc, gateway_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
+from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.server import running_server
+from halfmoon.rpc.transport.link import LinkSettings
+from halfmoon.worker.decode_servicer import DecodeServicer
+from halfmoon.worker.main import worker_services
+from halfmoon.worker.metrics import WorkerMetrics
+from halfmoon.worker.prefill_servicer import PrefillServicer
+from halfmoon.worker.state import WorkerState
+
+WORKER = "worker"  # how kv_transfer is told to be one of the workers
+_GATEWAY = "benchmark"
+_VOCABULARY = range(1000, 30000)
+
+
+@asynccontextmanager
+async def process(*arguments: str) -> AsyncIterator[tuple[psutil.Process, str]]:
+    """kv_transfer as another process, and the first line that it prints. It ends when its stdin closes."""
+    command = (sys.executable, "-m", "benchmarks.kv_transfer", *arguments)
+    child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+    assert child.stdout is not None
+    try:
+        yield psutil.Process(child.pid), (await child.stdout.readline()).decode().strip()
+    finally:
+        await child.communicate(b"")  # closes its stdin
+
+
+async def work(role: str, settings: LinkSettings) -> None:
+    """One worker with the demo model and no gateway. Prints its address."""
+    checkpoint = await asyncio.to_thread(prepare_checkpoint, "demo")
+    config = EngineConfig(num_threads=1, prefix_cache=False, kv_memory_bytes=512 << 20)
+    engine = await asyncio.to_thread(Engine, checkpoint, config)
+    metrics = WorkerMetrics()
+    identity = gateway_pb2.WorkerIdentity(
+        worker_id=role, role=types_pb2.Role.Value(role.upper()), model_fingerprint=checkpoint.fingerprint
+    )
+    state = WorkerState(identity, engine.layout, metrics)
+    async with AsyncEngine(engine, state.on_step) as async_engine:
+        prefill = PrefillServicer(async_engine, state, metrics, settings)
+        decode = DecodeServicer(async_engine, state, metrics)
+        services = worker_services(prefill, decode)
+        async with running_server("127.0.0.1:0", services, metrics.rpc, grace_s=0) as server:
+            print(f"127.0.0.1:{server.port} {checkpoint.fingerprint}", flush=True)
+            await asyncio.to_thread(sys.stdin.read)
+        await prefill.close()
+        decode.close()
+
+
+async def hand_over(transports: Sequence[str], num_tokens: int, repeat: int, codecs: Sequence[str]) -> None:
+    """The table of hand-overs: medians over the repeats after a first one that does not count."""
+    print(f"\nhand-over of {num_tokens} tokens, one thread a worker, median of {repeat}")
+    print(f"{'transport':10}{'codec':>7}{'prefill s':>11}{'exposed ms':>12}{'share':>8}")
+    for transport in transports:
+        async with process(WORKER, "prefill", transport) as (_, p), process(WORKER, "decode", transport) as (_, d):
+            (prefill, fingerprint), decode = p.split(), d.split()[0]
+            async with Peer(prefill) as to_prefill, Peer(decode) as to_decode:
+                tokens = decode_pb2_grpc.DecodeStub(to_decode.channel).Tokens
+                listen = decode_pb2.TokensRequest(gateway_id=_GATEWAY)
+                async with to_decode.stream(tokens, listen, deadline_s=3600) as steps:
+                    await anext(steps)
+                    for codec in codecs:
+                        runs = [
+                            await _one(to_prefill, decode, fingerprint, num_tokens, codec, number)
+                            for number in range(repeat + 1)
+                        ][1:]
+                        prefill_s, exposed_s = (statistics.median(run[i] for run in runs) for i in (0, 1))
+                        share = statistics.median(run[1] / run[0] for run in runs)
+                        print(f"{transport:10}{codec:>7}{prefill_s:11.3f}{exposed_s * 1e3:12.1f}{share:8.1%}")
+
+
+async def _one(
+    to_prefill: Peer, decode: str, fingerprint: str, num_tokens: int, codec: str, number: int
+) -> tuple[float, float]:
+    """(prefill seconds, exposed seconds)"""
+    rng = random.Random(number)
+    request = prefill_pb2.PrefillRequest(
+        generation=types_pb2.Generation(
+            request_id=f"{codec}-{number}",
+            model_fingerprint=fingerprint,
+            prompt_token_ids=rng.choices(_VOCABULARY, k=num_tokens),
+            sampling=types_pb2.SamplingParams(max_tokens=2, top_p=1, repetition_penalty=1, ignore_eos=True),
+            gateway_id=_GATEWAY,
+        ),
+        decode_address=decode,
+        kv_codec=prefill_pb2.KVCodec.Value(codec.upper()),
+    )
+    stub = prefill_pb2_grpc.PrefillStub(to_prefill.channel)
+    async with to_prefill.stream(stub.Prefill, request, deadline_s=600) as events:
+        first, handed_over = [event async for event in events]
+    return first.first_token.compute_s, handed_over.handed_over.transfer_s

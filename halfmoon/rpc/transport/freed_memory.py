@@ -1,0 +1,24 @@
+"""What happens to memory that messages of a megabyte leave behind: it is kept for the next ones."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+_LARGEST = 32 << 20  # that glibc takes for its mmap threshold
+
+
+def keep_freed_memory(keep_bytes: int = 256 << 20) -> bool:
+    """Has glibc reuse freed memory, up to about `keep_bytes`, instead of giving it to the kernel; whether it could.
+
+    Otherwise every gRPC message of a megabyte or two is new pages at both ends, and to touch a page for the first time
+    costs more than to copy it.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # another C library
+        return False
+    wanted = {_M_MMAP_THRESHOLD: _LARGEST, _M_TRIM_THRESHOLD: keep_bytes, _M_TOP_PAD: 16 << 20}
+    return all(mallopt(ctypes.c_int(option), ctypes.c_int(value)) == 1 for option, value in wanted.items())
