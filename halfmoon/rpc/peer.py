@@ -15,11 +15,19 @@ from halfmoon.rpc.status import in_our_tree
 
 LONG_LIVED_S = 24 * 3600.0  # a stream that lives as long as its two ends; both reconnect when it expires
 
-_KEEPALIVE_MS = 10_000
-CHANNEL_OPTIONS = (
+_KEEPALIVE_MS = 5_000
+
+# Both ends ping a silent connection, so that who vanished without a word is missed within ten seconds: that is the
+# lease of whatever a call holds. gRPC's own limit for a ping's answer, a minute, would override `keepalive_timeout_ms`.
+KEEPALIVE_OPTIONS = (
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
+    ("grpc.http2.ping_timeout_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),  # more often is an error, the server says
+)
+CHANNEL_OPTIONS = (
+    *KEEPALIVE_OPTIONS,
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),  # a channel of its own is a connection of its own

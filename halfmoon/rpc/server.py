@@ -18,6 +18,7 @@ from grpc_health.v1._async import HealthServicer
 from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.interceptor import ServiceInterceptor
 from halfmoon.rpc.metrics import RpcMetrics
+from halfmoon.rpc.peer import KEEPALIVE_OPTIONS
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +26,7 @@ SUPERVISED_ENV = "HALFMOON_SUPERVISED"  # set by `halfmoon up`: the end of stdin
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a taken port is an error, not a lottery
-    ("grpc.keepalive_time_ms", 10_000),  # so that a peer whose host vanished is noticed
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    *KEEPALIVE_OPTIONS,
 )
 
 
