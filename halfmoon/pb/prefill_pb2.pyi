@@ -133,6 +133,7 @@ class HandedOver(_message.Message):
     KV_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
     kv_bytes: _builtins.int
+    """as encoded"""
     transfer_s: _builtins.float
     """from the first token to the decode worker's DONE"""
     def __init__(
