@@ -6,13 +6,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
 from halfmoon.kv.negotiation import INLINE, Choice, Offer
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transport.estimate import LinkEstimator
 from halfmoon.rpc.transport.inline import InlineOutlet
 from halfmoon.rpc.transport.limiter import Clock, LinkLimiter, WallClock
+from halfmoon.rpc.transport.nixl import NAME as NIXL
+from halfmoon.rpc.transport.nixl import NixlOutlet
 from halfmoon.rpc.transport.protocol import Outlet, StagingBuffer
 from halfmoon.rpc.transport.shm import NAME as SHM
 from halfmoon.rpc.transport.shm import SharedMemoryOutlet
@@ -22,9 +24,7 @@ log = logging.getLogger(__name__)
 
 _OFFER_AGAIN_S = 60.0  # a receiver that declined may be another process by then
 
-_OUTLETS: dict[str, Callable[[int], Outlet]] = {
-    SHM: lambda window_bytes: SharedMemoryOutlet(window_bytes // MAX_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES),
-}
+_OUTLETS: dict[str, Callable[[int, int], Outlet]] = {SHM: SharedMemoryOutlet, NIXL: NixlOutlet}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,9 @@ class KVLink:
                 continue
             if name not in self._outlets:
                 try:
-                    self._outlets[name] = _OUTLETS[name](self.settings.window_bytes)
-                except OSError as err:
+                    num_slots = self.settings.window_bytes // MAX_PAYLOAD_BYTES
+                    self._outlets[name] = _OUTLETS[name](num_slots, MAX_PAYLOAD_BYTES)
+                except (OSError, HalfmoonError) as err:
                     self._fall_back(name, str(err))
                     continue
             found.append(self._outlets[name].offer())

@@ -79,6 +79,10 @@ class Source(Protocol):
         """The payload, which stays as it is until its frame is credited. Raises InvalidRequest for a bad reference."""
         ...
 
+    def close(self) -> None:
+        """The transfer is over."""
+        ...
+
 
 class Inlet(Protocol):
     """The receiver's end of a transport, for all the links of a process."""

@@ -14,6 +14,7 @@ from halfmoon.kv.frame import Elsewhere, Frame, FrameKind, decode_message, encod
 from halfmoon.kv.layout import KVBytes, KVLayout
 from halfmoon.kv.negotiation import INLINE, Choice, Offer
 from halfmoon.kv.receiver import Commit, Effect, Reserve, TransferReceiver, Write
+from halfmoon.rpc.transport.nixl import NixlInlet
 from halfmoon.rpc.transport.protocol import Inlet, Source
 from halfmoon.rpc.transport.shm import SharedMemoryInlet
 
@@ -27,7 +28,9 @@ class KVIntake:
     """Owns what the incoming transfers of a process share: the transports it joined, and which transfers run."""
 
     def __init__(self, inlets: Sequence[Inlet] | None = None) -> None:
-        self._inlets = {inlet.name: inlet for inlet in ([SharedMemoryInlet()] if inlets is None else inlets)}
+        self._inlets = {
+            inlet.name: inlet for inlet in ([SharedMemoryInlet(), NixlInlet()] if inlets is None else inlets)
+        }
         self._running: set[bytes] = set()
 
     async def receive(
@@ -73,6 +76,8 @@ class KVIntake:
                     yield encode_frame(receiver.done())
         finally:
             reading.close()
+            if source is not None:
+                source.close()
             self._running.discard(mine)
 
     def close(self) -> None:

@@ -1,39 +1,35 @@
 """The transport `shm`: payloads in memory that sender and receiver share, on one host.
 
-A link has one segment of equal slots, used again by one transfer after the other: touching a page for the first time
-costs more than copying it. The last slot that came free is the first to be used again, so a link that is not behind
-stays within a few slots, warm in the cache. A slot is written again only after its frame was credited, or after its
-transfer died; what the receiver still reads then belongs to a transfer that can no longer commit. A slot that was torn
-or overwritten otherwise fails its frame's digest, which covers the payload here, too: xxh3 costs a fifth of the copy.
+A link has one segment of slots, used again by one transfer after the other. A slot is written again only after its
+frame was credited, or after its transfer died; what the receiver still reads then belongs to a transfer that can no
+longer commit. A slot that was torn or overwritten otherwise fails its frame's digest, which covers the payload here,
+too: xxh3 costs a third of the copy.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 
-from halfmoon.errors import Incompatible, InvalidRequest, Unavailable
+from halfmoon.errors import Incompatible, Unavailable
 from halfmoon.kv.layout import KVBytes
 from halfmoon.kv.negotiation import Offer
 from halfmoon.rpc.transport.memfd import SharedSegment, host_id, receive_segment
-from halfmoon.rpc.transport.protocol import StagingBuffer, lend
+from halfmoon.rpc.transport.protocol import StagingBuffer
+from halfmoon.rpc.transport.slots import Slots, offset_of
 
 NAME = "shm"
 
-_OFFSET = struct.Struct("<Q")  # a reference: where in the segment the payload begins
-
 
 class SharedMemoryOutlet:
-    """Owns one link's segment and which of its slots are free."""
+    """Owns one link's segment."""
 
     name = NAME
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         """Raises OSError where there is no such memory."""
         self._segment = SharedSegment(num_slots * slot_bytes)
-        self._slot_bytes = slot_bytes
-        self._free = [slot * slot_bytes for slot in reversed(range(num_slots))]  # offsets, the next one last
+        self._slots = Slots(self._segment.memory, slot_bytes)
 
     def offer(self) -> Offer:
         """Which host, and where its descriptor is to be had."""
@@ -41,26 +37,19 @@ class SharedMemoryOutlet:
 
     def charge_bytes(self, num_bytes: int) -> int:
         """A whole slot."""
-        return self._slot_bytes
+        return self._slots.slot_bytes
 
     def room(self, num_bytes: int) -> StagingBuffer:
         """A slot."""
-        assert num_bytes <= self._slot_bytes
-        offset = self._free.pop()
-        view, lent = lend(self._segment.memory, offset, num_bytes)
-        return StagingBuffer(view, self._slot_bytes, offset, _OFFSET.pack(offset), lent)
+        return self._slots.room(num_bytes)
 
     def hold(self, payload: memoryview) -> StagingBuffer:
         """A slot with a copy."""
-        buffer = self.room(payload.nbytes)
-        buffer.view[:] = payload
-        return buffer
+        return self._slots.hold(payload)
 
     def reuse(self, buffer: StagingBuffer) -> None:
         """The slot is the next one to be used."""
-        assert isinstance(buffer.memory, int)
-        assert buffer.memory not in self._free
-        self._free.append(buffer.memory)
+        self._slots.reuse(buffer)
 
     def close(self) -> None:
         """Lets go of the segment."""
@@ -75,12 +64,11 @@ class _MappedSegment:
 
     async def fetch(self, reference: bytes, num_bytes: int) -> KVBytes:
         """A view of the slot."""
-        if len(reference) != _OFFSET.size:
-            raise InvalidRequest("a frame's reference into shared memory must be an offset")
-        offset = _OFFSET.unpack(reference)[0]
-        if offset + num_bytes > self._memory.nbytes:
-            raise InvalidRequest(f"a frame's payload at {offset}..{offset + num_bytes} is outside the shared memory")
+        offset = offset_of(reference, num_bytes, self._memory.nbytes)
         return self._memory[offset : offset + num_bytes]
+
+    def close(self) -> None:
+        """The segment is kept for the sender's next transfer."""
 
 
 class SharedMemoryInlet:

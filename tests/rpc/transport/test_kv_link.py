@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -18,8 +19,16 @@ from halfmoon.rpc.transport.link import KVLink, LinkSettings
 from halfmoon.rpc.transport.protocol import StagingBuffer
 from tests.rpc.transport.conftest import LAYERS, LAYOUT, WHOLE, Ends, ends, kv_of, raising, until
 
-GRPC, SHM = LinkSettings(transports=()), LinkSettings(transports=("shm",))
-BOTH = pytest.mark.parametrize("settings", [GRPC, SHM], ids=["grpc", "shm"])
+GRPC, SHM, NIXL = (LinkSettings(transports=names) for names in ((), ("shm",), ("nixl",)))
+WITH_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
+BOTH = pytest.mark.parametrize(
+    "settings",
+    [pytest.param(GRPC, id="grpc"), pytest.param(SHM, id="shm"), pytest.param(NIXL, id="nixl", marks=WITH_NIXL)],
+)
+
+
+def name_of(settings: LinkSettings) -> str:
+    return settings.transports[0] if settings.transports else "grpc"
 
 
 async def staged(transfer: TransferSender, layer: int, kv: np.ndarray) -> StagingBuffer:
@@ -46,7 +55,7 @@ async def test_what_is_sent_arrives(settings: LinkSettings, staging: bool) -> No
     async with ends(settings) as it:
         for number in range(5):
             used = await whole_transfer(it, b"%d" % number, number, staging=staging)
-            assert used == ("shm" if settings is SHM else "grpc")
+            assert used == name_of(settings)
         await until(lambda: it.link.window.free_bytes == it.link.window.limit_bytes)
         assert not it.declined
         assert not it.sink.errors
@@ -58,7 +67,7 @@ async def test_many_transfers_at_once_share_a_small_window(settings: LinkSetting
     async with ends(small) as it:
         names = [b"%d" % number for number in range(20)]
         sending = [whole_transfer(it, name, int(name), staging=bool(int(name) % 2)) for name in names]
-        assert set(await asyncio.gather(*sending)) == {"shm" if settings is SHM else "grpc"}
+        assert set(await asyncio.gather(*sending)) == {name_of(settings)}
         assert it.link.window.free_bytes == it.link.window.limit_bytes
 
 
@@ -84,6 +93,13 @@ async def test_a_transport_that_cannot_be_joined_falls_back() -> None:
     async with ends(SHM, inlets=[_BrokenInlet()]) as it:  # type: ignore[list-item]
         assert await whole_transfer(it, b"1", 1, staging=False) == "grpc"
         assert it.declined == ["shm"]
+
+
+@pytest.mark.skipif(find_spec("nixl") is not None, reason="nixl is installed")
+async def test_nixl_without_its_extra_is_not_offered() -> None:
+    async with ends(LinkSettings(transports=("nixl", "shm"))) as it:
+        assert await whole_transfer(it, b"1", 1, staging=False) == "shm"
+        assert it.declined == ["nixl"]
 
 
 async def test_a_transport_that_this_host_lacks_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +133,9 @@ async def test_too_long_a_payload_is_refused_here(settings: LinkSettings) -> Non
             await transfer.buffer(MAX_PAYLOAD_BYTES + 1)
 
 
-async def test_a_slot_that_was_overwritten_is_found() -> None:
-    async with ends(SHM) as it, transfer_to(it.link, LAYOUT, deadline_s=30) as transfer:
+@pytest.mark.parametrize("settings", [SHM, pytest.param(NIXL, marks=WITH_NIXL)], ids=name_of)
+async def test_a_slot_that_was_overwritten_is_found(settings: LinkSettings) -> None:
+    async with ends(settings) as it, transfer_to(it.link, LAYOUT, deadline_s=30) as transfer:
         await transfer.open(WHOLE, b"1")
         buffer = await staged(transfer, 0, kv_of(1))
         await transfer.data(LAYERS[0], buffer)

@@ -1,0 +1,183 @@
+"""The transport `nixl`: the receiver pulls payloads out of the sender's memory, over RDMA, TCP or what else UCX finds.
+
+Needs the extra `halfmoon[nixl]`. The sender's memory is cut into slots, as with shared memory; the receiver copies one
+into memory of its own, so nothing of the sender's is read after a frame was fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import mmap
+import struct
+import time
+import uuid
+from collections import OrderedDict
+from typing import Any
+
+from halfmoon.errors import DeadlineExceeded, HalfmoonError, Incompatible, Unavailable
+from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
+from halfmoon.kv.layout import KVBytes
+from halfmoon.kv.negotiation import Offer
+from halfmoon.rpc.transport.protocol import StagingBuffer
+from halfmoon.rpc.transport.slots import Slots, offset_of
+
+NAME = "nixl"
+
+_REGION = struct.Struct("<QQ")  # an offer: address and size of the sender's memory; then its agent's metadata
+_PULL_S = 10.0
+_POLL_S = 50e-6
+_MAX_SENDERS = 64  # known at once; addresses change when workers restart
+
+
+class _Registered:
+    """Memory that an agent may reach."""
+
+    def __init__(self, agent: Any, num_bytes: int) -> None:
+        self._map = mmap.mmap(-1, num_bytes)
+        self.memory = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        agent.register_memory([(self.address, num_bytes, 0, "")], "DRAM")
+
+
+class NixlOutlet:
+    """Owns one link's agent and memory."""
+
+    name = NAME
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        """Raises Incompatible without the extra, Unavailable where NIXL cannot work. Takes some tenths of a second."""
+        self._agent = _new_agent()
+        self._region = _Registered(self._agent, num_slots * slot_bytes)
+        self._slots = Slots(self._region.memory, slot_bytes)
+
+    def offer(self) -> Offer:
+        """Where the memory lies and how to reach its agent."""
+        region = _REGION.pack(self._region.address, self._region.memory.nbytes)
+        return Offer(NAME, region + self._agent.get_agent_metadata())
+
+    def charge_bytes(self, num_bytes: int) -> int:
+        """A whole slot."""
+        return self._slots.slot_bytes
+
+    def room(self, num_bytes: int) -> StagingBuffer:
+        """A slot."""
+        return self._slots.room(num_bytes)
+
+    def hold(self, payload: memoryview) -> StagingBuffer:
+        """A slot with a copy."""
+        return self._slots.hold(payload)
+
+    def reuse(self, buffer: StagingBuffer) -> None:
+        """The slot is the next one to be used."""
+        self._slots.reuse(buffer)
+
+    def close(self) -> None:
+        """The agent and its memory go with the link."""
+
+
+class NixlInlet:
+    """Owns this process's receiving agent, made for the first offer, and the memory that transfers pull into."""
+
+    name = NAME
+
+    def __init__(self) -> None:
+        self._making = asyncio.Lock()
+        self._agent: Any = None
+        self._senders: OrderedDict[bytes, Any] = OrderedDict()  # agents' names by metadata, least recent first
+        self._rooms: list[_Registered] = []
+        self._lost: list[_Registered] = []
+
+    async def join(self, parameters: bytes) -> _Puller:
+        """Gets to know the sender's agent. Raises Incompatible without the extra, Unavailable if it fails."""
+        if len(parameters) < _REGION.size:
+            raise Incompatible("an offer of nixl must name the sender's memory")
+        address, num_bytes = _REGION.unpack_from(parameters)
+        async with self._making:
+            if self._agent is None:
+                self._agent = await asyncio.to_thread(_new_agent)
+            sender = await self._sender(parameters[_REGION.size :])
+        return _Puller(self, self._agent, sender, address, num_bytes)
+
+    def room(self) -> _Registered:
+        """Memory for one transfer's payloads."""
+        return self._rooms.pop() if self._rooms else _Registered(self._agent, MAX_PAYLOAD_BYTES)
+
+    def leave(self, room: _Registered, is_written: bool) -> None:
+        """The end of its use. What may still be written to is neither used again nor freed."""
+        (self._lost if is_written else self._rooms).append(room)
+
+    def close(self) -> None:
+        """The agent and its memory go with the last transfer."""
+        self._rooms.clear()
+
+    async def _sender(self, metadata: bytes) -> Any:
+        if metadata not in self._senders:
+            try:
+                self._senders[metadata] = await asyncio.to_thread(self._agent.add_remote_agent, metadata)
+            except Exception as err:  # the bindings have classes of their own
+                raise Unavailable(f"nixl cannot reach the sender: {err}") from err
+        self._senders.move_to_end(metadata)
+        while len(self._senders) > _MAX_SENDERS:
+            self._agent.remove_remote_agent(self._senders.popitem(last=False)[1])
+        return self._senders[metadata]
+
+
+class _Puller:
+    """Owns the memory that one transfer's payloads come to, one after the other."""
+
+    def __init__(self, inlet: NixlInlet, agent: Any, sender: Any, address: int, num_bytes: int) -> None:
+        self._inlet = inlet
+        self._agent = agent
+        self._sender = sender
+        self._address = address  # of the sender's memory
+        self._num_bytes = num_bytes
+        self._room = inlet.room()
+        self._is_written = False
+
+    async def fetch(self, reference: bytes, num_bytes: int) -> KVBytes:
+        """The payload, until the next is fetched. Raises Unavailable if the sender is gone, DeadlineExceeded."""
+        offset = offset_of(reference, num_bytes, self._num_bytes)
+        self._is_written = True
+        await asyncio.to_thread(self._pull, self._address + offset, num_bytes)
+        self._is_written = False
+        return self._room.memory[:num_bytes]
+
+    def close(self) -> None:
+        """The room is for the next transfer, unless something may still come."""
+        self._inlet.leave(self._room, self._is_written)
+
+    def _pull(self, address: int, num_bytes: int) -> None:
+        try:
+            self._read(address, num_bytes)
+        except HalfmoonError:
+            raise
+        except Exception as err:  # the bindings have classes of their own
+            raise Unavailable(f"nixl cannot read the sender's memory: {err}") from err
+
+    def _read(self, address: int, num_bytes: int) -> None:
+        agent = self._agent
+        here = agent.get_xfer_descs([(self._room.address, num_bytes, 0)], "DRAM")
+        there = agent.get_xfer_descs([(address, num_bytes, 0)], "DRAM")
+        handle = agent.initialize_xfer("READ", here, there, self._sender)
+        give_up_s = time.monotonic() + _PULL_S
+        state = agent.transfer(handle)
+        while state == "PROC":
+            if time.monotonic() > give_up_s:
+                raise DeadlineExceeded(f"nixl read nothing of the sender's memory for {_PULL_S:g} s")
+            time.sleep(_POLL_S)
+            state = agent.check_xfer_state(handle)
+        agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise Unavailable(f"nixl gave up reading the sender's memory: {state}")
+
+
+def _new_agent() -> Any:
+    try:
+        from nixl._api import nixl_agent, nixl_agent_config
+    except ImportError as err:
+        raise Incompatible(f"nixl is not installed: pip install 'halfmoon[nixl]' ({err})") from err
+    try:
+        return nixl_agent(f"halfmoon-{uuid.uuid4().hex}", nixl_agent_config(backends=["UCX"]))
+    except Exception as err:  # the bindings have classes of their own
+        raise Unavailable(f"nixl cannot work here: {err}") from err
