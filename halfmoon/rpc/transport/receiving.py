@@ -28,9 +28,8 @@ class KVIntake:
     """Owns what the incoming transfers of a process share: the transports it joined, and which transfers run."""
 
     def __init__(self, inlets: Sequence[Inlet] | None = None) -> None:
-        self._inlets = {
-            inlet.name: inlet for inlet in ([SharedMemoryInlet(), NixlInlet()] if inlets is None else inlets)
-        }
+        everywhere: Sequence[Inlet] = (SharedMemoryInlet(), NixlInlet())
+        self._inlets = {inlet.name: inlet for inlet in (everywhere if inlets is None else inlets)}
         self._running: set[bytes] = set()
 
     async def receive(
