@@ -107,7 +107,11 @@ def _worker(member: Member, now_s: float) -> dict[str, Any]:
         "listening": member.listening,
         "context_tokens": identity.context_tokens,
         "total_blocks": identity.total_blocks,
-        "load": {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields},
+        "load": {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields if field.name != "links"},
+        "links": [
+            {"address": link.address, "bytes_per_s": link.bandwidth_bytes_per_s, "latency_s": link.latency_s}
+            for link in load.links
+        ],
     }
 
 

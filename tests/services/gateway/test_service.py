@@ -16,13 +16,14 @@ from pydantic import ValidationError
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import open_ledger
-from halfmoon.pb.gateway_pb2 import WorkerLoad
+from halfmoon.pb.gateway_pb2 import LinkSpeed, WorkerLoad
 from halfmoon.rpc.service import read_settings
 from services.gateway.service import running_gateway
 from services.gateway.settings import GatewaySettings
 
 from .fakes import MODEL, Fleet, Script, running_fleet, served_model, soon
 
+LINK = LinkSpeed(address="10.0.0.1:7002", bandwidth_bytes_per_s=2e9, latency_s=0.25)
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
@@ -50,7 +51,7 @@ async def test_health_says_what_is_missing(tmp_path: Path) -> None:
 async def test_the_control_api(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         _, worker = await fleet.pair()
-        worker.loads.put_nowait(WorkerLoad(sequence=3, num_running=2, free_blocks=40))
+        worker.loads.put_nowait(WorkerLoad(sequence=3, num_running=2, free_blocks=40, links=[LINK]))
         async with asyncio.timeout(20):
             while fleet.cluster.worker("d0").member.load.sequence != 3:  # noqa: ASYNC110 (a report is no event)
                 await asyncio.sleep(0)
@@ -64,7 +65,8 @@ async def test_the_control_api(tmp_path: Path) -> None:
     assert (second["address"], second["device"], second["pid"]) == (worker.address, "fake", 7)
     assert second["total_blocks"] == 100
     assert second["load"]["free_blocks"] == 40
-    assert set(second["load"]) == {field.name for field in WorkerLoad.DESCRIPTOR.fields}
+    assert set(second["load"]) == {field.name for field in WorkerLoad.DESCRIPTOR.fields} - {"links"}
+    assert second["links"] == [{"address": "10.0.0.1:7002", "bytes_per_s": 2e9, "latency_s": 0.25}]
     assert 'halfmoon_worker_num_running{role="decode",worker_id="d0"} 2.0' in metrics
     assert 'halfmoon_rpc_in_flight{method="/halfmoon.Cluster/Register"} 2.0' in metrics
 
