@@ -18,6 +18,7 @@ from halfmoon.engine.engine import Engine
 from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.main import worker_services
 from halfmoon.worker.metrics import WorkerMetrics
@@ -82,9 +83,10 @@ async def start_worker(tiny: Checkpoint) -> AsyncIterator[Callable[..., object]]
     """
     async with AsyncExitStack() as stack:
 
-        async def start(role: str, lease_s: float = 10.0, **options: Any) -> RunningWorker:
+        async def start(role: str, lease_s: float = 10.0, stall_s: float = 10.0, **options: Any) -> RunningWorker:
             settings: dict[str, Any] = {"dtype": "float32", "block_tokens": 8, "num_blocks": 32, **options}
-            return await stack.enter_async_context(_worker(Engine(tiny, EngineConfig(**settings)), role, lease_s))
+            engine = Engine(tiny, EngineConfig(**settings))
+            return await stack.enter_async_context(_worker(engine, role, lease_s, LinkSettings(stall_s=stall_s)))
 
         yield start
 
@@ -93,7 +95,9 @@ _numbers = itertools.count()
 
 
 @asynccontextmanager
-async def _worker(engine: Engine, role: str, lease_s: float) -> AsyncIterator[RunningWorker]:
+async def _worker(
+    engine: Engine, role: str, lease_s: float, link_settings: LinkSettings
+) -> AsyncIterator[RunningWorker]:
     metrics = WorkerMetrics()
     identity = gateway_pb2.WorkerIdentity(
         worker_id=f"{role}-{next(_numbers)}",
@@ -103,7 +107,7 @@ async def _worker(engine: Engine, role: str, lease_s: float) -> AsyncIterator[Ru
     )
     state = WorkerState(identity, engine.layout, metrics)
     async with AsyncEngine(engine, state.on_step) as async_engine:
-        prefill = PrefillServicer(async_engine, state, metrics)
+        prefill = PrefillServicer(async_engine, state, metrics, link_settings)
         decode = DecodeServicer(async_engine, state, metrics, lease_s)
         services = worker_services(prefill, decode)
         async with (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from halfmoon.kv import frame_plan
 from halfmoon.pb import prefill_pb2
 from tests.worker.conftest import RunningWorker
 from tests.worker.test_handover import generation, listening, prefilled, reference, tokens_of, until
+from tests.worker.test_many_handovers import collect
 
 Start = Callable[..., Awaitable[RunningWorker]]
 PATIENCE_S = 30.0
@@ -149,6 +152,32 @@ async def test_a_prompt_that_is_preempted_on_its_way_arrives_right(
     assert preempted_after[0] > 0
     assert tokens == reference(tiny, prompt_of(85), 12)
     assert tokens_of_grows == reference(tiny, prompt_of(14, seed=5), 40)
+    await until(lambda: both.num_used_blocks + decode.num_used_blocks == 0)
+
+
+async def test_many_at_once_with_shared_prefixes_in_small_chunks_and_few_blocks(
+    start_worker: Start, tiny: Checkpoint
+) -> None:
+    """Half of them go on where they were prefilled, and take blocks from prompts that are on their way."""
+    both = await start_worker("both", num_blocks=30, max_batch_tokens=12, chunk_tokens=8, max_running=8)
+    decode = await start_worker("decode", num_blocks=64)
+    prompts = {f"r{n}": [*prompt_of(24, seed=n % 2), *prompt_of(5 + 6 * n, seed=n)] for n in range(10)}
+    found: dict[str, list[int]] = {}
+
+    async def one(number: int, name: str) -> None:
+        there = decode.peer.address if number % 2 else ""
+        asked = generation(tiny, prompts[name], 20, name)
+        asked.priority = number % 2  # those that stay go first
+        first, _ = await prefilled(both, prefill_pb2.PrefillRequest(generation=asked, decode_address=there))
+        found[name] = [first.first_token.token.token_id]
+
+    async with listening(both) as here, listening(decode) as away:
+        rest: dict[str, list[int]] = defaultdict(list)
+        await asyncio.gather(
+            collect(here, 5, rest), collect(away, 5, rest), *(one(n, name) for n, name in enumerate(prompts))
+        )
+    expected = {name: reference(tiny, prompt, 20) for name, prompt in prompts.items()}
+    assert {name: found[name] + rest[name] for name in prompts} == expected
     await until(lambda: both.num_used_blocks + decode.num_used_blocks == 0)
 
 
