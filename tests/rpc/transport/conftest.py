@@ -88,14 +88,17 @@ class Ends:
 
 @asynccontextmanager
 async def ends(
-    settings: LinkSettings | None = None, inlets: list[Inlet] | None = None, lease_s: float = 30
+    settings: LinkSettings | None = None,
+    inlets: list[Inlet] | None = None,
+    lease_s: float = 30,
+    host: str = "127.0.0.1",
 ) -> AsyncIterator[Ends]:
     """Both ends in this process."""
     sink = Sink(inlets, lease_s)
     add = raw_service(KV_TRANSFER, {PUSH: sink.push})
-    async with running_server("127.0.0.1:0", [add], RpcMetrics(CollectorRegistry()), grace_s=0) as server:
+    async with running_server(f"{host}:0", [add], RpcMetrics(CollectorRegistry()), grace_s=0) as server:
         declined: list[str] = []
-        link = KVLink(Peer(f"127.0.0.1:{server.port}"), settings, declined.append)
+        link = KVLink(Peer(f"{host}:{server.port}"), settings, declined.append)
         try:
             yield Ends(sink, link, declined)
         finally:
