@@ -60,7 +60,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset
 
 def _sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int]) -> list[SampledToken]:
     if all(is_plain_greedy(row.params, row.position) for row in rows):
-        return [SampledToken(token_id) for token_id in logits.argmax(dim=-1).tolist()]
+        return [SampledToken(token_id) for token_id in logits.max(dim=-1).indices.tolist()]
     raw = logits.float()
     adjusted = raw.clone()
     for row, values in zip(rows, adjusted, strict=True):
