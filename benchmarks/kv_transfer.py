@@ -160,7 +160,7 @@ async def transports(options: argparse.Namespace) -> None:
 
 def _row(name: str, chunk: str, codec: str, figures: Figures, num_bytes: int, plain: Figures) -> None:
     rate, cpu = num_bytes / 1e9 / figures.seconds, figures.cpu_s / (num_bytes / 1e9)
-    print(f"{name:10}{chunk:>10}{codec:>7}{rate:8.2f}{cpu:10.2f}{figures.seconds / plain.seconds:15.1f}")
+    print(f"{name:10}{chunk:>10}{codec:>7}{rate:8.3f}{cpu:10.2f}{figures.seconds / plain.seconds:15.1f}")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -47,7 +47,7 @@ class NixlOutlet:
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         """Raises Incompatible without the extra, Unavailable where NIXL cannot work. Takes some tenths of a second."""
-        self._agent = _new_agent()
+        self._agent = _new_agent(has_progress_thread=True)
         self._region = _Registered(self._agent, num_slots * slot_bytes)
         self._slots = Slots(self._region.memory, slot_bytes)
 
@@ -95,7 +95,7 @@ class NixlInlet:
         address, num_bytes = _REGION.unpack_from(parameters)
         async with self._making:
             if self._agent is None:
-                self._agent = await asyncio.to_thread(_new_agent)
+                self._agent = await asyncio.to_thread(_new_agent, has_progress_thread=False)
             sender = await self._sender(parameters[_REGION.size :])
         return _Puller(self, self._agent, sender, address, num_bytes)
 
@@ -172,12 +172,15 @@ class _Puller:
             raise Unavailable(f"nixl gave up reading the sender's memory: {state}")
 
 
-def _new_agent() -> Any:
+def _new_agent(*, has_progress_thread: bool) -> Any:
+    """A sender needs the thread where its memory is served by software; a receiver makes progress where it polls."""
     try:
         from nixl._api import nixl_agent, nixl_agent_config
     except ImportError as err:
         raise Incompatible(f"nixl is not installed: pip install 'halfmoon[nixl]' ({err})") from err
     try:
-        return nixl_agent(f"halfmoon-{uuid.uuid4().hex}", nixl_agent_config(backends=["UCX"]))
+        return nixl_agent(
+            f"halfmoon-{uuid.uuid4().hex}", nixl_agent_config(enable_prog_thread=has_progress_thread, backends=["UCX"])
+        )
     except Exception as err:  # the bindings have classes of their own
         raise Unavailable(f"nixl cannot work here: {err}") from err
