@@ -17,7 +17,7 @@ OnKV = Callable[[Written | None], None]  # None: the request is gone, its KV wit
 class LayerWatch(NamedTuple):
     """Who wants to know how far a step has come. `tell(n)`: its K and V of the first `n` layers are in memory."""
 
-    every: int  # layers between two calls; the last layer is always told
+    every: int  # layers between two calls; within the last of them, where 2**n layers are left, and none
     tell: Callable[[int], None]
 
 

@@ -29,7 +29,8 @@ class WatchedAttention:
         """As `StepAttention.attend`."""
         out = self._inner.attend(q, k, v, layer_kv, scale)
         self._done += 1
-        if self._done % self._watch.every == 0 or self._done == self._num_layers:
+        left = self._num_layers - self._done
+        if self._done % self._watch.every == 0 or (left < self._watch.every and left & (left - 1) == 0):
             self._watch.tell(self._done)
         return out
 

@@ -14,6 +14,7 @@ from halfmoon.kv.layout import KVLayout, Shard
 
 MIN_FRAME_TOKENS = 128
 MIN_FRAME_BYTES = 1 << 20
+MIN_LAST_BYTES = MIN_FRAME_BYTES // 8  # of the smaller and smaller frames near the end
 
 
 class Written(NamedTuple):
@@ -45,7 +46,8 @@ class FramePlan:
         """The next frame that is worth sending, or None until more is written.
 
         It has at least MIN_FRAME_BYTES, and MIN_FRAME_TOKENS unless it ends the sequence; what is less waits for more
-        layers or tokens, and leaves as it is once everything is written. The same again until `sent` is called.
+        layers or tokens. Near the end, whatever is as much as all that is still to come is enough, so that what is left
+        when the last layer is written is little. The same again until `sent` is called.
         """
         num_layers = self._layout.num_layers
         is_final = written.num_tokens_of(num_layers - 1) == self._num_tokens
@@ -70,5 +72,11 @@ class FramePlan:
             self._sent[layer] += part.num_tokens
 
     def _is_worth(self, part: KVRange, start: int, end: int) -> bool:
-        is_long = end - start >= MIN_FRAME_TOKENS or end == self._num_tokens
-        return is_long and part.num_bytes(self._layout) >= MIN_FRAME_BYTES
+        if end - start < MIN_FRAME_TOKENS and end < self._num_tokens:
+            return False
+        num_bytes = part.num_bytes(self._layout)
+        return num_bytes >= MIN_FRAME_BYTES or num_bytes >= max(self._rest_bytes() - num_bytes, MIN_LAST_BYTES)
+
+    def _rest_bytes(self) -> int:
+        """What has not been sent, written or not."""
+        return sum(self._num_tokens - sent for sent in self._sent) * self._layout.token_layer_bytes

@@ -134,15 +134,17 @@ def test_a_listener_costs_others_nothing(make_engine: MakeEngine, monkeypatch: p
     assert len(finish(engine)["decodes"]) == 12
 
 
-def test_small_steps_are_told_of_once_or_twice(make_engine: MakeEngine) -> None:
+def test_few_layers_are_told_as_the_end_comes_near(make_engine: MakeEngine) -> None:
     heard: list[Written | None] = []
     engine = make_engine()
     engine.add(request(length=20, prefill_only=True), heard.append)
     finish(engine)
-    assert heard == [Written(0, 20, 3), Written(20)]
+    assert heard == [*(Written(0, 20, layers) for layers in (1, 2, 3)), Written(20)]
 
 
-@pytest.mark.parametrize(("every", "num_layers", "told"), [(1, 3, [1, 2, 3]), (2, 5, [2, 4, 5]), (9, 4, [4])])
+@pytest.mark.parametrize(
+    ("every", "num_layers", "told"), [(1, 3, [1, 2, 3]), (3, 7, [3, 5, 6, 7]), (9, 6, [2, 4, 5, 6])]
+)
 def test_layers_are_told_in_groups(every: int, num_layers: int, told: list[int]) -> None:
     class Inner:
         def attend(self, *args: Any) -> Any:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES, KVRange
-from halfmoon.kv.frame_plan import MIN_FRAME_BYTES, MIN_FRAME_TOKENS, FramePlan, Written
+from halfmoon.kv.frame_plan import MIN_FRAME_BYTES, MIN_FRAME_TOKENS, MIN_LAST_BYTES, FramePlan, Written
 from halfmoon.kv.layout import KVLayout
 from halfmoon.kv.receiver import Coverage
 
@@ -53,13 +53,16 @@ def test_every_cell_leaves_once_and_not_before_it_is_written(history: tuple[KVLa
         FramePlan(layout, num_tokens),
         Coverage(KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens)),
     )
+    frames: list[KVRange] = []
     for written in news:
         for part in sent_by(plan, written):
             coverage.add(part)
+            frames.append(part)
             assert part.token_start + part.num_tokens <= written.num_tokens_of(part.layer_end - 1)
             assert part.num_bytes(layout) <= MAX_PAYLOAD_BYTES
+            rest_bytes = num_tokens * layout.token_bytes - sum(one.num_bytes(layout) for one in frames)
             if written.num_tokens_of(layout.num_layers - 1) < num_tokens:
-                assert part.num_bytes(layout) >= MIN_FRAME_BYTES
+                assert part.num_bytes(layout) >= min(MIN_FRAME_BYTES, max(rest_bytes, MIN_LAST_BYTES))
         assert plan.is_done == coverage.is_whole()
     assert plan.is_done
 
@@ -73,8 +76,24 @@ def test_layers_leave_while_later_ones_compute() -> None:
     assert [written.num_layers for written, _ in frames] == [5, 10, 15, 20, 25, 0] * 2
 
 
+def test_little_is_left_for_the_end() -> None:
+    plan = FramePlan(DEMO, 512)
+    layers = [
+        [(part.layer_start, part.layer_end) for part in sent_by(plan, Written(0, 512, num_layers))]
+        for num_layers in (20, 25, 26, 28, 29, 30)
+    ]
+    assert layers == [[(0, 5), (5, 10), (10, 15), (15, 20)], [(20, 25)], [], [(25, 28)], [(28, 29)], [(29, 30)]]
+
+
+def test_a_short_prompt_is_not_sent_in_crumbs() -> None:
+    plan, frames = FramePlan(DEMO, 20), []
+    for num_layers in range(1, 31):
+        frames += sent_by(plan, Written(0, 20, num_layers))
+    assert [(part.layer_start, part.layer_end) for part in frames] == [(0, 15), (15, 24), (24, 30)]
+
+
 def test_small_remainders_wait_for_the_next_chunk() -> None:
-    plan = FramePlan(DEMO, 256)
+    plan = FramePlan(DEMO, 384)
     assert sent_by(plan, Written(0, 128, 10)) == []
     assert sent_by(plan, Written(128)) == [KVRange(0, 21, 0, 3, 0, 128)]
     assert sent_by(plan, Written(128, 256, 21)) == [KVRange(0, 21, 0, 3, 128, 128)]
