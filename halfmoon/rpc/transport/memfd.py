@@ -62,7 +62,7 @@ class SharedSegment:
     def _hand_over(self) -> None:
         try:
             reader, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
+        except OSError:  # it has gone again, or there are too many open files
             return
         reader.setblocking(False)
         if not _is_our_user(reader):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from importlib.util import find_spec
 
 import numpy as np
@@ -14,7 +15,7 @@ from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
 from halfmoon.kv.layout import KVLayout
 from halfmoon.kv.negotiation import Choice
 from halfmoon.rpc.peer import Peer
-from halfmoon.rpc.transfer import TransferSender, transfer_to
+from halfmoon.rpc.transfer import KVIntake, TransferSender, transfer_to
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
 from halfmoon.rpc.transport.protocol import StagingBuffer
 from tests.rpc.transport.conftest import LAYERS, LAYOUT, WHOLE, Ends, ends, kv_of, raising, until
@@ -78,6 +79,37 @@ async def test_a_receiver_without_the_transport_gets_messages(caplog: pytest.Log
                 assert await whole_transfer(it, name, 1, staging=True) == "grpc"
         assert it.declined == ["shm"]  # the second transfer did not offer it again
         assert [record.message for record in caplog.records] == ["kv.fallback"]
+
+
+class _Later:
+    """A clock that is some seconds ahead."""
+
+    def __init__(self, ahead_s: float) -> None:
+        self._ahead_s = ahead_s
+
+    def time(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+async def test_what_was_declined_is_offered_again_later() -> None:
+    async with ends(SHM, inlets=[]) as it:
+        assert await whole_transfer(it, b"1", 1, staging=True) == "grpc"
+        it.sink.intake = KVIntake()  # another process at the same address
+        assert await whole_transfer(it, b"2", 1, staging=True) == "grpc"
+        it.link.clock = _Later(61)
+        assert await whole_transfer(it, b"3", 1, staging=True) == "shm"
+
+
+async def test_a_receiver_that_was_started_again_joins_the_same_memory() -> None:
+    async with ends(SHM) as it:
+        assert await whole_transfer(it, b"1", 1, staging=True) == "shm"
+        it.sink.intake.close()
+        it.sink.intake = KVIntake()
+        assert await whole_transfer(it, b"2", 2, staging=True) == "shm"
+        assert not it.declined
 
 
 class _BrokenInlet:
