@@ -118,7 +118,7 @@ class BlockIndex:
         ends = np.concatenate([[0], starts[shrinks + 1], [len(keys)]])
         last_of_each = np.concatenate([shrinks, [len(rows) - 1]])
         bits = np.unpackbits(rows[last_of_each].astype("<u8").view(np.uint8), axis=1, bitorder="little")
-        depths = ends[bits.sum(axis=0, dtype=np.int64)]
+        depths = ends[bits.sum(axis=0, dtype=np.uint16)]
         return np.concatenate([depths, [0]])
 
     def _change(self, number: int, keys: Keys, *, is_held: bool) -> int:

@@ -1,9 +1,20 @@
-"""What a decision may look at: the cluster as one gateway sees it at one moment. Values only."""
+"""What a decision may look at: the cluster as one gateway sees it at one moment."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfmoon.policy.latency import NUM_COEFFICIENTS, Floats, PrefillModel, StepModel
+
+Bools = NDArray[np.bool_]
+
+UNKNOWN_PREFILL, UNKNOWN_STEP = PrefillModel(), StepModel()
 
 Role = Literal["prefill", "decode", "both"]
 
@@ -36,6 +47,12 @@ class WorkerView:
     draining: bool = False
     listening: bool = True  # its token stream to this gateway is open; says nothing for a prefill worker
     links: tuple[LinkView, ...] = ()  # to the workers that it has sent KV to
+    context_in_use_tokens: int = 0  # of the requests that it decodes
+    prefill_free_s: float = 0.0  # when it will have computed the prompts that it has now
+    prefill_model: PrefillModel = UNKNOWN_PREFILL
+    step_model: StepModel = UNKNOWN_STEP
+    holder: int = -1  # its number in the block index; -1: its blocks are not known
+    fetch_s_per_token: float = math.inf  # for KV from another holder; infinite where it cannot fetch
 
     @property
     def num_requests(self) -> int:
@@ -83,19 +100,131 @@ class WorkerView:
         return num_tokens <= self.free_blocks * self.block_tokens
 
 
-@dataclass(frozen=True, slots=True)
 class ClusterView:
-    """Every member, in the order of joining."""
+    """Owns one row for each member: its view, and the figures of all of them as columns. Rows never move.
 
-    workers: tuple[WorkerView, ...] = ()
+    A decision among hundreds of workers reads columns; a change of one worker writes one row.
+    """
+
+    def __init__(self, workers: Iterable[WorkerView] = ()) -> None:
+        self._views: dict[str, WorkerView] = {}  # in the order of joining
+        self._rows: dict[str, int] = {}
+        self._ids: list[str] = []  # of each row; the last one there where nobody is now
+        self._free_rows: list[int] = []
+        self._resize(16)
+        for worker in workers:
+            self.put(worker)
+
+    @property
+    def workers(self) -> tuple[WorkerView, ...]:
+        """Every member, in the order of joining."""
+        return tuple(self._views.values())
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with or without a member; the columns are longer."""
+        return len(self._ids)
 
     @property
     def missing(self) -> tuple[str, ...]:
         """What has to join before any request can be placed; empty when one can."""
-        if any(worker.can_do_both for worker in self.workers):
+        if self.can_do_both.any():
             return ()
-        halves = {
-            "prefill worker": any(worker.can_prefill for worker in self.workers),
-            "decode worker": any(worker.can_decode for worker in self.workers),
-        }
+        halves = {"prefill worker": self.can_prefill.any(), "decode worker": self.can_decode.any()}
         return tuple(name for name, present in halves.items() if not present)
+
+    @property
+    def least_capacity_tokens(self) -> int:
+        """The longest sequence that every member holds; there must be one."""
+        rows = list(self._rows.values())
+        return int(self.column("capacity_tokens")[rows].min())
+
+    def worker(self, row: int) -> WorkerView:
+        """The member in a row."""
+        return self._views[self._ids[row]]
+
+    def row(self, worker_id: str) -> int | None:
+        """The row of a member; None when it is none."""
+        return self._rows.get(worker_id)
+
+    def rows_of(self, worker_ids: Collection[str]) -> list[int]:
+        """The rows of those that are members."""
+        return [self._rows[one] for one in worker_ids if one in self._rows]
+
+    def put(self, worker: WorkerView) -> None:
+        """Adds a member, or says what is new of one."""
+        row = self._rows.get(worker.worker_id)
+        if row is None:
+            row = self._new_row(worker.worker_id)
+        self._views[worker.worker_id] = worker
+        self.can_prefill[row] = worker.can_prefill
+        self.can_decode[row] = worker.can_decode
+        self.can_do_both[row] = worker.can_do_both
+        self.figures[row] = (
+            worker.capacity_tokens,
+            worker.block_tokens,
+            worker.free_blocks,
+            worker.num_requests,
+            worker.waiting_prefill_tokens,
+            worker.context_in_use_tokens,
+            worker.prefill_free_s,
+            worker.fetch_s_per_token,
+        )
+        self.prefill_coefficients[row] = worker.prefill_model
+        self.step_coefficients[row] = worker.step_model
+        self.holders[row] = worker.holder
+
+    def remove(self, worker_id: str) -> None:
+        """Takes a member out, if it is one."""
+        row = self._rows.pop(worker_id, None)
+        if row is not None:
+            del self._views[worker_id]
+            self.can_prefill[row] = self.can_decode[row] = self.can_do_both[row] = False
+            self._free_rows.append(row)
+
+    def column(self, name: str) -> Floats:
+        """One of `FIGURES` for every row."""
+        found: Floats = self.figures[: self.num_rows, FIGURES[name]]
+        return found
+
+    def _new_row(self, worker_id: str) -> int:
+        if self._free_rows:
+            row = self._free_rows.pop()
+            self._ids[row] = worker_id
+        else:
+            row = len(self._ids)
+            self._ids.append(worker_id)
+            if row == len(self.holders):
+                self._resize(2 * row)
+        self._rows[worker_id] = row
+        return row
+
+    def _resize(self, num_rows: int) -> None:
+        """New columns, filled again: it happens with every doubling of the cluster."""
+        self.can_prefill: Bools = np.zeros(num_rows, dtype=np.bool_)
+        self.can_decode: Bools = np.zeros(num_rows, dtype=np.bool_)
+        self.can_do_both: Bools = np.zeros(num_rows, dtype=np.bool_)
+        self.figures: Floats = np.zeros((num_rows, len(FIGURES)), order="F")
+        self.prefill_coefficients: Floats = np.zeros((num_rows, NUM_COEFFICIENTS), order="F")
+        self.step_coefficients: Floats = np.zeros((num_rows, NUM_COEFFICIENTS), order="F")
+        self.holders: NDArray[np.int64] = np.full(num_rows, -1)
+        for worker in tuple(self._views.values()):
+            self.put(worker)
+
+
+FIGURES = {
+    name: index
+    for index, name in enumerate(
+        (
+            "capacity_tokens",
+            "block_tokens",
+            "free_blocks",
+            "num_requests",
+            "waiting_prefill_tokens",
+            "context_in_use_tokens",
+            "prefill_free_s",
+            "fetch_s_per_token",
+        )
+    )
+}
+"""Columns of `ClusterView.figures`, named as in `WorkerView`."""

@@ -1,14 +1,27 @@
-"""Placement: which prefill and which decode worker serve a request. Least loaded on both halves."""
+"""Placement: which prefill and which decode worker serve a request. Mooncake's Algorithm 1, and its baselines."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from halfmoon.errors import InvalidRequest, Unavailable
-from halfmoon.policy.cluster_view import ClusterView, WorkerView
+from halfmoon.policy.cluster_view import Bools, ClusterView, WorkerView
+from halfmoon.policy.decode_forecast import DecodeLoads
+from halfmoon.policy.latency import Floats
+from halfmoon.policy.ttft import TtftPrediction, predict_ttft
+
+PlacementMode = Literal["kvcache-centric", "cache-aware", "least-loaded", "random"]
+
+NOTHING_CACHED: NDArray[np.int64] = np.zeros(1, dtype=np.int64)  # depths where no block is known
 
 _RETRY_AFTER_MS = 1_000  # a worker that joins or drains takes about a second to show
+_TIE = 1.01  # predictions that differ by a hundredth do not differ: equal workers have slightly different models
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -17,10 +30,14 @@ class ContextLengthExceeded(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The two workers of a request; one worker of role `both` is both halves."""
+    """The two workers of a request; one worker of role `both` is both halves. Seconds are predictions, from now."""
 
     prefill: WorkerView
     decode: WorkerView
+    ttft_s: float = 0.0
+    tbt_s: float = 0.0
+    cached_tokens: int = 0
+    fetched_tokens: int = 0  # of the prefix, from the best holder
 
     @property
     def decode_address(self) -> str:
@@ -33,50 +50,143 @@ class Placement:
         return self.prefill.worker_id == self.decode.worker_id
 
 
-def place(view: ClusterView, num_prompt_tokens: int, max_tokens: int, exclude: Collection[str] = ()) -> Placement:
-    """The least loaded placement for a prompt that may grow by `max_tokens`, without the workers in `exclude`.
+@dataclass(frozen=True, slots=True)
+class PlacementRules:
+    """How workers are chosen.
 
-    First the fewest prompt tokens waiting before prefill, then a decode worker with room for the prompt now, then
-    the fewest requests there, then the most free blocks; ties go to the smaller worker ids. Raises Unavailable when
-    a half is missing (now) and ContextLengthExceeded when no present worker can ever hold the request.
+    - kvcache-centric: least predicted TTFT, prefixes fetched where that pays; then least predicted TBT.
+    - cache-aware: the same without fetching.
+    - least-loaded: fewest prompt tokens waiting; fewest requests.
+    - random: any that can.
     """
+
+    mode: PlacementMode = "kvcache-centric"
+    balancing_threshold: float = 2.0  # best prefix / local prefix above which the best is fetched
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """What is to be placed: a prompt that may grow by `max_tokens`, with no part of it on a worker in `exclude`."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    exclude: tuple[str, ...] = ()
+
+
+class _Candidates(NamedTuple):
+    """Rows that can be each half."""
+
+    prefill: Bools
+    decode: Bools
+    both: Bools
+
+    @property
+    def is_any(self) -> bool:
+        return bool(self.both.any() or (self.prefill.any() and self.decode.any()))
+
+
+def place(
+    view: ClusterView,
+    request: PlacementRequest,
+    rules: PlacementRules,
+    now_s: float,
+    rng: random.Random,
+    depths: NDArray[np.int64] = NOTHING_CACHED,
+    loads_at: Callable[[float], DecodeLoads] | None = None,
+) -> Placement:
+    """The best placement. `depths` is `BlockIndex.match` of the prompt; `loads_at` predicts decode loads at a moment.
+
+    A decode worker with room for the prompt now goes before one without. Of workers that predict the same, chance
+    takes one, so that equal workers share the load. Without `loads_at` the present loads count. Raises Unavailable
+    when a half is missing (now) and ContextLengthExceeded when no present worker can ever hold the request.
+    """
+    candidates = _candidates(view, request)
+    threshold = rules.balancing_threshold if rules.mode == "kvcache-centric" else None
+    ttft = predict_ttft(view, request.num_prompt_tokens, depths, now_s, threshold)
+    cost = _prefill_cost(view, rules.mode, ttft)
+    prefill = _least(cost, candidates.prefill | candidates.both, rng)
+    loads = loads_at(now_s + float(ttft.seconds[prefill])) if loads_at else _present_loads(view)
+    tbt_s = predict_tbt(view, loads, request.num_prompt_tokens)
+    decode = prefill
+    if not candidates.both[prefill]:
+        ranked = _decode_rank(view, rules.mode, tbt_s, loads)
+        decode = _least(ranked, _with_room(view, candidates.decode, request.num_prompt_tokens + 1), rng)
+    return Placement(
+        view.worker(prefill),
+        view.worker(decode),
+        float(ttft.seconds[prefill]),
+        float(tbt_s[decode]),
+        int(ttft.cached_tokens[prefill]),
+        int(ttft.fetched_tokens[prefill]),
+    )
+
+
+def predict_tbt(view: ClusterView, loads: DecodeLoads, num_prompt_tokens: int) -> Floats:
+    """Seconds of a step of each row with one more request of so many tokens."""
+    d, e, f = view.step_coefficients[: view.num_rows].T
+    seconds: Floats = d + e * (loads.batch + 1) + f * (loads.context_tokens + num_prompt_tokens)
+    return seconds
+
+
+def _candidates(view: ClusterView, request: PlacementRequest) -> _Candidates:
     if view.missing:
         raise Unavailable(f"no {' and no '.join(view.missing)} is ready", retry_after_ms=_RETRY_AFTER_MS)
-    pairs = list(_pairs(view))
-    fitting = [pair for pair in pairs if _fits(pair, num_prompt_tokens, max_tokens)]
-    if not fitting:
-        most = max(min(pair.prefill.capacity_tokens, pair.decode.capacity_tokens) for pair in pairs)
+    num_rows, capacity = view.num_rows, view.column("capacity_tokens")
+    present = _Candidates(view.can_prefill[:num_rows], view.can_decode[:num_rows], view.can_do_both[:num_rows])
+    holds_prompt = capacity >= request.num_prompt_tokens + 1
+    holds_all = capacity >= request.num_prompt_tokens + request.max_tokens
+    fitting = _Candidates(present.prefill & holds_prompt, present.decode & holds_all, present.both & holds_all)
+    if not fitting.is_any:
         raise ContextLengthExceeded(
-            f"{num_prompt_tokens} tokens of prompt and {max_tokens} of output are more than any worker can hold: "
-            f"together at most {most} tokens fit"
+            f"{request.num_prompt_tokens} tokens of prompt and {request.max_tokens} of output are more than any "
+            f"worker can hold: together at most {_most(present, capacity)} tokens fit"
         )
-    allowed = [pair for pair in fitting if not {pair.prefill.worker_id, pair.decode.worker_id} & set(exclude)]
-    if not allowed:
+    allowed = np.ones(num_rows, dtype=np.bool_)
+    allowed[view.rows_of(request.exclude)] = False
+    left = _Candidates(fitting.prefill & allowed, fitting.decode & allowed, fitting.both & allowed)
+    if not left.is_any:
         raise Unavailable("every worker that could serve the request refused it", retry_after_ms=_RETRY_AFTER_MS)
-    return min(allowed, key=lambda pair: _cost(pair, num_prompt_tokens))
+    return left if left.decode.any() else left._replace(prefill=np.zeros_like(left.prefill))
 
 
-def _pairs(view: ClusterView) -> Iterator[Placement]:
-    decodes = [worker for worker in view.workers if worker.can_decode]
-    for worker in view.workers:
-        if worker.can_do_both:
-            yield Placement(worker, worker)
-        elif worker.can_prefill:
-            for decode in decodes:
-                yield Placement(worker, decode)
+def _most(present: _Candidates, capacity: Floats) -> int:
+    """The longest sequence that any pair holds."""
+    prefill, decode, both = (float(capacity[rows].max(initial=0.0)) for rows in present)
+    return int(max(min(prefill, decode), both))
 
 
-def _fits(pair: Placement, num_prompt_tokens: int, max_tokens: int) -> bool:
-    return pair.prefill.holds(num_prompt_tokens + 1) and pair.decode.holds(num_prompt_tokens + max_tokens)
+def _prefill_cost(view: ClusterView, mode: PlacementMode, ttft: TtftPrediction) -> Floats:
+    if mode == "random":
+        return np.zeros(view.num_rows)
+    if mode == "least-loaded":
+        return view.column("waiting_prefill_tokens")
+    if not view.prefill_coefficients[: view.num_rows].any():  # nothing is known of anybody's speed
+        return view.column("waiting_prefill_tokens") - ttft.cached_tokens
+    return ttft.seconds
 
 
-def _cost(pair: Placement, num_prompt_tokens: int) -> tuple[int, bool, int, int, str, str]:
-    prefill, decode = pair.prefill, pair.decode
-    return (
-        prefill.waiting_prefill_tokens,
-        not decode.has_room_now(num_prompt_tokens + 1),
-        decode.num_requests,
-        -decode.free_blocks,
-        prefill.worker_id,
-        decode.worker_id,
-    )
+def _decode_rank(view: ClusterView, mode: PlacementMode, tbt_s: Floats, loads: DecodeLoads) -> Floats:
+    if mode == "random":
+        return np.zeros(view.num_rows)
+    if mode == "least-loaded" or not view.step_coefficients[: view.num_rows].any():
+        return loads.batch
+    return tbt_s
+
+
+def _with_room(view: ClusterView, rows: Bools, num_tokens: int) -> Bools:
+    """Those with room now; all of them when there are none: one may have some by then."""
+    roomy = rows & (view.column("free_blocks") * view.column("block_tokens") >= num_tokens)
+    return roomy if roomy.any() else rows
+
+
+def _present_loads(view: ClusterView) -> DecodeLoads:
+    return DecodeLoads(view.column("num_requests"), view.column("context_in_use_tokens"))
+
+
+def _least(cost: Floats, rows: Bools, rng: random.Random) -> int:
+    """One of the rows that cost about the least."""
+    among = np.flatnonzero(rows)
+    costs = cost[among]
+    least = costs.min()
+    equal = among[costs <= least + abs(least) * (_TIE - 1)]
+    return int(equal[rng.randrange(len(equal))])

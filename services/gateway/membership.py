@@ -66,12 +66,13 @@ class Member:
 
 
 class Membership:
-    """Owns the members and when each was last heard. Knows nothing of connections and has no clock."""
+    """Owns the members, when each was last heard, and their view. Knows nothing of connections and has no clock."""
 
     def __init__(self, model_fingerprint: str, heartbeat_interval_s: float) -> None:
         self.model_fingerprint = model_fingerprint
         self.heartbeat_interval_s = heartbeat_interval_s
         self._members: dict[str, Member] = {}
+        self._view = ClusterView()
         self._last_left_s: float | None = None
         self._last_capacity_tokens: int | None = None  # when the last member left
 
@@ -90,6 +91,8 @@ class Membership:
         member = Member(identity, joined_s=now_s, heard_s=now_s, load=load)
         self._members.pop(identity.worker_id, None)
         self._members[identity.worker_id] = member
+        self._view.remove(identity.worker_id)  # so that the order is that of joining
+        self._show(member)
         return member
 
     def report(self, member: Member, load: WorkerLoad, now_s: float) -> None:
@@ -98,24 +101,29 @@ class Membership:
         member.load = load
         member.prefilling.clear()
         member.decoding.clear()
+        self._show(member)
 
     def set_listening(self, member: Member, listening: bool) -> None:
         """Notes whether tokens of this worker reach the gateway: only then it can be placed on."""
         member.listening = listening
+        self._show(member)
 
     def note_placed(self, request_id: str, prefill: Member, decode: Member, num_prompt_tokens: int) -> None:
         """Counts a request against both its workers until their next report."""
         prefill.prefilling[request_id] = num_prompt_tokens
         decode.decoding.add(request_id)
+        self._show(prefill, decode)
 
     def note_prefilled(self, request_id: str, prefill: Member) -> None:
         """The prompt is computed, or will not be."""
         prefill.prefilling.pop(request_id, None)
+        self._show(prefill)
 
     def note_ended(self, request_id: str, prefill: Member, decode: Member) -> None:
         """The request is on none of its workers any more."""
         prefill.prefilling.pop(request_id, None)
         decode.decoding.discard(request_id)
+        self._show(prefill, decode)
 
     def leave(self, member: Member, now_s: float) -> bool:
         """Removes `member`; False if it is gone or replaced already."""
@@ -124,6 +132,7 @@ class Membership:
         self._last_left_s = now_s
         self._last_capacity_tokens = self._capacity_tokens()
         del self._members[member.worker_id]
+        self._view.remove(member.worker_id)
         return True
 
     def overdue(self, now_s: float) -> list[Member]:
@@ -137,22 +146,28 @@ class Membership:
             member.heard_s = now_s
 
     def view(self) -> ClusterView:
-        """The cluster for the policies."""
-        return ClusterView(tuple(member.view() for member in self._members.values()))
+        """The cluster for the policies; it goes on changing."""
+        return self._view
 
     def expects_worker(self, now_s: float) -> bool:
         """Whether there may soon be a worker that is not ready now: one is a member, or was one a moment ago."""
         if self._last_left_s is not None and now_s - self._last_left_s <= _MAY_RETURN_S:
             return True
-        return any(not member.view().is_ready for member in self._members.values())
+        return any(not worker.is_ready for worker in self._view.workers)
 
     def context_tokens(self, model_context_tokens: int) -> int:
         """Longest prompt + output that model and every member can hold; while nobody is there, as it was before."""
         capacity_tokens = self._capacity_tokens() if self._members else self._last_capacity_tokens
         return model_context_tokens if capacity_tokens is None else min(model_context_tokens, capacity_tokens)
 
+    def _show(self, *members: Member) -> None:
+        """Puts what is new of them into the view; what comes from one that left already is too late."""
+        for member in members:
+            if self._members.get(member.worker_id) is member:
+                self._view.put(member.view())
+
     def _capacity_tokens(self) -> int:
-        return min(member.view().capacity_tokens for member in self._members.values())
+        return self._view.least_capacity_tokens
 
     def _check(self, identity: WorkerIdentity) -> None:
         if identity.role not in _ROLES:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Sequence
 
 from halfmoon.errors import DeadlineExceeded, NoCapacity, Unavailable
 from halfmoon.pb.prefill_pb2 import KVCodec
-from halfmoon.policy.placement import ContextLengthExceeded, Placement, place
+from halfmoon.policy.placement import ContextLengthExceeded, Placement, PlacementRequest, PlacementRules, place
 from halfmoon.rpc.context import request_scope
 from services.gateway.attempt import Attempt, RelayRequest, TokenSink
 from services.gateway.cluster import Cluster
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 _MAX_REFUSALS = 3  # attempts in a row that gave no token
 _MAX_FAILOVERS = 2  # attempts that gave tokens, then failed
 _DEFAULT_WAIT_MS = 100
+_RULES = PlacementRules()
 _MAX_WAIT_MS = 1_000
 
 
@@ -43,6 +45,7 @@ class Relay:
         self._deadline_s = deadline_s
         self._failover_wait_s = failover_wait_s
         self._return_wait_s = return_wait_s
+        self._rng = random.Random()
 
     async def run(self, request: RelayRequest, progress: Progress, sink: TokenSink) -> None:
         """Streams the request's tokens into `sink` until the last one, or until the sink has enough.
@@ -110,9 +113,10 @@ class Relay:
 
     def _place(self, request: RelayRequest, progress: Progress, exclude: Sequence[str]) -> Placement:
         num_output = len(progress.output_token_ids)
-        view = self._cluster.membership.view()
         num_prompt = len(request.prompt_token_ids) + num_output
-        return place(view, num_prompt, request.sampling.max_tokens - num_output, exclude)
+        wanted = PlacementRequest(num_prompt, request.sampling.max_tokens - num_output, tuple(exclude))
+        view = self._cluster.membership.view()
+        return place(view, wanted, _RULES, self._cluster.clock(), self._rng)
 
 
 class _Failures:

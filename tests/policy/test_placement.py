@@ -1,25 +1,55 @@
-"""Placement is a pure function of the cluster view."""
+"""Placement is a function of the cluster view, the block index and chance."""
 
 from __future__ import annotations
 
+import math
+import random
+from collections import Counter
 from dataclasses import replace
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import Unavailable
 from halfmoon.policy.cluster_view import ClusterView, Role, WorkerView
-from halfmoon.policy.placement import ContextLengthExceeded, place
+from halfmoon.policy.decode_forecast import DecodeLoads
+from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.policy.placement import (
+    ContextLengthExceeded,
+    Placement,
+    PlacementMode,
+    PlacementRequest,
+    PlacementRules,
+    place,
+)
+
+PREFILL = PrefillModel(0.01, 1e-3, 0.0)
+STEP = StepModel(0.01, 1e-3, 1e-6)
 
 
-def worker(worker_id: str, role: Role, **changed: int | bool) -> WorkerView:
+def worker(worker_id: str, role: Role, **changed: Any) -> WorkerView:
     plain = WorkerView(worker_id, role, f"{worker_id}:1", 1000, 16, 100, 100)
-    return replace(plain, **changed)  # type: ignore[arg-type]
+    return replace(plain, **changed)
 
 
-def chosen(*workers: WorkerView, exclude: tuple[str, ...] = (), num_prompt_tokens: int = 100) -> tuple[str, str]:
-    placement = place(ClusterView(workers), num_prompt_tokens, 50, exclude)
+def placed(
+    *workers: WorkerView,
+    exclude: tuple[str, ...] = (),
+    num_prompt_tokens: int = 100,
+    max_tokens: int = 50,
+    mode: PlacementMode = "kvcache-centric",
+    seed: int = 0,
+    **more: Any,
+) -> Placement:
+    request = PlacementRequest(num_prompt_tokens, max_tokens, exclude)
+    return place(ClusterView(workers), request, PlacementRules(mode), 0.0, random.Random(seed), **more)
+
+
+def chosen(*workers: WorkerView, **more: Any) -> tuple[str, str]:
+    placement = placed(*workers, **more)
     return placement.prefill.worker_id, placement.decode.worker_id
 
 
@@ -28,12 +58,10 @@ D0, D1 = worker("d0", "decode"), worker("d1", "decode")
 B0 = worker("b0", "both")
 
 
-def test_the_least_loaded_of_each_half() -> None:
-    assert chosen(P0, P1, D0, D1) == ("p0", "d0")
+def test_the_least_loaded_of_each_half_while_no_speed_is_known() -> None:
     assert chosen(replace(P0, waiting_prefill_tokens=1), P1, replace(D0, num_running=1), D1) == ("p1", "d1")
     assert chosen(P0, replace(D0, num_reserved=1), D1) == ("p0", "d1")
     assert chosen(P0, replace(D0, num_placed=1), D1) == ("p0", "d1")
-    assert chosen(P0, replace(D0, free_blocks=99), D1) == ("p0", "d1")
 
 
 def test_room_now_goes_before_few_requests() -> None:
@@ -42,12 +70,12 @@ def test_room_now_goes_before_few_requests() -> None:
 
 
 def test_a_worker_of_both_roles_is_both_halves() -> None:
-    placement = place(ClusterView((B0,)), 10, 10)
+    placement = placed(B0)
     assert placement.is_colocated
     assert placement.decode_address == ""
     assert chosen(replace(B0, waiting_prefill_tokens=9), P0, D0) == ("p0", "d0")
     assert chosen(B0, replace(P0, waiting_prefill_tokens=9), D0) == ("b0", "b0")
-    assert place(ClusterView((P0, D0)), 10, 10).decode_address == "d0:1"
+    assert placed(P0, D0).decode_address == "d0:1"
 
 
 def test_who_is_not_ready_is_not_chosen() -> None:
@@ -64,7 +92,7 @@ def test_what_is_missing_is_said() -> None:
         ((replace(B0, listening=False),), "no prefill worker and no decode worker"),
     ):
         with pytest.raises(Unavailable, match=missing) as caught:
-            place(ClusterView(view), 1, 1)
+            placed(*view)
         assert caught.value.retry_after_ms
     assert ClusterView((P0, D0)).missing == ()
     assert ClusterView((B0,)).missing == ()
@@ -73,10 +101,10 @@ def test_what_is_missing_is_said() -> None:
 def test_too_long_for_anybody() -> None:
     for num_prompt_tokens, max_tokens in ((1000, 1), (900, 200)):
         with pytest.raises(ContextLengthExceeded) as caught:
-            place(ClusterView((P0, D0)), num_prompt_tokens, max_tokens)
+            placed(P0, D0, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
         assert caught.value.retry_after_ms is None
     with pytest.raises(ContextLengthExceeded, match=r"40 tokens of prompt and 10 of output .* at most 32 tokens"):
-        place(ClusterView((P0, replace(D0, total_blocks=2))), 40, 10)
+        placed(P0, replace(D0, total_blocks=2), num_prompt_tokens=40, max_tokens=10)
 
 
 def test_all_excluded() -> None:
@@ -100,11 +128,19 @@ WORKERS = st.builds(
 )
 
 
-@given(st.lists(WORKERS, max_size=6, unique_by=lambda one: one.worker_id), st.integers(1, 200), st.integers(1, 100))
-def test_a_placement_is_always_one_that_can_work(workers: list[WorkerView], num_prompt: int, max_tokens: int) -> None:
-    view = ClusterView(tuple(workers))
+@given(
+    st.lists(WORKERS, max_size=6, unique_by=lambda one: one.worker_id),
+    st.integers(1, 200),
+    st.integers(1, 100),
+    st.sampled_from(get_args(PlacementMode)),
+)
+def test_a_placement_is_always_one_that_can_work(
+    workers: list[WorkerView], num_prompt: int, max_tokens: int, mode: PlacementMode
+) -> None:
     try:
-        placement = place(view, num_prompt, max_tokens, exclude=("w0",))
+        placement = placed(
+            *workers, num_prompt_tokens=num_prompt, max_tokens=max_tokens, exclude=("w0", "nobody"), mode=mode
+        )
     except (Unavailable, ContextLengthExceeded):
         return
     prefill, decode = placement.prefill, placement.decode
@@ -115,4 +151,94 @@ def test_a_placement_is_always_one_that_can_work(workers: list[WorkerView], num_
     assert "w0" not in (prefill.worker_id, decode.worker_id)
     assert (prefill.role, decode.role) in (("prefill", "decode"), ("both", "both"))
     assert (prefill is decode) == (prefill.role == "both") == (placement.decode_address == "")
-    assert placement == place(ClusterView(tuple(reversed(workers))), num_prompt, max_tokens, exclude=("w0",))
+
+
+FAST = {"prefill_model": PREFILL, "step_model": STEP}
+Q0, Q1 = worker("q0", "prefill", holder=0, **FAST), worker("q1", "prefill", holder=1, **FAST)
+E0, E1 = worker("e0", "decode", holder=2, **FAST), worker("e1", "decode", holder=3, **FAST)
+
+
+def depths(*blocks: int) -> np.ndarray[Any, Any]:
+    return np.array([*blocks, 0], dtype=np.int64)
+
+
+def test_the_predictions() -> None:
+    placement = placed(replace(Q0, prefill_free_s=0.5), E0, depths=depths(2, 0, 0))
+    assert placement.cached_tokens == 32
+    assert placement.ttft_s == pytest.approx(0.5 + PREFILL.seconds(68, 32))
+    assert placement.tbt_s == pytest.approx(STEP.seconds(1, 100))
+    busy = replace(E0, num_running=3, context_in_use_tokens=500)
+    assert placed(Q0, busy).tbt_s == pytest.approx(STEP.seconds(4, 600))
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    placement = placed(Q0, E0, num_prompt_tokens=32, depths=depths(2, 0, 0, 0))
+    assert placement.cached_tokens == 16
+
+
+def test_a_prefix_is_weighed_against_a_queue() -> None:
+    found = depths(4, 0, 0, 0)
+    saved_s = PREFILL.seconds(100) - PREFILL.seconds(36, 64)
+    assert chosen(replace(Q0, prefill_free_s=0.9 * saved_s), Q1, E0, depths=found) == ("q0", "e0")
+    assert chosen(replace(Q0, prefill_free_s=1.1 * saved_s), Q1, E0, depths=found) == ("q1", "e0")
+
+
+def test_the_best_holder_lends_its_prefix_where_that_pays() -> None:
+    far = replace(Q1, fetch_s_per_token=1e-5)
+    busy = replace(Q0, prefill_free_s=60.0)
+    for found, fetched in ((depths(6, 0, 0, 0), 96), (depths(6, 2, 0, 0), 64), (depths(0, 0, 0, 6), 96)):
+        placement = placed(busy, far, E0, depths=found)
+        assert (placement.prefill.worker_id, placement.fetched_tokens) == ("q1", fetched)
+        assert placement.ttft_s < PREFILL.seconds(100 - placement.cached_tokens, placement.cached_tokens)
+    for near in (depths(6, 3, 0, 0), depths(6, 6, 0, 0)):  # not more than twice as much
+        assert placed(busy, far, E0, depths=near).fetched_tokens == 0
+    assert placed(busy, replace(far, fetch_s_per_token=1.0), E0, depths=depths(6, 0, 0, 0)).ttft_s <= PREFILL.seconds(
+        100
+    )
+    assert placed(busy, replace(far, fetch_s_per_token=math.inf), E0, depths=depths(6, 0, 0, 0)).fetched_tokens == 0
+    assert placed(busy, far, E0, depths=depths(6, 0, 0, 0), mode="cache-aware").fetched_tokens == 0
+
+
+def test_the_decode_worker_with_the_least_tbt_when_the_prefill_ends() -> None:
+    asked: list[float] = []
+
+    def loads_at(at_s: float) -> DecodeLoads:
+        asked.append(at_s)
+        return DecodeLoads(np.array([0.0, 9.0, 2.0]), np.array([0.0, 900.0, 200.0]))
+
+    assert chosen(Q0, E0, E1, loads_at=loads_at) == ("q0", "e1")
+    assert asked == [pytest.approx(PREFILL.seconds(100))]
+
+
+@pytest.mark.parametrize("mode", get_args(PlacementMode))
+def test_equal_workers_share_the_load(mode: PlacementMode) -> None:
+    slightly = replace(Q1, prefill_model=PrefillModel(0.01, 1.001e-3, 0.0))
+    counts = Counter(chosen(Q0, slightly, E0, E1, mode=mode, seed=seed) for seed in range(400))
+    assert len(counts) == 4
+    assert min(counts.values()) > 50
+
+
+def test_random_ignores_and_least_loaded_counts() -> None:
+    busy = replace(Q0, waiting_prefill_tokens=900, prefill_free_s=9.0)
+    full = replace(E0, num_running=9)
+    picked = Counter(chosen(busy, Q1, full, E1, mode="random", seed=seed) for seed in range(100))
+    assert len(picked) == 4
+    assert chosen(busy, Q1, full, E1, mode="least-loaded", depths=depths(6, 0, 0, 0)) == ("q1", "e1")
+
+
+def test_rows_follow_the_members() -> None:
+    view = ClusterView([worker(f"w{i}", "decode") for i in range(40)])
+    row = view.row("w7")
+    view.remove("w7")
+    view.remove("w7")
+    view.put(worker("new", "prefill", holder=5))
+    assert view.row("new") == row
+    assert view.row("w7") is None
+    view.put(replace(P0, waiting_prefill_tokens=3))
+    view.put(replace(P0, waiting_prefill_tokens=4))
+    assert [one.worker_id for one in view.workers][-2:] == ["new", "p0"]
+    p0 = view.row("p0")
+    assert p0 is not None
+    assert view.column("waiting_prefill_tokens")[p0] == 4
+    assert view.worker(p0).waiting_prefill_tokens == 4
+    assert view.num_rows == 41

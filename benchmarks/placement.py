@@ -1,0 +1,128 @@
+"""What placing one request costs among hundreds of workers, and what the block index takes.
+
+    python -m benchmarks.placement [--pairs 10000000] [--workers 256] [--prompt-tokens 131072]
+
+256 prefill and 256 decode workers hold ten million blocks, some of them the prompt's beginning, each to another
+depth (the worst case of the match: the set of holders shrinks a hundred times along the prompt). Each placement is
+what the gateway does for a request whose block keys it has: match, predict, choose, note the load of both workers.
+Two ways to spread blocks: each on one worker, or on three drawn at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from dataclasses import replace
+from typing import get_args
+
+import numpy as np
+
+from halfmoon.policy.block_index import BlockEvents, BlockIndex
+from halfmoon.policy.cluster_view import ClusterView, Role, WorkerView
+from halfmoon.policy.decode_forecast import DecodeForecast
+from halfmoon.policy.key_table import Keys
+from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.policy.placement import PlacementMode, PlacementRequest, PlacementRules, place
+
+BLOCK_TOKENS = 64
+NUM_PLACEMENTS = 500
+NUM_DECODING = 32  # requests on each decode worker
+MESSAGE_KEYS = 4_096
+
+
+def make_view(num_workers: int) -> ClusterView:
+    """As many prefill as decode workers."""
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    return ClusterView(
+        WorkerView(
+            f"{role}-{number}",
+            role,
+            f"h{number}:1",
+            context_tokens=1 << 20,
+            block_tokens=BLOCK_TOKENS,
+            total_blocks=40_000,
+            free_blocks=20_000,
+            num_running=NUM_DECODING,
+            context_in_use_tokens=NUM_DECODING * 4_000,
+            prefill_model=PrefillModel(0.01, 5e-5, 1e-9),
+            step_model=StepModel(0.008, 1e-4, 1e-8),
+            holder=number + num_workers * (role == "decode"),
+            fetch_s_per_token=1e-5,
+        )
+        for role in roles
+        for number in range(num_workers)
+    )
+
+
+def make_index(view: ClusterView, num_pairs: int, copies: int, prompt: Keys, rng: np.random.Generator) -> BlockIndex:
+    """Every worker holds a part of the prompt and its share of the pairs."""
+    index = BlockIndex()
+    workers = sorted(view.workers, key=lambda one: one.holder)
+    share = num_pairs // len(workers)
+    pool = rng.integers(1, 2**64, size=num_pairs // copies, dtype=np.uint64) if copies > 1 else None
+    for place_in_line, worker in enumerate(workers):
+        number = index.number(worker.worker_id)
+        depth = len(prompt) * place_in_line // (2 * len(workers))
+        if pool is None:
+            others = rng.integers(1, 2**64, size=share - depth, dtype=np.uint64)
+        else:
+            others = pool[rng.integers(0, len(pool), size=share)]
+        held = np.unique(np.concatenate([prompt[:depth], others]))
+        for sequence, keys in enumerate(np.array_split(held, len(held) // MESSAGE_KEYS + 1)):
+            index.apply(number, BlockEvents(sequence, keys, is_snapshot=sequence == 0))
+    return index
+
+
+def time_placements(view: ClusterView, index: BlockIndex, prompt: Keys, mode: PlacementMode) -> list[float]:
+    """Seconds of each placement, the noting of its load included."""
+    rng, rules = random.Random(0), PlacementRules(mode)
+    request = PlacementRequest(len(prompt) * BLOCK_TOKENS + 1, 1_000)
+    forecast = DecodeForecast()
+    decodes = [view.row(worker.worker_id) for worker in view.workers if worker.role == "decode"]
+    for row in decodes:
+        for number in range(NUM_DECODING):
+            forecast.join(f"{row}-{number}", row or 0, 0.0, 10.0 + number, 4_000, 500)
+    times = []
+    for number in range(NUM_PLACEMENTS):
+        began_s = time.perf_counter()
+        depths = index.match(prompt)
+        now_s = number / 100
+        placed = place(
+            view,
+            request,
+            rules,
+            now_s,
+            rng,
+            depths,
+            lambda at_s, now_s=now_s: forecast.loads(at_s, now_s, view.num_rows),
+        )
+        free_s = max(placed.prefill.prefill_free_s, now_s) + placed.ttft_s
+        view.put(replace(placed.prefill, prefill_free_s=free_s))
+        view.put(replace(placed.decode, num_placed=placed.decode.num_placed + 1))
+        times.append(time.perf_counter() - began_s)
+    return times
+
+
+def main() -> None:
+    """Prints one table for each spread."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=10_000_000)
+    parser.add_argument("--workers", type=int, default=256, help="of each half")
+    parser.add_argument("--prompt-tokens", type=int, default=128 * 1024)
+    args = parser.parse_args()
+    rng = np.random.default_rng(0)
+    prompt: Keys = rng.integers(1, 2**64, size=args.prompt_tokens // BLOCK_TOKENS, dtype=np.uint64)
+    for copies in (1, 3):
+        index = make_index(make_view(args.workers), args.pairs, copies, prompt, rng)
+        figures = f"{index.num_pairs} pairs, {index.num_bytes / index.num_pairs:.1f} bytes each"
+        print(f"\nblocks on {copies} worker(s) each: {figures}")
+        print(f"{'mode':18} {'median us':>10} {'p99 us':>10}")
+        for mode in get_args(PlacementMode):
+            times = sorted(time_placements(make_view(args.workers), index, prompt, mode))
+            print(f"{mode:18} {statistics.median(times) * 1e6:10.0f} {times[int(0.99 * len(times))] * 1e6:10.0f}")
+
+
+if __name__ == "__main__":
+    main()

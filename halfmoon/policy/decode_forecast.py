@@ -1,0 +1,88 @@
+"""How many requests each decode worker will have at a moment to come: running ones leave, others join."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfmoon.policy.latency import Floats
+
+_OVERTIME = 0.25  # of its life so far: what a request that outlived its prediction is given
+
+
+class DecodeLoads(NamedTuple):
+    """For every row of the cluster view."""
+
+    batch: Floats  # sequences
+    context_tokens: Floats  # of all of them
+
+
+class DecodeForecast:
+    """Owns when each request of this gateway joins and leaves its decode worker, as predicted. Knows rows, not names.
+
+    A request that is still there after its predicted end is expected to stay on for a quarter of its life.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
+        self._rows: NDArray[np.int64] = np.full(64, -1)  # -1: nobody is in this slot
+        self._times: Floats = np.zeros((64, 2))  # joins, leaves
+        self._tokens: Floats = np.zeros((64, 2))  # of the prompt, of the predicted output
+        self._free.extend(range(63, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def join(
+        self, request_id: str, row: int, joins_s: float, leaves_s: float, num_prompt: int, num_output: float
+    ) -> None:
+        """A request placed on `row`: decodes from `joins_s` to `leaves_s` and adds `num_output` tokens meanwhile."""
+        if not self._free:
+            self._double()
+        slot = self._slots[request_id] = self._free.pop()
+        self._rows[slot] = row
+        self._times[slot] = joins_s, max(leaves_s, joins_s)
+        self._tokens[slot] = num_prompt, num_output
+
+    def begin(self, request_id: str, now_s: float) -> None:
+        """Its prefill ended now: it decodes as long as predicted from here."""
+        slot = self._slots.get(request_id)
+        if slot is not None:
+            joins_s, leaves_s = self._times[slot]
+            self._times[slot] = now_s, now_s + leaves_s - joins_s
+
+    def leave(self, request_id: str) -> None:
+        """It is gone; nothing where it never was."""
+        slot = self._slots.pop(request_id, None)
+        if slot is not None:
+            self._rows[slot] = -1
+            self._free.append(slot)
+
+    def loads(self, at_s: float, now_s: float, num_rows: int) -> DecodeLoads:
+        """What each row decodes at `at_s`, seen from `now_s`."""
+        joins_s, leaves_s = self._times.T
+        ends_s = np.where(leaves_s < now_s, now_s + _OVERTIME * (now_s - joins_s), leaves_s)
+        there = np.flatnonzero((self._rows >= 0) & (joins_s <= at_s) & (ends_s >= at_s))
+        rows = self._rows[there]
+        life_s = np.maximum(ends_s[there] - joins_s[there], 1e-9)
+        share = np.minimum((at_s - joins_s[there]) / life_s, 1.0)
+        prompt, output = self._tokens[there].T
+        batch: Floats = np.bincount(rows, minlength=num_rows).astype(np.float64)
+        context: Floats = np.bincount(rows, weights=prompt + output * share, minlength=num_rows).astype(np.float64)
+        return DecodeLoads(batch[:num_rows], context[:num_rows])
+
+    def next_ends(self, row: int, now_s: float) -> Floats:
+        """When requests of `row` are predicted to leave, soonest first; those overdue do so by and by."""
+        joins_s, leaves_s = self._times[self._rows == row].T
+        ends_s: Floats = np.sort(np.where(leaves_s < now_s, now_s + _OVERTIME * (now_s - joins_s), leaves_s))
+        return ends_s
+
+    def _double(self) -> None:
+        num = len(self._rows)
+        self._rows = np.concatenate([self._rows, np.full(num, -1)])
+        self._times = np.concatenate([self._times, np.zeros_like(self._times)])
+        self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
+        self._free.extend(range(2 * num - 1, num - 1, -1))
