@@ -1,0 +1,75 @@
+"""Work beside a call ends with it, and its failure is heard at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from halfmoon.errors import Cancelled, DataLoss
+from halfmoon.worker.beside import beside, cancelled, first_of
+from halfmoon.worker.gone import Gone
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def failing() -> None:
+    raise DataLoss("lost")
+
+
+async def test_work_does_not_outlive_its_block() -> None:
+    async with beside(forever()) as task:
+        await asyncio.sleep(0)
+        assert not task.done()
+    assert task.cancelled()
+
+
+async def test_a_failure_beside_ends_the_wait() -> None:
+    wanted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    async with beside(forever()) as endless, beside(failing()) as broken:
+        with pytest.raises(DataLoss):
+            await first_of(wanted, endless, broken)
+
+
+async def test_what_has_ended_beside_is_no_failure_and_what_is_there_is_given() -> None:
+    wanted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def give() -> None:
+        wanted.set_result(7)
+
+    async with beside(asyncio.sleep(0)) as short, beside(give()):
+        assert await first_of(wanted, short) == 7
+    async with beside(failing()) as broken:
+        await asyncio.wait({broken})
+        assert await first_of(wanted, broken) == 7
+
+
+async def test_cancelling_waits_for_the_end() -> None:
+    ended = []
+
+    async def slow_to_end() -> None:
+        try:
+            await forever()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    task = asyncio.create_task(slow_to_end())
+    await asyncio.sleep(0)
+    await cancelled(task)
+    assert ended
+
+
+async def test_the_news_is_told_once_and_not_after_the_end() -> None:
+    gone, late = Gone(), Gone()
+    gone.tell()
+    gone.tell()
+    with pytest.raises(Cancelled):
+        await gone.told
+    gone.close()
+    late.close()
+    late.tell()
+    late.close()
+    assert late.told.cancelled()
