@@ -156,9 +156,13 @@ class AsyncEngine:
         """What the engine's thread may call."""
         return None if on_kv is None else partial(self._tell, on_kv)
 
-    async def _copy(self, call: Callable[[], T]) -> T:
+    def check_open(self) -> None:
+        """Raises Unavailable, with the reason, once nothing is computed any more."""
         if self._closed:
             raise self._unavailable()
+
+    async def _copy(self, call: Callable[[], T]) -> T:
+        self.check_open()
         return await self._loop.run_in_executor(self._copies, call)
 
     async def _call_or_cancel(self, call: Callable[[], None], request_id: str) -> None:

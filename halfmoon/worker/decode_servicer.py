@@ -90,7 +90,7 @@ class _Reception:
         self._state = state
         self._generation = types_pb2.Generation()
         self._reserved = False
-        self.gone = Gone()
+        self.gone = Gone(engine)
         self.num_bytes = 0
 
     async def act(self, effect: Effect) -> None:
@@ -98,7 +98,7 @@ class _Reception:
         try:
             await self._act(effect)
         except NotFound:
-            raise Gone.error() from None
+            raise self.gone.error() from None
 
     async def _act(self, effect: Effect) -> None:
         match effect:

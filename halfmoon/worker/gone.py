@@ -1,21 +1,29 @@
-"""The news that an engine has dropped a request while a call still works for it."""
+"""The news that the engine has dropped a request while a call still works for it."""
 
 from __future__ import annotations
 
 import asyncio
 
-from halfmoon.errors import Cancelled
+from halfmoon.engine.async_engine import AsyncEngine
+from halfmoon.errors import Cancelled, HalfmoonError, Unavailable
 
 
 class Gone:
-    """Owns one piece of news. `told` raises Cancelled once it has come. Event-loop thread only."""
+    """Owns one piece of news. `told` raises Cancelled once it has come, Unavailable if the whole engine went.
 
-    def __init__(self) -> None:
+    Event-loop thread only.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
         self.told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    @staticmethod
-    def error() -> Cancelled:
+    def error(self) -> HalfmoonError:
         """What everybody who works for the request is told."""
+        try:
+            self._engine.check_open()
+        except Unavailable as error:
+            return error
         return Cancelled("the request was cancelled while its KV was on its way")
 
     def tell(self) -> None:

@@ -44,7 +44,7 @@ class KVOutflow:
         self._plan = FramePlan(layout, num_tokens)
         self._written = Written()
         self._news = asyncio.Event()
-        self.gone = Gone()
+        self.gone = Gone(engine)
         self.num_bytes = 0
 
     def on_kv(self, written: Written | None) -> None:
@@ -100,5 +100,5 @@ class KVOutflow:
         except NotWritten:
             return False
         except NotFound:
-            raise Gone.error() from None
+            raise self.gone.error() from None
         return True

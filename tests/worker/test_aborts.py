@@ -209,3 +209,22 @@ async def test_a_failing_engine_is_told_as_such(
         with pytest.raises(HalfmoonError, match="failed while computing"):
             await begin(prefill, decode, tiny)
         await until(lambda: prefill.num_used_blocks + decode.num_used_blocks == 0)
+
+
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+async def test_an_engine_that_ends_is_told_as_such(
+    which: str, workers: tuple[RunningWorker, RunningWorker], tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as a cancellation: the gateway is to place the request elsewhere."""
+    prefill, decode = workers
+    gate = Gate()
+    stop_before(decode, "kv_write", gate, monkeypatch, nth=1)
+    async with listening(decode):
+        call = begin(prefill, decode, tiny)
+        await gate.reached.wait()
+        (prefill if which == "prefill" else decode).async_engine._commands.put(None)
+        await until(lambda: not (prefill if which == "prefill" else decode).num_used_blocks)
+        gate.open.set()
+        with pytest.raises(Unavailable):
+            await call
+        await until(lambda: prefill.num_used_blocks + decode.num_used_blocks == 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -62,8 +64,9 @@ async def test_cancelling_waits_for_the_end() -> None:
     assert ended
 
 
-async def test_the_news_is_told_once_and_not_after_the_end() -> None:
-    gone, late = Gone(), Gone()
+async def test_the_news_is_told_once_and_not_after_the_end(start_worker: Callable[..., Awaitable[Any]]) -> None:
+    engine = (await start_worker("prefill")).async_engine
+    gone, late = Gone(engine), Gone(engine)
     gone.tell()
     gone.tell()
     with pytest.raises(Cancelled):
