@@ -38,6 +38,8 @@ class KVWatch:
 
     def begin(self, scheduled: Iterable[ScheduledSequence]) -> LayerWatch | None:
         """A step begins: what the prefix cache knew can be read at once. None when nobody wants to hear of layers."""
+        if not self._listeners:
+            return None
         watched = []
         for item in scheduled:
             sequence = item.sequence

@@ -59,8 +59,7 @@ class KVOutflow:
     async def running(self) -> AsyncIterator[asyncio.Task[None]]:
         """Sends while inside; the task ends when everything has been handed to the transport.
 
-        It raises what the transfer raises, and Cancelled when the engine has dropped the request; `gone` raises that,
-        too, also when everything is sent.
+        It raises what the transfer raises. `gone` tells, also after that, when the engine has dropped the request.
         """
         try:
             async with beside(self._run()) as sending:
