@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from halfmoon.errors import DeadlineExceeded
+from halfmoon.errors import DeadlineExceeded, Unavailable
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES, KVRange
 from halfmoon.kv.layout import KVLayout
 from halfmoon.rpc.transfer import TransferSender, transfer_to
@@ -71,6 +71,20 @@ async def test_a_link_that_stalls_fails_at_both_ends(transports: tuple[str, ...]
                 await sending
         await until(lambda: not it.sink.running)
         assert it.link.window.free_bytes == it.link.window.limit_bytes
+
+
+@BOTH
+async def test_who_waits_for_the_window_hears_that_the_receiver_has_gone(transports: tuple[str, ...]) -> None:
+    settings = LinkSettings(transports=transports, window_bytes=2 * MAX_PAYLOAD_BYTES, stall_s=1000)
+    async with ends(settings) as it:
+        it.sink.layout = LAYOUT
+        async with transfer_to(it.link, LAYOUT, deadline_s=60) as transfer:
+            sending, _ = await stalled(it, transfer, b"1")
+            await until(lambda: it.link.window.free_bytes <= MAX_PAYLOAD_BYTES)
+            await it.link.peer.close()
+            with raising(Unavailable, "."):
+                await asyncio.wait_for(sending, 20)
+        await until(lambda: not it.sink.running)
 
 
 async def test_a_receiver_that_never_answers_is_a_stall() -> None:
