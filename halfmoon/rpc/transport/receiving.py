@@ -19,6 +19,7 @@ from halfmoon.rpc.transport.protocol import Inlet, Source
 from halfmoon.rpc.transport.shm import SharedMemoryInlet
 
 Body = TypeVar("Body", bound=Message)
+Received = TypeVar("Received")
 
 
 _CREDIT_BYTES = 2 << 20  # a message costs as much as copying some hundred KiB, so credits are collected
@@ -149,7 +150,7 @@ async def _whole(frame: Frame | Elsewhere, source: Source | None) -> Frame:
     return frame.with_payload(await source.fetch(frame.reference, frame.payload_bytes))
 
 
-async def next_message(messages: AsyncIterator[bytes], lease_s: float | None) -> bytes | None:
+async def next_message(messages: AsyncIterator[Received], lease_s: float | None) -> Received | None:
     """The sender's next message, None after its last. Raises DeadlineExceeded after `lease_s` of silence, if any."""
     try:
         async with asyncio.timeout(lease_s):
