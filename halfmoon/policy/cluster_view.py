@@ -139,6 +139,12 @@ class ClusterView:
         rows = list(self._rows.values())
         return int(self.column("capacity_tokens")[rows].min())
 
+    @property
+    def decode_tokens(self) -> float:
+        """Tokens that the KV memory of all decoding members holds."""
+        decodes = self.can_decode[: self.num_rows] | self.can_do_both[: self.num_rows]
+        return float(self.column("total_tokens")[decodes].sum())
+
     def worker(self, row: int) -> WorkerView:
         """The member in a row."""
         return self._views[self._ids[row]]
@@ -169,6 +175,7 @@ class ClusterView:
             worker.context_in_use_tokens,
             worker.prefill_free_s,
             worker.fetch_s_per_token,
+            worker.total_blocks * worker.block_tokens,
         )
         self.prefill_coefficients[row] = worker.prefill_model
         self.step_coefficients[row] = worker.step_model
@@ -224,7 +231,8 @@ FIGURES = {
             "context_in_use_tokens",
             "prefill_free_s",
             "fetch_s_per_token",
+            "total_tokens",
         )
     )
 }
-"""Columns of `ClusterView.figures`, named as in `WorkerView`."""
+"""Columns of `ClusterView.figures`, named as in `WorkerView`, and the tokens of all its blocks."""

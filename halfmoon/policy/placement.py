@@ -71,6 +71,7 @@ class PlacementRequest:
     num_prompt_tokens: int
     max_tokens: int
     exclude: tuple[str, ...] = ()
+    fetch_factor: float = 1.0  # of the time that fetching KV takes: below 1 at a lower precision
 
 
 class _Candidates(NamedTuple):
@@ -102,7 +103,7 @@ def place(
     """
     candidates = _candidates(view, request)
     threshold = rules.balancing_threshold if rules.mode == "kvcache-centric" else None
-    ttft = predict_ttft(view, request.num_prompt_tokens, depths, now_s, threshold)
+    ttft = predict_ttft(view, request.num_prompt_tokens, depths, now_s, threshold, request.fetch_factor)
     cost = _prefill_cost(view, rules.mode, ttft)
     prefill = _least(cost, candidates.prefill | candidates.both, rng)
     loads = loads_at(now_s + float(ttft.seconds[prefill])) if loads_at else _present_loads(view)

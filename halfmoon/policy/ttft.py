@@ -30,11 +30,13 @@ def predict_ttft(
     depths: NDArray[np.int64],
     now_s: float,
     balancing_threshold: float | None,
+    fetch_factor: float = 1.0,
 ) -> TtftPrediction:
     """Predictions for a prompt whose blocks are held to `depths` ([holder number], and a last 0 for -1).
 
     Where another holder's prefix is more than `balancing_threshold` times the local one (any prefix is, where there
-    is none), it is fetched if that is quicker than computing. With None nothing is fetched.
+    is none), it is fetched if that is quicker than computing, at `fetch_factor` of the usual time a token. With None
+    nothing is fetched.
     """
     num_rows = view.num_rows
     queue_s = np.maximum(view.column("prefill_free_s") - now_s, 0.0)
@@ -46,7 +48,7 @@ def predict_ttft(
     may_fetch = np.isfinite(view.column("fetch_s_per_token")) & (prefixes.best > balancing_threshold * prefixes.local)
     if not may_fetch.any():
         return TtftPrediction(computed_s, prefixes.local, nothing)
-    restored_s = _restore_s(view, prefixes, queue_s)
+    restored_s = _restore_s(view, prefixes, queue_s, fetch_factor)
     best = np.full(num_rows, prefixes.best)
     fetched_s = restored_s + _prefill_s(view, best, float(num_prompt_tokens))
     fetches = may_fetch & (fetched_s < computed_s)
@@ -72,10 +74,11 @@ def _prefill_s(view: ClusterView, cached: Floats, num_tokens: float) -> Floats:
     return seconds
 
 
-def _restore_s(view: ClusterView, prefixes: _Prefixes, queue_s: Floats) -> Floats:
+def _restore_s(view: ClusterView, prefixes: _Prefixes, queue_s: Floats, fetch_factor: float) -> Floats:
     """Until the best prefix is on each row: loading begins now, computing after the queue, as in `restore.py`."""
     _, b, c = view.prefill_coefficients[: view.num_rows].T
-    gamma = np.where(np.isfinite(view.column("fetch_s_per_token")), view.column("fetch_s_per_token"), 0.0)
+    fetch_s = view.column("fetch_s_per_token") * fetch_factor
+    gamma = np.where(np.isfinite(fetch_s), fetch_s, 0.0)
     missing = np.maximum(prefixes.best - prefixes.local, 0.0)
     alpha = b + c * prefixes.local
     ahead_s = np.maximum(gamma * missing - queue_s, 0.0)

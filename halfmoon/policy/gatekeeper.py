@@ -1,0 +1,176 @@
+"""The gateway's judgement as one core: class, placement, degradation, refusal; and what it learns from each request."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfmoon.policy.admission import AdmissionMode, Refused, missed_target, over_target
+from halfmoon.policy.classes import ClassTable, Degradation, QosClass
+from halfmoon.policy.cluster_view import ClusterView
+from halfmoon.policy.decode_forecast import DecodeForecast, DecodeLoads
+from halfmoon.policy.feedback import Feedback
+from halfmoon.policy.output_lengths import OutputLengths
+from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules, place
+from halfmoon.policy.reservations import Reservations
+
+_SHED_S = 5.0  # how long lower classes stay outside after one above them was refused
+_PRECISION_FACTOR = 0.5  # of the bytes of KV that are fetched, at the lower precision
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that may go to its workers, as it is to be served."""
+
+    placement: Placement
+    qos: QosClass
+    max_tokens: int
+    lower_kv_precision: bool
+    num_output: float  # predicted
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """What an admitted request occupies."""
+
+    qos: QosClass
+    num_prompt_tokens: int
+    num_output: float
+    reserved_tokens: int
+
+
+class Gatekeeper:
+    """Owns what admission knows of the requests inside: forecast, lengths, shares, feedback. Has no clock.
+
+    The gateway and the simulator tell it of each request: `decide`, `enter`, `begin_decode`, `leave`.
+    """
+
+    def __init__(self, mode: AdmissionMode, rules: PlacementRules, rng: random.Random) -> None:
+        self.classes = ClassTable()
+        self.lengths = OutputLengths()
+        self._mode = mode
+        self._rules = rules
+        self._rng = rng
+        self._forecast = DecodeForecast()
+        self._reservations = Reservations()
+        self._feedback = Feedback()
+        self._running: dict[str, _Running] = {}
+        self._shed: tuple[int, float] | None = None  # classes below this priority, until when
+
+    def decide(
+        self,
+        view: ClusterView,
+        request: PlacementRequest,
+        qos: QosClass,
+        now_s: float,
+        depths: NDArray[np.int64] = NOTHING_CACHED,
+    ) -> Admitted:
+        """Where the request goes. Raises Refused where its class forbids it, and what `place` raises."""
+        plain = self._place(view, request, qos, now_s, depths, ())
+        if self._mode == "off":
+            return plain
+        self._check_not_shed(plain, now_s)
+        targets = self._feedback.targets(qos, now_s)
+        for given_up in range(len(qos.degradation) + 1):
+            steps = qos.degradation[:given_up]
+            found = self._place(view, request, qos, now_s, depths, steps) if steps else plain
+            reason = missed_target(found.placement, targets)
+            if reason is None and self._has_share(view, request, found, now_s):
+                return found
+        if "shed_lowest_class" in qos.degradation:
+            self._shed = (qos.priority, now_s + _SHED_S)
+        if reason is None:
+            message = f"class {qos.name} has used its share of the cluster, and others need theirs"
+            raise Refused(qos.name, "reservation", message, found.placement, 0.0)
+        row = view.row(found.placement.decode.worker_id)
+        assert row is not None
+        raise over_target(qos.name, reason, found.placement, targets, self._forecast, row, now_s)
+
+    def place_again(
+        self, view: ClusterView, request: PlacementRequest, now_s: float, depths: NDArray[np.int64] = NOTHING_CACHED
+    ) -> Placement:
+        """Another placement for an admitted request. Raises what `place` raises."""
+        loads_at = self._loads_at(view, now_s)
+        return place(view, request, self._rules, now_s, self._rng, depths, loads_at)
+
+    def enter(
+        self, request_id: str, view: ClusterView, admitted: Admitted, num_prompt_tokens: int, now_s: float
+    ) -> None:
+        """The request goes to its workers."""
+        reserved = num_prompt_tokens + round(admitted.num_output)
+        self._reservations.take(admitted.qos.name, reserved)
+        self._running[request_id] = _Running(admitted.qos, num_prompt_tokens, admitted.num_output, reserved)
+        self.move(request_id, view, admitted.placement, now_s)
+
+    def move(self, request_id: str, view: ClusterView, placement: Placement, now_s: float) -> None:
+        """The request goes to these workers, from now on and nowhere else."""
+        running, row = self._running[request_id], view.row(placement.decode.worker_id)
+        assert row is not None
+        joins_s = now_s + placement.ttft_s
+        leaves_s = joins_s + running.num_output * placement.tbt_s
+        self._forecast.leave(request_id)
+        self._forecast.join(request_id, row, joins_s, leaves_s, running.num_prompt_tokens, running.num_output)
+
+    def begin_decode(self, request_id: str, now_s: float) -> None:
+        """Its first token is there."""
+        self._forecast.begin(request_id, now_s)
+
+    def leave(
+        self, request_id: str, now_s: float, *, num_output: int, ttft_s: float | None, tbt_s: float | None
+    ) -> None:
+        """The request ended; `ttft_s` is None for one that did not end by itself, which teaches nothing."""
+        running = self._running.pop(request_id)
+        self._forecast.leave(request_id)
+        self._reservations.give_back(running.qos.name, running.reserved_tokens)
+        if ttft_s is not None:
+            self.lengths.add(running.qos.name, running.num_prompt_tokens, num_output)
+            self._feedback.add(running.qos, ttft_s, tbt_s, now_s)
+
+    def _place(
+        self,
+        view: ClusterView,
+        request: PlacementRequest,
+        qos: QosClass,
+        now_s: float,
+        depths: NDArray[np.int64],
+        steps: tuple[Degradation, ...],
+    ) -> Admitted:
+        capped = min(request.max_tokens, qos.capped_tokens) if "cap_max_tokens" in steps else request.max_tokens
+        lower = "lower_kv_precision" in steps
+        factor = _PRECISION_FACTOR if lower else 1.0
+        wanted = replace(request, max_tokens=capped, fetch_factor=factor)
+        placement = self.place_again(view, wanted, now_s, depths)
+        num_output = self.lengths.predict(qos.name, request.num_prompt_tokens, capped)
+        return Admitted(placement, qos, capped, lower, num_output)
+
+    def _loads_at(self, view: ClusterView, now_s: float) -> _LoadsAt:
+        """`load` sees the requests that decode now; the others those that will when the prefill ends."""
+        return _LoadsAt(self._forecast, view.num_rows, now_s, self._mode != "load")
+
+    def _check_not_shed(self, found: Admitted, now_s: float) -> None:
+        if self._shed is None or now_s >= self._shed[1]:
+            self._shed = None
+        elif found.qos.priority > self._shed[0]:
+            message = f"class {found.qos.name} waits while classes before it cannot be served"
+            raise Refused(found.qos.name, "shed", message, found.placement, self._shed[1] - now_s)
+
+    def _has_share(self, view: ClusterView, request: PlacementRequest, found: Admitted, now_s: float) -> bool:
+        num_tokens = request.num_prompt_tokens + round(found.num_output)
+        capacity = view.decode_tokens
+        return self._reservations.may_use(found.qos, num_tokens, capacity, self.classes.classes, now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadsAt:
+    """Decode loads at a moment, or at present whatever the moment."""
+
+    forecast: DecodeForecast
+    num_rows: int
+    now_s: float
+    looks_ahead: bool
+
+    def __call__(self, at_s: float) -> DecodeLoads:
+        return self.forecast.loads(at_s if self.looks_ahead else self.now_s, self.now_s, self.num_rows)

@@ -1,0 +1,188 @@
+"""Admission: who is refused, why, with what advice, and what is given up before."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from halfmoon.policy.admission import AdmissionMode, Refused
+from halfmoon.policy.classes import ClassTable, QosClass
+from halfmoon.policy.cluster_view import ClusterView, WorkerView
+from halfmoon.policy.decode_forecast import DecodeForecast
+from halfmoon.policy.gatekeeper import Admitted, Gatekeeper
+from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.policy.placement import PlacementRequest, PlacementRules
+from halfmoon.policy.prefill_queue import PrefillQueue
+
+PREFILL, STEP = PrefillModel(0.0, 1e-2, 0.0), StepModel(0.0, 1e-2, 0.0)  # 100 tokens a second; 10 ms a sequence
+REQUEST = PlacementRequest(100, 200)
+P = WorkerView("p", "prefill", "p:1", 1000, 10, 100, 100, prefill_model=PREFILL)
+D = WorkerView("d", "decode", "d:1", 1000, 10, 100, 100, step_model=STEP)
+
+
+def keeper(mode: AdmissionMode = "predicted", *classes: QosClass) -> Gatekeeper:
+    made = Gatekeeper(mode, PlacementRules(), random.Random(0))
+    made.classes = ClassTable(classes)
+    return made
+
+
+def enter(gate: Gatekeeper, view: ClusterView, name: str, qos: QosClass, now_s: float = 0.0) -> Admitted:
+    admitted = gate.decide(view, REQUEST, qos, now_s)
+    gate.enter(name, view, admitted, REQUEST.num_prompt_tokens, now_s)
+    return admitted
+
+
+def leave(gate: Gatekeeper, name: str, num_output: int = 50) -> None:
+    gate.leave(name, 9.0, num_output=num_output, ttft_s=1.0, tbt_s=0.01)
+
+
+def test_no_targets_no_refusals() -> None:
+    gate, view = keeper(), ClusterView((replace(P, prefill_free_s=1e6), D))
+    assert gate.decide(view, REQUEST, QosClass("x"), 0.0).placement.ttft_s == pytest.approx(1e6 + 1)
+
+
+@pytest.mark.parametrize("mode", ["load", "predicted"])
+def test_a_queue_too_long_for_the_class(mode: AdmissionMode) -> None:
+    gate, view = keeper(mode), ClusterView((replace(P, prefill_free_s=10.0), D))
+    with pytest.raises(Refused, match=r"first token would be 11 s, class x allows 2 s") as caught:
+        gate.decide(view, REQUEST, QosClass("x", ttft_s=2.0), 0.0)
+    refusal = caught.value
+    assert (refusal.reason, refusal.ttft_s, refusal.retry_after_ms) == ("ttft", 11.0, 9000)
+    assert gate.decide(view, REQUEST, QosClass("x", ttft_s=2.0), 9.1).qos.name == "x"  # as advised
+    assert keeper("off").decide(view, REQUEST, QosClass("x", ttft_s=2.0), 0.0).placement.ttft_s == 11.0
+
+
+def test_load_does_not_see_who_is_still_in_prefill_predicted_does() -> None:
+    strict = QosClass("x", tbt_s=0.025)
+    view = ClusterView((P, D))
+    modes: tuple[tuple[AdmissionMode, int], ...] = (("load", 9), ("predicted", 2))
+    for mode, most in modes:
+        gate = keeper(mode)
+        admitted = 0
+        for number in range(9):
+            with suppress(Refused):
+                enter(gate, view, f"r{number}", strict)
+                admitted += 1
+        assert admitted == most
+
+
+def test_predicted_does_not_mind_who_will_have_left_load_does() -> None:
+    strict, loose = QosClass("x", tbt_s=0.025), QosClass("y")
+    view = ClusterView((P, D))
+    for mode in ("load", "predicted"):
+        gate = keeper("load" if mode == "load" else "predicted")
+        for _ in range(10):
+            gate.lengths.add("y", 100, 10)  # so short that they are gone when a prefill of one second ends
+        for number in range(4):
+            enter(gate, view, f"r{number}", loose)
+            gate.begin_decode(f"r{number}", 1.0)
+        if mode == "load":
+            with pytest.raises(Refused, match="between tokens would be 50 ms, class x allows 25 ms") as caught:
+                gate.decide(view, REQUEST, strict, 1.0)
+            assert caught.value.retry_after_ms == 1000
+        else:
+            assert gate.decide(view, REQUEST, strict, 1.0).placement.tbt_s == pytest.approx(0.01)
+
+
+def test_output_lengths_are_learned_from_what_ended() -> None:
+    gate, view = keeper(), ClusterView((P, D))
+    for number in range(10):
+        assert enter(gate, view, f"r{number}", QosClass("x")).num_output == (200 if number < 8 else 50)
+        leave(gate, f"r{number}")
+    enter(gate, view, "cancelled", QosClass("x"))
+    gate.leave("cancelled", 1.0, num_output=1, ttft_s=None, tbt_s=None)
+    assert gate.decide(view, REQUEST, QosClass("x"), 0.0).num_output == 50
+
+
+def test_things_are_given_up_in_the_classs_order() -> None:
+    gold, view = QosClass("gold", 0, 0.5), ClusterView((P, D))  # 1000 tokens of KV memory
+    for steps, given_up in (
+        (("cap_max_tokens",), (16, False)),
+        (("lower_kv_precision", "cap_max_tokens"), (16, True)),
+        (("cap_max_tokens", "lower_kv_precision"), (16, False)),
+    ):
+        cheap = QosClass("cheap", 1, degradation=steps, capped_tokens=16)  # type: ignore[arg-type]
+        gate = keeper("predicted", gold, cheap)
+        assert enter(gate, view, "a", gold).max_tokens == 200
+        assert gate.decide(view, REQUEST, cheap, 0.0).max_tokens == 200
+        enter(gate, view, "b", cheap)
+        found = gate.decide(view, replace(REQUEST, num_prompt_tokens=250), cheap, 0.0)  # 600 of 1000 are used
+        assert (found.max_tokens, found.lower_kv_precision) != (200, False)
+        assert (found.max_tokens, found.lower_kv_precision) == given_up
+
+
+def test_a_share_that_is_used_up() -> None:
+    gold, other = QosClass("gold", 0, 0.3), QosClass("x")
+    gate, view = keeper("predicted", gold, other), ClusterView((P, D))
+    for number in range(5):  # nobody keeps anything free
+        enter(gate, view, f"r{number}", other)
+    enter(gate, view, "gold", gold)
+    with pytest.raises(Refused) as caught:
+        enter(gate, view, "r5", other)
+    assert caught.value.reason == "reservation"
+    for number in range(4):
+        leave(gate, f"r{number}")
+    enter(gate, view, "r6", other)
+
+
+def test_lower_classes_wait_while_one_above_cannot_be_served() -> None:
+    gold = QosClass("gold", 0, ttft_s=2.0, degradation=("shed_lowest_class",))
+    gate, view = keeper(), ClusterView((replace(P, prefill_free_s=10.0), D))
+    low = QosClass("low", 5)
+    gate.decide(view, REQUEST, low, 0.0)
+    with pytest.raises(Refused):
+        gate.decide(view, REQUEST, gold, 0.0)
+    with pytest.raises(Refused) as caught:
+        gate.decide(view, REQUEST, low, 1.0)
+    assert (caught.value.reason, caught.value.retry_after_ms) == ("shed", 4000)
+    gate.decide(view, REQUEST, low, 5.0)
+
+
+def test_a_request_that_moved_counts_where_it_is() -> None:
+    other = replace(D, worker_id="d2")
+    gate, view = keeper(), ClusterView((P, D, other))
+    first = enter(gate, view, "a", QosClass("x"))
+    assert gate.place_again(view, REQUEST, 0.0).decode.worker_id != first.placement.decode.worker_id
+    there = gate.place_again(view, replace(REQUEST, exclude=(first.placement.decode.worker_id,)), 0.0)
+    gate.move("a", view, there, 0.0)
+    assert gate.place_again(view, REQUEST, 0.0).decode.worker_id == first.placement.decode.worker_id
+
+
+def test_the_forecast() -> None:
+    forecast = DecodeForecast()
+    for number in range(200):
+        forecast.join(f"r{number}", number % 2, 1.0, 11.0, 100, 50)
+    loads = forecast.loads(6.0, 0.0, 3)
+    assert loads.batch.tolist() == [100, 100, 0]
+    assert loads.context_tokens.tolist() == [100 * 125, 100 * 125, 0]
+    assert forecast.loads(0.5, 0.0, 3).batch.tolist() == [0, 0, 0]
+    assert forecast.loads(11.5, 0.0, 3).batch.tolist() == [0, 0, 0]
+    assert forecast.loads(15.5, 15.0, 3).batch.tolist() == [100, 100, 0]  # overdue: a quarter of their life more
+    assert forecast.loads(19.0, 15.0, 3).batch.tolist() == [0, 0, 0]
+    assert forecast.next_ends(1, 0.0).tolist() == [11.0] * 100
+    forecast.begin("r0", 5.0)
+    assert forecast.loads(14.0, 5.0, 3).batch.tolist() == [1, 0, 0]
+    for number in range(200):
+        forecast.leave(f"r{number}")
+        forecast.leave(f"r{number}")
+    assert len(forecast) == 0
+    assert forecast.loads(6.0, 0.0, 3).batch.tolist() == [0, 0, 0]
+
+
+def test_the_prefill_queue() -> None:
+    queue = PrefillQueue()
+    assert queue.free_s(3.0) == 3.0
+    for name, predicted_s in (("a", 2.0), ("b", 3.0), ("c", 4.0)):
+        queue.add(name, predicted_s, 10.0)
+    assert queue.free_s(10.0) == 19.0
+    assert queue.free_s(15.0) == 22.0  # the first is overdue
+    queue.remove("a", 11.0)
+    assert queue.free_s(11.0) == 18.0
+    queue.remove("c", 12.0)
+    queue.remove("c", 12.0)
+    assert queue.free_s(12.0) == 14.0
+    queue.remove("b", 13.0)
+    assert queue.free_s(13.0) == 13.0

@@ -1,0 +1,134 @@
+"""Who is of which class, who may use how much, and how targets tighten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.policy.classes import Caller, ClassTable, MatchRule, QosClass
+from halfmoon.policy.feedback import Feedback, Targets
+from halfmoon.policy.output_lengths import OutputLengths
+from halfmoon.policy.reservations import Reservations
+
+GOLD = QosClass(
+    "gold", -1, 0.5, rules=(MatchRule("header", "gold", "X-Customer-Tier"), MatchRule("api_key", "key-1")), ttft_s=1.0
+)
+BULK = QosClass("bulk", 5, rules=(MatchRule("model", "cheap"),))
+
+
+def test_the_first_rule_that_holds_by_priority() -> None:
+    table = ClassTable((BULK, GOLD))
+    assert table.of(Caller({"x-customer-tier": "gold"}, model="cheap")) is GOLD
+    assert table.of(Caller({}, api_key="key-1")) is GOLD
+    assert table.of(Caller({"x-customer-tier": "silver"}, model="cheap")) is BULK
+    assert table.of(Caller({})).name == "default"
+    mine = QosClass("default", ttft_s=2.0)
+    assert ClassTable((mine,)).of(Caller({})) is mine
+
+
+@pytest.mark.parametrize(
+    ("param", "changed"),
+    [
+        ("name", {"name": ""}),
+        ("reserved", {"reserved": 1.5}),
+        ("attainment", {"attainment": 0.0}),
+        ("ttft_s", {"ttft_s": 0.0}),
+        ("tbt_s", {"tbt_s": -1.0}),
+        ("capped_tokens", {"capped_tokens": 0}),
+        ("degradation", {"degradation": ("cap_max_tokens", "cap_max_tokens")}),
+        ("rules", {"rules": (MatchRule("header", "gold"),)}),
+    ],
+)
+def test_what_no_class_can_be(param: str, changed: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        QosClass(**{"name": "x", **changed})
+    assert caught.value.param == param
+
+
+def test_what_no_table_can_be() -> None:
+    for classes in ((GOLD, GOLD), (GOLD, QosClass("other", reserved=0.6))):
+        with pytest.raises(InvalidRequest):
+            ClassTable(classes)
+
+
+def test_a_reservation_is_lent_until_its_owner_comes() -> None:
+    shares = Reservations()
+    classes = (GOLD, BULK)
+
+    def may(qos: QosClass, num_tokens: int, now_s: float) -> bool:
+        return shares.may_use(qos, num_tokens, 100.0, classes, now_s)
+
+    assert may(BULK, 90, 0.0)  # the owner is away
+    shares.take("bulk", 90)
+    assert may(GOLD, 40, 1.0)  # within its half, full or not
+    assert not may(BULK, 20, 2.0)
+    shares.take("gold", 40)
+    shares.give_back("gold", 40)
+    shares.give_back("bulk", 50)
+    assert not may(BULK, 30, 3.0)  # gold wanted 40 a moment ago
+    assert may(BULK, 20, 3.0)
+    assert may(BULK, 600, 60.0)  # and is away again
+
+
+@given(st.lists(st.tuples(st.sampled_from([GOLD, BULK]), st.integers(1, 60)), max_size=30))
+def test_an_owner_always_gets_its_share_and_borrowers_never_more_than_there_is(
+    wishes: list[tuple[QosClass, int]],
+) -> None:
+    shares, used, gold_came = Reservations(), {"gold": 0, "bulk": 0}, False
+    for now_s, (qos, num_tokens) in enumerate(wishes):
+        granted = shares.may_use(qos, num_tokens, 100.0, (GOLD, BULK), float(now_s))
+        if used[qos.name] + num_tokens <= qos.reserved * 100:
+            assert granted
+        elif qos is BULK and gold_came and sum(used.values()) + num_tokens > 100:
+            assert not granted
+        gold_came = gold_came or qos is GOLD
+        if granted:
+            shares.take(qos.name, num_tokens)
+            used[qos.name] += num_tokens
+
+
+def test_targets_tighten_near_the_limit_and_recover() -> None:
+    feedback = Feedback()
+    assert feedback.targets(GOLD, 0.0) == Targets(1.0, None)
+    for _ in range(30):
+        feedback.add(GOLD, 0.95, 0.01, 0.0)
+    seen = [feedback.targets(GOLD, 2.0 * step).ttft_s for step in range(20)]
+    assert seen == sorted(seen, key=lambda one: -(one or 0))
+    assert seen[0] == pytest.approx(0.9)
+    assert seen[-1] == 0.5  # not below
+    assert feedback.targets(GOLD, 38.5) == Targets(0.5, None)  # once a second at most
+    later = [feedback.targets(GOLD, 100.0 + 2 * step).ttft_s for step in range(60)]  # nothing was measured since
+    assert later[-1] == 1.0
+
+
+def test_fast_requests_loosen_what_was_tightened() -> None:
+    feedback, tight = Feedback(), QosClass("tight", tbt_s=0.1)
+    for _ in range(30):
+        feedback.add(tight, 9.0, 0.2, 0.0)
+    assert (feedback.targets(tight, 1.0).tbt_s or 0) < 0.1
+    for _ in range(30):
+        feedback.add(tight, 9.0, 0.01, 61.5)
+    for step in range(40):
+        feedback.targets(tight, 62.0 + step / 2)
+    assert feedback.targets(tight, 83.0).tbt_s == 0.1
+
+
+def test_output_lengths() -> None:
+    lengths = OutputLengths(window=16)
+    assert lengths.predict("a", 100, 50) == 50
+    for _ in range(20):
+        lengths.add("a", 100, 10)
+        lengths.add("a", 1000, 30)
+    assert lengths.predict("a", 90, 50) == 10  # prompts of 64 to 127
+    assert lengths.predict("a", 1000, 50) == 30
+    assert 10 <= lengths.predict("a", 7, 50) <= 30  # of any length
+    assert lengths.predict("a", 1000, 20) == 20  # not more than allowed
+    assert lengths.predict("b", 100, 50) == 50
+    for output in range(16):
+        lengths.add("a", 100, output)
+    assert lengths.predict("a", 100, 50, 0.5) == pytest.approx(7.5)  # the latest count
+    assert lengths.predict("a", 100, 50, 1.0) == 15
