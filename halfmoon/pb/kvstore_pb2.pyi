@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from halfmoon.pb import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -19,21 +20,41 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _KVTier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KVTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KVTier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DRAM: _KVTier.ValueType  # 0
+    DISK: _KVTier.ValueType  # 1
+    COLD: _KVTier.ValueType  # 2
+
+class KVTier(_KVTier, metaclass=_KVTierEnumTypeWrapper): ...
+
+DRAM: KVTier.ValueType  # 0
+DISK: KVTier.ValueType  # 1
+COLD: KVTier.ValueType  # 2
+Global___KVTier: _TypeAlias = KVTier  # noqa: Y015
+
 @_typing.final
 class MatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    tenant_salt: _builtins.bytes
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
         self,
         *,
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        tenant_salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -44,35 +65,299 @@ class MatchResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_MATCHED_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     num_matched: _builtins.int
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___KVTier.ValueType]:
+        """of each matched block the fastest that has it"""
+
     def __init__(
         self,
         *,
         num_matched: _builtins.int = ...,
+        tiers: _abc.Iterable[Global___KVTier.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_matched", b"num_matched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_matched", b"num_matched", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchResponse: _TypeAlias = MatchResponse  # noqa: Y015
 
 @_typing.final
-class DeleteRequest(_message.Message):
+class PrefetchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    tenant_salt: _builtins.bytes
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
         self,
         *,
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        tenant_salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchRequest: _TypeAlias = PrefetchRequest  # noqa: Y015
+
+@_typing.final
+class PrefetchResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_COMING_FIELD_NUMBER: _builtins.int
+    num_coming: _builtins.int
+    """leading blocks that are in DRAM or on their way"""
+    def __init__(
+        self,
+        *,
+        num_coming: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_coming", b"num_coming"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchResponse: _TypeAlias = PrefetchResponse  # noqa: Y015
+
+@_typing.final
+class BorrowRequest(_message.Message):
+    """The first message names the blocks; any later one keeps the loan, which ends when the reader is silent for
+    `lease_s`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    tenant_salt: _builtins.bytes
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        tenant_salt: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BorrowRequest: _TypeAlias = BorrowRequest  # noqa: Y015
+
+@_typing.final
+class BorrowResponse(_message.Message):
+    """The first message lends the leading blocks that are here; the last one, empty, says that the loan held to its end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    segment: _builtins.str
+    """<host id>/<name>, see halfmoon.rpc.transport.memfd"""
+    lease_s: _builtins.float
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LentBlock]: ...
+    def __init__(
+        self,
+        *,
+        segment: _builtins.str = ...,
+        lease_s: _builtins.float = ...,
+        blocks: _abc.Iterable[Global___LentBlock] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lease_s", b"lease_s", "segment", b"segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BorrowResponse: _TypeAlias = BorrowResponse  # noqa: Y015
+
+@_typing.final
+class LentBlock(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    num_bytes: _builtins.int
+    digest: _builtins.int
+    """xxh3-64 of the bytes"""
+    codec: _builtins.str
+    """halfmoon.kv.entry_codec"""
+    @_builtins.property
+    def layout(self) -> _types_pb2.KVLayout:
+        """of the block when decoded"""
+
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        digest: _builtins.int = ...,
+        codec: _builtins.str = ...,
+        layout: _types_pb2.KVLayout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "digest", b"digest", "layout", b"layout", "num_bytes", b"num_bytes", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LentBlock: _TypeAlias = LentBlock  # noqa: Y015
+
+@_typing.final
+class WatchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class WatchResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    IS_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    IS_LAST_PART_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """of the last event in it; the next message's events begin one above, or it is a snapshot"""
+    is_snapshot: _builtins.bool
+    """`blocks` replaces all that the reader knew; from the first part to the last"""
+    is_last_part: _builtins.bool
+    """of a snapshot"""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockEvent]: ...
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockPlace]: ...
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        is_snapshot: _builtins.bool = ...,
+        is_last_part: _builtins.bool = ...,
+        events: _abc.Iterable[Global___BlockEvent] | None = ...,
+        blocks: _abc.Iterable[Global___BlockPlace] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "events", b"events", "is_last_part", b"is_last_part", "is_snapshot", b"is_snapshot", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class BlockEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[BlockEvent._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STORED: BlockEvent._Kind.ValueType  # 0
+        MOVED: BlockEvent._Kind.ValueType  # 1
+        """to or from one of several tiers"""
+        EVICTED: BlockEvent._Kind.ValueType  # 2
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    STORED: BlockEvent.Kind.ValueType  # 0
+    MOVED: BlockEvent.Kind.ValueType  # 1
+    """to or from one of several tiers"""
+    EVICTED: BlockEvent.Kind.ValueType  # 2
+
+    KIND_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
+    kind: Global___BlockEvent.Kind.ValueType
+    @_builtins.property
+    def block(self) -> Global___BlockPlace: ...
+    def __init__(
+        self,
+        *,
+        kind: Global___BlockEvent.Kind.ValueType = ...,
+        block: Global___BlockPlace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockEvent: _TypeAlias = BlockEvent  # noqa: Y015
+
+@_typing.final
+class BlockPlace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    TENANT_TAG_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    tenant_tag: _builtins.bytes
+    """8 bytes, zeros for the empty salt"""
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___KVTier.ValueType]:
+        """where it is now"""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        tenant_tag: _builtins.bytes = ...,
+        tiers: _abc.Iterable[Global___KVTier.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "tenant_tag", b"tenant_tag", "tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockPlace: _TypeAlias = BlockPlace  # noqa: Y015
+
+@_typing.final
+class DeleteRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    tenant_salt: _builtins.bytes
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        tenant_salt: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -84,6 +369,7 @@ class DeleteResponse(_message.Message):
 
     NUM_DELETED_FIELD_NUMBER: _builtins.int
     num_deleted: _builtins.int
+    """with those that follow them"""
     def __init__(
         self,
         *,
@@ -125,23 +411,34 @@ class StatsResponse(_message.Message):
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     NUM_STORED_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_CORRUPTED_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_EXPIRED_TOTAL_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
-    """whole ones; blocks still arriving are not counted"""
+    """in DRAM; blocks still arriving are not counted"""
     used_bytes: _builtins.int
-    """of whole blocks"""
+    """of those"""
     budget_bytes: _builtins.int
+    """of DRAM"""
     num_hits_total: _builtins.int
-    """blocks read"""
+    """blocks read, from any tier"""
     num_misses_total: _builtins.int
-    """reads of absent blocks"""
+    """reads of what no tier could give"""
     num_evicted_total: _builtins.int
-    """whole blocks that made room for others"""
+    """blocks that left DRAM to make room for others"""
     reserved_bytes: _builtins.int
     """of blocks still arriving"""
     num_stored_total: _builtins.int
     """blocks that became whole"""
     num_corrupted_total: _builtins.int
-    """blocks dropped because their digest failed at a read"""
+    """copies dropped because they were damaged or missing, in any tier"""
+    num_expired_total: _builtins.int
+    sequence: _builtins.int
+    """of the last event"""
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStats]:
+        """those that there are"""
+
     def __init__(
         self,
         *,
@@ -154,22 +451,331 @@ class StatsResponse(_message.Message):
         reserved_bytes: _builtins.int = ...,
         num_stored_total: _builtins.int = ...,
         num_corrupted_total: _builtins.int = ...,
+        num_expired_total: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        tiers: _abc.Iterable[Global___TierStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_blocks", b"num_blocks", "num_corrupted_total", b"num_corrupted_total", "num_evicted_total", b"num_evicted_total", "num_hits_total", b"num_hits_total", "num_misses_total", b"num_misses_total", "num_stored_total", b"num_stored_total", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_blocks", b"num_blocks", "num_corrupted_total", b"num_corrupted_total", "num_evicted_total", b"num_evicted_total", "num_expired_total", b"num_expired_total", "num_hits_total", b"num_hits_total", "num_misses_total", b"num_misses_total", "num_stored_total", b"num_stored_total", "reserved_bytes", b"reserved_bytes", "sequence", b"sequence", "tiers", b"tiers", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
 
 @_typing.final
+class TierStats(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_HITS_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_EVICTED_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_CORRUPTED_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_WRITTEN_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_SKIPPED_TOTAL_FIELD_NUMBER: _builtins.int
+    tier: Global___KVTier.ValueType
+    num_blocks: _builtins.int
+    used_bytes: _builtins.int
+    budget_bytes: _builtins.int
+    num_waiting: _builtins.int
+    """blocks to be copied there"""
+    num_hits_total: _builtins.int
+    num_evicted_total: _builtins.int
+    num_corrupted_total: _builtins.int
+    num_failed_total: _builtins.int
+    """operations of the tier"""
+    num_written_total: _builtins.int
+    """copies from faster tiers"""
+    num_skipped_total: _builtins.int
+    """copies that could not be made"""
+    def __init__(
+        self,
+        *,
+        tier: Global___KVTier.ValueType = ...,
+        num_blocks: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        budget_bytes: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        num_hits_total: _builtins.int = ...,
+        num_evicted_total: _builtins.int = ...,
+        num_corrupted_total: _builtins.int = ...,
+        num_failed_total: _builtins.int = ...,
+        num_written_total: _builtins.int = ...,
+        num_skipped_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_blocks", b"num_blocks", "num_corrupted_total", b"num_corrupted_total", "num_evicted_total", b"num_evicted_total", "num_failed_total", b"num_failed_total", "num_hits_total", b"num_hits_total", "num_skipped_total", b"num_skipped_total", "num_waiting", b"num_waiting", "num_written_total", b"num_written_total", "tier", b"tier", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierStats: _TypeAlias = TierStats  # noqa: Y015
+
+@_typing.final
+class ListRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """0: 1000"""
+    after: _builtins.bytes
+    """an id: the page begins behind it"""
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___KVTier.ValueType]:
+        """only blocks in one of these; empty: all"""
+
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+        after: _builtins.bytes = ...,
+        tiers: _abc.Iterable[Global___KVTier.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "limit", b"limit", "tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequest: _TypeAlias = ListRequest  # noqa: Y015
+
+@_typing.final
+class ListResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockInfo]:
+        """by id"""
+
+    def __init__(
+        self,
+        *,
+        blocks: _abc.Iterable[Global___BlockInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListResponse: _TypeAlias = ListResponse  # noqa: Y015
+
+@_typing.final
+class BlockInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    EXPIRES_AT_S_FIELD_NUMBER: _builtins.int
+    NUM_USES_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    id: _builtins.bytes
+    parent: _builtins.bytes
+    """id; empty: the first of its prompt"""
+    depth: _builtins.int
+    """blocks before it"""
+    used_bytes: _builtins.int
+    """in all tiers"""
+    pinned: _builtins.bool
+    expires_at_s: _builtins.float
+    """Unix time; 0: never"""
+    num_uses: _builtins.int
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___KVTier.ValueType]: ...
+    @_builtins.property
+    def layout(self) -> _types_pb2.KVLayout:
+        """absent: not read since it was found in the cold tier"""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.bytes = ...,
+        parent: _builtins.bytes = ...,
+        depth: _builtins.int = ...,
+        tiers: _abc.Iterable[Global___KVTier.ValueType] | None = ...,
+        used_bytes: _builtins.int = ...,
+        pinned: _builtins.bool = ...,
+        expires_at_s: _builtins.float = ...,
+        num_uses: _builtins.int = ...,
+        layout: _types_pb2.KVLayout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "expires_at_s", b"expires_at_s", "id", b"id", "layout", b"layout", "num_uses", b"num_uses", "parent", b"parent", "pinned", b"pinned", "tiers", b"tiers", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockInfo: _TypeAlias = BlockInfo  # noqa: Y015
+
+@_typing.final
+class PinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    UNPIN_FIELD_NUMBER: _builtins.int
+    unpin: _builtins.bool
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.bytes] | None = ...,
+        unpin: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "unpin", b"unpin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """that are here"""
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinResponse: _TypeAlias = PinResponse  # noqa: Y015
+
+@_typing.final
+class DropRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropRequest: _TypeAlias = DropRequest  # noqa: Y015
+
+@_typing.final
+class DropResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_DROPPED_FIELD_NUMBER: _builtins.int
+    num_dropped: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_dropped", b"num_dropped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropResponse: _TypeAlias = DropResponse  # noqa: Y015
+
+@_typing.final
+class VerifyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___KVTier.ValueType]:
+        """empty: DRAM and disk"""
+
+    def __init__(
+        self,
+        *,
+        tiers: _abc.Iterable[Global___KVTier.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
+
+@_typing.final
+class VerifyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierVerdict]: ...
+    def __init__(
+        self,
+        *,
+        tiers: _abc.Iterable[Global___TierVerdict] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyResponse: _TypeAlias = VerifyResponse  # noqa: Y015
+
+@_typing.final
+class TierVerdict(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_DAMAGED_FIELD_NUMBER: _builtins.int
+    tier: Global___KVTier.ValueType
+    num_blocks: _builtins.int
+    num_damaged: _builtins.int
+    def __init__(
+        self,
+        *,
+        tier: Global___KVTier.ValueType = ...,
+        num_blocks: _builtins.int = ...,
+        num_damaged: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_damaged", b"num_damaged", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierVerdict: _TypeAlias = TierVerdict  # noqa: Y015
+
+@_typing.final
 class BlockOpen(_message.Message):
-    """Put: the client sends OPEN (its range is one whole block, at whatever token position), the store answers ACCEPT;
+    """Put: the client sends OPEN (its range is one whole block, at its place in the prompt), the store answers ACCEPT;
     DATA..., COMMIT (no body), the store answers DONE. The block is visible from DONE on.
     Get: the client sends OPEN; its range names the layers and heads it wants and where it counts the block's tokens
     from. The store answers DATA frames that cover that range, then DONE.
-    Errors: absent NOT_FOUND; over the budget RESOURCE_EXHAUSTED; another layout FAILED_PRECONDITION; digest DATA_LOSS.
+    Errors: absent NOT_FOUND, as is the block before a Put's; over the budget RESOURCE_EXHAUSTED; another layout
+    FAILED_PRECONDITION; digest DATA_LOSS; a tier that cannot be reached UNAVAILABLE.
 
     Body of OPEN, of a Put and of a Get: which block the frames that follow carry.
     """
@@ -178,8 +784,21 @@ class BlockOpen(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_S_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """16 bytes"""
+    tenant_salt: _builtins.bytes
+    parent: _builtins.bytes
+    """of a Put:
+    key of the block before it, which must be here; empty: there is none
+    """
+    recompute_s: _builtins.float
+    """what computing the block took; 0: unknown"""
+    ttl_s: _builtins.float
+    """0: the store's own"""
     @_builtins.property
     def layout(self) -> _types_pb2.KVLayout:
         """of a Put: the store holds blocks of any layout; a Get needs none"""
@@ -189,10 +808,14 @@ class BlockOpen(_message.Message):
         *,
         key: _builtins.bytes = ...,
         layout: _types_pb2.KVLayout | None = ...,
+        tenant_salt: _builtins.bytes = ...,
+        parent: _builtins.bytes = ...,
+        recompute_s: _builtins.float = ...,
+        ttl_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "layout", b"layout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "tenant_salt", b"tenant_salt", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

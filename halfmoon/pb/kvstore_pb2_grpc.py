@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class KVStoreStub:
-    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}.
+    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
+    are read where they lie (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the
+    empty salt is a tenant of its own. What is damaged, missing or unreachable is a miss for the caller.
     """
 
     def __init__(self, channel):
@@ -39,6 +41,21 @@ class KVStoreStub:
                 '/halfmoon.KVStore/Match',
                 request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.MatchRequest.SerializeToString,
                 response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.MatchResponse.FromString,
+                _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/halfmoon.KVStore/Prefetch',
+                request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.PrefetchResponse.FromString,
+                _registered_method=True)
+        self.Borrow = channel.stream_stream(
+                '/halfmoon.KVStore/Borrow',
+                request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.BorrowRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.BorrowResponse.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/halfmoon.KVStore/Watch',
+                request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.WatchRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.WatchResponse.FromString,
                 _registered_method=True)
         self.Delete = channel.unary_unary(
                 '/halfmoon.KVStore/Delete',
@@ -53,11 +70,35 @@ class KVStoreStub:
 
 
 class KVStoreServicer:
-    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}.
+    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
+    are read where they lie (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the
+    empty salt is a tenant of its own. What is damaged, missing or unreachable is a miss for the caller.
     """
 
     def Match(self, request, context):
         """How many leading keys of the chain are here: a prefix is only worth its first gap.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefetch(self, request, context):
+        """Begins to bring leading blocks to DRAM; returns at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Borrow(self, request_iterator, context):
+        """For readers on the store's host: where blocks lie in its memory. The blocks stay as they are while the call lasts:
+        the reader ends its side when it is done, and what it has read is right if the store's last message follows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,6 +124,21 @@ def add_KVStoreServicer_to_server(servicer, server):
                     request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.MatchRequest.FromString,
                     response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.MatchResponse.SerializeToString,
             ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.PrefetchRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.PrefetchResponse.SerializeToString,
+            ),
+            'Borrow': grpc.stream_stream_rpc_method_handler(
+                    servicer.Borrow,
+                    request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.BorrowRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.BorrowResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.WatchRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.WatchResponse.SerializeToString,
+            ),
             'Delete': grpc.unary_unary_rpc_method_handler(
                     servicer.Delete,
                     request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.DeleteRequest.FromString,
@@ -102,7 +158,9 @@ def add_KVStoreServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KVStore:
-    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}.
+    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
+    are read where they lie (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the
+    empty salt is a tenant of its own. What is damaged, missing or unreachable is a miss for the caller.
     """
 
     @staticmethod
@@ -122,6 +180,87 @@ class KVStore:
             '/halfmoon.KVStore/Match',
             halfmoon_dot_pb_dot_kvstore__pb2.MatchRequest.SerializeToString,
             halfmoon_dot_pb_dot_kvstore__pb2.MatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/halfmoon.KVStore/Prefetch',
+            halfmoon_dot_pb_dot_kvstore__pb2.PrefetchRequest.SerializeToString,
+            halfmoon_dot_pb_dot_kvstore__pb2.PrefetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Borrow(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/halfmoon.KVStore/Borrow',
+            halfmoon_dot_pb_dot_kvstore__pb2.BorrowRequest.SerializeToString,
+            halfmoon_dot_pb_dot_kvstore__pb2.BorrowResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/halfmoon.KVStore/Watch',
+            halfmoon_dot_pb_dot_kvstore__pb2.WatchRequest.SerializeToString,
+            halfmoon_dot_pb_dot_kvstore__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -176,6 +315,213 @@ class KVStore:
             '/halfmoon.KVStore/Stats',
             halfmoon_dot_pb_dot_kvstore__pb2.StatsRequest.SerializeToString,
             halfmoon_dot_pb_dot_kvstore__pb2.StatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class KVStoreAdminStub:
+    """The operator's side: sees all tenants' blocks, by id (the tenant's public tag, 8 bytes, then the key, 16).
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.List = channel.unary_unary(
+                '/halfmoon.KVStoreAdmin/List',
+                request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.ListRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.ListResponse.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/halfmoon.KVStoreAdmin/Pin',
+                request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.PinRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.PinResponse.FromString,
+                _registered_method=True)
+        self.Drop = channel.unary_unary(
+                '/halfmoon.KVStoreAdmin/Drop',
+                request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.DropRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.DropResponse.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_unary(
+                '/halfmoon.KVStoreAdmin/Verify',
+                request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.VerifyResponse.FromString,
+                _registered_method=True)
+
+
+class KVStoreAdminServicer:
+    """The operator's side: sees all tenants' blocks, by id (the tenant's public tag, 8 bytes, then the key, 16).
+    """
+
+    def List(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """A pinned block, and so what comes before it, is neither evicted nor expires.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drop(self, request, context):
+        """Forgets blocks and all that follow them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Reads every block of the tiers and drops what is damaged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_KVStoreAdminServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'List': grpc.unary_unary_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.ListRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.ListResponse.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.PinRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.PinResponse.SerializeToString,
+            ),
+            'Drop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drop,
+                    request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.DropRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.DropResponse.SerializeToString,
+            ),
+            'Verify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.VerifyRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.VerifyResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'halfmoon.KVStoreAdmin', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('halfmoon.KVStoreAdmin', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class KVStoreAdmin:
+    """The operator's side: sees all tenants' blocks, by id (the tenant's public tag, 8 bytes, then the key, 16).
+    """
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/halfmoon.KVStoreAdmin/List',
+            halfmoon_dot_pb_dot_kvstore__pb2.ListRequest.SerializeToString,
+            halfmoon_dot_pb_dot_kvstore__pb2.ListResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/halfmoon.KVStoreAdmin/Pin',
+            halfmoon_dot_pb_dot_kvstore__pb2.PinRequest.SerializeToString,
+            halfmoon_dot_pb_dot_kvstore__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/halfmoon.KVStoreAdmin/Drop',
+            halfmoon_dot_pb_dot_kvstore__pb2.DropRequest.SerializeToString,
+            halfmoon_dot_pb_dot_kvstore__pb2.DropResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/halfmoon.KVStoreAdmin/Verify',
+            halfmoon_dot_pb_dot_kvstore__pb2.VerifyRequest.SerializeToString,
+            halfmoon_dot_pb_dot_kvstore__pb2.VerifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class KVStoreStub:
-    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}."""
+    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
+    are read where they lie (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the
+    empty salt is a tenant of its own. What is damaged, missing or unreachable is a miss for the caller.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -35,21 +38,43 @@ class KVStoreStub:
     def __new__(cls, channel: _aio.Channel) -> KVStoreAsyncStub: ...
     Match: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.MatchRequest, _kvstore_pb2.MatchResponse]
     """How many leading keys of the chain are here: a prefix is only worth its first gap."""
+    Prefetch: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PrefetchRequest, _kvstore_pb2.PrefetchResponse]
+    """Begins to bring leading blocks to DRAM; returns at once."""
+    Borrow: _grpc.StreamStreamMultiCallable[_kvstore_pb2.BorrowRequest, _kvstore_pb2.BorrowResponse]
+    """For readers on the store's host: where blocks lie in its memory. The blocks stay as they are while the call lasts:
+    the reader ends its side when it is done, and what it has read is right if the store's last message follows.
+    """
+    Watch: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]
+    """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed."""
     Delete: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.DeleteRequest, _kvstore_pb2.DeleteResponse]
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]
 
 @_typing.type_check_only
 class KVStoreAsyncStub(KVStoreStub):
-    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}."""
+    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
+    are read where they lie (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the
+    empty salt is a tenant of its own. What is damaged, missing or unreachable is a miss for the caller.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Match: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.MatchRequest, _kvstore_pb2.MatchResponse]  # type: ignore[assignment]
     """How many leading keys of the chain are here: a prefix is only worth its first gap."""
+    Prefetch: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PrefetchRequest, _kvstore_pb2.PrefetchResponse]  # type: ignore[assignment]
+    """Begins to bring leading blocks to DRAM; returns at once."""
+    Borrow: _aio.StreamStreamMultiCallable[_kvstore_pb2.BorrowRequest, _kvstore_pb2.BorrowResponse]  # type: ignore[assignment]
+    """For readers on the store's host: where blocks lie in its memory. The blocks stay as they are while the call lasts:
+    the reader ends its side when it is done, and what it has read is right if the store's last message follows.
+    """
+    Watch: _aio.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]  # type: ignore[assignment]
+    """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed."""
     Delete: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.DeleteRequest, _kvstore_pb2.DeleteResponse]  # type: ignore[assignment]
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]  # type: ignore[assignment]
 
 class KVStoreServicer(metaclass=_abc_1.ABCMeta):
-    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}."""
+    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
+    are read where they lie (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the
+    empty salt is a tenant of its own. What is damaged, missing or unreachable is a miss for the caller.
+    """
 
     @_abc_1.abstractmethod
     def Match(
@@ -58,6 +83,32 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.MatchResponse, _abc.Awaitable[_kvstore_pb2.MatchResponse]]:
         """How many leading keys of the chain are here: a prefix is only worth its first gap."""
+
+    @_abc_1.abstractmethod
+    def Prefetch(
+        self,
+        request: _kvstore_pb2.PrefetchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.PrefetchResponse, _abc.Awaitable[_kvstore_pb2.PrefetchResponse]]:
+        """Begins to bring leading blocks to DRAM; returns at once."""
+
+    @_abc_1.abstractmethod
+    def Borrow(
+        self,
+        request_iterator: _MaybeAsyncIterator[_kvstore_pb2.BorrowRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.BorrowResponse], _abc.AsyncIterator[_kvstore_pb2.BorrowResponse]]:
+        """For readers on the store's host: where blocks lie in its memory. The blocks stay as they are while the call lasts:
+        the reader ends its side when it is done, and what it has read is right if the store's last message follows.
+        """
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _kvstore_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.WatchResponse], _abc.AsyncIterator[_kvstore_pb2.WatchResponse]]:
+        """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed."""
 
     @_abc_1.abstractmethod
     def Delete(
@@ -74,3 +125,67 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kvstore_pb2.StatsResponse, _abc.Awaitable[_kvstore_pb2.StatsResponse]]: ...
 
 def add_KVStoreServicer_to_server(servicer: KVStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class KVStoreAdminStub:
+    """The operator's side: sees all tenants' blocks, by id (the tenant's public tag, 8 bytes, then the key, 16)."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> KVStoreAdminAsyncStub: ...
+    List: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ListRequest, _kvstore_pb2.ListResponse]
+    Pin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]
+    """A pinned block, and so what comes before it, is neither evicted nor expires."""
+    Drop: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.DropRequest, _kvstore_pb2.DropResponse]
+    """Forgets blocks and all that follow them."""
+    Verify: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.VerifyRequest, _kvstore_pb2.VerifyResponse]
+    """Reads every block of the tiers and drops what is damaged."""
+
+@_typing.type_check_only
+class KVStoreAdminAsyncStub(KVStoreAdminStub):
+    """The operator's side: sees all tenants' blocks, by id (the tenant's public tag, 8 bytes, then the key, 16)."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    List: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ListRequest, _kvstore_pb2.ListResponse]  # type: ignore[assignment]
+    Pin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]  # type: ignore[assignment]
+    """A pinned block, and so what comes before it, is neither evicted nor expires."""
+    Drop: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.DropRequest, _kvstore_pb2.DropResponse]  # type: ignore[assignment]
+    """Forgets blocks and all that follow them."""
+    Verify: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.VerifyRequest, _kvstore_pb2.VerifyResponse]  # type: ignore[assignment]
+    """Reads every block of the tiers and drops what is damaged."""
+
+class KVStoreAdminServicer(metaclass=_abc_1.ABCMeta):
+    """The operator's side: sees all tenants' blocks, by id (the tenant's public tag, 8 bytes, then the key, 16)."""
+
+    @_abc_1.abstractmethod
+    def List(
+        self,
+        request: _kvstore_pb2.ListRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.ListResponse, _abc.Awaitable[_kvstore_pb2.ListResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _kvstore_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.PinResponse, _abc.Awaitable[_kvstore_pb2.PinResponse]]:
+        """A pinned block, and so what comes before it, is neither evicted nor expires."""
+
+    @_abc_1.abstractmethod
+    def Drop(
+        self,
+        request: _kvstore_pb2.DropRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.DropResponse, _abc.Awaitable[_kvstore_pb2.DropResponse]]:
+        """Forgets blocks and all that follow them."""
+
+    @_abc_1.abstractmethod
+    def Verify(
+        self,
+        request: _kvstore_pb2.VerifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.VerifyResponse, _abc.Awaitable[_kvstore_pb2.VerifyResponse]]:
+        """Reads every block of the tiers and drops what is damaged."""
+
+def add_KVStoreAdminServicer_to_server(servicer: KVStoreAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

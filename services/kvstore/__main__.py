@@ -1,20 +1,17 @@
-"""`python -m services.kvstore`: serves blocks until told to stop. At SIGTERM they are forgotten: it is a cache."""
+"""`python -m services.kvstore`: serves blocks until told to stop. What is only in memory then is forgotten."""
 
 from __future__ import annotations
 
 from halfmoon.rpc.service import serve_until_told_to_stop, service_main
+from services.kvstore.assembly import running_store
 from services.kvstore.metrics import KVStoreMetrics
-from services.kvstore.servicer import KVStoreServicer
 from services.kvstore.settings import KVStoreSettings
-from services.kvstore.store import BlockStore
 
 
 async def serve(settings: KVStoreSettings) -> None:
-    """Runs the store until it is told to stop. Raises InvalidRequest if it cannot listen."""
-    store = BlockStore(int(settings.dram_bytes))
-    metrics = KVStoreMetrics(store.stats)
-    services = KVStoreServicer(store, settings.lease_s).registrations()
-    await serve_until_told_to_stop(settings, services, metrics)
+    """Runs the store until it is told to stop. Raises InvalidRequest if it cannot listen, or a tier cannot be had."""
+    async with running_store(settings) as store:
+        await serve_until_told_to_stop(settings, store.registrations, KVStoreMetrics(store.pool))
 
 
 if __name__ == "__main__":

@@ -30,14 +30,25 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A block came into a tier, or left it. `gone`: no tier has it any more."""
+    """A block came into a tier (`held`), or left it."""
 
-    block: bytes
+    meta: BlockMeta
     tier: Tier
     held: bool
-    evicted: bool = False  # to make room
-    gone: bool = False
+    tiers: tuple[Tier, ...]  # where it is after the change
+    evicted: bool = False  # it made room
     first: bool = False  # no tier had it before
+    rejected: bool = False  # it never was in the tier, as far as others know
+
+    @property
+    def block(self) -> bytes:
+        """Its id."""
+        return self.meta.id
+
+    @property
+    def gone(self) -> bool:
+        """Whether no tier has it any more."""
+        return not self.tiers
 
 
 @dataclass(slots=True)
@@ -145,7 +156,13 @@ class Catalog:
         entry.tiers[tier] = _Holding(num_bytes, ())
         self._touch(entry)
         self._offer(entry, tier)
-        self._on_change(Change(meta.id, tier, held=True, first=first))
+        self._on_change(Change(entry.meta, tier, True, tuple(entry.tiers), first=first))
+
+    def reject(self, meta: BlockMeta, tier: Tier) -> None:
+        """The tier has a copy that does not enter: nobody wants the block any more, or its beginning is not there."""
+        tiers = tuple(self._entries[meta.id].tiers) if meta.id in self._entries else ()
+        if tier not in tiers:
+            self._on_change(Change(meta, tier, False, tiers, rejected=True))
 
     def touch(self, block: bytes) -> None:
         """A use of the block, if it is here."""
@@ -259,13 +276,12 @@ class Catalog:
         self._used_bytes[tier] -= holding.num_bytes
         self._num_held[tier] -= 1
         self._count_child(entry, tier, -1)
-        gone = not entry.tiers
-        if gone:
+        if not entry.tiers:
             assert not entry.children, "a block without its beginning"
             del self._entries[entry.meta.id]
             if entry.meta.parent is not None:
                 self._entries[entry.meta.parent].children.discard(entry.meta.id)
-        self._on_change(Change(entry.meta.id, tier, held=False, evicted=evicted, gone=gone))
+        self._on_change(Change(entry.meta, tier, False, tuple(entry.tiers), evicted=evicted))
 
     def _count_child(self, entry: Entry, tier: Tier, by: int) -> None:
         parent = self._entries.get(entry.meta.parent or b"")

@@ -2,43 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.metrics import RpcMetrics
-from services.kvstore.store import StoreStats
+from services.kvstore.pool import Pool
+from services.kvstore.servicer import stats_message
 
-_GAUGES = {
+_PREFIX = "halfmoon_kvstore_"
+_COUNTERS = {
+    "misses": "Reads of what no tier could give",
+    "stored": "Blocks that became whole",
+    "expired": "Blocks whose time was over",
+}
+_TIER_GAUGES = {
     "num_blocks": "Whole blocks held",
     "used_bytes": "Bytes of whole blocks",
-    "reserved_bytes": "Bytes of blocks still arriving",
-    "budget_bytes": "Most bytes the store may hold",
+    "budget_bytes": "Most bytes the tier may hold",
+    "num_waiting": "Blocks to be copied to the tier",
 }
-_COUNTERS = {
-    "num_hits_total": "Blocks read",
-    "num_misses_total": "Reads of absent blocks",
-    "num_stored_total": "Blocks that became whole",
-    "num_evicted_total": "Blocks that made room for others",
-    "num_corrupted_total": "Blocks dropped because their digest failed",
+_TIER_COUNTERS = {
+    "hits": "Blocks read from the tier",
+    "evicted": "Blocks that made room for others",
+    "corrupted": "Copies dropped because they were damaged or missing",
+    "failed": "Operations of the tier that failed",
+    "written": "Copies that came from a faster tier",
+    "skipped": "Copies that could not be made",
 }
 
 
 class KVStoreMetrics(Collector):
     """Owns the service's registry."""
 
-    def __init__(self, stats: Callable[[], StoreStats]) -> None:
-        self._stats = stats
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
         self.registry = CollectorRegistry()
         self.rpc = RpcMetrics(self.registry)
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """The store's figures now; called from the metrics server's thread."""
-        stats = self._stats()
-        for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(f"halfmoon_kvstore_{name.removeprefix('num_')}", text, getattr(stats, name))
+        """The store's figures now; called from the metrics server's thread, which only reads numbers."""
+        stats = stats_message(self._pool)
+        yield GaugeMetricFamily(f"{_PREFIX}reserved_bytes", "Bytes of blocks still arriving", stats.reserved_bytes)
         for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(f"halfmoon_kvstore_{name.removeprefix('num_')}", text, getattr(stats, name))
+            yield CounterMetricFamily(f"{_PREFIX}{name}_total", text, getattr(stats, f"num_{name}_total"))
+        for name, text in _TIER_GAUGES.items():
+            gauge = GaugeMetricFamily(f"{_PREFIX}{name.removeprefix('num_')}", text, labels=["tier"])
+            for tier in stats.tiers:
+                gauge.add_metric([_name(tier)], getattr(tier, name))
+            yield gauge
+        for name, text in _TIER_COUNTERS.items():
+            counter = CounterMetricFamily(f"{_PREFIX}{name}_total", text, labels=["tier"])
+            for tier in stats.tiers:
+                counter.add_metric([_name(tier)], getattr(tier, f"num_{name}_total"))
+            yield counter
+
+
+def _name(tier: kvstore_pb2.TierStats) -> str:
+    return kvstore_pb2.KVTier.Name(tier.tier).lower()

@@ -1,161 +1,185 @@
-"""The store on the wire: halfmoon.KVStore, and block bytes as raw frames on halfmoon.KVStoreBytes/{Put,Get}.
-
-A Put's OPEN body names the block's layout, so one store serves workers of any model; the frames that follow must
-carry that layout's fingerprint. kvstore.proto states both exchanges.
-"""
+"""The store's control calls: halfmoon.KVStore and halfmoon.KVStoreAdmin. kvstore.proto says what each does."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TypeVar
 
 import grpc
 
-from halfmoon.errors import Incompatible, InvalidRequest, Unavailable
-from halfmoon.kv.codec import Codec
-from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame, plan_frames
-from halfmoon.kv.layout import KVLayout, Shard
-from halfmoon.kv.negotiation import INLINE, Choice, decode_open
-from halfmoon.kv.receiver import Commit, Reserve, TransferReceiver, Write
-from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc, types_pb2
-from halfmoon.rpc.transfer import next_message, parse_body, raw_service
-from services.kvstore.store import BlockStore, Draft
+from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
+from services.kvstore.catalog import Tier
+from services.kvstore.events import BlockEvent, EventKind, Snapshot
+from services.kvstore.identity import block_id
+from services.kvstore.lending import Lender
+from services.kvstore.pool import Pool
+from services.kvstore.wire import TIERS, checked_ids, info_message, place_message, tiers_from
 
-BYTES_SERVICE = "halfmoon.KVStoreBytes"
+_PART = 4096  # blocks or events in a message, some 200 KB
+_DEFAULT_LIMIT = 1000
+
+_KINDS: dict[EventKind, kvstore_pb2.BlockEvent.Kind.ValueType] = {
+    "stored": kvstore_pb2.BlockEvent.STORED,
+    "moved": kvstore_pb2.BlockEvent.MOVED,
+    "evicted": kvstore_pb2.BlockEvent.EVICTED,
+}
+
+Item = TypeVar("Item")
 
 
 class KVStoreServicer(kvstore_pb2_grpc.KVStoreServicer):
-    """Translates between the wire and a `BlockStore`. Everything runs on the event loop: the store needs no locks."""
+    """Translates between workers and a `Pool`."""
 
-    def __init__(self, store: BlockStore, lease_s: float = 10.0) -> None:
-        self._store = store
-        self._lease_s = lease_s
-
-    def registrations(self) -> Sequence[Callable[[grpc.aio.Server], None]]:
-        """What adds the control and the bytes methods to a server."""
-        return (
-            lambda server: kvstore_pb2_grpc.add_KVStoreServicer_to_server(self, server),
-            raw_service(BYTES_SERVICE, {"Put": self.put, "Get": self.get}),
-        )
+    def __init__(self, pool: Pool, lender: Lender) -> None:
+        self._pool = pool
+        self._lender = lender
 
     async def Match(
         self, request: kvstore_pb2.MatchRequest, context: grpc.aio.ServicerContext
     ) -> kvstore_pb2.MatchResponse:
         """See kvstore.proto."""
-        return kvstore_pb2.MatchResponse(num_matched=self._store.match(request.keys))
+        found = self._pool.match(_ids(request.keys, request.tenant_salt))
+        return kvstore_pb2.MatchResponse(num_matched=len(found), tiers=[TIERS[entry.fastest] for entry in found])
+
+    async def Prefetch(
+        self, request: kvstore_pb2.PrefetchRequest, context: grpc.aio.ServicerContext
+    ) -> kvstore_pb2.PrefetchResponse:
+        """See kvstore.proto."""
+        num_coming = self._pool.prefetch(_ids(request.keys, request.tenant_salt))
+        return kvstore_pb2.PrefetchResponse(num_coming=num_coming)
+
+    async def Borrow(
+        self, request_iterator: AsyncIterator[kvstore_pb2.BorrowRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[kvstore_pb2.BorrowResponse]:
+        """See kvstore.proto."""
+        async for response in self._lender.lend(request_iterator):
+            yield response
+
+    async def Watch(
+        self, request: kvstore_pb2.WatchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[kvstore_pb2.WatchResponse]:
+        """See kvstore.proto."""
+        reader = self._pool.events.subscribe()
+        try:
+            while True:
+                news = await reader.next()
+                for message in _snapshot(news) if isinstance(news, Snapshot) else _events(news):
+                    yield message
+        finally:
+            reader.close()
 
     async def Delete(
         self, request: kvstore_pb2.DeleteRequest, context: grpc.aio.ServicerContext
     ) -> kvstore_pb2.DeleteResponse:
         """See kvstore.proto."""
-        return kvstore_pb2.DeleteResponse(num_deleted=self._store.delete(request.keys))
+        num_deleted = await self._pool.drop(_ids(request.keys, request.tenant_salt))
+        return kvstore_pb2.DeleteResponse(num_deleted=num_deleted)
 
     async def Stats(
         self, request: kvstore_pb2.StatsRequest, context: grpc.aio.ServicerContext
     ) -> kvstore_pb2.StatsResponse:
         """See kvstore.proto."""
-        stats = self._store.stats()
-        fields = kvstore_pb2.StatsResponse.DESCRIPTOR.fields_by_name
-        return kvstore_pb2.StatsResponse(**{name: getattr(stats, name) for name in fields})
-
-    async def put(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """One block in. Whatever ends the stream before COMMIT frees the block's room."""
-        frame = decode_frame(await _next(messages, self._lease_s))
-        reception = _Reception(self._store, _layout_of(frame))
-        try:
-            while True:
-                answer = reception.handle(frame)
-                if answer is not None:
-                    yield encode_frame(answer)
-                    if answer.kind is FrameKind.DONE:
-                        return
-                frame = decode_frame(await _next(messages, self._lease_s))
-        finally:
-            reception.close()
-
-    async def get(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """One block out: DATA frames that cover the range of the OPEN, then DONE."""
-        request = decode_frame(await _next(messages, self._lease_s))
-        block = self._store.get(_opened(request).key)
-        layout, wanted = block.layout, request.range
-        if request.layout_fingerprint != layout.fingerprint():
-            raise Incompatible("the stored block has another KV layout than its reader")
-        wanted.check_within(_whole_block(layout, wanted.token_start))
-        shard = Shard(wanted.layer_start, wanted.layer_end, wanted.head_start, wanted.head_end)
-        sequence = 0
-        for part in plan_frames(layout, shard, wanted.token_start, wanted.num_tokens):
-            payload = block.part(replace(part, token_start=part.token_start - wanted.token_start))
-            yield encode_frame(
-                Frame(FrameKind.DATA, request.transfer_id, request.layout_fingerprint, sequence, part, payload=payload)
-            )
-            sequence += 1
-        yield encode_frame(Frame(FrameKind.DONE, request.transfer_id, request.layout_fingerprint, sequence))
+        return stats_message(self._pool)
 
 
-class _Reception:
-    """Owns one incoming block's draft until it is committed."""
+class KVStoreAdminServicer(kvstore_pb2_grpc.KVStoreAdminServicer):
+    """Translates between an operator and a `Pool`."""
 
-    def __init__(self, store: BlockStore, layout: KVLayout) -> None:
-        self._store = store
-        self._layout = layout
-        self._receiver = TransferReceiver(layout)
-        self._draft: Draft | None = None
-        self._token_start = 0
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
 
-    def handle(self, frame: Frame) -> Frame | None:
-        """Acts on one frame; gives the answer that is due, if any."""
-        effect = self._receiver.handle(frame)
-        if isinstance(effect, Reserve):
-            if effect.range != _whole_block(self._layout, effect.range.token_start):
-                raise InvalidRequest(f"a stored block is whole: all layers, heads and tokens, not {effect.range}")
-            self._token_start = effect.range.token_start
-            self._draft = self._store.reserve(_opened(frame).key, self._layout)
-            return self._receiver.accept(Choice(INLINE))
-        assert self._draft is not None, "the receiver lets nothing but OPEN come first"
-        if isinstance(effect, Write):
-            if (effect.codec, effect.dtype) != (Codec.RAW, self._layout.dtype):
-                raise Incompatible("a stored block is raw and of its layout's dtype")
-            part = replace(effect.range, token_start=effect.range.token_start - self._token_start)
-            self._draft.write(part, effect.payload)
-            return self._receiver.credit(frame.sequence)
-        if isinstance(effect, Commit):
-            self._store.commit(self._draft)
-            return self._receiver.done()
-        return None
+    async def List(
+        self, request: kvstore_pb2.ListRequest, context: grpc.aio.ServicerContext
+    ) -> kvstore_pb2.ListResponse:
+        """See kvstore.proto."""
+        tiers = tiers_from(request.tiers) or set(Tier)
+        found = [entry for entry in self._pool.catalog if entry.meta.id > request.after and tiers & set(entry.tiers)]
+        found.sort(key=lambda entry: entry.meta.id)
+        limit = request.limit or _DEFAULT_LIMIT
+        return kvstore_pb2.ListResponse(blocks=[info_message(entry) for entry in found[:limit]])
 
-    def close(self) -> None:
-        """Frees the draft if it was not committed."""
-        if self._draft is not None:
-            self._store.discard(self._draft)
+    async def Pin(self, request: kvstore_pb2.PinRequest, context: grpc.aio.ServicerContext) -> kvstore_pb2.PinResponse:
+        """See kvstore.proto."""
+        return kvstore_pb2.PinResponse(num_blocks=await self._pool.pin(checked_ids(request.ids), not request.unpin))
 
+    async def Drop(
+        self, request: kvstore_pb2.DropRequest, context: grpc.aio.ServicerContext
+    ) -> kvstore_pb2.DropResponse:
+        """See kvstore.proto."""
+        return kvstore_pb2.DropResponse(num_dropped=await self._pool.drop(checked_ids(request.ids)))
 
-def _whole_block(layout: KVLayout, token_start: int) -> KVRange:
-    return KVRange(0, layout.num_layers, 0, layout.num_kv_heads, token_start, layout.block_tokens)
+    async def Verify(
+        self, request: kvstore_pb2.VerifyRequest, context: grpc.aio.ServicerContext
+    ) -> kvstore_pb2.VerifyResponse:
+        """See kvstore.proto."""
+        found = await self._pool.verify(tiers_from(request.tiers) or {Tier.DRAM, Tier.DISK})
+        verdicts = [
+            kvstore_pb2.TierVerdict(tier=TIERS[tier], num_blocks=num_blocks, num_damaged=num_damaged)
+            for tier, (num_blocks, num_damaged) in found.items()
+        ]
+        return kvstore_pb2.VerifyResponse(tiers=verdicts)
 
 
-def _opened(frame: Frame) -> kvstore_pb2.BlockOpen:
-    if frame.kind is not FrameKind.OPEN:
-        raise InvalidRequest(f"the first frame must be OPEN, not {frame.kind.name}")
-    _, body = decode_open(frame.payload)
-    return parse_body(kvstore_pb2.BlockOpen, body)
-
-
-def _layout_of(frame: Frame) -> KVLayout:
-    message = _opened(frame).layout
-    if message == types_pb2.KVLayout():
-        raise InvalidRequest("a Put must name its block's layout", param="layout")
-    return KVLayout(
-        message.num_layers,
-        message.num_kv_heads,
-        message.head_dim,
-        message.dtype,  # type: ignore[arg-type]  # KVLayout refuses what is not a KVDtype
-        message.block_tokens,
+def stats_message(pool: Pool) -> kvstore_pb2.StatsResponse:
+    """What is held and what happened."""
+    counts, catalog = pool.counts, pool.catalog
+    tiers = [
+        kvstore_pb2.TierStats(
+            tier=TIERS[tier],
+            num_blocks=catalog.num_blocks(tier),
+            used_bytes=catalog.used_bytes(tier),
+            budget_bytes=pool.budget_bytes(tier),
+            num_waiting=pool.num_waiting(tier),
+            num_hits_total=counts.by_tier[tier]["hits"],
+            num_evicted_total=counts.by_tier[tier]["evicted"],
+            num_corrupted_total=counts.by_tier[tier]["corrupted"],
+            num_failed_total=counts.by_tier[tier]["failed"],
+            num_written_total=counts.by_tier[tier]["written"],
+            num_skipped_total=counts.by_tier[tier]["skipped"],
+        )
+        for tier in Tier
+        if pool.budget_bytes(tier)
+    ]
+    return kvstore_pb2.StatsResponse(
+        num_blocks=catalog.num_blocks(Tier.DRAM),
+        used_bytes=catalog.used_bytes(Tier.DRAM),
+        budget_bytes=pool.budget_bytes(Tier.DRAM),
+        num_hits_total=counts.total("hits"),
+        num_misses_total=counts.num_misses,
+        num_evicted_total=counts.by_tier[Tier.DRAM]["evicted"],
+        reserved_bytes=pool.dram.reserved_bytes,
+        num_stored_total=counts.num_stored,
+        num_corrupted_total=counts.total("corrupted"),
+        num_expired_total=counts.num_expired,
+        sequence=pool.events.sequence,
+        tiers=tiers,
     )
 
 
-async def _next(messages: AsyncIterator[bytes], lease_s: float) -> bytes:
-    """The next message. Raises DeadlineExceeded after `lease_s` of silence, Unavailable if the sender is gone."""
-    message = await next_message(messages, lease_s)
-    if message is None:
-        raise Unavailable("the sender ended the stream before its COMMIT")
-    return message
+def _ids(keys: Sequence[bytes], salt: bytes) -> list[bytes]:
+    return [block_id(key, salt) for key in keys]
+
+
+def _snapshot(snapshot: Snapshot) -> Iterator[kvstore_pb2.WatchResponse]:
+    parts = list(_parts(snapshot.blocks)) or [[]]
+    for index, part in enumerate(parts):
+        yield kvstore_pb2.WatchResponse(
+            sequence=snapshot.sequence,
+            is_snapshot=True,
+            is_last_part=index == len(parts) - 1,
+            blocks=[place_message(block, tiers) for block, tiers in part],
+        )
+
+
+def _events(events: list[BlockEvent]) -> Iterator[kvstore_pb2.WatchResponse]:
+    for part in _parts(events):
+        messages = [
+            kvstore_pb2.BlockEvent(kind=_KINDS[event.kind], block=place_message(event.block, event.tiers))
+            for event in part
+        ]
+        yield kvstore_pb2.WatchResponse(sequence=part[-1].sequence, events=messages)
+
+
+def _parts(items: list[Item]) -> Iterator[list[Item]]:
+    for start in range(0, len(items), _PART):
+        yield items[start : start + _PART]

@@ -58,8 +58,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         for room in self.live.values():
             self.arena.release(room)
         assert self.arena.free_bytes == CAPACITY
-        room = self.arena.allocate(CAPACITY)
-        assert room is not None, "all of it is one run again"
+        everything = self.arena.allocate(CAPACITY)
+        assert everything is not None, "all of it is one run again"
 
 
 AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

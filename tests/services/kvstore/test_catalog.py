@@ -136,8 +136,8 @@ def filled(policy: PolicyName = "lru", tier: Tier = Tier.DRAM) -> Catalog:
 def test_everything_goes_in_the_end_and_never_a_beginning_first(policy: PolicyName) -> None:
     it = filled(policy)
     gone: list[bytes] = []
-    while (block := it.pop_victim(Tier.DRAM)) is not None:
-        gone.append(block)
+    while (victim := it.pop_victim(Tier.DRAM)) is not None:
+        gone.append(victim)
         it.check_integrity()
     assert sorted(gone) == sorted(IDS)
     for block, parent in enumerate(PARENTS):

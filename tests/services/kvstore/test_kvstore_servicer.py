@@ -32,10 +32,13 @@ from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc, types_pb2
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.status import error_from
-from halfmoon.rpc.transfer import TransferSender, transfer_to
+from halfmoon.rpc.transfer import KVIntake, TransferSender, transfer_to
+from services.kvstore.bytes_servicer import KVBytesServicer
+from services.kvstore.identity import block_id
+from services.kvstore.lending import Lender
 from services.kvstore.metrics import KVStoreMetrics
+from services.kvstore.pool import Pool
 from services.kvstore.servicer import KVStoreServicer
-from services.kvstore.store import BlockStore
 
 LAYOUT = KVLayout(2, 2, 4, "float32", 8)
 BIG = KVLayout(3, 4, 64, "float16", 1024)  # more than one frame
@@ -47,8 +50,8 @@ ID = b"transfer-id-0123"
 class Store:
     """A served store and a channel to it."""
 
-    def __init__(self, store: BlockStore, peer: Peer, metrics: KVStoreMetrics) -> None:
-        self.store = store
+    def __init__(self, pool: Pool, peer: Peer, metrics: KVStoreMetrics) -> None:
+        self.pool = pool
         self.peer = peer
         self.metrics = metrics
         self.stub = kvstore_pb2_grpc.KVStoreStub(peer.channel)
@@ -103,15 +106,22 @@ class Store:
 
 @asynccontextmanager
 async def served(budget_bytes: int = 64 << 20, lease_s: float = 30) -> AsyncIterator[Store]:
-    store = BlockStore(budget_bytes)
-    metrics = KVStoreMetrics(store.stats)
-    services = KVStoreServicer(store, lease_s).registrations()
+    pool = Pool(memoryview(bytearray(budget_bytes)))
+    metrics = KVStoreMetrics(pool)
+    control = KVStoreServicer(pool, Lender(pool, lease_s, None))
+    intake = KVIntake()
+    services = (
+        lambda server: kvstore_pb2_grpc.add_KVStoreServicer_to_server(control, server),
+        KVBytesServicer(pool, intake, lease_s).registration(),
+    )
     async with (
         running_server("127.0.0.1:0", services, metrics.rpc, grace_s=0) as server,
         Peer(f"127.0.0.1:{server.port}") as peer,
     ):
-        yield Store(store, peer, metrics)
-        store.check_integrity()
+        yield Store(pool, peer, metrics)
+        pool.catalog.check_integrity()
+        pool.dram.check_integrity()
+    intake.close()
 
 
 def whole_block(layout: KVLayout, token_start: int = 0) -> KVRange:
@@ -220,11 +230,11 @@ async def test_a_sender_that_dies_leaves_nothing(after_data: bool) -> None:
     async with served() as it:
         async with it.sender() as sender:
             await sender.open(whole_block(LAYOUT), body(LAYOUT))
-            assert it.store.stats().reserved_bytes == LAYOUT.block_bytes
+            assert it.pool.dram.reserved_bytes == LAYOUT.block_bytes
             if after_data:
                 await sender.data(whole_block(LAYOUT), content(LAYOUT))
         await it.until_nothing_is_reserved()
-        assert it.store.match([KEY]) == 0
+        assert it.pool.match([block_id(KEY)]) == []
 
 
 async def test_a_silent_sender_loses_its_lease() -> None:
@@ -251,7 +261,7 @@ async def test_a_commit_with_a_hole_is_data_loss() -> None:
             with pytest.raises(DataLoss, match="never arrived"):
                 await sender.commit(b"")
         await it.until_nothing_is_reserved()
-        assert it.store.match([KEY]) == 0
+        assert it.pool.match([block_id(KEY)]) == []
 
 
 async def test_a_block_in_another_codec_or_dtype_is_refused() -> None:
@@ -271,9 +281,9 @@ async def test_a_block_in_another_codec_or_dtype_is_refused() -> None:
 async def test_a_corrupted_block_is_data_loss_once_then_absent() -> None:
     async with served() as it:
         await it.put(content(LAYOUT))
-        data = it.store.get(KEY).data
-        data.flags.writeable = True
-        data[0, 0, 0, 0, 0] ^= 1
+        block = it.pool.dram.acquire(block_id(KEY))
+        block.room.view[0] ^= 1
+        it.pool.dram.release(block)
         with pytest.raises(DataLoss):
             await it.get()
         with pytest.raises(NotFound):
@@ -332,7 +342,7 @@ async def test_metrics_show_the_stores_figures() -> None:
     async with served() as it:
         await it.put(content(LAYOUT))
         text = generate_latest(it.metrics.registry).decode()
-    assert "halfmoon_kvstore_blocks 1.0" in text
+    assert 'halfmoon_kvstore_blocks{tier="dram"} 1.0' in text
     assert "halfmoon_kvstore_stored_total 1.0" in text
-    assert f"halfmoon_kvstore_used_bytes {float(LAYOUT.block_bytes)}" in text
+    assert f'halfmoon_kvstore_used_bytes{{tier="dram"}} {float(LAYOUT.block_bytes)}' in text
     assert 'method="/halfmoon.KVStoreBytes/Put"' in text

@@ -1,0 +1,71 @@
+"""How a block is stored: a quantiser, then an entropy coder, either of which may be nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.kv.codec import Codec, decode, encode, encoded_bytes
+from halfmoon.kv.codec.floats import UNSIGNED
+from halfmoon.kv.codec.lossless import Lossless, compress, compress_planes, decompress, decompress_planes
+from halfmoon.kv.layout import KVBytes, KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class EntryCodec:
+    """One of the ways. What is lossless gives back the very bytes; the error of the others is the quantiser's."""
+
+    quantiser: Codec = Codec.RAW
+    lossless: Lossless = Lossless.NONE
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`raw`, a quantiser (`int8`), an entropy coder (`zstd`), or both (`int8+zstd`). Raises InvalidRequest."""
+        parts = text.upper().split("+")
+        quantisers = [part for part in parts if part in Codec.__members__]
+        coders = [part for part in parts if part in Lossless.__members__ and part != "NONE"]
+        if len(quantisers) + len(coders) != len(parts) or len(quantisers) > 1 or len(coders) > 1:
+            names = ", ".join(name.lower() for name in (*Codec.__members__, *list(Lossless.__members__)[1:]))
+            raise InvalidRequest(f"no codec is called {text!r}: there are {names}, and two of them joined by +")
+        return cls(Codec[quantisers[0]] if quantisers else Codec.RAW, Lossless[coders[0]] if coders else Lossless.NONE)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the bytes stay as they are."""
+        return self == EntryCodec()
+
+    def encode(self, cells: KVBytes, layout: KVLayout) -> KVBytes:
+        """cells: one whole block, raw, in canonical order."""
+        if self.is_plain:
+            return cells
+        shape = block_shape(layout)
+        if self.quantiser is Codec.RAW:
+            return compress_planes(cells, shape, layout.item_bytes, self.lossless)
+        values = np.frombuffer(cells, UNSIGNED[layout.dtype]).reshape(shape)
+        quantised = encode(self.quantiser, values, layout.dtype)
+        return compress(quantised, self.lossless) if self.lossless else quantised
+
+    def decode(self, payload: KVBytes, layout: KVLayout) -> memoryview:
+        """The block's raw cells. Raises DataLoss or InvalidRequest if `payload` is not such a block."""
+        if self.is_plain:
+            return memoryview(payload).cast("B")
+        shape = block_shape(layout)
+        if self.quantiser is Codec.RAW:
+            return decompress_planes(payload, shape, layout.item_bytes, self.lossless).data.cast("B")
+        quantised = decompress(payload, encoded_bytes(self.quantiser, shape, layout.dtype), self.lossless)
+        return decode(self.quantiser, quantised, shape, layout.dtype).reshape(-1).view(np.uint8).data
+
+    def __str__(self) -> str:
+        parts = [] if self.quantiser is Codec.RAW and self.lossless else [self.quantiser.name.lower()]
+        return "+".join(parts + ([self.lossless.name.lower()] if self.lossless else []))
+
+
+def block_shape(layout: KVLayout) -> tuple[int, ...]:
+    """`[layers, 2, heads, tokens, head_dim]` of one block."""
+    shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
+    assert math.prod(shape) * layout.item_bytes == layout.block_bytes
+    return shape

@@ -1,0 +1,104 @@
+"""A pool and its services from settings, open for as long as the store runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.pb import kvstore_pb2_grpc
+from halfmoon.rpc.transfer import KVIntake
+from halfmoon.rpc.transport.memfd import SharedSegment, host_id
+from services.kvstore.breaker import CircuitBreaker
+from services.kvstore.bytes_servicer import KVBytesServicer
+from services.kvstore.cold import ColdClient, ColdTier
+from services.kvstore.disk import DiskTier
+from services.kvstore.lending import Lender
+from services.kvstore.pool import Pool
+from services.kvstore.servicer import KVStoreAdminServicer, KVStoreServicer
+from services.kvstore.settings import KVStoreSettings
+
+log = logging.getLogger(__name__)
+
+_MAX_COLD_FAILURES = 3
+_REDIS = ("redis", "rediss", "valkey", "valkeys")
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """What runs."""
+
+    pool: Pool
+    registrations: Sequence[Callable[[grpc.aio.Server], None]]
+
+
+@asynccontextmanager
+async def running_store(settings: KVStoreSettings) -> AsyncIterator[Store]:
+    """Opens the tiers; what the disk has is served at once. Raises InvalidRequest if a tier cannot be had."""
+    options = settings.pool_options()
+    segment, memory = _arena(int(settings.dram_bytes))
+    intake = KVIntake()
+    try:
+        cold = _cold(settings, options.retry_pause_s)
+        disk = None if settings.disk_dir is None else await _disk(settings)
+        pool = Pool(memory, options, disk, cold)
+        name = None if segment is None else f"{host_id()}/{segment.name}"
+        lender = Lender(pool, settings.lease_s, name)
+        control, admin = KVStoreServicer(pool, lender), KVStoreAdminServicer(pool)
+        async with pool.running():
+            yield Store(
+                pool,
+                (
+                    lambda server: kvstore_pb2_grpc.add_KVStoreServicer_to_server(control, server),
+                    lambda server: kvstore_pb2_grpc.add_KVStoreAdminServicer_to_server(admin, server),
+                    KVBytesServicer(pool, intake, settings.lease_s).registration(),
+                ),
+            )
+    finally:
+        intake.close()
+        if segment is not None:
+            segment.close()
+
+
+def _arena(num_bytes: int) -> tuple[SharedSegment | None, memoryview]:
+    """Memory that other processes can map, or where the system has none such, memory of our own."""
+    try:
+        segment = SharedSegment(num_bytes)
+    except (OSError, AttributeError) as err:
+        log.warning("arena.not_shared", extra={"reason": str(err)})
+        return None, memoryview(bytearray(num_bytes))
+    return segment, segment.memory
+
+
+async def _disk(settings: KVStoreSettings) -> DiskTier:
+    assert settings.disk_dir is not None
+    try:
+        return await asyncio.to_thread(DiskTier, settings.disk_dir, int(settings.disk_bytes))
+    except OSError as err:
+        raise InvalidRequest(f"the disk tier in {settings.disk_dir} cannot be used: {err}", param="disk_dir") from err
+
+
+def _cold(settings: KVStoreSettings, pause_s: float) -> ColdTier | None:
+    if settings.cold_url is None:
+        return None
+    client = _client(settings.cold_url, settings.cold_timeout_s)
+    breaker = CircuitBreaker(_MAX_COLD_FAILURES, pause_s)
+    return ColdTier(client, int(settings.cold_bytes), settings.cold_timeout_s, breaker)
+
+
+def _client(url: str, timeout_s: float) -> ColdClient:
+    try:
+        if url.partition("://")[0] in _REDIS:
+            from services.kvstore.cold_redis import RedisClient
+
+            return RedisClient(url, timeout_s)
+        from services.kvstore.cold_objects import ObjectStoreClient
+
+        return ObjectStoreClient(url)
+    except ImportError as err:
+        raise Incompatible(f"a cold tier needs halfmoon[kvstore]: {err.name} is not installed") from err

@@ -1,0 +1,30 @@
+"""How often things happened, by tier. Counted where they happen, read by RPC and metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.kvstore.catalog import Tier
+
+TierCount = Literal["hits", "evicted", "corrupted", "failed", "written", "skipped"]
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the start."""
+
+    num_misses: int = 0  # reads of what no tier could give
+    num_stored: int = 0  # blocks that became whole
+    num_expired: int = 0
+    by_tier: dict[Tier, Counter[TierCount]] = field(default_factory=lambda: {tier: Counter() for tier in Tier})
+
+    def add(self, tier: Tier, what: TierCount, num: int = 1) -> None:
+        """hits: blocks read from there; evicted: to make room; corrupted: damaged or missing copies, dropped; failed:
+        operations of the tier; written: copies that came from a faster tier; skipped: copies that could not be made."""
+        self.by_tier[tier][what] += num
+
+    def total(self, what: TierCount) -> int:
+        """Over all tiers."""
+        return sum(counter[what] for counter in self.by_tier.values())

@@ -1,0 +1,373 @@
+"""The pool: three tiers behind one set of calls. The shell around the catalog; it owns the clock and the tasks.
+
+Reads go to the fastest tier that has the block and fill DRAM on the way; writes go to DRAM and are copied down behind
+the request. A slower tier that fails is left alone for a while: what it alone has is a miss until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, NotFound, Unavailable
+from halfmoon.kv.entry_codec import EntryCodec
+from services.kvstore.breaker import CircuitBreaker
+from services.kvstore.catalog import Catalog, Change, Entry, Tier
+from services.kvstore.cold import ColdTier
+from services.kvstore.counts import Counts
+from services.kvstore.demotion import Demoter, Write
+from services.kvstore.disk import DiskTier
+from services.kvstore.dram import Block, Draft, DramTier
+from services.kvstore.events import EventKind, EventLog
+from services.kvstore.eviction import PolicyName, policy_named
+from services.kvstore.identity import BlockMeta
+from services.kvstore.loading import Loader
+from services.kvstore.record import Record
+
+log = logging.getLogger(__name__)
+
+PLAIN = EntryCodec()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """How the tiers behave."""
+
+    dram_policy: PolicyName = "lru"
+    disk_policy: PolicyName = "lru"
+    cold_policy: PolicyName = "lru"
+    dram_codec: EntryCodec = PLAIN
+    disk_codec: EntryCodec = PLAIN
+    cold_codec: EntryCodec = PLAIN
+    ttl_s: float = math.inf
+    sweep_s: float = 1.0  # between looks for what has expired or is to be deleted
+    cold_list_s: float = 60.0  # between lists of the cold tier, which others may fill, too; also a list's time limit
+    retry_pause_s: float = 1.0  # how long a tier that failed is left alone at first
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """One block being read, wherever it came from. Give it back with `Pool.give_back`."""
+
+    record: Record
+    block: Block | None  # in the arena, where other processes can see it
+
+    def cells(self) -> memoryview:
+        """The raw block. Raises DataLoss."""
+        return self.record.cells()
+
+
+class Pool:
+    """Owns the tiers, what copies between them, and the events. Runs on one event loop: it needs no locks."""
+
+    def __init__(
+        self,
+        memory: memoryview,
+        options: PoolOptions | None = None,
+        disk: DiskTier | None = None,
+        cold: ColdTier | None = None,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        """memory: the DRAM tier's arena, writable. What `disk` found at its start is taken over."""
+        self.options = options or PoolOptions()
+        policies = (self.options.dram_policy, self.options.disk_policy, self.options.cold_policy)
+        self.counts = Counts()
+        self.catalog = Catalog(
+            {tier: policy_named(name) for tier, name in zip(Tier, policies, strict=True)}, self._changed
+        )
+        self.dram = DramTier(memory, self.catalog)
+        self.disk = disk
+        self.cold = cold
+        self.events = EventLog(lambda: [(entry.meta.id, tuple(sorted(entry.tiers))) for entry in self.catalog])
+        self._now_s = now_s
+        self._disk_breaker = CircuitBreaker(1, self.options.retry_pause_s)
+        self._loader = Loader(
+            self.catalog, self.dram, self.options.dram_codec, disk, self._disk_breaker, cold, self.counts
+        )
+        self._demoters = self._make_demoters()
+        if disk is not None:
+            self._recover(disk)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Pool]:
+        """Copies, sweeps and lists in the background meanwhile; then closes the slower tiers."""
+        work: list[asyncio.Task[None]] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                work += [tasks.create_task(demoter.run()) for demoter in self._demoters.values()]
+                work.append(tasks.create_task(self._sweep()))
+                if self.cold is not None:
+                    work.append(tasks.create_task(self._list_cold(self.cold)))
+                yield self
+                for task in work:
+                    task.cancel()
+        finally:
+            await self._loader.close()
+            if self.disk is not None:
+                await self.disk.close()
+            if self.cold is not None:
+                await self.cold.close()
+
+    async def settled(self) -> None:
+        """Returns when every block has been copied down as far as it could be. For tests and benchmarks."""
+        for demoter in self._demoters.values():
+            await demoter.idle()
+
+    def match(self, blocks: Sequence[bytes]) -> list[Entry]:
+        """The leading blocks that are here and can be read now; it counts as a use of them."""
+        found = self.catalog.match(blocks, self._now_s())
+        num = next((i for i, entry in enumerate(found) if not self._loader.is_reachable(entry)), len(found))
+        return found[:num]
+
+    def prefetch(self, blocks: Sequence[bytes]) -> int:
+        """Begins to bring the leading blocks to DRAM; gives how many are there or will come."""
+        return self._loader.prefetch([entry.meta.id for entry in self.catalog.match(blocks, self._now_s())])
+
+    def reserve(self, meta: BlockMeta, ttl_s: float = 0.0) -> Draft:
+        """Room for a block on its way in; `ttl_s` 0 is the store's own.
+
+        Raises Incompatible if the block is here in another layout, and as `DramTier.reserve` does.
+        """
+        entry = self.catalog.get(meta.id)
+        if entry is not None and entry.meta.layout not in (None, meta.layout):
+            raise Incompatible("the block with this key has another KV layout", param="layout")
+        expires_at_s = self._now_s() + (ttl_s or self.options.ttl_s)
+        known = BlockMeta(meta.id, meta.parent, meta.depth, meta.layout, meta.recompute_s, expires_at_s)
+        return self.dram.reserve(known)
+
+    async def commit(self, draft: Draft) -> None:
+        """Makes a block visible, whose every byte was written, and has it copied down behind the caller."""
+        codec = self.options.dram_codec
+        if codec.is_plain:
+            self.dram.commit(draft)
+        else:
+            payload = await asyncio.to_thread(codec.encode, draft.room.view, draft.layout)
+            self.dram.commit_encoded(draft, codec, payload)
+        self.counts.num_stored += 1
+        for demoter in self._demoters.values():
+            demoter.enqueue(draft.meta.id)
+
+    def discard(self, draft: Draft) -> None:
+        """Ends a draft that was not committed."""
+        self.dram.discard(draft)
+
+    async def acquire(self, block: bytes) -> Loan:
+        """A block to read, from whichever tier. Raises NotFound, DataLoss or Unavailable, each of which is a miss."""
+        try:
+            return await self._acquire(block)
+        except HalfmoonError:
+            self.counts.num_misses += 1
+            raise
+
+    def give_back(self, loan: Loan) -> None:
+        """Ends the use of a loan."""
+        if loan.block is not None:
+            self.dram.release(loan.block)
+
+    async def drop(self, blocks: Iterable[bytes]) -> int:
+        """Forgets blocks and all that follow them, for good; gives how many."""
+        num_dropped = sum(self.catalog.drop(block) for block in blocks)
+        if num_dropped:
+            await self._flush()
+        return num_dropped
+
+    async def pin(self, blocks: Sequence[bytes], pinned: bool) -> int:
+        """Pins or unpins blocks, beyond a restart where they are on disk; gives how many are here."""
+        known = [block for block in blocks if self.catalog.pin(block, pinned)]
+        await self._flush([(block, pinned) for block in known])
+        return len(known)
+
+    async def verify(self, tiers: Iterable[Tier]) -> dict[Tier, tuple[int, int]]:
+        """Reads every block of the tiers; what is damaged is dropped. (number read, number damaged) of each."""
+        found = {}
+        for tier in sorted(tiers):
+            num_damaged = 0
+            held = [entry.meta for entry in self.catalog if tier in entry.tiers]
+            for meta in held:
+                num_damaged += not await self._is_whole(meta, tier)
+            found[tier] = len(held), num_damaged
+        return found
+
+    def budget_bytes(self, tier: Tier) -> int:
+        """What the tier may take; 0 if there is none."""
+        if tier is Tier.DRAM:
+            return self.dram.capacity_bytes
+        held = self.disk if tier is Tier.DISK else self.cold
+        return 0 if held is None else held.budget_bytes
+
+    def num_waiting(self, tier: Tier) -> int:
+        """Blocks to be copied there."""
+        return self._demoters[tier].num_waiting if tier in self._demoters else 0
+
+    async def _acquire(self, block: bytes) -> Loan:
+        entry = self.catalog.live(block, self._now_s())
+        if entry is None:
+            raise NotFound("no block with this key is here")
+        try:
+            found = self.dram.acquire(block)
+        except NotFound:
+            self.catalog.touch(block)
+        except DataLoss:
+            self.counts.add(Tier.DRAM, "corrupted")
+            if block not in self.catalog:
+                raise
+        else:
+            self.counts.add(Tier.DRAM, "hits")
+            return _loan_of(found)
+        record = await self._loader.load(block)
+        try:
+            return _loan_of(self.dram.acquire(block, use=False))
+        except HalfmoonError:  # there was no room for it
+            return Loan(record, None)
+
+    async def _is_whole(self, meta: BlockMeta, tier: Tier) -> bool:
+        try:
+            if tier is Tier.DRAM:
+                self.dram.release(self.dram.acquire(meta.id, use=False))
+                await asyncio.sleep(0)
+            elif tier is Tier.DISK and self.disk is not None:
+                (await self.disk.read(meta.id)).cells()
+            elif self.cold is not None:
+                (await self.cold.get(meta)).cells()
+        except (DataLoss, NotFound):
+            if tier is not Tier.DRAM and not self.catalog.is_in(meta.id, tier):
+                return True  # it left meanwhile
+            self.counts.add(tier, "corrupted")
+            self.catalog.lose(meta.id, tier)
+            return False
+        return True
+
+    def _changed(self, change: Change) -> None:
+        if not change.held:
+            if change.tier is Tier.DRAM:
+                self.dram.forget(change.block)
+            elif change.tier is Tier.DISK and self.disk is not None:
+                self.disk.forget(change.block)
+            elif change.tier is Tier.COLD and self.cold is not None:
+                self.cold.forget(change.meta)
+        if change.evicted:
+            self.counts.add(change.tier, "evicted")
+        if not change.rejected:
+            kind: EventKind = "stored" if change.first else "evicted" if change.gone else "moved"
+            self.events.publish(kind, change.block, tuple(sorted(change.tiers)))
+
+    def _make_demoters(self) -> dict[Tier, Demoter]:
+        made = {}
+        if self.disk is not None:
+            made[Tier.DISK] = Demoter(
+                Tier.DISK, self.options.disk_codec, self.disk.live_budget_bytes, self._store_on_disk,
+                self._disk_breaker, self.catalog, self.dram, self.counts,
+            )  # fmt: skip
+        if self.cold is not None:
+            made[Tier.COLD] = Demoter(
+                Tier.COLD, self.options.cold_codec, self.cold.budget_bytes, self._store_in_cold,
+                self.cold.breaker, self.catalog, self.dram, self.counts, self._from_disk,
+            )  # fmt: skip
+        return made
+
+    async def _store_on_disk(self, records: Sequence[Write]) -> list[tuple[BlockMeta, int]]:
+        assert self.disk is not None
+        if not self._disk_breaker.allows(time.monotonic()):
+            raise Unavailable("the disk is left alone for a while: it keeps failing")
+        try:
+            num_bytes = sum(len(head) + memoryview(body).nbytes for _, (head, body) in records)
+            for block in await self.disk.compact(num_bytes):
+                self.counts.add(Tier.DISK, "corrupted")
+                self.catalog.lose(block, Tier.DISK)
+            stored = await self.disk.write(records)
+            pins = [(meta.id, True) for meta, _ in stored if self._is_pinned(meta.id)]
+            if pins:
+                await self.disk.flush(pins)
+        except OSError:
+            self._disk_breaker.failed(time.monotonic())
+            raise
+        self._disk_breaker.succeeded()
+        return stored
+
+    async def _store_in_cold(self, records: Sequence[Write]) -> list[tuple[BlockMeta, int]]:
+        assert self.cold is not None
+        bodies = [bytes(head) + bytes(body) for _, (head, body) in records]
+        puts = [self.cold.put(meta, body) for (meta, _), body in zip(records, bodies, strict=True)]
+        results = await asyncio.gather(*puts, return_exceptions=True)
+        failures = [result for result in results if result is not None]
+        for failure in failures:
+            if not isinstance(failure, Unavailable):
+                raise failure
+        if failures and len(failures) == len(results):
+            raise failures[0]
+        self.counts.add(Tier.COLD, "failed", len(failures))
+        done = zip(records, bodies, results, strict=True)
+        return [(meta, len(body)) for (meta, _), body, result in done if result is None]
+
+    async def _from_disk(self, block: bytes) -> Record | None:
+        if self.disk is None or not self.catalog.is_in(block, Tier.DISK):
+            return None
+        with contextlib.suppress(HalfmoonError, OSError):
+            return await self.disk.read(block)
+        return None
+
+    def _is_pinned(self, block: bytes) -> bool:
+        entry = self.catalog.get(block)
+        return entry is not None and entry.pinned
+
+    def _recover(self, disk: DiskTier) -> None:
+        """What the disk had, where it has the beginning, too; the rest is forgotten."""
+        for row in disk.recovered():
+            meta = row.meta
+            if self.catalog.can_add(meta.parent, Tier.DISK):
+                disk.admit(row)
+                self.catalog.add(meta, Tier.DISK, row.place.num_bytes)
+                self.catalog.pin(meta.id, row.pinned)
+            else:
+                disk.forget(meta.id)
+        while self.catalog.used_bytes(Tier.DISK) > disk.live_budget_bytes:  # it was given less than before
+            if self.catalog.pop_victim(Tier.DISK) is None:
+                break
+
+    async def _sweep(self) -> None:
+        """Expiry, and what was removed behind the callers' backs."""
+        while True:
+            await asyncio.sleep(self.options.sweep_s)
+            self.counts.num_expired += self.catalog.expire(self._now_s())
+            await self._flush()
+            if self.cold is not None:
+                with contextlib.suppress(Unavailable):
+                    await self.cold.sweep()
+
+    async def _flush(self, pins: Sequence[tuple[bytes, bool]] = ()) -> None:
+        """Removals and pins to the disk's index; where that fails they wait for its next write."""
+        if self.disk is None:
+            return
+        try:
+            await self.disk.flush(pins)
+        except OSError as err:
+            self.counts.add(Tier.DISK, "failed")
+            log.warning("disk.flush_failed", extra={"reason": str(err)})
+
+    async def _list_cold(self, cold: ColdTier) -> None:
+        """Learns what the cold tier has: at the start, and what other stores brought later."""
+        while True:
+            try:
+                for meta, num_bytes in await cold.list(self.options.cold_list_s):
+                    self._learn_cold(meta, num_bytes)
+            except Unavailable as err:
+                log.warning("cold.not_listed", extra={"reason": err.message})
+                await asyncio.sleep(max(self.options.retry_pause_s, cold.breaker.wait_s(time.monotonic())))
+                continue
+            log.info("cold.listed", extra={"num_blocks": self.catalog.num_blocks(Tier.COLD)})
+            await asyncio.sleep(self.options.cold_list_s)
+
+    def _learn_cold(self, meta: BlockMeta, num_bytes: int) -> None:
+        entry = self.catalog.get(meta.id)
+        if (entry is None or Tier.COLD not in entry.tiers) and self.catalog.can_add(meta.parent, Tier.COLD):
+            self.catalog.add(meta if entry is None else entry.meta, Tier.COLD, num_bytes)
+
+
+def _loan_of(block: Block) -> Loan:
+    return Loan(Record(block.meta, block.codec, block.room.view), block)

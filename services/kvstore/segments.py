@@ -1,0 +1,123 @@
+"""Append-only files of records. Blocking calls: for one writing thread, and any number that read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfmoon.kv.layout import KVBytes
+
+_SUFFIX = ".blocks"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Location:
+    """Where a record lies."""
+
+    segment: int
+    offset: int
+    num_bytes: int
+
+
+class SegmentFiles:
+    """Owns the files of a directory and their sizes. Knows nothing of what is in them, or whether it is of use.
+
+    A file is appended to by the process that began it, and never again: what a killed process left behind its last
+    known record is cut off.
+    """
+
+    def __init__(self, directory: Path, segment_bytes: int) -> None:
+        """Raises OSError if the directory cannot be used."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        self._sizes = {int(path.stem): path.stat().st_size for path in directory.glob(f"*{_SUFFIX}")}
+        self._active = max(self._sizes, default=0) + 1
+        self._file = -1  # of the active segment, once it was begun
+
+    def sizes(self) -> dict[int, int]:
+        """Bytes of each file by its number, the active one included."""
+        return dict(self._sizes)
+
+    @property
+    def active(self) -> int:
+        """The number of the file that is appended to."""
+        return self._active
+
+    def append(self, records: Sequence[Sequence[KVBytes]]) -> list[Location]:
+        """Writes records, each given in parts, and has them on the device. All or none: raises OSError then."""
+        if not records:
+            return []
+        begun: list[tuple[int, int]] = [(self._active, self._sizes.get(self._active, 0))]
+        places = []
+        try:
+            for parts in records:
+                if self._sizes.get(self._active, 0) >= self._segment_bytes:
+                    self._seal()
+                    begun.append((self._active, 0))
+                places.append(self._append(parts))
+            os.fdatasync(self._file)
+        except OSError:
+            self._undo(begun)
+            raise
+        return places
+
+    def read(self, place: Location) -> bytes:
+        """The bytes there; fewer if the file is shorter. Raises OSError, FileNotFoundError of a removed file."""
+        file = os.open(self._path(place.segment), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.pread(file, place.num_bytes, place.offset)
+        finally:
+            os.close(file)
+
+    def truncate(self, segment: int, num_bytes: int) -> None:
+        """Cuts off what lies behind the last record of a file that is not appended to."""
+        os.truncate(self._path(segment), num_bytes)
+        self._sizes[segment] = num_bytes
+
+    def remove(self, segment: int) -> None:
+        """Deletes a file; who reads it at the moment still can."""
+        if segment == self._active:
+            self._seal()
+        self._path(segment).unlink(missing_ok=True)
+        self._sizes.pop(segment, None)
+
+    def close(self) -> None:
+        """Ends appending."""
+        self._seal()
+
+    def _append(self, parts: Sequence[KVBytes]) -> Location:
+        if self._file < 0:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            self._file = os.open(self._path(self._active), flags, 0o600)
+            self._sizes[self._active] = 0
+        offset = self._sizes[self._active]
+        views = [memoryview(part).cast("B") for part in parts]
+        num_bytes = sum(view.nbytes for view in views)
+        for view in views:
+            while view.nbytes:
+                view = view[os.write(self._file, view) :]
+        self._sizes[self._active] += num_bytes
+        return Location(self._active, offset, num_bytes)
+
+    def _seal(self) -> None:
+        if self._file >= 0:
+            os.fdatasync(self._file)
+            os.close(self._file)
+            self._file = -1
+            self._active += 1
+
+    def _undo(self, begun: Sequence[tuple[int, int]]) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        for segment, num_bytes in begun:
+            if self._path(segment).exists():
+                os.truncate(self._path(segment), num_bytes)
+                self._sizes[segment] = num_bytes
+        self._active = max(self._sizes, default=0) + 1
+
+    def _path(self, segment: int) -> Path:
+        return self._directory / f"{segment:08}{_SUFFIX}"

@@ -1,0 +1,79 @@
+"""The store's values as protobuf messages and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.kv.layout import KVLayout
+from halfmoon.pb import kvstore_pb2, types_pb2
+from services.kvstore.catalog import Entry, Tier
+from services.kvstore.identity import ID_BYTES, key_of, tag_of
+
+TIERS: dict[Tier, kvstore_pb2.KVTier.ValueType] = {
+    Tier.DRAM: kvstore_pb2.DRAM,
+    Tier.DISK: kvstore_pb2.DISK,
+    Tier.COLD: kvstore_pb2.COLD,
+}
+
+
+def tiers_from(values: Iterable[int]) -> set[Tier]:
+    """Raises InvalidRequest for a tier that there is not."""
+    try:
+        return {Tier(value) for value in values}
+    except ValueError as err:
+        raise InvalidRequest(f"no such tier: {err}", param="tiers") from err
+
+
+def layout_from(message: types_pb2.KVLayout) -> KVLayout:
+    """Raises InvalidRequest if there is none, Incompatible if it is not one."""
+    if message == types_pb2.KVLayout():
+        raise InvalidRequest("a Put must name its block's layout", param="layout")
+    return KVLayout(
+        message.num_layers,
+        message.num_kv_heads,
+        message.head_dim,
+        message.dtype,  # type: ignore[arg-type]  # KVLayout refuses what is not a KVDtype
+        message.block_tokens,
+    )
+
+
+def layout_message(layout: KVLayout) -> types_pb2.KVLayout:
+    """The message that `layout_from` reads."""
+    return types_pb2.KVLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        block_tokens=layout.block_tokens,
+    )
+
+
+def checked_ids(ids: Iterable[bytes]) -> list[bytes]:
+    """Raises InvalidRequest for what is not an id."""
+    found = list(ids)
+    if any(len(block) != ID_BYTES for block in found):
+        raise InvalidRequest(f"a block id has {ID_BYTES} bytes: 8 of the tenant's tag, 16 of the key", param="ids")
+    return found
+
+
+def place_message(block: bytes, tiers: Iterable[Tier]) -> kvstore_pb2.BlockPlace:
+    """Where a block is."""
+    return kvstore_pb2.BlockPlace(key=key_of(block), tenant_tag=tag_of(block), tiers=[TIERS[tier] for tier in tiers])
+
+
+def info_message(entry: Entry) -> kvstore_pb2.BlockInfo:
+    """All that an operator may want to know."""
+    meta = entry.meta
+    return kvstore_pb2.BlockInfo(
+        id=meta.id,
+        parent=meta.parent or b"",
+        depth=meta.depth,
+        tiers=[TIERS[tier] for tier in sorted(entry.tiers)],
+        used_bytes=sum(holding.num_bytes for holding in entry.tiers.values()),
+        pinned=entry.pinned,
+        expires_at_s=0.0 if meta.expires_at_s == math.inf else meta.expires_at_s,
+        num_uses=entry.usage.num_uses,
+        layout=None if meta.layout is None else layout_message(meta.layout),
+    )
