@@ -10,7 +10,7 @@ from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.engine.tokenizer import Detokenizer, Tokenizer
 from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_main
-from services.gateway.intake import ServedModel
+from services.gateway.served_model import ServedModel
 from services.gateway.service import running_gateway
 from services.gateway.settings import GatewaySettings
 

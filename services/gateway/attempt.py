@@ -39,6 +39,7 @@ class RelayRequest:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    priority: int = 0  # smaller goes first
 
 
 class TokenSink(Protocol):
@@ -72,6 +73,7 @@ class Attempt:
                 prompt_token_ids=request.prompt_token_ids,
                 output_token_ids=progress.output_token_ids,
                 sampling=request.sampling,
+                priority=request.priority,
                 gateway_id=cluster.gateway_id,
             ),
             decode_address=placement.decode_address,

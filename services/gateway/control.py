@@ -12,9 +12,9 @@ from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.models import RequestRow
 from services.gateway.cluster import Cluster
 from services.gateway.door import Door
-from services.gateway.intake import ServedModel, check_model
 from services.gateway.membership import Member
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.served_model import ServedModel
 
 _MAX_ROWS = 1_000
 _MAX_DIGITS = 20
@@ -39,7 +39,7 @@ class ControlEndpoints:
 
     async def model(self, request: web.Request) -> web.Response:
         """GET /v1/models/{id}. Raises UnknownModel."""
-        check_model(request.match_info["model_id"], self._model)
+        self._model.check_name(request.match_info["model_id"])
         return web.json_response(self._model_card())
 
     async def health(self, request: web.Request) -> web.Response:

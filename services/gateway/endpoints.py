@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, NoCapacity, NotFound, Unavailable
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.models import RequestRow, RequestStatus
-from services.gateway.attempt import RelayRequest
+from services.gateway.chat_shape import ChatShape
+from services.gateway.choices import Choices, choices_of
 from services.gateway.client_text import shortened
+from services.gateway.completion_shape import CompletionShape
 from services.gateway.door import Door
 from services.gateway.errors_http import error_response, kind_of
-from services.gateway.intake import Intake, ServedModel, take_in_chat, take_in_completion
+from services.gateway.fan_out import run_choices
+from services.gateway.intake import Intake, take_in_chat, take_in_completion
 from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.progress import Progress
 from services.gateway.received_body import receive_body
 from services.gateway.relay import Relay
-from services.gateway.replies import ClientGone, StreamReply, WholeReply
+from services.gateway.replies import ChoiceSink, ClientGone, StreamReply, TakesPieces, WholeReply
 from services.gateway.request_ids import request_id_of
-from services.gateway.responses import ChatShape, CompletionShape, Wanted
-from services.gateway.text_stream import TextStream
+from services.gateway.served_model import ServedModel
+from services.gateway.shape import Shape
+from services.gateway.text_stream import TextPiece
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +50,9 @@ class _Call:
     endpoint: str
     request_id: str
     created_at: datetime
-    progress: Progress
-    text_stream: TextStream | None = None
+    arrived_s: float  # on the gateway's monotonic clock
+    choices: Choices = field(default_factory=Choices)
+    labels: dict[str, Any] = field(default_factory=dict)
 
 
 class GenerationEndpoints:
@@ -80,12 +86,12 @@ class GenerationEndpoints:
 
     async def _recorded(self, request: web.Request, endpoint: str) -> web.StreamResponse:
         """Runs one request; whatever comes of it is counted and written down."""
-        call = _Call(endpoint, request_id_of(request), datetime.now(UTC), Progress(self._clock()))
+        call = _Call(endpoint, request_id_of(request), datetime.now(UTC), self._clock())
         try:
             with self._door.inside(), self._metrics.in_flight.track_inprogress():
                 response = await self._serve(request, call)
         except HalfmoonError as error:
-            rejected = isinstance(error, _REJECTIONS) and call.progress.ttft_s is None
+            rejected = isinstance(error, _REJECTIONS) and call.choices.ttft_s is None
             self._write_down(call, "rejected" if rejected else "error", kind_of(error).status, error.message)
             return error_response(error)
         except (asyncio.CancelledError, ClientGone):
@@ -105,25 +111,29 @@ class GenerationEndpoints:
         is_chat = call.endpoint == "chat.completions"
         take_in = partial(take_in_chat if is_chat else take_in_completion, raw, self._model, context_tokens)
         intake = await asyncio.to_thread(take_in) if len(raw) > _SLOW_BODY_BYTES else take_in()
-        make_shape: type[ChatShape | CompletionShape] = ChatShape if is_chat else CompletionShape
-        call.progress.prompt_tokens = len(intake.prompt_token_ids)
-        call.text_stream = text_stream = TextStream(self._model.new_detokenizer(), intake.stops)
-        wanted = Wanted(intake.sampling.HasField("num_top_logprobs"), intake.with_token_ids)
-        created = int(call.created_at.timestamp())
-        shape = make_shape(call.request_id, self._model.name, created, self._model.tokenizer, wanted)
+        call.labels = intake.labels
+        call.choices = choices_of(intake, call.request_id, self._model, call.arrived_s)
+        shape = self._shape(call, intake)
         if intake.stream:
-            return await self._stream(intake, call, StreamReply(request, shape, text_stream, intake.with_usage))
-        return await self._whole(intake, call, WholeReply(shape, text_stream))
+            return await self._stream(intake, call, StreamReply(request, shape, call.choices))
+        return await self._whole(intake, call, WholeReply(shape, call.choices))
+
+    def _shape(self, call: _Call, intake: Intake) -> Shape:
+        created = int(call.created_at.timestamp())
+        head = (call.request_id, self._model.name, created, self._model.tokenizer, intake.wanted)
+        if call.endpoint == "chat.completions":
+            return ChatShape(*head)
+        return CompletionShape(*head, intake.echoes, intake.num_choices)
 
     async def _whole(self, intake: Intake, call: _Call, reply: WholeReply) -> web.StreamResponse:
-        await self._relay.run(_relay_request(intake, call), call.progress, reply)
-        response = await reply.finish(call.progress)
+        await self._run(intake, call, reply)
+        response = await reply.finish(intake.num_choices, intake.best_of)
         self._write_down(call, "ok", 200, None)
         return response
 
     async def _stream(self, intake: Intake, call: _Call, reply: StreamReply) -> web.StreamResponse:
         try:
-            await self._relay.run(_relay_request(intake, call), call.progress, reply)
+            await self._run(intake, call, reply)
         except ClientGone:
             raise
         except Exception as failure:
@@ -133,14 +143,22 @@ class GenerationEndpoints:
             response = await reply.fail(error)
             self._write_down(call, "error", kind_of(error).status, error.message)
             return response
-        response = await reply.finish(call.progress)
+        response = await reply.finish()
         self._write_down(call, "ok", 200, None)
         return response
 
+    async def _run(self, intake: Intake, call: _Call, reply: TakesPieces) -> None:
+        if intake.sampling.max_tokens == 0:  # an echo and nothing else
+            for choice in call.choices.all:
+                await reply.put(choice.index, TextPiece("", (), (), "length"))
+            return
+        await run_choices(self._relay, call.choices, lambda choice: ChoiceSink(choice, reply))
+
     def _write_down(self, call: _Call, status: RequestStatus, http_status: int, error: str | None) -> None:
         """One ledger row, the metrics, one line in the log."""
-        progress, text = call.progress, call.text_stream
         error = None if error is None else shortened(error, _MAX_ERROR_CHARS)
+        choices, usage, gaps_s = call.choices, call.choices.usage, call.choices.gaps_s
+        first = choices.all[0] if choices.all else None
         row = RequestRow(
             request_id=call.request_id,
             created_at=call.created_at,
@@ -149,24 +167,25 @@ class GenerationEndpoints:
             status=status,
             http_status=http_status,
             error=error,
-            prompt_tokens=progress.prompt_tokens,
-            cached_tokens=progress.cached_tokens,
-            output_tokens=text.num_tokens if text else 0,
-            finish_reason=text.finish_reason if text else None,
-            prefill_worker=progress.prefill_worker,
-            decode_worker=progress.decode_worker,
-            queue_s=progress.queue_s,
-            ttft_s=progress.ttft_s,
-            mean_tbt_s=progress.mean_tbt_s,
-            max_tbt_s=progress.max_tbt_s,
-            e2e_s=self._clock() - progress.arrived_s,
-            num_retries=progress.num_retries,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.completion_tokens,
+            finish_reason=first and first.text.finish_reason,
+            prefill_worker=first and first.progress.prefill_worker,
+            decode_worker=first and first.progress.decode_worker,
+            queue_s=first and first.progress.queue_s,
+            ttft_s=choices.ttft_s,
+            mean_tbt_s=sum(gaps_s) / len(gaps_s) if gaps_s else None,
+            max_tbt_s=max(gaps_s, default=None),
+            e2e_s=self._clock() - call.arrived_s,
+            num_retries=choices.num_retries,
         )
         self._ledger.record(row)
-        self._count(row, progress)
-        log.info("request.ended", extra={**row.as_dict(), "created_at": call.created_at.isoformat()})
+        self._count(row, gaps_s)
+        fields = {**row.as_dict(), "created_at": call.created_at.isoformat(), "num_outputs": len(choices.all)}
+        log.info("request.ended", extra={**fields, "labels": shortened(json.dumps(call.labels))})
 
-    def _count(self, row: RequestRow, progress: Progress) -> None:
+    def _count(self, row: RequestRow, gaps_s: Sequence[float]) -> None:
         metrics = self._metrics
         metrics.requests.labels(row.endpoint, row.status, str(row.http_status)).inc()
         metrics.retries.inc(row.num_retries)
@@ -175,7 +194,7 @@ class GenerationEndpoints:
             metrics.prompt_tokens.inc(row.prompt_tokens)
             metrics.cached_tokens.inc(row.cached_tokens)
             metrics.ttft_seconds.observe(row.ttft_s)
-        for gap_s in progress.gaps_s:
+        for gap_s in gaps_s:
             metrics.tbt_seconds.observe(gap_s)
         if row.status == "ok":
             metrics.e2e_seconds.observe(row.e2e_s)
@@ -187,7 +206,3 @@ def _shown(failure: Exception) -> HalfmoonError:
         return failure
     log.error("request.failed", exc_info=failure)
     return HalfmoonError("internal error: see the gateway's log")
-
-
-def _relay_request(intake: Intake, call: _Call) -> RelayRequest:
-    return RelayRequest(call.request_id, intake.prompt_token_ids, intake.sampling)

@@ -11,7 +11,8 @@ from pydantic_core import ErrorDetails, from_json
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.placement import ContextLengthExceeded
 from services.gateway.client_text import shortened
-from services.gateway.schemas import NEUTRAL_VALUES, UNION_FIELDS
+from services.gateway.refused import REFUSED
+from services.gateway.union_fields import UNION_FIELDS
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -42,13 +43,13 @@ def _num_separators(raw: bytes) -> int:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    if name not in NEUTRAL_VALUES:
+    if name not in REFUSED:
         return False
-    neutral = NEUTRAL_VALUES[name]
+    why, neutral = REFUSED[name]
     if value is None or any(type(value) is type(one) and value == one for one in neutral):
         return True
     only = f" (only {', '.join(map(repr, neutral))})" if neutral else ""
-    raise InvalidRequest(f"{name}: this value is not supported{only}", param=name)
+    raise InvalidRequest(f"{name}: this value is not supported{only}: {why}", param=name)
 
 
 def _invalid(errors: Sequence[ErrorDetails]) -> InvalidRequest:
@@ -56,8 +57,8 @@ def _invalid(errors: Sequence[ErrorDetails]) -> InvalidRequest:
     same = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     error = max(same, key=lambda one: (one["type"] == "too_long", len(_path(one["loc"]))))
     path = _path(error["loc"])
-    if error["type"] == "too_many_names":
-        path = [*path, error["ctx"]["first"]]
+    if error["type"] in ("too_many_names", "misplaced"):
+        path = [*path, error["ctx"]["name"]]
     param = shortened(_dotted(path))
     match error["type"]:
         case "extra_forbidden" | "too_many_names":

@@ -1,168 +1,107 @@
-"""The bodies of the OpenAI API's requests: names, types and ranges. Strict: "5" is not 5, true is not 1."""
+"""The bodies of the requests that generate: names, types and ranges. Null is the same as absent."""
 
 from __future__ import annotations
 
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field
 
-_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
-
-
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-}
-"""Parameters that are known and not supported: accepted at these values and at null, where they change nothing."""
+from services.gateway.messages import Message
+from services.gateway.strict_part import Items, Part, at_most_entries
 
 _MAX_MESSAGES = 10_000
-_MAX_PARTS = 1_000
 _MAX_PROMPTS = 1_000
 _MAX_PROMPT_TOKENS = 2_000_000
 _MAX_STOPS = 16
 _MAX_STOP_TOKENS = 1_024
 _MAX_BIASES = 1_024
-_MAX_NAMES = 64
+_MAX_CHOICES = 128
+_MAX_LOGPROBS = 20
+_MAX_LABELS = 64
 
-Item = TypeVar("Item")
-Items: TypeAlias = Annotated[list[Item], Field(fail_fast=True)]
-"""A list whose first wrong item is the only one reported: a body may hold a million of them."""
-
-
-class Part(BaseModel):
-    """An object of a body."""
-
-    model_config = _STRICT
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_a_flood_of_names(cls, found: Any) -> Any:
-        """Each unknown name would become an error of its own."""
-        if isinstance(found, dict) and len(found) > _MAX_NAMES:
-            first = next(name for name in found if name not in cls.model_fields)
-            raise PydanticCustomError("too_many_names", "too many names", {"first": first})
-        return found
-
-
-class TextPart(Part):
-    """One part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Part):
-    """One message of a chat. Tools are not supported: neither is the role of their results."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[Items[TextPart], Field(max_length=_MAX_PARTS)] | None = None
-    name: None = None
-    tool_call_id: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    function_call: None = None
-    refusal: None = None
-    audio: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    @property
-    def text(self) -> str:
-        """The content's text."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+Prompt = (
+    str
+    | Annotated[Items[int], Field(max_length=_MAX_PROMPT_TOKENS)]
+    | Annotated[Items[str], Field(max_length=_MAX_PROMPTS)]
+    | Annotated[Items[Items[int]], Field(max_length=_MAX_PROMPTS)]
+)
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class StreamOptions(Part):
     """What a stream carries besides its text."""
 
-    include_usage: bool | None = None
+    include_usage: bool | None = Field(None, description="a last chunk with the usage")
+    continuous_usage_stats: bool | None = Field(None, description="the usage so far in every chunk")
     include_obfuscation: Literal[False] | None = None
 
 
-def _few_biases(found: Any) -> Any:
-    """pydantic itself counts a dict's entries after it has collected the errors of them all."""
-    if isinstance(found, dict) and len(found) > _MAX_BIASES:
-        raise PydanticCustomError("too_long", "at most {max_length}", {"max_length": _MAX_BIASES})
-    return found
-
-
 class GenerationBody(Part):
-    """What both endpoints take. Null is the same as absent."""
+    """What all generating endpoints take."""
 
-    model: str
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: str | Annotated[Items[str], Field(max_length=_MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[Items[int], Field(max_length=_MAX_STOP_TOKENS)] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few_biases)] | None = (
-        None
+    model: str = Field(description="the name of the served model, as /v1/models says it")
+    max_tokens: int | None = Field(None, ge=0, description="most tokens of the output")
+    n: int | None = Field(None, ge=1, le=_MAX_CHOICES, description="choices for each prompt; choice i has seed + i")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
+    top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default 1")
+    top_k: int | None = Field(None, ge=-1, description="0 and -1 are off, the default")
+    min_p: float | None = Field(None, ge=0, le=1, description="least probability, relative to the likeliest token's")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="equal seeds give equal outputs")
+    stop: str | Annotated[Items[str], Field(max_length=_MAX_STOPS)] | None = Field(
+        None, description="texts that end the output and are not part of it"
     )
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None  # not OpenAI's: the output's token ids, in `choices[].token_ids`
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    include_stop_str_in_output: bool | None = Field(None, description="the stop text stays in the output")
+    stop_token_ids: Annotated[Items[int], Field(max_length=_MAX_STOP_TOKENS)] | None = Field(
+        None, description="tokens that end the output"
+    )
+    ignore_eos: bool | None = Field(None, description="the end-of-sequence token does not end the output")
+    min_tokens: int | None = Field(None, ge=0, description="least tokens before the output may end by a token")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens that the output has")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens, for each time the output has it")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10, description="on tokens of prompt and output")
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(partial(at_most_entries, _MAX_BIASES))] | None = Field(
+        None, description="by token id, added to the logits"
+    )
+    stream: bool | None = Field(None, description="server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="include_usage, continuous_usage_stats")
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
+    return_token_ids: bool | None = Field(None, description="choices carry `token_ids`")
+    return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens `token_id:5`")
+    user: str | None = Field(None, description="a label for the log")
+    metadata: Annotated[dict[str, Any], BeforeValidator(partial(at_most_entries, _MAX_LABELS))] | None = Field(
+        None, description="labels for the log"
+    )
+    safety_identifier: str | None = Field(None, description="a label for the log")
+    prompt_cache_key: str | None = Field(None, description="a label for the log; prefixes are found by their tokens")
 
 
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[Items[Message], Field(min_length=1, max_length=_MAX_MESSAGES)]
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=_MAX_MESSAGES)] = Field(
+        description="rendered by the model's chat template"
+    )
+    max_completion_tokens: int | None = Field(None, ge=1, description="goes before max_tokens; default: what fits")
+    logprobs: bool | None = Field(None, description="log-probabilities of the output's tokens")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=_MAX_LOGPROBS, description="and of the likeliest ones; needs logprobs"
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="the template ends with the assistant's head; default true"
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(partial(at_most_entries, _MAX_LABELS))] | None = (
+        Field(None, description="variables of the chat template")
+    )
+    echo: Literal[False] | None = None
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: (
-        str
-        | Annotated[Items[int], Field(max_length=_MAX_PROMPT_TOKENS)]
-        | Annotated[Items[str], Field(max_length=_MAX_PROMPTS)]
-        | Annotated[Items[Items[int]], Field(max_length=_MAX_PROMPTS)]
+    prompt: Prompt = Field(description="text or token ids, one or several")
+    logprobs: int | None = Field(None, ge=0, le=_MAX_LOGPROBS, description="of the tokens and this many likeliest ones")
+    best_of: int | None = Field(
+        None, ge=1, le=_MAX_CHOICES, description="outputs of which the n with the highest mean logprob are given"
     )
-    logprobs: int | None = Field(None, ge=0, le=5)
-
-
-def _is_union(annotation: Any) -> bool:
-    """Whether pydantic puts the branch's name into an error's location: not so where only null is the other one."""
-    return get_origin(annotation) in (Union, UnionType) and len({*get_args(annotation)} - {NoneType}) > 1
-
-
-UNION_FIELDS = frozenset(
-    name
-    for schema in (ChatBody, CompletionBody, Message, TextPart, StreamOptions)
-    for name, field in schema.model_fields.items()
-    if _is_union(field.annotation)
-)
-"""Fields that take values of several types."""
+    echo: bool | None = Field(None, description="the text begins with the prompt; not with logprobs")

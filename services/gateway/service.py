@@ -22,10 +22,10 @@ from services.gateway.cluster import Cluster, running_cluster
 from services.gateway.control import ControlEndpoints
 from services.gateway.door import Door
 from services.gateway.endpoints import GenerationEndpoints
-from services.gateway.intake import ServedModel
 from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.relay import Relay
+from services.gateway.served_model import ServedModel
 from services.gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 class StopStrings:
     """Owns the text that is held back because it may be the beginning of a stop string."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        """With `keep`, a stop string is part of the text that it ends."""
         assert all(stops)
         self._stops = tuple(stops)
+        self._keep = keep
         self._held = ""
         self.matched: str | None = None
 
@@ -19,8 +21,8 @@ class StopStrings:
         text, self._held = self._held + text, ""
         ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:
-            _, start, self.matched = min(ends)
-            return text[:start]
+            end, start, self.matched = min(ends)
+            return text[: end if self._keep else start]
         keep = self._possible_beginning(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

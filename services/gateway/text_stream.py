@@ -34,6 +34,7 @@ class TextPiece:
     tokens: tuple[Token, ...]
     token_ids: tuple[int, ...]  # also of the one that ended the sequence
     finish_reason: Ending | None  # None: not the end yet
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
 
 
 def joined(pieces: Sequence[TextPiece]) -> TextPiece:
@@ -43,15 +44,25 @@ def joined(pieces: Sequence[TextPiece]) -> TextPiece:
         tokens=tuple(token for piece in pieces for token in piece.tokens),
         token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
         finish_reason=pieces[-1].finish_reason,
+        stop_reason=pieces[-1].stop_reason,
     )
 
 
 class TextStream:
     """Owns one request's text on its way out, and how many tokens it took."""
 
-    def __init__(self, detokenizer: PushesText, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        detokenizer: PushesText,
+        stops: Sequence[str],
+        stop_token_ids: Sequence[int] = (),
+        *,
+        keep_stop: bool = False,
+    ) -> None:
+        """With `keep_stop`, a stop string is part of the text; `stop_token_ids` are told from an end-of-sequence."""
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, keep=keep_stop)
+        self._stop_token_ids = frozenset(stop_token_ids)
         self.num_tokens = 0
         self.finish_reason: Ending | None = None
 
@@ -75,4 +86,10 @@ class TextStream:
                 self.finish_reason = "stop"
             if self.finish_reason is not None:
                 break
-        return TextPiece(text, tuple(content), tuple(token_ids), self.finish_reason)
+        return TextPiece(text, tuple(content), tuple(token_ids), self.finish_reason, self._stop_reason(tokens))
+
+    def _stop_reason(self, tokens: Sequence[Token]) -> str | int | None:
+        if self._stops.matched is not None:
+            return self._stops.matched
+        last = tokens[-1]
+        return last.token_id if last.finish_reason == STOP and last.token_id in self._stop_token_ids else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from halfmoon.pb.types_pb2 import (
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
-from services.gateway.intake import ServedModel
+from services.gateway.served_model import ServedModel
 from services.gateway.service import RunningGateway, running_gateway
 from services.gateway.settings import GatewaySettings
 
@@ -56,11 +57,28 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        return "".join(f"{one['role']}:{one['content']}\n" for one in messages)
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """One line a message. What is not in every message is written only where it is."""
+        head = f"tools:{json.dumps(tools)}\n" if tools else ""
+        lines = (f"{self._speaker(one)}:{one['content']}{self._calls(one)}\n" for one in messages)
+        extra = f"kwargs:{json.dumps(template_kwargs)}\n" if template_kwargs else ""
+        return head + "".join(lines) + extra + ("" if add_generation_prompt else "open")
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return self.encode(self.render_chat(messages))
+    def _speaker(self, message: Mapping[str, Any]) -> str:
+        return "/".join(message[name] for name in ("role", "name", "tool_call_id") if name in message)
+
+    def _calls(self, message: Mapping[str, Any]) -> str:
+        return json.dumps(message["tool_calls"]) if "tool_calls" in message else ""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        return self.encode(self.render_chat(messages, **options))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(one for one in token_ids if one < EOS).decode(errors="replace")

@@ -18,6 +18,7 @@ from .fakes import CONTEXT_TOKENS, MODEL, Fleet, running_fleet
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ async def test_every_wrong_chat_parameter_is_named(fleet: Fleet) -> None:
         ("max_tokens", "5"),
         ("max_tokens", 5.0),
         ("max_completion_tokens", -1),
-        ("n", 2),
+        ("n", 129),
         ("n", True),
         ("n", 0),
         ("stop", ""),
@@ -91,6 +92,13 @@ async def test_every_wrong_chat_parameter_is_named(fleet: Fleet) -> None:
         ("modalities", ["audio"]),
         ("audio", {}),
         ("store", True),
+        ("best_of", 2),
+        ("echo", True),
+        ("bad_words", ["x"]),
+        ("request_id", "x"),
+        ("priority", 2**31),
+        ("chat_template", "{{ messages }}"),
+        ("stream_options", {"continuous_usage_stats": True}),
         ("no_such_parameter", 1),
         ("prompt", "hi"),
         ("messages", []),
@@ -116,10 +124,11 @@ async def test_wrong_messages_are_named_by_place(fleet: Fleet) -> None:
             "messages[1].content[0].type",
         ),
         ({"role": "user", "content": "hi", "mood": "good"}, "messages[1].mood"),
-        ({"role": "user", "content": "hi", "name": "Ann"}, "messages[1].name"),
+        ({"role": "user", "content": "hi", "name": 5}, "messages[1].name"),
+        ({"role": "user", "content": "hi", "tool_calls": [CALL]}, "messages[1].tool_calls"),
         ({"role": "assistant", "content": "hi", "tool_call_id": "t"}, "messages[1].tool_call_id"),
-        ({"role": "tool", "content": "4"}, "messages[1].role"),
-        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "messages[1].tool_calls"),
+        ({"role": "function", "content": "4"}, "messages[1].role"),
+        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "messages[1].tool_calls[0].id"),
         ("hi", "messages[1]"),
     ]
     for message, param in wrong:
@@ -170,15 +179,24 @@ async def test_neutral_values_and_nulls_change_nothing(fleet: Fleet) -> None:
 
 
 async def test_wrong_prompts(fleet: Fleet) -> None:
-    wrong: tuple[Any, ...] = ("", [], [""], ["a", "b"], [[1], [2]], [257], [-1], ["a", 5], [True], {}, 5, None, [[]])
+    wrong: tuple[Any, ...] = ("", [], [""], ["a", ""], [[1], []], [257], [-1], ["a", 5], [True], {}, 5, None, [[]])
     for prompt in wrong:
         status, error = await refused(fleet, COMPLETIONS, {"model": MODEL, "prompt": prompt})
         assert (status, str(error["param"]).split("[")[0]) == (400, "prompt"), (prompt, error)
-    _, error = await refused(fleet, COMPLETIONS, {"model": MODEL, "prompt": ["a", "b"]})
-    assert error["message"] == "one prompt a request for now"
-    for param, value in (("logprobs", 6), ("logprobs", True), ("echo", True), ("suffix", "x"), ("best_of", 2)):
-        status, error = await refused(fleet, COMPLETIONS, {"model": MODEL, "prompt": "a", param: value})
-        assert (status, error["param"]) == (400, param)
+    alone: list[tuple[str, Any]] = [
+        *(("logprobs", 21), ("logprobs", True), ("suffix", "x"), ("best_of", 0), ("best_of", 129), ("max_tokens", 0)),
+        *(("use_beam_search", True), ("messages", MESSAGES)),
+    ]
+    pairs: list[tuple[str, dict[str, Any]]] = [
+        ("echo", {"echo": True, "logprobs": 1}),
+        ("best_of", {"best_of": 2, "n": 3}),
+        ("best_of", {"best_of": 2, "stream": True}),
+        ("n", {"n": 128, "prompt": ["a"] * 9}),
+    ]
+    for param, fields in [*((param, {param: value}) for param, value in alone), *pairs]:
+        status, error = await refused(fleet, COMPLETIONS, {"model": MODEL, "prompt": "a", **fields})
+        assert (status, error["param"]) == (400, param), fields
+        assert param in error["message"]
     status, error = await refused(fleet, COMPLETIONS, {"model": MODEL})
     assert (status, error["param"], error["message"]) == (400, "prompt", "missing parameter: prompt")
 

@@ -82,7 +82,13 @@ async def test_the_stream_on_the_wire(tmp_path: Path) -> None:
     assert chunks[-1]["usage"]["completion_tokens"] == 3
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert chunks[-2]["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    assert chunks[-2]["choices"][0] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "stop",
+        "stop_reason": None,
+    }
     assert all(chunk["choices"][0]["delta"]["content"] for chunk in chunks[1:-2])
 
 

@@ -1,0 +1,72 @@
+"""What the gateway knows of the model that it serves; torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from halfmoon.errors import InvalidRequest, UnknownModel
+from services.gateway.client_text import shortened
+from services.gateway.text_stream import PushesText
+
+
+class Encodes(Protocol):
+    """halfmoon.engine.tokenizer.Tokenizer, as far as the gateway uses it."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation."""
+        ...
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model as requests see it."""
+
+    name: str  # under which it is served
+    checkpoint_name: str
+    fingerprint: str
+    vocab_size: int
+    context_tokens: int
+    tokenizer: Encodes
+    new_detokenizer: Callable[[], PushesText]
+    created: int  # Unix seconds
+
+    def check_name(self, name: str) -> None:
+        """Raises UnknownModel for any other name than the served one."""
+        if name != self.name:
+            raise UnknownModel(
+                f"the model {shortened(name)!r} does not exist; this server serves {self.name!r}", param="model"
+            )
+
+    def check_token_ids(self, token_ids: Sequence[int] | Mapping[int, Any], param: str) -> None:
+        """Raises InvalidRequest unless all are in the vocabulary."""
+        outside = next((one for one in token_ids if not 0 <= one < self.vocab_size), None)
+        if outside is not None:
+            raise InvalidRequest(f"{param}: token id {outside} is not in 0..{self.vocab_size - 1}", param=param)

@@ -1,0 +1,22 @@
+"""Which fields take values of several types: pydantic puts the type's name into the place of an error there."""
+
+from __future__ import annotations
+
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+from services.gateway.messages import CalledFunction, CalledTool, Message, TextPart
+from services.gateway.schemas import ChatBody, CompletionBody, StreamOptions
+
+
+def _is_union(annotation: Any) -> bool:
+    """Not so where only null is the other type."""
+    return get_origin(annotation) in (Union, UnionType) and len({*get_args(annotation)} - {NoneType}) > 1
+
+
+UNION_FIELDS = frozenset(
+    name
+    for schema in (ChatBody, CompletionBody, Message, TextPart, CalledTool, CalledFunction, StreamOptions)
+    for name, field in schema.model_fields.items()
+    if _is_union(field.annotation)
+)
