@@ -65,6 +65,7 @@ class Demoter:
         self._dram = dram
         self._counts = counts
         self._fetch = fetch
+        self._batch_bytes = min(BATCH_BYTES, budget_bytes // 4)
         self._waiting: OrderedDict[bytes, None] = OrderedDict()
         self._has_some = asyncio.Event()
         self._is_idle = asyncio.Event()
@@ -129,7 +130,7 @@ class Demoter:
         records: dict[bytes, Write] = {}
         num_bytes = 0
         try:
-            while self._waiting and num_bytes < BATCH_BYTES:
+            while self._waiting and num_bytes <= self._batch_bytes:
                 block, _ = self._waiting.popitem(last=False)
                 taken.append(block)
                 for wanted in self._chain(block, records):
