@@ -98,6 +98,8 @@ class StepResult:
     num_cached_tokens: Mapping[str, int] = field(
         default_factory=lambda: MappingProxyType({})
     )  # by request that began in this step
+    stored_keys: tuple[bytes, ...] = ()  # of blocks that the prefix cache got since the step before
+    evicted_keys: tuple[bytes, ...] = ()
 
     @property
     def is_empty(self) -> bool:

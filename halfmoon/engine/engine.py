@@ -211,6 +211,7 @@ class Engine:
         else:
             outputs = self._advance(schedule, sampled)
         self._step_s = time.perf_counter() - started
+        changes = self._cache.take_changes()
         return StepResult(
             outputs=tuple(outputs),
             num_prefill_tokens=sum(item.num_tokens for item in schedule.scheduled[schedule.num_decode_seqs :]),
@@ -219,6 +220,8 @@ class Engine:
             num_preempted=schedule.num_preempted,
             num_cached_tokens=cached,
             duration_s=self._step_s,
+            stored_keys=changes.stored,
+            evicted_keys=changes.evicted,
         )
 
     def stats(self) -> EngineStats:

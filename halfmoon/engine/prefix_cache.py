@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.sequence import Sequence
 from halfmoon.errors import NoCapacity
 from halfmoon.kv.keys import child_key
+
+
+class CacheChanges(NamedTuple):
+    """Keys of blocks that can be found now and could not before, and the other way round."""
+
+    stored: tuple[bytes, ...] = ()
+    evicted: tuple[bytes, ...] = ()
 
 
 class PrefixCache:
@@ -25,6 +33,8 @@ class PrefixCache:
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._stored: dict[bytes, None] = {}  # since the changes were taken last
+        self._evicted: dict[bytes, None] = {}
 
     @property
     def num_available(self) -> int:
@@ -74,7 +84,15 @@ class PrefixCache:
                 self._pool.share([block])
                 self._blocks[key] = block
                 self._keys[block] = key
+                _note(key, self._stored, self._evicted)
         sequence.num_known_blocks = num_full
+
+    def take_changes(self) -> CacheChanges:
+        """What changed since the last call; a block that went and came back did not."""
+        changes = CacheChanges(tuple(self._stored), tuple(self._evicted))
+        self._stored.clear()
+        self._evicted.clear()
+        return changes
 
     def check_integrity(self) -> None:
         """Asserts that both maps, the idle blocks and the pool agree."""
@@ -85,7 +103,9 @@ class PrefixCache:
 
     def _evict(self) -> None:
         block, _ = self._idle.popitem(last=False)
-        del self._blocks[self._keys.pop(block)]
+        key = self._keys.pop(block)
+        del self._blocks[key]
+        _note(key, self._evicted, self._stored)
         self._pool.release([block])
 
     def _key(self, sequence: Sequence, index: int) -> bytes:
@@ -97,3 +117,10 @@ class PrefixCache:
             assert parent is not None
             keys.append(child_key(parent, sequence.token_ids[start : start + self._block_tokens]))
         return keys[index]
+
+
+def _note(key: bytes, done: dict[bytes, None], undone: dict[bytes, None]) -> None:
+    if key in undone:
+        del undone[key]
+    else:
+        done[key] = None

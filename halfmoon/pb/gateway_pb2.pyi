@@ -25,6 +25,7 @@ class WorkerMessage(_message.Message):
 
     IDENTITY_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """first, once"""
@@ -33,17 +34,22 @@ class WorkerMessage(_message.Message):
     def load(self) -> Global___WorkerLoad:
         """then at least once a heartbeat interval"""
 
+    @_builtins.property
+    def blocks(self) -> Global___BlockEvents:
+        """first a snapshot, then what changed"""
+
     def __init__(
         self,
         *,
         identity: Global___WorkerIdentity | None = ...,
         load: Global___WorkerLoad | None = ...,
+        blocks: Global___BlockEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "identity", b"identity", "load", b"load", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "identity", b"identity", "load", b"load", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["identity", "load"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["identity", "load", "blocks"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -54,18 +60,22 @@ class GatewayMessage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WELCOME_FIELD_NUMBER: _builtins.int
+    RESEND_BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
+    @_builtins.property
+    def resend_blocks(self) -> Global___ResendBlocks: ...
     def __init__(
         self,
         *,
         welcome: Global___Welcome | None = ...,
+        resend_blocks: Global___ResendBlocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "resend_blocks", b"resend_blocks", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "resend_blocks", b"resend_blocks", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resend_blocks"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -93,6 +103,23 @@ class Welcome(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class ResendBlocks(_message.Message):
+    """A message of block events was missing: the worker begins again with a snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResendBlocks: _TypeAlias = ResendBlocks  # noqa: Y015
 
 @_typing.final
 class WorkerIdentity(_message.Message):
@@ -161,6 +188,8 @@ class WorkerLoad(_message.Message):
     NUM_OUTPUT_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     WAITING_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
@@ -175,9 +204,15 @@ class WorkerLoad(_message.Message):
     num_output_tokens_total: _builtins.int
     waiting_prefill_tokens: _builtins.int
     """prompt tokens accepted and not computed yet"""
+    context_tokens: _builtins.int
+    """of the sequences of the last step"""
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkSpeed]:
         """to the workers that this one has sent KV to"""
+
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTiming]:
+        """the latest steps since the last report that only decoded"""
 
     def __init__(
         self,
@@ -193,14 +228,75 @@ class WorkerLoad(_message.Message):
         num_output_tokens_total: _builtins.int = ...,
         waiting_prefill_tokens: _builtins.int = ...,
         links: _abc.Iterable[Global___LinkSpeed] | None = ...,
+        context_tokens: _builtins.int = ...,
+        steps: _abc.Iterable[Global___StepTiming] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "free_blocks", b"free_blocks", "links", b"links", "num_held", b"num_held", "num_output_tokens_total", b"num_output_tokens_total", "num_prefill_tokens_total", b"num_prefill_tokens_total", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "sequence", b"sequence", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "links", b"links", "num_held", b"num_held", "num_output_tokens_total", b"num_output_tokens_total", "num_prefill_tokens_total", b"num_prefill_tokens_total", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "sequence", b"sequence", "steps", b"steps", "waiting_prefill_tokens", b"waiting_prefill_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class StepTiming(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    batch: _builtins.int
+    """sequences"""
+    context_tokens: _builtins.int
+    """of all of them"""
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        batch: _builtins.int = ...,
+        context_tokens: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "context_tokens", b"context_tokens", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTiming: _TypeAlias = StepTiming  # noqa: Y015
+
+@_typing.final
+class BlockEvents(_message.Message):
+    """What changed in a worker's prefix cache. Blocks are named by the first 8 bytes of their keys, one after the other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    IS_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """one more than that of the message before"""
+    is_snapshot: _builtins.bool
+    """`stored` begins anew what the worker has; a long one goes on in the next messages"""
+    stored: _builtins.bytes
+    evicted: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        is_snapshot: _builtins.bool = ...,
+        stored: _builtins.bytes = ...,
+        evicted: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "is_snapshot", b"is_snapshot", "sequence", b"sequence", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockEvents: _TypeAlias = BlockEvents  # noqa: Y015
 
 @_typing.final
 class LinkSpeed(_message.Message):

@@ -88,7 +88,10 @@ async def _until_stopped(
     stopping: asyncio.Task[None],
     death: asyncio.Future[BaseException],
 ) -> None:
-    registrations = [Registration(address.strip(), state.identity, load) for address in settings.gateway.split(",")]
+    registrations = [
+        Registration(address.strip(), state.identity, load, state.cached_blocks.feed())
+        for address in settings.gateway.split(",")
+    ]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(registration.run()) for registration in registrations]
         tasks.append(group.create_task(_sweep(engine, state)))

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from halfmoon.errors import Cancelled, DeadlineExceeded, HalfmoonError, Unavailable
 from halfmoon.pb import gateway_pb2, gateway_pb2_grpc
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
+from halfmoon.worker.block_feed import BlockFeed
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +27,12 @@ class Registration:
         address: str,
         identity: gateway_pb2.WorkerIdentity,
         load: Callable[[], gateway_pb2.WorkerLoad],
+        blocks: BlockFeed,
     ) -> None:
         self._address = address
         self._identity = identity
         self._load = load
+        self._blocks = blocks
         self._interval_s = _FIRST_INTERVAL_S
         self._hurry = asyncio.Event()
 
@@ -58,12 +61,17 @@ class Registration:
                 if answer.HasField("welcome"):
                     self._interval_s = answer.welcome.heartbeat_interval_s
                     log.info("registration.welcome", extra={"gateway_id": answer.welcome.gateway_id})
+                elif answer.HasField("resend_blocks"):
+                    self._blocks.begin_anew()
 
     async def _messages(self) -> AsyncIterator[gateway_pb2.WorkerMessage]:
         yield gateway_pb2.WorkerMessage(identity=self._identity)
+        self._blocks.begin_anew()
         while True:
             self._hurry.clear()
             yield gateway_pb2.WorkerMessage(load=self._load())
+            for events in self._blocks.messages():
+                yield gateway_pb2.WorkerMessage(blocks=events)
             try:
                 async with asyncio.timeout(self._interval_s):
                     await self._hurry.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 
 from halfmoon.engine.async_engine import AsyncEngine
@@ -12,10 +12,12 @@ from halfmoon.errors import Cancelled, Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.layout import KVLayout
 from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.rpc.transport.estimate import LinkEstimate
+from halfmoon.worker.block_feed import CachedBlocks
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.token_router import TokenRouter
 
 _NUM_REMEMBERED = 10_000
+_MAX_TIMINGS = 64  # of a report
 
 
 class WorkerState:
@@ -26,11 +28,14 @@ class WorkerState:
         self.layout = layout
         self.router = TokenRouter()
         self.draining = False
+        self.cached_blocks = CachedBlocks()
         self._metrics = metrics
         self._cancelled: OrderedDict[str, None] = OrderedDict()  # so that KV still on its way is refused
         self._num_loads = 0
         self._num_prefill_tokens = 0
         self._num_output_tokens = 0
+        self._context_tokens = 0  # of the last step
+        self._timings: deque[gateway_pb2.StepTiming] = deque(maxlen=_MAX_TIMINGS)  # since the last report
 
     def check_can_serve(self, generation: types_pb2.Generation, role: types_pb2.Role.ValueType) -> None:
         """Raises Unavailable, InvalidRequest, Incompatible or Cancelled unless new work of this kind is welcome."""
@@ -59,6 +64,8 @@ class WorkerState:
         self._num_prefill_tokens += result.num_prefill_tokens
         self._num_output_tokens += len(result.outputs)
         self._metrics.observe_step(result)
+        self._note_timing(result)
+        self.cached_blocks.change(result.stored_keys, result.evicted_keys)
         self.router.note_begun(result.num_cached_tokens, now_s() - result.duration_s)
         self.router.deliver(result.outputs)
 
@@ -67,6 +74,7 @@ class WorkerState:
         stats = engine.engine.stats()  # not between steps: a heartbeat must not wait for a long one
         self._num_loads += 1
         self._metrics.observe_stats(stats)
+        timings, self._timings = self._timings, deque(maxlen=_MAX_TIMINGS)
         return gateway_pb2.WorkerLoad(
             sequence=self._num_loads,
             num_running=stats.num_running,
@@ -78,6 +86,8 @@ class WorkerState:
             num_prefill_tokens_total=self._num_prefill_tokens,
             num_output_tokens_total=self._num_output_tokens,
             waiting_prefill_tokens=stats.num_waiting_tokens,
+            context_tokens=self._context_tokens if stats.num_running else 0,
+            steps=timings,
             links=[
                 gateway_pb2.LinkSpeed(
                     address=address, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s
@@ -85,6 +95,16 @@ class WorkerState:
                 for address, link in links.items()
             ],
         )
+
+    def _note_timing(self, result: StepResult) -> None:
+        """Of steps that only decode: what prefills take, each of them reports with its first token."""
+        self._context_tokens = result.context_tokens
+        if result.num_decode_seqs and not result.num_prefill_tokens:
+            self._timings.append(
+                gateway_pb2.StepTiming(
+                    batch=result.num_decode_seqs, context_tokens=result.context_tokens, seconds=result.duration_s
+                )
+            )
 
 
 def now_s() -> float:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from halfmoon.errors import Cancelled, HalfmoonError, Unavailable
-from halfmoon.pb.prefill_pb2 import HandedOver, KVCodec, PrefillRequest
+from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, KVCodec, PrefillRequest
 from halfmoon.pb.types_pb2 import CANCELLED, ERROR, NOT_FINISHED, Generation, SamplingParams, Token
+from halfmoon.policy.latency import PrefillSample
 from halfmoon.policy.placement import Placement
 from halfmoon.rpc.peer import LONG_LIVED_S
 from services.gateway.cluster import Cluster, Worker
@@ -81,6 +82,7 @@ class Attempt:
         )
         self._order = TokenOrder(len(progress.output_token_ids))
         self._handed_over = False
+        self._num_cached = placement.cached_tokens
         progress.prefill_worker = placement.prefill.worker_id
         progress.decode_worker = placement.decode.worker_id
 
@@ -94,13 +96,14 @@ class Attempt:
         generation = self._message.generation
         num_prompt = len(generation.prompt_token_ids) + len(generation.output_token_ids)
         with self._cluster.router.route(self._wire_id, prefill.worker_id, decode.worker_id) as route:
-            membership.note_placed(self._wire_id, prefill, decode, num_prompt)
+            now_s = self._cluster.clock()
+            membership.note_placed(self._wire_id, prefill, decode, num_prompt, self._num_cached, now_s)
             call = self._cluster.spawn(_call_prefill(self._prefill, self._message, route, self._cluster))
             complete = False
             try:
                 complete = await self._consume(route, sink)
             finally:
-                membership.note_ended(self._wire_id, prefill, decode)
+                membership.note_ended(self._wire_id, prefill, decode, self._cluster.clock())
                 self._end(call, complete)
 
     def _end(self, call: asyncio.Task[None], complete: bool) -> None:
@@ -142,7 +145,7 @@ class Attempt:
                 self._handed_over = True
                 return self._accept(token, at_s)
             case FirstTokenArrived(first, at_s):
-                self._cluster.membership.note_prefilled(self._wire_id, self._prefill.member)
+                self._note_prefilled(first, at_s)
                 self._progress.note_prefill(first)
                 return self._accept(first.token, at_s)
             case HandedOver():
@@ -161,6 +164,12 @@ class Attempt:
             case Stopping(error):
                 raise error
         return []
+
+    def _note_prefilled(self, first: FirstToken, at_s: float) -> None:
+        generation = self._message.generation
+        num_prompt = len(generation.prompt_token_ids) + len(generation.output_token_ids)
+        sample = PrefillSample(num_prompt - first.num_cached_tokens, first.num_cached_tokens, first.compute_s)
+        self._cluster.membership.note_prefilled(self._wire_id, self._prefill.member, sample, at_s)
 
     def _accept(self, token: Token, at_s: float) -> list[Token]:
         if token.finish_reason == CANCELLED:

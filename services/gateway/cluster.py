@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ import grpc
 from halfmoon.errors import HalfmoonError, InvalidRequest, Unavailable
 from halfmoon.pb.decode_pb2 import CancelRequest, TokensRequest
 from halfmoon.pb.decode_pb2_grpc import DecodeStub
-from halfmoon.pb.gateway_pb2 import GatewayMessage, Welcome, WorkerIdentity, WorkerMessage
+from halfmoon.pb.gateway_pb2 import GatewayMessage, ResendBlocks, Welcome, WorkerIdentity, WorkerMessage
 from halfmoon.pb.gateway_pb2_grpc import ClusterServicer
 from halfmoon.pb.prefill_pb2_grpc import PrefillStub
 from halfmoon.rpc.context import request_id, request_scope
@@ -29,13 +29,15 @@ _RECONNECT_S = (0.05, 0.2, 0.5, 1.0)
 
 
 class Worker:
-    """Owns the connection to one member. `gone` is set with the reason when its membership ends."""
+    """Owns the connection to one member. `gone` is set with the reason when its membership ends,
+    `missed_blocks` when it has to send its blocks anew."""
 
     def __init__(self, member: Member) -> None:
         self.member = member
         self.peer = Peer(member.identity.address)
         self.prefill = PrefillStub(self.peer.channel)
         self.decode = DecodeStub(self.peer.channel)
+        self.missed_blocks = asyncio.Event()
         self.gone: asyncio.Future[HalfmoonError] = asyncio.get_running_loop().create_future()
 
 
@@ -101,7 +103,9 @@ class Cluster(ClusterServicer):
             yield GatewayMessage(
                 welcome=Welcome(gateway_id=self.gateway_id, heartbeat_interval_s=self.membership.heartbeat_interval_s)
             )
-            await self._follow(worker, messages)
+            async with aclosing(self._follow(worker, messages)) as answers:
+                async for answer in answers:
+                    yield answer
         except HalfmoonError as error:
             reason = error
             raise
@@ -178,23 +182,37 @@ class Cluster(ClusterServicer):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _follow(self, worker: Worker, messages: AsyncIterator[WorkerMessage]) -> None:
-        """Takes reports until the stream ends. Raises Unavailable when the membership ended first."""
+    async def _follow(
+        self, worker: Worker, messages: AsyncIterator[WorkerMessage]
+    ) -> AsyncGenerator[GatewayMessage, None]:
+        """Takes reports until the stream ends, and answers. Raises Unavailable when the membership ended first."""
         reading = asyncio.ensure_future(self._read_reports(worker, messages))
         try:
-            first: set[asyncio.Future[Any]] = {reading, worker.gone}
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            if worker.gone.done():
-                raise worker.gone.result()
-            await reading
+            while True:
+                missed = asyncio.ensure_future(worker.missed_blocks.wait())
+                first: set[asyncio.Future[Any]] = {reading, worker.gone, missed}
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+                missed.cancel()
+                if worker.gone.done():
+                    raise worker.gone.result()
+                if reading.done():
+                    await reading
+                    return
+                worker.missed_blocks.clear()
+                yield GatewayMessage(resend_blocks=ResendBlocks())
         finally:
             reading.cancel()
 
     async def _read_reports(self, worker: Worker, messages: AsyncIterator[WorkerMessage]) -> None:
         async for message in messages:
-            if message.WhichOneof("message") != "load":
-                raise InvalidRequest("after its identity a worker sends load reports", param="load")
-            self.membership.report(worker.member, message.load, self.clock())
+            match message.WhichOneof("message"):
+                case "load":
+                    self.membership.report(worker.member, message.load, self.clock())
+                case "blocks":
+                    if not self.membership.note_blocks(worker.member, message.blocks):
+                        worker.missed_blocks.set()
+                case _:
+                    raise InvalidRequest("after its identity a worker sends load reports and blocks", param="load")
 
     async def _read_tokens(self, worker: Worker) -> None:
         """Reads one worker's token stream, again after a break: what ran there meanwhile counts as lost."""

@@ -12,7 +12,7 @@ from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.models import RequestRow
 from services.gateway.cluster import Cluster
 from services.gateway.door import Door
-from services.gateway.membership import Member
+from services.gateway.membership import Member, Membership
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.served_model import ServedModel
 
@@ -68,7 +68,7 @@ class ControlEndpoints:
                 "context_tokens": membership.context_tokens(self._model.context_tokens),
                 "uptime_s": now_s - self._started_s,
                 "missing": list(membership.view().missing),
-                "workers": [_worker(member, now_s) for member in membership.members()],
+                "workers": [_worker(membership, member, now_s) for member in membership.members()],
             }
         )
 
@@ -92,7 +92,7 @@ def _limit(given: str) -> int:
     return limit
 
 
-def _worker(member: Member, now_s: float) -> dict[str, Any]:
+def _worker(membership: Membership, member: Member, now_s: float) -> dict[str, Any]:
     identity, load = member.identity, member.load
     return {
         "worker_id": identity.worker_id,
@@ -107,7 +107,11 @@ def _worker(member: Member, now_s: float) -> dict[str, Any]:
         "listening": member.listening,
         "context_tokens": identity.context_tokens,
         "total_blocks": identity.total_blocks,
-        "load": {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields if field.name != "links"},
+        "load": {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields if not field.is_repeated},
+        "cached_blocks": membership.index.num_blocks(member.holder),
+        "prefill_model": member.latency.prefill._asdict(),
+        "step_model": member.latency.step._asdict(),
+        "prediction_errors": {kind: figures._asdict() for kind, figures in member.latency.errors.items()},
         "links": [
             {"address": link.address, "bytes_per_s": link.bandwidth_bytes_per_s, "latency_s": link.latency_s}
             for link in load.links

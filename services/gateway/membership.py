@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.pb.gateway_pb2 import BlockEvents as PbBlockEvents
 from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL, KVLayout
 from halfmoon.pb.types_pb2 import Role as PbRole
+from halfmoon.policy.block_index import BlockEvents, BlockIndex, unpack_keys
 from halfmoon.policy.cluster_view import ClusterView, LinkView, Role, WorkerView
+from halfmoon.policy.latency import PrefillSample, StepSample
+from halfmoon.policy.prefill_queue import PrefillQueue
+from halfmoon.policy.refinement import WorkerLatency
 
 MISSED_HEARTBEATS = 3
 _MAY_RETURN_S = 5.0  # a worker that lost its connection, or was started again, is back within these
@@ -25,6 +30,9 @@ class Member:
     joined_s: float
     heard_s: float
     load: WorkerLoad
+    latency: WorkerLatency
+    holder: int  # its number in the block index
+    queue: PrefillQueue = field(default_factory=PrefillQueue)
     listening: bool = False
     prefilling: dict[str, int] = field(default_factory=dict)  # sent since the last report: prompt tokens by request
     decoding: set[str] = field(default_factory=set)  # placed since the last report
@@ -39,9 +47,9 @@ class Member:
         """Its role as the policies name it."""
         return _ROLES[self.identity.role]
 
-    def view(self) -> WorkerView:
+    def view(self, now_s: float) -> WorkerView:
         """What the policies see of it."""
-        identity, load = self.identity, self.load
+        identity, load, latency = self.identity, self.load, self.latency
         return WorkerView(
             worker_id=identity.worker_id,
             role=self.role,
@@ -62,17 +70,30 @@ class Member:
                 for link in load.links
                 if link.bandwidth_bytes_per_s > 0
             ),
+            context_in_use_tokens=load.context_tokens,
+            prefill_free_s=max(self.queue.free_s(now_s), self._reported_free_s()),
+            prefill_model=latency.prefill,
+            step_model=latency.step,
+            holder=self.holder,
         )
+
+    def _reported_free_s(self) -> float:
+        """When the prompts of its last report are computed: other gateways' are among them."""
+        return self.heard_s + self.latency.prefill.b * self.load.waiting_prefill_tokens
 
 
 class Membership:
-    """Owns the members, when each was last heard, and their view. Knows nothing of connections and has no clock."""
+    """Owns the members, when each was last heard, their view, and where blocks are.
+
+    Knows nothing of connections and has no clock.
+    """
 
     def __init__(self, model_fingerprint: str, heartbeat_interval_s: float) -> None:
         self.model_fingerprint = model_fingerprint
         self.heartbeat_interval_s = heartbeat_interval_s
         self._members: dict[str, Member] = {}
         self._view = ClusterView()
+        self.index = BlockIndex()
         self._last_left_s: float | None = None
         self._last_capacity_tokens: int | None = None  # when the last member left
 
@@ -88,11 +109,12 @@ class Membership:
         """
         self._check(identity)
         load = WorkerLoad(free_blocks=identity.total_blocks)
-        member = Member(identity, joined_s=now_s, heard_s=now_s, load=load)
         self._members.pop(identity.worker_id, None)
+        holder = self.index.number(identity.worker_id)
+        member = Member(identity, now_s, now_s, load, self._first_guess(identity), holder)
         self._members[identity.worker_id] = member
         self._view.remove(identity.worker_id)  # so that the order is that of joining
-        self._show(member)
+        self._show(now_s, member)
         return member
 
     def report(self, member: Member, load: WorkerLoad, now_s: float) -> None:
@@ -101,29 +123,44 @@ class Membership:
         member.load = load
         member.prefilling.clear()
         member.decoding.clear()
-        self._show(member)
+        member.latency.observe_steps(StepSample(one.batch, one.context_tokens, one.seconds) for one in load.steps)
+        self._show(now_s, member)
 
     def set_listening(self, member: Member, listening: bool) -> None:
         """Notes whether tokens of this worker reach the gateway: only then it can be placed on."""
         member.listening = listening
-        self._show(member)
+        self._show(member.heard_s, member)
 
-    def note_placed(self, request_id: str, prefill: Member, decode: Member, num_prompt_tokens: int) -> None:
-        """Counts a request against both its workers until their next report."""
+    def note_blocks(self, member: Member, events: PbBlockEvents) -> bool:
+        """Takes what changed in a worker's prefix cache. False when messages are missing: it must begin anew."""
+        if self._members.get(member.worker_id) is not member:
+            return True
+        stored, evicted = unpack_keys(events.stored), unpack_keys(events.evicted)
+        return self.index.apply(member.holder, BlockEvents(events.sequence, stored, evicted, events.is_snapshot))
+
+    def note_placed(
+        self, request_id: str, prefill: Member, decode: Member, num_prompt_tokens: int, num_cached: int, now_s: float
+    ) -> None:
+        """Counts a request against both its workers, its decoding and its tokens until their next report."""
         prefill.prefilling[request_id] = num_prompt_tokens
         decode.decoding.add(request_id)
-        self._show(prefill, decode)
+        prefill_s = prefill.latency.prefill.seconds(num_prompt_tokens - num_cached, num_cached)
+        prefill.queue.add(request_id, prefill_s, now_s)
+        self._show(now_s, prefill, decode)
 
-    def note_prefilled(self, request_id: str, prefill: Member) -> None:
-        """The prompt is computed, or will not be."""
+    def note_prefilled(self, request_id: str, prefill: Member, sample: PrefillSample, now_s: float) -> None:
+        """The prompt is computed."""
         prefill.prefilling.pop(request_id, None)
-        self._show(prefill)
+        prefill.queue.remove(request_id, now_s)
+        prefill.latency.observe_prefills([sample])
+        self._show(now_s, prefill)
 
-    def note_ended(self, request_id: str, prefill: Member, decode: Member) -> None:
+    def note_ended(self, request_id: str, prefill: Member, decode: Member, now_s: float) -> None:
         """The request is on none of its workers any more."""
         prefill.prefilling.pop(request_id, None)
         decode.decoding.discard(request_id)
-        self._show(prefill, decode)
+        prefill.queue.remove(request_id, now_s)
+        self._show(now_s, prefill, decode)
 
     def leave(self, member: Member, now_s: float) -> bool:
         """Removes `member`; False if it is gone or replaced already."""
@@ -133,6 +170,7 @@ class Membership:
         self._last_capacity_tokens = self._capacity_tokens()
         del self._members[member.worker_id]
         self._view.remove(member.worker_id)
+        self.index.forget(member.worker_id)
         return True
 
     def overdue(self, now_s: float) -> list[Member]:
@@ -160,11 +198,18 @@ class Membership:
         capacity_tokens = self._capacity_tokens() if self._members else self._last_capacity_tokens
         return model_context_tokens if capacity_tokens is None else min(model_context_tokens, capacity_tokens)
 
-    def _show(self, *members: Member) -> None:
+    def _show(self, now_s: float, *members: Member) -> None:
         """Puts what is new of them into the view; what comes from one that left already is too late."""
         for member in members:
             if self._members.get(member.worker_id) is member:
-                self._view.put(member.view())
+                self._view.put(member.view(now_s))
+
+    def _first_guess(self, identity: WorkerIdentity) -> WorkerLatency:
+        """Like one of the same role and device: a worker without a model would look infinitely fast beside others."""
+        for other in self._members.values():
+            if (other.identity.role, other.identity.device) == (identity.role, identity.device):
+                return WorkerLatency(other.latency.prefill, other.latency.step)
+        return WorkerLatency()
 
     def _capacity_tokens(self) -> int:
         return self._view.least_capacity_tokens

@@ -40,6 +40,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = PrefixCache(BlockPool(NUM_BLOCKS), BLOCK_TOKENS, b"root")
         self.content: dict[int, tuple[int, ...]] = {}  # block -> all tokens up to its end
         self.in_use: list[int] = []
+        self.told: set[bytes] = set()  # by the changes
 
     @rule(target=running, token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def run(self, token_ids: list[int]) -> Sequence | None:
@@ -67,6 +68,14 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.release(sequence.blocks)
             for block in sequence.blocks:
                 self.in_use.remove(block)
+
+    @rule()
+    def tell(self) -> None:
+        stored, evicted = self.cache.take_changes()
+        assert not self.told & set(stored)
+        assert self.told >= set(evicted)
+        self.told = (self.told | set(stored)) - set(evicted)
+        assert len(self.told) == self.cache.num_cached
 
     @invariant()
     def agrees(self) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest
-from halfmoon.pb.gateway_pb2 import LinkSpeed, WorkerIdentity, WorkerLoad
+from halfmoon.pb.gateway_pb2 import BlockEvents, LinkSpeed, StepTiming, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import (
     BOTH,
     LENGTH,
@@ -19,6 +19,8 @@ from halfmoon.pb.types_pb2 import (
     KVLayout,
     Token,
 )
+from halfmoon.policy.block_index import unpack_keys
+from halfmoon.policy.latency import PrefillSample
 from services.gateway.membership import Membership
 from services.gateway.progress import Progress
 from services.gateway.stop_strings import StopStrings
@@ -194,21 +196,50 @@ def test_what_was_sent_counts_until_the_next_report() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     member = membership.join(identity(), 0.0)
     membership.report(member, WorkerLoad(waiting_prefill_tokens=5), 1.0)
-    membership.note_placed("r1", member, member, 100)
-    membership.note_placed("r2", member, member, 10)
-    assert (member.view().waiting_prefill_tokens, member.view().num_placed) == (115, 2)
-    membership.note_prefilled("r1", member)
-    assert (member.view().waiting_prefill_tokens, member.view().num_placed) == (15, 2)
-    membership.note_ended("r2", member, member)
-    assert (member.view().waiting_prefill_tokens, member.view().num_placed) == (5, 1)
+    membership.note_placed("r1", member, member, 100, 0, 3.0)
+    membership.note_placed("r2", member, member, 10, 0, 3.0)
+    assert (member.view(4.0).waiting_prefill_tokens, member.view(4.0).num_placed) == (115, 2)
+    membership.note_prefilled("r1", member, PrefillSample(100, 0, 0.5), 3.5)
+    assert (member.view(4.0).waiting_prefill_tokens, member.view(4.0).num_placed) == (15, 2)
+    membership.note_ended("r2", member, member, 4.0)
+    assert (member.view(4.0).waiting_prefill_tokens, member.view(4.0).num_placed) == (5, 1)
     membership.report(member, WorkerLoad(num_running=1), 2.0)
-    assert member.view().num_requests == 1
+    assert member.view(4.0).num_requests == 1
+
+
+def test_speeds_and_queues_follow_what_is_measured() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    member = membership.join(identity(), 0.0)
+    membership.note_placed("r1", member, member, 100, 20, 1.0)
+    assert member.view(1.0).prefill_free_s == 1.0  # nothing is known yet
+    membership.note_prefilled("r1", member, PrefillSample(80, 20, 0.8), 2.0)
+    membership.report(member, WorkerLoad(steps=[StepTiming(batch=2, context_tokens=50, seconds=0.01)] * 3), 2.0)
+    assert member.view(2.0).prefill_model.seconds(80, 20) == pytest.approx(0.8)
+    assert member.view(2.0).step_model.seconds(2, 50) == pytest.approx(0.01)
+    membership.note_placed("r2", member, member, 100, 20, 3.0)
+    assert member.view(3.0).prefill_free_s == pytest.approx(3.8)
+    membership.note_ended("r2", member, member, 3.1)
+    assert member.view(3.1).prefill_free_s == 3.1
+    another = membership.join(identity("b"), 4.0)
+    assert another.view(4.0).prefill_model.seconds(80, 20) == pytest.approx(0.8)  # one of its kind
+
+
+def test_blocks_are_known_as_long_as_their_worker_is() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    member = membership.join(identity(), 0.0)
+    keys = unpack_keys(bytes(range(1, 17)))
+    assert membership.note_blocks(member, BlockEvents(sequence=1, is_snapshot=True, stored=keys.tobytes()))
+    assert membership.index.match(keys)[member.holder] == 2
+    assert not membership.note_blocks(member, BlockEvents(sequence=3))
+    membership.leave(member, 1.0)
+    assert membership.index.num_pairs == 0
+    assert membership.note_blocks(member, BlockEvents(sequence=4))  # too late to matter
 
 
 def test_link_speeds_reach_the_policies() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     member = membership.join(identity(), 0.0)
-    assert member.view().transfer_s("decode:1", 1000) is None
+    assert member.view(4.0).transfer_s("decode:1", 1000) is None
     links = [
         LinkSpeed(address="decode:1", bandwidth_bytes_per_s=2e9, latency_s=0.001),
         LinkSpeed(address="decode:2", bandwidth_bytes_per_s=1e7, latency_s=0.05),
