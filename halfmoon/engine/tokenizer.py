@@ -49,9 +49,13 @@ class Tokenizer:
         """Whether `encode_chat` can be used."""
         return self._template is not None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, with_special: bool = True) -> list[int]:
         """Token ids, with those the tokenizer puts around a text (a BOS, say)."""
-        return self._ids(text, with_special=True)
+        return self._ids(text, with_special=with_special)
+
+    def token_name(self, token_id: int) -> str:
+        """The token as the vocabulary writes it; empty for an id that has none."""
+        return self._fast.id_to_token(token_id) or ""
 
     def render_chat(
         self,

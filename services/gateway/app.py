@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.rpc.context import request_scope
+from services.gateway.api_keys import ApiKeys
 from services.gateway.control import ControlEndpoints
+from services.gateway.cors import Cors
 from services.gateway.endpoints import GenerationEndpoints
 from services.gateway.errors_http import error_response, http_error_response
 from services.gateway.replies import ClientGone
 from services.gateway.request_ids import HEADER, assign_request_id, request_id_of
+from services.gateway.tokenizing import TokenizerEndpoints
 
 log = logging.getLogger(__name__)
 
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+@dataclass(frozen=True, slots=True)
+class Admittance:
+    """Who may send what."""
+
+    keys: ApiKeys
+    cors: Cors
+    max_body_bytes: int
 
 
-def make_app(generation: GenerationEndpoints, control: ControlEndpoints, max_body_bytes: int) -> web.Application:
+def make_app(
+    generation: GenerationEndpoints, tokenizing: TokenizerEndpoints, control: ControlEndpoints, admittance: Admittance
+) -> web.Application:
     """Every route of the gateway."""
-    app = web.Application(middlewares=[_outermost], client_max_size=max_body_bytes)
+    app = web.Application(middlewares=[_outermost(admittance)], client_max_size=admittance.max_body_bytes)
     app.on_response_prepare.append(_name_request)
+    app.on_response_prepare.append(admittance.cors.mark)
     app.router.add_post("/v1/chat/completions", generation.chat)
     app.router.add_post("/v1/completions", generation.completions)
+    app.router.add_post("/tokenize", tokenizing.tokenize)
+    app.router.add_post("/detokenize", tokenizing.detokenize)
     app.router.add_get("/v1/models", control.models)
     app.router.add_get("/v1/models/{model_id:.+}", control.model)
     app.router.add_get("/health", control.health)
@@ -35,20 +51,27 @@ def make_app(generation: GenerationEndpoints, control: ControlEndpoints, max_bod
     return app
 
 
-@web.middleware
-async def _outermost(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    with request_scope(assign_request_id(request)):
-        try:
-            return await handler(request)
-        except HalfmoonError as error:
-            return error_response(error)
-        except web.HTTPException as error:
-            return http_error_response(error)
-        except ClientGone:
-            return web.Response(status=499)  # nobody is there to read it
-        except Exception:
-            log.exception("http.failed", extra={"path": request.path})
-            return error_response(HalfmoonError("internal error: see the gateway's log"))
+def _outermost(admittance: Admittance) -> Middleware:
+    @web.middleware
+    async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
+        with request_scope(assign_request_id(request)):
+            try:
+                preflight = admittance.cors.preflight(request)
+                if preflight is not None:
+                    return preflight
+                admittance.keys.check(request)
+                return await handler(request)
+            except HalfmoonError as error:
+                return error_response(error)
+            except web.HTTPException as error:
+                return http_error_response(error)
+            except ClientGone:
+                return web.Response(status=499)  # nobody is there to read it
+            except Exception:
+                log.exception("http.failed", extra={"path": request.path})
+                return error_response(HalfmoonError("internal error: see the gateway's log"))
+
+    return outermost
 
 
 async def _name_request(request: web.Request, response: web.StreamResponse) -> None:

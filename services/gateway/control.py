@@ -81,7 +81,7 @@ class ControlEndpoints:
         model = self._model
         context_tokens = self._cluster.membership.context_tokens(model.context_tokens)
         card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "halfmoon"}
-        return {**card, "max_model_len": context_tokens}
+        return {**card, "root": model.checkpoint_name, "parent": None, "max_model_len": context_tokens}
 
 
 def _limit(given: str) -> int:

@@ -18,6 +18,7 @@ from halfmoon.errors import (
     UnknownModel,
 )
 from halfmoon.policy.placement import ContextLengthExceeded
+from services.gateway.api_keys import WrongKey
 
 
 class HttpKind(NamedTuple):
@@ -30,6 +31,7 @@ class HttpKind(NamedTuple):
 
 _KINDS: dict[type[HalfmoonError], HttpKind] = {
     ContextLengthExceeded: HttpKind(400, "invalid_request_error", "context_length_exceeded"),
+    WrongKey: HttpKind(401, "authentication_error", "invalid_api_key"),
     InvalidRequest: HttpKind(400, "invalid_request_error", None),
     UnknownModel: HttpKind(404, "invalid_request_error", "model_not_found"),
     NotFound: HttpKind(404, "invalid_request_error", "not_found"),
@@ -57,7 +59,7 @@ def error_body(error: HalfmoonError) -> dict[str, Any]:
 
 def error_response(error: HalfmoonError) -> web.Response:
     """The response for an error; Retry-After in whole seconds where the error says when to come back."""
-    headers = {}
+    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, WrongKey) else {}
     if error.retry_after_ms is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
     return web.json_response(error_body(error), status=kind_of(error).status, headers=headers)

@@ -30,7 +30,9 @@ def parse_body(schema: type[Body], raw: bytes, max_values: int) -> Body:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise InvalidRequest("the body must be a JSON object")
-    supported = {name: value for name, value in found.items() if not _is_neutral(name, value)}
+    supported = {
+        name: value for name, value in found.items() if name in schema.model_fields or not _is_neutral(name, value)
+    }
     try:
         return schema.model_validate(supported)
     except ValidationError as error:

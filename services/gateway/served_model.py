@@ -14,7 +14,7 @@ from services.gateway.text_stream import PushesText
 class Encodes(Protocol):
     """halfmoon.engine.tokenizer.Tokenizer, as far as the gateway uses it."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, with_special: bool = True) -> list[int]:
         """Token ids of a text."""
         ...
 
@@ -40,8 +40,12 @@ class Encodes(Protocol):
         """Token ids of a conversation."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
+        ...
+
+    def token_name(self, token_id: int) -> str:
+        """A token as the vocabulary writes it."""
         ...
 
 

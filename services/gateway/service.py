@@ -17,9 +17,11 @@ from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2_grpc import add_ClusterServicer_to_server
 from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.rpc.server import RunningServer, advertised_address, running_server
-from services.gateway.app import make_app
+from services.gateway.api_keys import ApiKeys
+from services.gateway.app import Admittance, make_app
 from services.gateway.cluster import Cluster, running_cluster
 from services.gateway.control import ControlEndpoints
+from services.gateway.cors import Cors
 from services.gateway.door import Door
 from services.gateway.endpoints import GenerationEndpoints
 from services.gateway.membership import Membership
@@ -27,6 +29,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.relay import Relay
 from services.gateway.served_model import ServedModel
 from services.gateway.settings import GatewaySettings
+from services.gateway.tokenizing import TokenizerEndpoints
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +60,9 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
         relay = Relay(cluster, settings.request_deadline_s, settings.failover_wait_s, settings.return_wait_s, codec)
         app = make_app(
             GenerationEndpoints(model, membership, relay, ledger, metrics, door),
+            TokenizerEndpoints(model, membership),
             ControlEndpoints(model, cluster, ledger, metrics, door),
-            settings.max_body_bytes,
+            Admittance(ApiKeys(settings.api_key), Cors(settings.allowed_origins), settings.max_body_bytes),
         )
         add = partial(add_ClusterServicer_to_server, cluster)
         async with running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2) as server:
@@ -68,6 +72,9 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
                 access_log=None,
                 shutdown_timeout=_GOODBYE_S,
                 auto_decompress=False,  # receive_body does it
+                max_line_size=settings.max_header_bytes,
+                max_field_size=settings.max_header_bytes,
+                max_headers=settings.max_headers,
             )
             await runner.setup()
             try:

@@ -37,6 +37,10 @@ class GatewaySettings(BaseSettings):
     )
     shutdown_grace_s: float = Field(2.0, ge=0, description="how long running requests may go on after SIGTERM")
     max_body_bytes: int = Field(16 << 20, gt=0, description="largest accepted HTTP body")
+    max_header_bytes: int = Field(8_190, ge=256, description="longest accepted request line, and header of a request")
+    max_headers: int = Field(100, ge=8, description="most headers of a request")
+    api_key: tuple[str, ...] = Field((), description="a key that clients may use; repeat it for more; none: no key")
+    allowed_origins: tuple[str, ...] = Field((), description="origins whose pages browsers let use the API; * is all")
 
     @property
     def ledger(self) -> str:
@@ -44,5 +48,6 @@ class GatewaySettings(BaseSettings):
         return self.ledger_url or f"sqlite:///{self.state_dir.resolve() / 'ledger.db'}"
 
     def as_logged(self) -> dict[str, Any]:
-        """Every setting, without the ledger's password."""
-        return {**self.model_dump(mode="json"), "ledger_url": mask_password(self.ledger)}
+        """Every setting, without the ledger's password and the keys."""
+        keys = ["***"] * len(self.api_key)
+        return {**self.model_dump(mode="json"), "ledger_url": mask_password(self.ledger), "api_key": keys}

@@ -54,7 +54,7 @@ PATIENCE_S = 20  # for what must happen; never slept
 class ByteTokenizer:
     """One token a byte; 256 is the end of a text."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, with_special: bool = True) -> list[int]:
         return list(text.encode())
 
     def render_chat(
@@ -80,7 +80,10 @@ class ByteTokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         return self.encode(self.render_chat(messages, **options))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def token_name(self, token_id: int) -> str:
+        return f"<{token_id}>"
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(one for one in token_ids if one < EOS).decode(errors="replace")
 
 

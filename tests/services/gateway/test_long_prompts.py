@@ -29,9 +29,9 @@ class CountingTokenizer(ByteTokenizer):
     def __init__(self) -> None:
         self.lengths: list[int] = []
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, with_special: bool = True) -> list[int]:
         self.lengths.append(len(text))
-        return super().encode(text)
+        return super().encode(text, with_special=with_special)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,10 @@ class WaitingTokenizer(ByteTokenizer):
         self.others_worked = threading.Event()
         self.began = threading.Event()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, with_special: bool = True) -> list[int]:
         self.began.set()
         assert self.others_worked.wait(PATIENCE_S)
-        return super().encode(text)
+        return super().encode(text, with_special=with_special)
 
 
 async def test_the_gateway_answers_while_a_long_prompt_is_tokenized(
