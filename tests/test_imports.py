@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SERVICES = ("gateway", "prefill", "decode", "kvstore", "planner")
-COMMAND_LINE = ("cli", "up", "supervisor", "gpus")  # one room, `halfmoon.cli`, in several files
+COMMAND_LINE = ("cli", "kv_commands", "up", "supervisor", "gpus")  # one room, `halfmoon.cli`, in several files
 ROOMS = ("errors", "pb", "kv", "engine", "policy", "sim", "rpc", "ledger", "worker")
 
 # A room may import itself, `halfmoon` (the version) and the rooms named here.

@@ -86,12 +86,13 @@ async def _disk(settings: KVStoreSettings) -> DiskTier:
 def _cold(settings: KVStoreSettings, pause_s: float) -> ColdTier | None:
     if settings.cold_url is None:
         return None
-    client = _client(settings.cold_url, settings.cold_timeout_s)
+    client = cold_client(settings.cold_url, settings.cold_timeout_s)
     breaker = CircuitBreaker(_MAX_COLD_FAILURES, pause_s)
     return ColdTier(client, int(settings.cold_bytes), settings.cold_timeout_s, breaker)
 
 
-def _client(url: str, timeout_s: float) -> ColdClient:
+def cold_client(url: str, timeout_s: float) -> ColdClient:
+    """What the URL names. Raises InvalidRequest if it is nothing, Incompatible if a package is missing."""
     try:
         if url.partition("://")[0] in _REDIS:
             from services.kvstore.cold_redis import RedisClient
