@@ -44,6 +44,7 @@ def make_app(
     app.router.add_post("/detokenize", tokenizing.detokenize)
     app.router.add_get("/v1/models", control.models)
     app.router.add_get("/v1/models/{model_id:.+}", control.model)
+    app.router.add_get("/openapi.json", control.openapi)
     app.router.add_get("/health", control.health)
     app.router.add_get("/metrics", control.metrics)
     app.router.add_get("/halfmoon/v1/cluster", control.cluster)

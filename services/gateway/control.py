@@ -14,6 +14,7 @@ from services.gateway.cluster import Cluster
 from services.gateway.door import Door
 from services.gateway.membership import Member, Membership
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.openapi import openapi_document
 from services.gateway.served_model import ServedModel
 
 _MAX_ROWS = 1_000
@@ -41,6 +42,10 @@ class ControlEndpoints:
         """GET /v1/models/{id}. Raises UnknownModel."""
         self._model.check_name(request.match_info["model_id"])
         return web.json_response(self._model_card())
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        """GET /openapi.json."""
+        return web.json_response(openapi_document())
 
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: 200 only when a request could be placed now."""
