@@ -24,14 +24,19 @@ class EntryCodec:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`raw`, a quantiser (`int8`), an entropy coder (`zstd`), or both (`int8+zstd`). Raises InvalidRequest."""
+        """`raw`, a quantiser (`int8`), an entropy coder (`zstd`), or both (`int8+zstd`).
+
+        Raises InvalidRequest if it is something else, Incompatible if a package for it is not installed.
+        """
         parts = text.upper().split("+")
         quantisers = [part for part in parts if part in Codec.__members__]
         coders = [part for part in parts if part in Lossless.__members__ and part != "NONE"]
         if len(quantisers) + len(coders) != len(parts) or len(quantisers) > 1 or len(coders) > 1:
             names = ", ".join(name.lower() for name in (*Codec.__members__, *list(Lossless.__members__)[1:]))
             raise InvalidRequest(f"no codec is called {text!r}: there are {names}, and two of them joined by +")
-        return cls(Codec[quantisers[0]] if quantisers else Codec.RAW, Lossless[coders[0]] if coders else Lossless.NONE)
+        lossless = Lossless[coders[0]] if coders else Lossless.NONE
+        compress(b"", lossless)
+        return cls(Codec[quantisers[0]] if quantisers else Codec.RAW, lossless)
 
     @property
     def is_plain(self) -> bool:

@@ -104,6 +104,8 @@ class DiskTier:
 
     async def flush(self, pins: Sequence[tuple[bytes, bool]] = ()) -> None:
         """Makes removals and pins last beyond a restart. Raises OSError."""
+        if not self._removed and not pins:
+            return
         removed, self._removed = self._removed, set()
         try:
             await self._write(lambda: self._index.apply(removed=removed, pinned=pins))

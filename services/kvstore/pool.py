@@ -49,6 +49,7 @@ class PoolOptions:
     sweep_s: float = 1.0  # between looks for what has expired or is to be deleted
     cold_list_s: float = 60.0  # between lists of the cold tier, which others may fill, too; also a list's time limit
     retry_pause_s: float = 1.0  # how long a tier that failed is left alone at first
+    drain_s: float = 2.0  # how long the end waits for what is still to be copied down
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +106,9 @@ class Pool:
                 if self.cold is not None:
                     work.append(tasks.create_task(self._list_cold(self.cold)))
                 yield self
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.options.drain_s):
+                        await self.settled()
                 for task in work:
                     task.cancel()
         finally:

@@ -49,7 +49,7 @@ async def pool(
 ) -> AsyncIterator[Pool]:
     disk = None if directory is None else DiskTier(directory, disk_bytes)
     tier = None if cold is None else ColdTier(cold, cold_bytes, 0.2, CircuitBreaker(2, 0.01))
-    quick = options or PoolOptions(sweep_s=0.01, cold_list_s=30.0, retry_pause_s=0.01)
+    quick = options or PoolOptions(sweep_s=0.01, cold_list_s=30.0, retry_pause_s=0.01, drain_s=0.0)
     it = Pool(memoryview(bytearray(num_blocks * LAYOUT.block_bytes)), quick, disk, tier, clock or Clock())
     async with it.running():
         yield it
@@ -122,6 +122,13 @@ async def test_a_reader_gets_its_block_though_memory_is_full_of_loans(tmp_path: 
             it.reserve(meta(IDS[9]))
         for loan in (*loans, third):
             it.give_back(loan)
+
+
+async def test_the_end_waits_for_what_is_to_be_copied(tmp_path: Path) -> None:
+    async with pool(directory=tmp_path, options=PoolOptions(drain_s=60.0)) as it:
+        await put_chain(it, KEYS[:6])
+    async with pool(directory=tmp_path) as it:
+        assert len(it.match(IDS)) == 6
 
 
 async def test_prefetch_fills_memory_once_for_all_who_ask(tmp_path: Path) -> None:
