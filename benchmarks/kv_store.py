@@ -1,0 +1,116 @@
+"""The store's paths side by side: into DRAM, out of it by RPC and in place, from the disk, each against a plain copy.
+
+    python -m benchmarks.kv_store --blocks 64 --repeat 5
+
+Blocks are of the demo model's layout (64 tokens, 1.4 MiB in bfloat16). Store and client share a process, so RPC
+figures are a lower bound. Medians of rounds in which the paths take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from halfmoon.kv.layout import KVLayout
+from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.rpc.metrics import RpcMetrics
+from halfmoon.rpc.server import running_server
+from services.kvstore.assembly import Store, running_store
+from services.kvstore.catalog import Tier
+from services.kvstore.identity import block_id
+from services.kvstore.settings import KVStoreSettings
+
+LAYOUT = KVLayout(30, 3, 64, "bfloat16", 64)
+LIMIT_S = 60.0
+
+
+async def measure(num_blocks: int, num_rounds: int, directory: Path) -> dict[str, list[float]]:
+    """Seconds that each path took for all blocks, by round."""
+    keys = [n.to_bytes(16, "big") for n in range(num_blocks)]
+    data = np.random.default_rng(0).integers(0, 256, (num_blocks, LAYOUT.block_bytes), np.uint8)
+    out = np.empty_like(data)
+    budget = 3 * num_blocks * LAYOUT.block_bytes
+    settings = KVStoreSettings(dram_bytes=budget, disk_dir=directory, disk_bytes=2 * budget)
+    took: dict[str, list[float]] = {}
+    async with (
+        running_store(settings) as store,
+        running_server("127.0.0.1:0", store.registrations, RpcMetrics(CollectorRegistry()), grace_s=0) as server,
+    ):
+        client = KVStoreClient(f"127.0.0.1:{server.port}")
+
+        async def copy() -> None:
+            for n in range(num_blocks):
+                np.copyto(out[n], data[n])
+
+        async def put() -> None:
+            for key, block in zip(keys, data, strict=True):
+                await client.put(key, LAYOUT, block.data, deadline_s=LIMIT_S)
+
+        async def get() -> None:
+            for n, key in enumerate(keys):
+                out[n] = np.frombuffer(await client.get(key, LAYOUT, deadline_s=LIMIT_S), np.uint8)
+
+        async def borrow() -> None:
+            async with client.borrow(keys, deadline_s=LIMIT_S) as blocks:
+                for n, block in enumerate(blocks):
+                    out[n] = np.frombuffer(block.cells(), np.uint8)
+
+        async def from_disk() -> None:
+            await only_on_disk(store, keys)
+            async with client.borrow(keys, deadline_s=LIMIT_S) as blocks:
+                assert len(blocks) == num_blocks
+
+        paths: dict[str, Callable[[], Awaitable[None]]] = {
+            "a plain copy": copy,
+            "put, shared memory": put,
+            "get, gRPC": get,
+            "borrow, checked, copied out": borrow,
+            "disk to DRAM (page cache)": from_disk,
+        }
+        for _ in range(num_rounds + 1):  # the first is for warming up
+            for name, path in paths.items():
+                if name.startswith("disk"):
+                    await store.pool.settled()
+                started_s = time.perf_counter()
+                await path()
+                took.setdefault(name, []).append(time.perf_counter() - started_s)
+                assert name.startswith(("put", "disk")) or np.array_equal(out, data)
+        await client.close()
+    return {name: times[1:] for name, times in took.items()}
+
+
+async def only_on_disk(store: Store, keys: Sequence[bytes]) -> None:
+    """Forgets what is in DRAM."""
+    for key in keys:
+        store.pool.catalog.lose(block_id(key), Tier.DRAM)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a line for each path."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=5)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        took = asyncio.run(measure(options.blocks, options.repeat, Path(directory)))
+    num_bytes = options.blocks * LAYOUT.block_bytes
+    plain_s = statistics.median(took["a plain copy"])
+    print(f"{options.blocks} blocks of {LAYOUT.block_bytes / 2**20:.2f} MiB, {options.repeat} rounds")
+    for name, times in took.items():
+        median_s = statistics.median(times)
+        print(
+            f"{name:30}{num_bytes / median_s / 1e9:8.2f} GB/s{median_s / options.blocks * 1e3:9.2f} ms a block"
+            f"{median_s / plain_s:8.1f}x the copy"
+        )
+
+
+if __name__ == "__main__":
+    main()
