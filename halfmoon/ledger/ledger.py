@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, create_engine, event, select
+from sqlalchemy import Engine, create_engine, event, inspect, select, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.orm import Session
@@ -149,8 +149,20 @@ def _create_tables(engine: Engine, url: str) -> None:
         Path(database).parent.mkdir(parents=True, exist_ok=True)
     try:
         Base.metadata.create_all(engine)
+        _add_missing_columns(engine)
     except SQLAlchemyError as error:
         raise Unavailable(f"the ledger's database cannot be opened: {error}") from error
+
+
+def _add_missing_columns(engine: Engine) -> None:
+    """A ledger of an earlier version gets the columns that are new; older rows have no value there."""
+    with engine.begin() as connection:
+        for table in Base.metadata.sorted_tables:
+            present = {column["name"] for column in inspect(connection).get_columns(table.name)}
+            for column in table.columns:
+                if column.name not in present:
+                    kind = column.type.compile(engine.dialect)
+                    connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {column.name} {kind}"))
 
 
 def _values(row: RequestRow) -> dict[str, Any]:

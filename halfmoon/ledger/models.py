@@ -58,6 +58,9 @@ class RequestRow(Base):
     max_tbt_s: Mapped[float | None]
     e2e_s: Mapped[float]
     num_retries: Mapped[int]
+    qos_class: Mapped[str | None] = mapped_column(String(64))
+    predicted_ttft_s: Mapped[float | None]  # when it was admitted, or refused
+    predicted_tbt_s: Mapped[float | None]
 
     def as_dict(self) -> dict[str, Any]:
         """Columns by name."""

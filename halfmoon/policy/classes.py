@@ -14,6 +14,11 @@ Degradation = Literal["cap_max_tokens", "lower_kv_precision", "shed_lowest_class
 DEFAULT_CLASS = "default"
 
 
+def _check(holds: bool, param: str, problem: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"a class's {param} {problem}", param=param)
+
+
 @dataclass(frozen=True, slots=True)
 class MatchRule:
     """A request is of the class when this holds of it."""
@@ -48,6 +53,9 @@ class QosClass:
         _check(all(rule.kind != "header" or rule.header for rule in self.rules), "rules", "must name the header")
 
 
+NO_PROMISES = QosClass(DEFAULT_CLASS)
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """What tells whose request it is."""
@@ -73,7 +81,7 @@ class ClassTable:
         names = [one.name for one in self.classes]
         _check(len(set(names)) == len(names), "name", "must differ from class to class")
         _check(sum(one.reserved for one in self.classes) <= 1, "reserved", "must not add up to more than 1")
-        self._default = next((one for one in self.classes if one.name == DEFAULT_CLASS), QosClass(DEFAULT_CLASS))
+        self._default = next((one for one in self.classes if one.name == DEFAULT_CLASS), NO_PROMISES)
 
     def of(self, caller: Caller) -> QosClass:
         """The class of a request. Where no rule holds it is the one named default, else one that promises nothing."""
@@ -81,8 +89,3 @@ class ClassTable:
             if any(caller.satisfies(rule) for rule in one.rules):
                 return one
         return self._default
-
-
-def _check(holds: bool, param: str, problem: str) -> None:
-    if not holds:
-        raise InvalidRequest(f"a class's {param} {problem}", param=param)

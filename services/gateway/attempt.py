@@ -12,6 +12,7 @@ from typing import Protocol
 from halfmoon.errors import Cancelled, HalfmoonError, Unavailable
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, KVCodec, PrefillRequest
 from halfmoon.pb.types_pb2 import CANCELLED, ERROR, NOT_FINISHED, Generation, SamplingParams, Token
+from halfmoon.policy.classes import NO_PROMISES, QosClass
 from halfmoon.policy.latency import PrefillSample
 from halfmoon.policy.placement import Placement
 from halfmoon.rpc.peer import LONG_LIVED_S
@@ -41,6 +42,7 @@ class RelayRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0  # smaller goes first
+    qos: QosClass = NO_PROMISES
 
 
 class TokenSink(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from halfmoon.policy.classes import NO_PROMISES, QosClass
 from services.gateway.attempt import RelayRequest
 from services.gateway.intake import Intake
 from services.gateway.progress import Progress
@@ -57,12 +58,14 @@ class Choices:
         return sum(choice.progress.num_retries for choice in self.all)
 
 
-def choices_of(intake: Intake, request_id: str, model: ServedModel, arrived_s: float) -> Choices:
+def choices_of(
+    intake: Intake, request_id: str, model: ServedModel, arrived_s: float, qos: QosClass = NO_PROMISES
+) -> Choices:
     """The outputs that `intake` asks for. Each is a request of its own to the workers."""
     return Choices(
         [
             [
-                _choice(intake, number * intake.best_of + offset, offset, request_id, model, arrived_s)
+                _choice(intake, number * intake.best_of + offset, offset, request_id, model, arrived_s, qos)
                 for offset in range(intake.best_of)
             ]
             for number in range(len(intake.prompts))
@@ -70,14 +73,16 @@ def choices_of(intake: Intake, request_id: str, model: ServedModel, arrived_s: f
     )
 
 
-def _choice(intake: Intake, index: int, offset: int, request_id: str, model: ServedModel, arrived_s: float) -> Choice:
+def _choice(
+    intake: Intake, index: int, offset: int, request_id: str, model: ServedModel, arrived_s: float, qos: QosClass
+) -> Choice:
     prompt = intake.prompts[index // intake.best_of]
     own_id = request_id if intake.num_outputs == 1 else f"{request_id}-{index}"
     progress = Progress(arrived_s)
     progress.prompt_tokens = len(prompt)
     text = TextStream(model.new_detokenizer(), intake.stops, intake.sampling.stop_token_ids, keep_stop=intake.keep_stop)
     sampling = with_seed(intake.sampling, offset)
-    return Choice(index, RelayRequest(own_id, prompt, sampling, intake.priority), progress, text)
+    return Choice(index, RelayRequest(own_id, prompt, sampling, intake.priority, qos), progress, text)
 
 
 def best_outputs(pieces: Sequence[TextPiece], num_choices: int, best_of: int) -> list[Output]:

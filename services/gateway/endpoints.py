@@ -17,6 +17,7 @@ from aiohttp import web
 from halfmoon.errors import HalfmoonError, InvalidRequest, NoCapacity, NotFound, Unavailable
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.models import RequestRow, RequestStatus
+from halfmoon.policy.admission import Refused
 from services.gateway.chat_shape import ChatShape
 from services.gateway.choices import Choices, choices_of
 from services.gateway.client_text import shortened
@@ -25,6 +26,7 @@ from services.gateway.door import Door
 from services.gateway.errors_http import error_response, kind_of
 from services.gateway.fan_out import run_choices
 from services.gateway.intake import Intake, take_in_chat, take_in_completion
+from services.gateway.judge import Judge, caller_of
 from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.received_body import receive_body
@@ -63,6 +65,7 @@ class GenerationEndpoints:
         model: ServedModel,
         membership: Membership,
         relay: Relay,
+        judge: Judge,
         ledger: Ledger,
         metrics: GatewayMetrics,
         door: Door,
@@ -71,6 +74,7 @@ class GenerationEndpoints:
         self._model = model
         self._membership = membership
         self._relay = relay
+        self._judge = judge
         self._ledger = ledger
         self._metrics = metrics
         self._door = door
@@ -92,6 +96,8 @@ class GenerationEndpoints:
                 response = await self._serve(request, call)
         except HalfmoonError as error:
             rejected = isinstance(error, _REJECTIONS) and call.choices.ttft_s is None
+            if isinstance(error, Refused):
+                self._metrics.refusals.labels(error.qos_class, error.reason).inc()
             self._write_down(call, "rejected" if rejected else "error", kind_of(error).status, error.message)
             return error_response(error)
         except (asyncio.CancelledError, ClientGone):
@@ -112,7 +118,8 @@ class GenerationEndpoints:
         take_in = partial(take_in_chat if is_chat else take_in_completion, raw, self._model, context_tokens)
         intake = await asyncio.to_thread(take_in) if len(raw) > _SLOW_BODY_BYTES else take_in()
         call.labels = intake.labels
-        call.choices = choices_of(intake, call.request_id, self._model, call.arrived_s)
+        qos = self._judge.gatekeeper.classes.of(caller_of(request.headers, self._model.name))
+        call.choices = choices_of(intake, call.request_id, self._model, call.arrived_s, qos)
         shape = self._shape(call, intake)
         if intake.stream:
             return await self._stream(intake, call, StreamReply(request, shape, call.choices))
@@ -179,6 +186,9 @@ class GenerationEndpoints:
             max_tbt_s=max(gaps_s, default=None),
             e2e_s=self._clock() - call.arrived_s,
             num_retries=choices.num_retries,
+            qos_class=first and first.progress.qos_class,
+            predicted_ttft_s=first and first.progress.predicted_ttft_s,
+            predicted_tbt_s=first and first.progress.predicted_tbt_s,
         )
         self._ledger.record(row)
         self._count(row, gaps_s)

@@ -17,6 +17,7 @@ from halfmoon.errors import (
     Unavailable,
     UnknownModel,
 )
+from halfmoon.policy.admission import Refused
 from halfmoon.policy.placement import ContextLengthExceeded
 from services.gateway.api_keys import WrongKey
 
@@ -35,6 +36,7 @@ _KINDS: dict[type[HalfmoonError], HttpKind] = {
     InvalidRequest: HttpKind(400, "invalid_request_error", None),
     UnknownModel: HttpKind(404, "invalid_request_error", "model_not_found"),
     NotFound: HttpKind(404, "invalid_request_error", "not_found"),
+    Refused: HttpKind(429, "rate_limit_error", "slo_would_be_missed"),
     NoCapacity: HttpKind(429, "rate_limit_error", "no_capacity"),
     Unavailable: HttpKind(503, "service_unavailable_error", "unavailable"),
     Cancelled: HttpKind(503, "service_unavailable_error", "cancelled"),
@@ -54,7 +56,11 @@ def kind_of(error: HalfmoonError) -> HttpKind:
 def error_body(error: HalfmoonError) -> dict[str, Any]:
     """The JSON of an error, for a response or for an event of a stream."""
     kind = kind_of(error)
-    return {"error": {"message": error.message, "type": kind.type, "param": error.param, "code": kind.code}}
+    body: dict[str, Any] = {"message": error.message, "type": kind.type, "param": error.param, "code": kind.code}
+    if isinstance(error, Refused):
+        predicted = {"predicted_ttft_s": error.ttft_s, "predicted_tbt_s": error.tbt_s}
+        body |= {"reason": error.reason, "qos_class": error.qos_class, **predicted}
+    return {"error": body}
 
 
 def error_response(error: HalfmoonError) -> web.Response:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.kv import layout
 from halfmoon.pb.gateway_pb2 import BlockEvents as PbBlockEvents
 from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL, KVLayout
@@ -100,6 +102,12 @@ class Membership:
     def members(self) -> list[Member]:
         """Every member, in the order of joining."""
         return list(self._members.values())
+
+    @property
+    def kv_layout(self) -> layout.KVLayout | None:
+        """The KV layout of the first member, by which blocks are named; None while nobody is there."""
+        first = next(iter(self._members.values()), None)
+        return None if first is None else _kv_layout(first.identity.layout)
 
     def join(self, identity: WorkerIdentity, now_s: float) -> Member:
         """Adds a worker; one of the same id is replaced.
@@ -233,6 +241,13 @@ class Membership:
                     f"worker {member.worker_id} has {_named(differing, member.identity.layout)}: "
                     "workers that exchange KV must agree in it"
                 )
+        _kv_layout(identity.layout)
+
+
+def _kv_layout(said: KVLayout) -> layout.KVLayout:
+    """Raises Incompatible for one that cannot be."""
+    dtype = cast(layout.KVDtype, said.dtype)  # checked at once
+    return layout.KVLayout(said.num_layers, said.num_kv_heads, said.head_dim, dtype, said.block_tokens)
 
 
 def _differing(one: KVLayout, other: KVLayout) -> list[str]:

@@ -9,7 +9,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from halfmoon.ledger.ledger import Ledger
+from halfmoon.policy.refinement import ErrorFigures
 from halfmoon.rpc.metrics import RpcMetrics
+from services.gateway.judge import Judge
 from services.gateway.membership import Member, Membership
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -28,7 +30,7 @@ WORKER_GAUGES = {
 class GatewayMetrics:
     """Owns the gateway's registry."""
 
-    def __init__(self, membership: Membership, ledger: Ledger) -> None:
+    def __init__(self, membership: Membership, ledger: Ledger, judge: Judge) -> None:
         self.registry = registry = CollectorRegistry()
         self.rpc = RpcMetrics(registry)
         self.requests = Counter(
@@ -53,7 +55,14 @@ class GatewayMetrics:
         )
         self.output_tokens = Counter("halfmoon_gateway_output_tokens", "Tokens generated", registry=registry)
         self.retries = Counter("halfmoon_gateway_retries", "Attempts after the first at a request", registry=registry)
+        self.refusals = Counter(
+            "halfmoon_gateway_refusals",
+            "Requests that admission refused",
+            ["qos_class", "reason"],
+            registry=registry,
+        )
         registry.register(_Workers(membership))
+        registry.register(_Predictions(membership, judge))
         registry.register(_LedgerRows(ledger))
 
 
@@ -74,6 +83,36 @@ class _Workers(Collector):
         for member in members:
             blocks.add_metric(_labels(member), member.identity.total_blocks)
         yield blocks
+
+
+class _Predictions(Collector):
+    """Reads how wrong the latest predictions were: of requests, and of each worker's prefills and decode steps."""
+
+    def __init__(self, membership: Membership, judge: Judge) -> None:
+        self._membership = membership
+        self._judge = judge
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["kind", "worker_id"]
+        error = GaugeMetricFamily(
+            "halfmoon_prediction_error_ratio", "Mean of |predicted / measured - 1|, latest 500", labels=labels
+        )
+        bias = GaugeMetricFamily(
+            "halfmoon_prediction_bias_ratio", "Mean of predicted / measured - 1, latest 500", labels=labels
+        )
+        for kind, worker_id, figures in self._figures():
+            if figures.num:
+                error.add_metric([kind, worker_id], figures.mean_absolute)
+                bias.add_metric([kind, worker_id], figures.bias)
+        yield error
+        yield bias
+
+    def _figures(self) -> Iterator[tuple[str, str, ErrorFigures]]:
+        for kind, errors in self._judge.errors.items():
+            yield kind, "", errors.figures()
+        for member in self._membership.members():
+            for model, figures in member.latency.errors.items():
+                yield model, member.worker_id, figures
 
 
 class _LedgerRows(Collector):

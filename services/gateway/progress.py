@@ -18,6 +18,10 @@ class Progress:
         self.prefill_worker: str | None = None
         self.decode_worker: str | None = None
         self.num_retries = 0
+        self.is_complete = False  # it ended by itself, or the client's stop strings ended it
+        self.qos_class: str | None = None
+        self.predicted_ttft_s: float | None = None  # when it was admitted, or refused
+        self.predicted_tbt_s: float | None = None
         self.queue_s: float | None = None
         self.ttft_s: float | None = None
         self.gaps_s: list[float] = []  # TBT, one for each token after the first

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
-from collections.abc import Sequence
 
 from halfmoon.errors import DeadlineExceeded, NoCapacity, Unavailable
 from halfmoon.pb.prefill_pb2 import KVCodec
-from halfmoon.policy.placement import ContextLengthExceeded, Placement, PlacementRequest, PlacementRules, place
+from halfmoon.policy.placement import ContextLengthExceeded, Placement
 from halfmoon.rpc.context import request_scope
 from services.gateway.attempt import Attempt, RelayRequest, TokenSink
 from services.gateway.cluster import Cluster
+from services.gateway.judge import Case, Judge
 from services.gateway.progress import Progress
 from services.gateway.token_streams import GatewayStopping
 
@@ -25,7 +24,6 @@ log = logging.getLogger(__name__)
 _MAX_REFUSALS = 3  # attempts in a row that gave no token
 _MAX_FAILOVERS = 2  # attempts that gave tokens, then failed
 _DEFAULT_WAIT_MS = 100
-_RULES = PlacementRules()
 _MAX_WAIT_MS = 1_000
 
 
@@ -35,38 +33,43 @@ class Relay:
     def __init__(
         self,
         cluster: Cluster,
+        judge: Judge,
         deadline_s: float,
         failover_wait_s: float,
         return_wait_s: float,
         kv_codec: KVCodec.ValueType,
     ) -> None:
         self._cluster = cluster
+        self._judge = judge
         self._kv_codec = kv_codec
         self._deadline_s = deadline_s
         self._failover_wait_s = failover_wait_s
         self._return_wait_s = return_wait_s
-        self._rng = random.Random()
 
     async def run(self, request: RelayRequest, progress: Progress, sink: TokenSink) -> None:
         """Streams the request's tokens into `sink` until the last one, or until the sink has enough.
 
-        Raises NoCapacity or Unavailable when no worker took it, DeadlineExceeded, or what a worker failed with.
+        Raises Refused when admission forbids it, NoCapacity or Unavailable when no worker took it, DeadlineExceeded, or
+        what a worker failed with.
         Whatever ends it early, a cancellation included, is told to the workers.
         """
         try:
             with request_scope(request.request_id, self._deadline_s):
                 async with asyncio.timeout(self._deadline_s):
-                    await self._run(request, progress, sink)
+                    with self._judge.case(request, progress) as case:
+                        await self._run(case, progress, case.noting(sink))
         except TimeoutError as error:
             raise DeadlineExceeded(f"the request was not done within {self._deadline_s:g} s") from error
 
-    async def _run(self, request: RelayRequest, progress: Progress, sink: TokenSink) -> None:
+    async def _run(self, case: Case, progress: Progress, sink: TokenSink) -> None:
         failures = _Failures()
         while True:
-            placement = await self._placement(request, progress, failures)
+            placement = await self._placement(case, progress, failures)
             num_before = len(progress.output_token_ids)
             try:
-                await Attempt(self._cluster, request, progress, placement, self._kv_codec).run(sink)
+                codec = case.codec(self._kv_codec)
+                await Attempt(self._cluster, case.request, progress, placement, codec).run(sink)
+                progress.is_complete = True
                 return
             except GatewayStopping:
                 raise
@@ -76,7 +79,7 @@ class Relay:
                 fields = {"reason": error.message, "num_output_tokens": len(progress.output_token_ids)}
                 log.warning("request.retried", extra=fields)
 
-    async def _placement(self, request: RelayRequest, progress: Progress, failures: _Failures) -> Placement:
+    async def _placement(self, case: Case, progress: Progress, failures: _Failures) -> Placement:
         """Where to try next: elsewhere if there is an elsewhere, else after a pause anywhere.
 
         A request that has streamed tokens already waits up to `failover_wait_s` for a worker to come; a new one
@@ -84,13 +87,13 @@ class Relay:
         """
         for exclude in failures.exclusions():
             try:
-                return self._place(request, progress, exclude)
+                return case.place(exclude)
             except (Unavailable, ContextLengthExceeded):
                 continue
         if failures.last is not None:
             wait_ms = min(failures.last.retry_after_ms or _DEFAULT_WAIT_MS, _MAX_WAIT_MS)
             await self._cluster.router.pause(wait_ms / 1000)
-        return await self._place_within(request, progress, self._patience_s(progress, failures))
+        return await self._place_within(case, self._patience_s(progress, failures))
 
     def _patience_s(self, progress: Progress, failures: _Failures) -> float:
         if progress.output_token_ids:
@@ -100,23 +103,16 @@ class Relay:
             return self._return_wait_s
         return 0.0
 
-    async def _place_within(self, request: RelayRequest, progress: Progress, patience_s: float) -> Placement:
+    async def _place_within(self, case: Case, patience_s: float) -> Placement:
         give_up_s = time.monotonic() + patience_s
         while True:
             try:
-                return self._place(request, progress, ())
+                return case.place(())
             except (Unavailable, ContextLengthExceeded):
                 left_s = give_up_s - time.monotonic()
                 if left_s <= 0:
                     raise
             await self._cluster.router.pause(left_s, until=self._cluster.until_changed())
-
-    def _place(self, request: RelayRequest, progress: Progress, exclude: Sequence[str]) -> Placement:
-        num_output = len(progress.output_token_ids)
-        num_prompt = len(request.prompt_token_ids) + num_output
-        wanted = PlacementRequest(num_prompt, request.sampling.max_tokens - num_output, tuple(exclude))
-        view = self._cluster.membership.view()
-        return place(view, wanted, _RULES, self._cluster.clock(), self._rng)
 
 
 class _Failures:

@@ -16,6 +16,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2_grpc import add_ClusterServicer_to_server
 from halfmoon.pb.prefill_pb2 import KVCodec
+from halfmoon.policy.placement import PlacementRules
 from halfmoon.rpc.server import RunningServer, advertised_address, running_server
 from services.gateway.api_keys import ApiKeys
 from services.gateway.app import Admittance, make_app
@@ -24,6 +25,7 @@ from services.gateway.control import ControlEndpoints
 from services.gateway.cors import Cors
 from services.gateway.door import Door
 from services.gateway.endpoints import GenerationEndpoints
+from services.gateway.judge import Judge
 from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.relay import Relay
@@ -43,6 +45,7 @@ class RunningGateway:
     http: str  # http://host:port
     address: str  # host:port where workers register
     cluster: Cluster
+    judge: Judge
 
 
 @asynccontextmanager
@@ -55,11 +58,15 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
     door = Door()
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     async with open_ledger(settings.ledger) as ledger, running_cluster(gateway_id, membership) as cluster:
-        metrics = GatewayMetrics(membership, ledger)
+        rules = PlacementRules(settings.placement, settings.balancing_threshold)
+        judge = Judge(membership, settings.admission, rules, cluster.clock)
+        metrics = GatewayMetrics(membership, ledger, judge)
         codec = KVCodec.Value(settings.handover_codec.upper())
-        relay = Relay(cluster, settings.request_deadline_s, settings.failover_wait_s, settings.return_wait_s, codec)
+        relay = Relay(
+            cluster, judge, settings.request_deadline_s, settings.failover_wait_s, settings.return_wait_s, codec
+        )
         app = make_app(
-            GenerationEndpoints(model, membership, relay, ledger, metrics, door),
+            GenerationEndpoints(model, membership, relay, judge, ledger, metrics, door),
             TokenizerEndpoints(model, membership),
             ControlEndpoints(model, cluster, ledger, metrics, door),
             Admittance(ApiKeys(settings.api_key), Cors(settings.allowed_origins), settings.max_body_bytes),
@@ -81,7 +88,7 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
                 port = await _listen(runner, settings)
                 await server.set_serving()
                 address = advertised_address(settings.cluster_listen, server.port, settings.advertise_cluster)
-                yield RunningGateway(f"http://{_url_host(settings.host)}:{port}", address, cluster)
+                yield RunningGateway(f"http://{_url_host(settings.host)}:{port}", address, cluster, judge)
             finally:
                 await _stop(door, cluster, server, runner, settings.shutdown_grace_s)
 

@@ -9,6 +9,8 @@ from pydantic import Field
 from pydantic_settings import BaseSettings
 
 from halfmoon.ledger.ledger import mask_password
+from halfmoon.policy.admission import AdmissionMode
+from halfmoon.policy.placement import PlacementMode
 from halfmoon.rpc.service import service_config
 
 
@@ -34,6 +36,18 @@ class GatewaySettings(BaseSettings):
         "raw",
         description="how KV travels from prefill to decode: raw as it is; int8 and fp8 in half of 16 bits, int4 in "
         "less than a third, each of which changes a little of what is generated (int8 least, int4 most)",
+    )
+    placement: PlacementMode = Field(
+        "kvcache-centric",
+        description="how workers are chosen: kvcache-centric and cache-aware by predicted times and cached prefixes "
+        "(the first also brings prefixes from other workers where those can be fetched), least-loaded, random",
+    )
+    balancing_threshold: float = Field(
+        2.0, ge=1, description="kvcache-centric: best prefix / own prefix above which the best one is fetched"
+    )
+    admission: AdmissionMode = Field(
+        "predicted",
+        description="when a class's targets would be missed: refuse by predicted decode load, by present load, or off",
     )
     shutdown_grace_s: float = Field(2.0, ge=0, description="how long running requests may go on after SIGTERM")
     max_body_bytes: int = Field(16 << 20, gt=0, description="largest accepted HTTP body")

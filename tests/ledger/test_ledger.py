@@ -163,3 +163,18 @@ async def test_a_database_that_is_not_there_is_a_clear_error(tmp_path: Path) -> 
 def test_passwords_are_masked() -> None:
     assert "secret" not in mask_password("postgresql://me:secret@host/db")
     assert mask_password("::") == "not a URL"
+
+
+async def test_a_ledger_of_an_earlier_version_gets_the_new_columns(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'ledger.db'}"
+    async with open_ledger(url) as ledger:
+        ledger.record(row(1))
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        for name in ("qos_class", "predicted_ttft_s"):
+            connection.execute(f"alter table requests drop column {name}")
+    connection.close()
+    async with open_ledger(url) as ledger:
+        ledger.record(row(2))
+    async with open_ledger(url) as again:
+        assert [one.request_id for one in await again.recent(9)] == ["r2", "r1"]
+        assert [one.qos_class for one in await again.recent(9)] == [None, None]

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb.decode_pb2 import CancelRequest, CancelResponse, StepTokens, TokensRequest
 from halfmoon.pb.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
-from halfmoon.pb.gateway_pb2 import GatewayMessage, WorkerIdentity, WorkerLoad, WorkerMessage
+from halfmoon.pb.gateway_pb2 import BlockEvents, GatewayMessage, WorkerIdentity, WorkerLoad, WorkerMessage
 from halfmoon.pb.gateway_pb2_grpc import ClusterStub
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, PrefillEvent, PrefillRequest
 from halfmoon.pb.prefill_pb2_grpc import PrefillServicer, add_PrefillServicer_to_server
@@ -172,7 +172,8 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         self.decoding: list[asyncio.Task[None]] = []
         self.end_registration = asyncio.Event()
         self.registered = asyncio.Event()
-        self.loads: asyncio.Queue[WorkerLoad] = asyncio.Queue()
+        self.loads: asyncio.Queue[WorkerLoad | BlockEvents] = asyncio.Queue()
+        self.asked_for_blocks = asyncio.Event()
 
     async def Prefill(self, request: PrefillRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[PrefillEvent]:
         self.calls.prefills.append(request)
@@ -262,7 +263,11 @@ class FakeWorker(PrefillServicer, DecodeServicer):
                     if ended.done():
                         load.cancel()
                         return
-                    yield WorkerMessage(load=load.result())
+                    report = load.result()
+                    if isinstance(report, BlockEvents):
+                        yield WorkerMessage(blocks=report)
+                    else:
+                        yield WorkerMessage(load=report)
             finally:
                 ended.cancel()
 
@@ -273,6 +278,8 @@ class FakeWorker(PrefillServicer, DecodeServicer):
             async for answer in answers:
                 assert isinstance(answer, GatewayMessage)
                 self.registered.set()
+                if answer.HasField("resend_blocks"):
+                    self.asked_for_blocks.set()
 
 
 class Life:
@@ -349,6 +356,12 @@ class Fleet:
         async with asyncio.timeout(PATIENCE_S):
             while not holds():
                 await self.cluster.until_changed()
+
+    async def until_told(self, holds: Callable[[], bool]) -> None:
+        """Waits until `holds`: a worker's report is no event."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():  # noqa: ASYNC110
+                await asyncio.sleep(0)
 
     async def until_idle(self) -> None:
         """Waits until no attempt is listened for."""

@@ -159,7 +159,8 @@ def test_three_missed_heartbeats_mean_dead() -> None:
 def test_a_worker_that_comes_again_replaces_itself() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     old = membership.join(identity(), 0.0)
-    new = membership.join(identity(layout=KVLayout(num_layers=9, block_tokens=8)), 1.0)
+    other = KVLayout(num_layers=9, num_kv_heads=1, head_dim=8, dtype="float32", block_tokens=8)
+    new = membership.join(identity(layout=other), 1.0)
     assert not membership.leave(old, 2.0)
     assert membership.members() == [new]
 

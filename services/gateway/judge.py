@@ -1,0 +1,178 @@
+"""Between the relay and the policies: each request's case, from its admission to what it taught."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfmoon.kv.keys import block_keys, root_key
+from halfmoon.kv.layout import KVLayout
+from halfmoon.pb.prefill_pb2 import FP8, INT4, INT8, RAW, KVCodec
+from halfmoon.pb.types_pb2 import Token
+from halfmoon.policy.admission import AdmissionMode, Refused
+from halfmoon.policy.block_index import short_keys
+from halfmoon.policy.classes import Caller
+from halfmoon.policy.gatekeeper import Admitted, Gatekeeper
+from halfmoon.policy.key_table import Keys
+from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules
+from halfmoon.policy.refinement import PredictionErrors
+from services.gateway.attempt import RelayRequest, TokenSink
+from services.gateway.membership import Membership
+from services.gateway.progress import Progress
+
+_LOWER: dict[KVCodec.ValueType, KVCodec.ValueType] = {RAW: INT8, FP8: INT4, INT8: INT4, INT4: INT4}
+_PRIORITIES_PER_CLASS = 1_000  # that a client may choose from: a class goes before all of the next one
+
+
+class Judge:
+    """Owns the gatekeeper, and how wrong its predictions of whole requests were."""
+
+    def __init__(
+        self, membership: Membership, mode: AdmissionMode, rules: PlacementRules, clock: Callable[[], float]
+    ) -> None:
+        self.gatekeeper = Gatekeeper(mode, rules, random.Random())
+        self.errors = {"ttft": PredictionErrors(), "tbt": PredictionErrors()}
+        self._membership = membership
+        self._clock = clock
+        self._names = map(str, itertools.count())
+
+    @contextmanager
+    def case(self, request: RelayRequest, progress: Progress) -> Iterator[Case]:
+        """One request as long as it is here."""
+        made = Case(next(self._names), request, progress, self.gatekeeper, self._membership, self._clock)
+        try:
+            yield made
+        finally:
+            made.close()
+            if progress.is_complete:
+                self._note_errors(progress)
+
+    def _note_errors(self, progress: Progress) -> None:
+        """Of requests that needed one attempt: predictions are of the first."""
+        pairs = {
+            "ttft": (progress.predicted_ttft_s, progress.ttft_s),
+            "tbt": (progress.predicted_tbt_s, progress.mean_tbt_s),
+        }
+        for kind, (predicted_s, measured_s) in pairs.items():
+            if predicted_s and measured_s and not progress.num_retries:
+                self.errors[kind].add(predicted_s, measured_s)
+
+
+class Case:
+    """Owns one request's standing with the gatekeeper."""
+
+    def __init__(
+        self,
+        name: str,
+        request: RelayRequest,
+        progress: Progress,
+        gatekeeper: Gatekeeper,
+        membership: Membership,
+        clock: Callable[[], float],
+    ) -> None:
+        self.request = request  # as admitted
+        self._name = name
+        self._progress = progress
+        self._gatekeeper = gatekeeper
+        self._membership = membership
+        self._clock = clock
+        self._admitted: Admitted | None = None
+        self._keys: tuple[KVLayout, Keys] | None = None
+
+    def place(self, exclude: Sequence[str]) -> Placement:
+        """Where to try next. Raises Refused the first time, if the class forbids it, and what `place` raises."""
+        num_output = len(self._progress.output_token_ids)
+        num_prompt = len(self.request.prompt_token_ids) + num_output
+        wanted = PlacementRequest(num_prompt, self.request.sampling.max_tokens - num_output, tuple(exclude))
+        view, now_s = self._membership.view(), self._clock()
+        if self._admitted is None:
+            return self._enter(wanted, now_s)
+        placement = self._gatekeeper.place_again(view, wanted, now_s, self._depths())
+        self._gatekeeper.move(self._name, view, placement, now_s)
+        return placement
+
+    def codec(self, usual: KVCodec.ValueType) -> KVCodec.ValueType:
+        """How its KV travels."""
+        return _LOWER[usual] if self._admitted and self._admitted.lower_kv_precision else usual
+
+    def noting(self, sink: TokenSink) -> TokenSink:
+        """`sink`, and the gatekeeper hears of the first token."""
+        return _FirstToken(sink, lambda: self._gatekeeper.begin_decode(self._name, self._clock()))
+
+    def close(self) -> None:
+        """It is over, in whatever way."""
+        if self._admitted is not None:
+            progress = self._progress
+            ttft_s = progress.ttft_s if progress.is_complete else None
+            num_output = len(progress.output_token_ids)
+            self._gatekeeper.leave(
+                self._name, self._clock(), num_output=num_output, ttft_s=ttft_s, tbt_s=progress.mean_tbt_s
+            )
+
+    def _enter(self, wanted: PlacementRequest, now_s: float) -> Placement:
+        view, progress, qos = self._membership.view(), self._progress, self.request.qos
+        progress.qos_class = qos.name
+        try:
+            admitted = self._gatekeeper.decide(view, wanted, qos, now_s, self._depths())
+        except Refused as refusal:
+            progress.predicted_ttft_s, progress.predicted_tbt_s = refusal.ttft_s, refusal.tbt_s
+            raise
+        waited_s = now_s - progress.arrived_s
+        progress.predicted_ttft_s = waited_s + admitted.placement.ttft_s
+        progress.predicted_tbt_s = admitted.placement.tbt_s
+        self.request = _as_admitted(self.request, admitted)
+        self._admitted = admitted
+        self._gatekeeper.enter(self._name, view, admitted, wanted.num_prompt_tokens, now_s)
+        return admitted.placement
+
+    def _depths(self) -> NDArray[np.int64]:
+        """How much of the prompt each worker has; keys are hashed once, and again should the layout change."""
+        layout = self._membership.kv_layout
+        if layout is None:
+            return NOTHING_CACHED
+        if self._keys is None or self._keys[0] != layout:
+            root = root_key(self._membership.model_fingerprint, layout)
+            keys = block_keys(root, self.request.prompt_token_ids, layout.block_tokens)
+            self._keys = (layout, short_keys(keys))
+        return self._membership.index.match(self._keys[1])
+
+
+class _FirstToken:
+    """A sink that tells of the first tokens."""
+
+    def __init__(self, sink: TokenSink, on_first: Callable[[], None]) -> None:
+        self._sink = sink
+        self._on_first = on_first
+        self._has_begun = False
+
+    async def push(self, tokens: Sequence[Token]) -> bool:
+        """Passes the tokens on."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._on_first()
+        return await self._sink.push(tokens)
+
+
+def caller_of(headers: Mapping[str, str], model: str) -> Caller:
+    """Whose request it is, as classes tell callers apart."""
+    scheme, _, api_key = headers.get("Authorization", "").partition(" ")
+    named = {name.lower(): value for name, value in headers.items()}
+    return Caller(named, api_key.strip() if scheme.lower() == "bearer" else "", model)
+
+
+def _as_admitted(request: RelayRequest, admitted: Admitted) -> RelayRequest:
+    within = max(-_PRIORITIES_PER_CLASS // 2, min(request.priority, _PRIORITIES_PER_CLASS // 2 - 1))
+    request = replace(request, priority=admitted.qos.priority * _PRIORITIES_PER_CLASS + within)
+    if admitted.max_tokens == request.sampling.max_tokens:
+        return request
+    sampling = type(request.sampling)()
+    sampling.CopyFrom(request.sampling)
+    sampling.max_tokens = admitted.max_tokens
+    sampling.min_tokens = min(sampling.min_tokens, admitted.max_tokens)
+    return replace(request, sampling=sampling)

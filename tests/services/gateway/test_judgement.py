@@ -1,0 +1,121 @@
+"""Admission and placement as clients and workers see them."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from halfmoon.kv.keys import block_keys, root_key
+from halfmoon.kv.layout import KVLayout
+from halfmoon.pb.gateway_pb2 import BlockEvents, StepTiming, WorkerLoad
+from halfmoon.policy.classes import ClassTable, MatchRule, QosClass
+from halfmoon.policy.latency import PrefillSample
+
+from .fakes import FINGERPRINT, LAYOUT, MODEL, FakeWorker, Fleet, Script, running_fleet, soon
+
+PROMPT = "a prompt of several blocks, each of them of eight tokens"
+STRICT = QosClass("strict", ttft_s=0.5, rules=(MatchRule("header", "strict", "X-Customer-Tier"),))
+
+
+async def complete(fleet: Fleet, tier: str = "", **more: Any) -> tuple[int, dict[str, str], dict[str, Any]]:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, **more}
+    headers = {"x-customer-tier": tier} if tier else {}
+    async with aiohttp.ClientSession() as session:
+        url = f"{fleet.http}/v1/completions"
+        async with session.post(url, json=body, headers=headers) as response:
+            return response.status, dict(response.headers), json.loads(await response.text())
+
+
+def measured(fleet: Fleet, worker: FakeWorker, seconds_per_token: float) -> None:
+    """As if prefills had been measured on it."""
+    member = fleet.cluster.worker(worker.worker_id).member
+    membership = fleet.cluster.membership
+    for number in range(20):
+        sample = PrefillSample(10.0 + number, 0, (10 + number) * seconds_per_token)
+        membership.note_prefilled("", member, sample, 0.0)
+
+
+async def test_a_class_over_its_target_is_refused_and_no_worker_hears_of_it(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair()
+        measured(fleet, prefill, 1.0)
+        fleet.gateway.judge.gatekeeper.classes = ClassTable((STRICT,))
+        status, headers, body = await complete(fleet, "strict")
+        assert prefill.calls.prefills == []
+        assert (await complete(fleet))[0] == 200  # nobody promised it anything
+        metrics = await fleet.metrics()
+    error = body["error"]
+    assert status == 429
+    assert int(headers["Retry-After"]) >= 1
+    assert (error["type"], error["code"], error["reason"]) == ("rate_limit_error", "slo_would_be_missed", "ttft")
+    assert error["qos_class"] == "strict"
+    assert error["predicted_ttft_s"] == pytest.approx(len(PROMPT), rel=0.05)
+    assert 'halfmoon_gateway_refusals_total{qos_class="strict",reason="ttft"} 1.0' in metrics
+    assert 'halfmoon_prediction_error_ratio{kind="prefill",worker_id="p0"}' in metrics
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        rows = connection.execute("select status, qos_class, predicted_ttft_s from requests order by id").fetchall()
+    connection.close()
+    assert [row[:2] for row in rows] == [("rejected", "strict"), ("ok", "default")]
+    assert all(row[2] == pytest.approx(len(PROMPT), rel=0.2) for row in rows)
+
+
+async def test_off_refuses_nobody(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, admission="off") as fleet:
+        prefill, _ = await fleet.pair()
+        measured(fleet, prefill, 1.0)
+        fleet.gateway.judge.gatekeeper.classes = ClassTable((STRICT,))
+        assert (await complete(fleet, "strict"))[0] == 200
+
+
+async def test_a_prompt_goes_to_the_worker_that_has_its_blocks(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        workers = [await fleet.add(f"p{number}", "prefill") for number in range(3)]
+        await fleet.add("d0", "decode")
+        for worker in workers:
+            measured(fleet, worker, 0.01)
+        layout = KVLayout(LAYOUT.num_layers, LAYOUT.num_kv_heads, LAYOUT.head_dim, "float32", LAYOUT.block_tokens)
+        keys = block_keys(root_key(FINGERPRINT, layout), list(PROMPT.encode()), layout.block_tokens)
+        stored = b"".join(key[:8] for key in keys)
+        for number, holder in enumerate(workers[1:]):
+            holder.loads.put_nowait(BlockEvents(sequence=1, is_snapshot=True, stored=stored[: 8 * (6 - 5 * number)]))
+        index = fleet.cluster.membership.index
+        await fleet.until_told(lambda: index.num_pairs == 7)
+        for _ in range(5):
+            assert (await complete(fleet))[0] == 200
+    assert [len(worker.calls.prefills) for worker in workers] == [0, 5, 0]
+
+
+async def test_a_gap_in_the_block_events_is_answered_with_a_request_for_a_snapshot(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        worker = await fleet.add("b0", "both")
+        worker.loads.put_nowait(BlockEvents(sequence=1, is_snapshot=True, stored=bytes(8)))
+        worker.loads.put_nowait(BlockEvents(sequence=3, stored=bytes(range(8))))
+        await soon(worker.asked_for_blocks.wait())
+        assert fleet.cluster.membership.index.num_pairs == 1
+
+
+async def test_what_is_capped_ends_by_length(tmp_path: Path) -> None:
+    capped = QosClass("capped", 1, degradation=("cap_max_tokens",), capped_tokens=2, rules=(MatchRule("model", MODEL),))
+    owner = QosClass("owner", 0, reserved=1.0, rules=(MatchRule("header", "owner", "x-customer-tier"),))
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.add("b0", "both", Script("hello"), total_blocks=16)  # 128 tokens
+        fleet.gateway.judge.gatekeeper.classes = ClassTable((owner, capped))
+        await complete(fleet, "owner", max_tokens=6)  # 62 tokens are kept for its next one
+        status, _, body = await complete(fleet, max_tokens=12)
+    assert status == 200
+    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("he", "length")
+
+
+async def test_step_timings_make_a_model(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        worker = await fleet.add("b0", "both")
+        steps = [StepTiming(batch=batch, context_tokens=10, seconds=0.01 * batch) for batch in (1, 2, 4)]
+        worker.loads.put_nowait(WorkerLoad(sequence=1, free_blocks=9, steps=steps))
+        member = fleet.cluster.worker("b0").member
+        await fleet.until_told(lambda: member.load.sequence == 1)
+        assert member.latency.step.seconds(3, 10) == pytest.approx(0.03, rel=0.05)
