@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from services.kvstore.catalog import Catalog, Tier
+from services.kvstore.catalog import Catalog
+from services.kvstore.entry import Tier
 from services.kvstore.eviction import PolicyName, policy_named
 from services.kvstore.identity import BlockMeta, block_id
 

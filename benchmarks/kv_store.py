@@ -24,7 +24,7 @@ from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.server import running_server
 from services.kvstore.assembly import Store, running_store
-from services.kvstore.catalog import Tier
+from services.kvstore.entry import Tier
 from services.kvstore.identity import block_id
 from services.kvstore.settings import KVStoreSettings
 

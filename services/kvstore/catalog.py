@@ -10,69 +10,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from dataclasses import replace
 
-from services.kvstore.eviction import EvictionPolicy, Rank, Usage
+from services.kvstore.entry import Change, Entry, Holding, Tier
+from services.kvstore.eviction import EvictionPolicy, Usage
 from services.kvstore.eviction_queue import EvictionQueue, Verdict
 from services.kvstore.identity import BlockMeta
 
 _RETRY_S = 1.0  # an expired block that something rests on is looked at again after this
-
-
-class Tier(IntEnum):
-    """From fast to slow; a slower tier outlives the faster ones."""
-
-    DRAM = 0
-    DISK = 1
-    COLD = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A block came into a tier (`held`), or left it."""
-
-    meta: BlockMeta
-    tier: Tier
-    held: bool
-    tiers: tuple[Tier, ...]  # where it is after the change
-    evicted: bool = False  # it made room
-    first: bool = False  # no tier had it before
-    rejected: bool = False  # it never was in the tier, as far as others know
-
-    @property
-    def block(self) -> bytes:
-        """Its id."""
-        return self.meta.id
-
-    @property
-    def gone(self) -> bool:
-        """Whether no tier has it any more."""
-        return not self.tiers
-
-
-@dataclass(slots=True)
-class _Holding:
-    num_bytes: int
-    rank: Rank
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One known block. Only the catalog changes it."""
-
-    meta: BlockMeta
-    usage: Usage
-    tiers: dict[Tier, _Holding] = field(default_factory=dict)
-    children: set[bytes] = field(default_factory=set)
-    num_children_in: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
-    pinned: bool = False
-    num_holds: int = 0
-
-    @property
-    def fastest(self) -> Tier:
-        """The best place to read it from."""
-        return min(self.tiers)
 
 
 class Catalog:
@@ -153,7 +98,7 @@ class Catalog:
             self._num_held[tier] += 1
             self._count_child(entry, tier, 1)
         self._used_bytes[tier] += num_bytes
-        entry.tiers[tier] = _Holding(num_bytes, ())
+        entry.tiers[tier] = Holding(num_bytes, ())
         self._touch(entry)
         self._offer(entry, tier)
         self._on_change(Change(entry.meta, tier, True, tuple(entry.tiers), first=first))

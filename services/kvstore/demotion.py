@@ -17,9 +17,10 @@ from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.layout import KVBytes
 from services.kvstore.breaker import CircuitBreaker
-from services.kvstore.catalog import Catalog, Tier
+from services.kvstore.catalog import Catalog
 from services.kvstore.counts import Counts
 from services.kvstore.dram import Block, DramTier
+from services.kvstore.entry import Tier
 from services.kvstore.identity import BlockMeta
 from services.kvstore.record import Record, encode_record
 

@@ -19,7 +19,8 @@ from halfmoon.kv.frame import KVRange
 from halfmoon.kv.layout import KVBytes, KVLayout
 from services.kvstore.allocator import rounded_bytes
 from services.kvstore.arena import Arena, Room
-from services.kvstore.catalog import Catalog, Tier
+from services.kvstore.catalog import Catalog
+from services.kvstore.entry import Tier
 from services.kvstore.identity import BlockMeta
 
 RETRY_AFTER_MS = 100  # drafts are short-lived: they commit, or their senders' leases end

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from services.kvstore.catalog import Tier
+from services.kvstore.entry import Tier
 
 EventKind = Literal["stored", "moved", "evicted"]
 MAX_BEHIND = 10_000  # events that wait for one reader; then it gets a snapshot instead

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from halfmoon.errors import DataLoss, HalfmoonError, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.entry_codec import EntryCodec
 from services.kvstore.breaker import CircuitBreaker
-from services.kvstore.catalog import Catalog, Entry, Tier
+from services.kvstore.catalog import Catalog
 from services.kvstore.cold import ColdTier
 from services.kvstore.counts import Counts
 from services.kvstore.disk import DiskTier
 from services.kvstore.dram import DramTier
+from services.kvstore.entry import Entry, Tier
 from services.kvstore.record import Record
 
 log = logging.getLogger(__name__)

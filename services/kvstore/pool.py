@@ -9,47 +9,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, NotFound, Unavailable
-from halfmoon.kv.entry_codec import EntryCodec
+from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, NotFound
 from services.kvstore.breaker import CircuitBreaker
-from services.kvstore.catalog import Catalog, Change, Entry, Tier
+from services.kvstore.catalog import Catalog
 from services.kvstore.cold import ColdTier
+from services.kvstore.copies import Copies
 from services.kvstore.counts import Counts
-from services.kvstore.demotion import Demoter, Write
 from services.kvstore.disk import DiskTier
 from services.kvstore.dram import Block, Draft, DramTier
+from services.kvstore.entry import Change, Entry, Tier
 from services.kvstore.events import EventKind, EventLog
-from services.kvstore.eviction import PolicyName, policy_named
+from services.kvstore.eviction import policy_named
 from services.kvstore.identity import BlockMeta
 from services.kvstore.loading import Loader
+from services.kvstore.options import PoolOptions
 from services.kvstore.record import Record
+from services.kvstore.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
-
-PLAIN = EntryCodec()
-
-
-@dataclass(frozen=True, slots=True)
-class PoolOptions:
-    """How the tiers behave."""
-
-    dram_policy: PolicyName = "lru"
-    disk_policy: PolicyName = "lru"
-    cold_policy: PolicyName = "lru"
-    dram_codec: EntryCodec = PLAIN
-    disk_codec: EntryCodec = PLAIN
-    cold_codec: EntryCodec = PLAIN
-    ttl_s: float = math.inf
-    sweep_s: float = 1.0  # between looks for what has expired or is to be deleted
-    cold_list_s: float = 60.0  # between lists of the cold tier, which others may fill, too; also a list's time limit
-    retry_pause_s: float = 1.0  # how long a tier that failed is left alone at first
-    drain_s: float = 2.0  # how long the end waits for what is still to be copied down
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +73,8 @@ class Pool:
         self._loader = Loader(
             self.catalog, self.dram, self.options.dram_codec, disk, self._disk_breaker, cold, self.counts
         )
-        self._demoters = self._make_demoters()
+        self._copies = Copies(self.options, self.catalog, self.dram, disk, self._disk_breaker, cold, self.counts)
+        self._upkeep = Upkeep(self.options, self.catalog, disk, cold, self.counts, now_s)
         if disk is not None:
             self._recover(disk)
 
@@ -101,10 +84,10 @@ class Pool:
         work: list[asyncio.Task[None]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                work += [tasks.create_task(demoter.run()) for demoter in self._demoters.values()]
-                work.append(tasks.create_task(self._sweep()))
+                work += [tasks.create_task(copying) for copying in self._copies.work()]
+                work.append(tasks.create_task(self._upkeep.sweep()))
                 if self.cold is not None:
-                    work.append(tasks.create_task(self._list_cold(self.cold)))
+                    work.append(tasks.create_task(self._upkeep.list_cold(self.cold)))
                 yield self
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.options.drain_s):
@@ -120,8 +103,7 @@ class Pool:
 
     async def settled(self) -> None:
         """Returns when every block has been copied down as far as it could be. For tests and benchmarks."""
-        for demoter in self._demoters.values():
-            await demoter.idle()
+        await self._copies.settled()
 
     def match(self, blocks: Sequence[bytes]) -> list[Entry]:
         """The leading blocks that are here and can be read now; it counts as a use of them."""
@@ -154,8 +136,7 @@ class Pool:
             payload = await asyncio.to_thread(codec.encode, draft.room.view, draft.layout)
             self.dram.commit_encoded(draft, codec, payload)
         self.counts.num_stored += 1
-        for demoter in self._demoters.values():
-            demoter.enqueue(draft.meta.id)
+        self._copies.enqueue(draft.meta.id)
 
     def discard(self, draft: Draft) -> None:
         """Ends a draft that was not committed."""
@@ -178,13 +159,13 @@ class Pool:
         """Forgets blocks and all that follow them, for good; gives how many."""
         num_dropped = sum(self.catalog.drop(block) for block in blocks)
         if num_dropped:
-            await self._flush()
+            await self._upkeep.flush()
         return num_dropped
 
     async def pin(self, blocks: Sequence[bytes], pinned: bool) -> int:
         """Pins or unpins blocks, beyond a restart where they are on disk; gives how many are here."""
         known = [block for block in blocks if self.catalog.pin(block, pinned)]
-        await self._flush([(block, pinned) for block in known])
+        await self._upkeep.flush([(block, pinned) for block in known])
         return len(known)
 
     async def verify(self, tiers: Iterable[Tier]) -> dict[Tier, tuple[int, int]]:
@@ -207,7 +188,7 @@ class Pool:
 
     def num_waiting(self, tier: Tier) -> int:
         """Blocks to be copied there."""
-        return self._demoters[tier].num_waiting if tier in self._demoters else 0
+        return self._copies.num_waiting(tier)
 
     async def _acquire(self, block: bytes) -> Loan:
         entry = self.catalog.live(block, self._now_s())
@@ -261,65 +242,6 @@ class Pool:
             kind: EventKind = "stored" if change.first else "evicted" if change.gone else "moved"
             self.events.publish(kind, change.block, tuple(sorted(change.tiers)))
 
-    def _make_demoters(self) -> dict[Tier, Demoter]:
-        made = {}
-        if self.disk is not None:
-            made[Tier.DISK] = Demoter(
-                Tier.DISK, self.options.disk_codec, self.disk.live_budget_bytes, self._store_on_disk,
-                self._disk_breaker, self.catalog, self.dram, self.counts,
-            )  # fmt: skip
-        if self.cold is not None:
-            made[Tier.COLD] = Demoter(
-                Tier.COLD, self.options.cold_codec, self.cold.budget_bytes, self._store_in_cold,
-                self.cold.breaker, self.catalog, self.dram, self.counts, self._from_disk,
-            )  # fmt: skip
-        return made
-
-    async def _store_on_disk(self, records: Sequence[Write]) -> list[tuple[BlockMeta, int]]:
-        assert self.disk is not None
-        if not self._disk_breaker.allows(time.monotonic()):
-            raise Unavailable("the disk is left alone for a while: it keeps failing")
-        try:
-            num_bytes = sum(len(head) + memoryview(body).nbytes for _, (head, body) in records)
-            for block in await self.disk.compact(num_bytes):
-                self.counts.add(Tier.DISK, "corrupted")
-                self.catalog.lose(block, Tier.DISK)
-            stored = await self.disk.write(records)
-            pins = [(meta.id, True) for meta, _ in stored if self._is_pinned(meta.id)]
-            if pins:
-                await self.disk.flush(pins)
-        except OSError:
-            self._disk_breaker.failed(time.monotonic())
-            raise
-        self._disk_breaker.succeeded()
-        return stored
-
-    async def _store_in_cold(self, records: Sequence[Write]) -> list[tuple[BlockMeta, int]]:
-        assert self.cold is not None
-        bodies = [bytes(head) + bytes(body) for _, (head, body) in records]
-        puts = [self.cold.put(meta, body) for (meta, _), body in zip(records, bodies, strict=True)]
-        results = await asyncio.gather(*puts, return_exceptions=True)
-        failures = [result for result in results if result is not None]
-        for failure in failures:
-            if not isinstance(failure, Unavailable):
-                raise failure
-        if failures and len(failures) == len(results):
-            raise failures[0]
-        self.counts.add(Tier.COLD, "failed", len(failures))
-        done = zip(records, bodies, results, strict=True)
-        return [(meta, len(body)) for (meta, _), body, result in done if result is None]
-
-    async def _from_disk(self, block: bytes) -> Record | None:
-        if self.disk is None or not self.catalog.is_in(block, Tier.DISK):
-            return None
-        with contextlib.suppress(HalfmoonError, OSError):
-            return await self.disk.read(block)
-        return None
-
-    def _is_pinned(self, block: bytes) -> bool:
-        entry = self.catalog.get(block)
-        return entry is not None and entry.pinned
-
     def _recover(self, disk: DiskTier) -> None:
         """What the disk had, where it has the beginning, too; the rest is forgotten."""
         for row in disk.recovered():
@@ -333,44 +255,6 @@ class Pool:
         while self.catalog.used_bytes(Tier.DISK) > disk.live_budget_bytes:  # it was given less than before
             if self.catalog.pop_victim(Tier.DISK) is None:
                 break
-
-    async def _sweep(self) -> None:
-        """Expiry, and what was removed behind the callers' backs."""
-        while True:
-            await asyncio.sleep(self.options.sweep_s)
-            self.counts.num_expired += self.catalog.expire(self._now_s())
-            await self._flush()
-            if self.cold is not None:
-                with contextlib.suppress(Unavailable):
-                    await self.cold.sweep()
-
-    async def _flush(self, pins: Sequence[tuple[bytes, bool]] = ()) -> None:
-        """Removals and pins to the disk's index; where that fails they wait for its next write."""
-        if self.disk is None:
-            return
-        try:
-            await self.disk.flush(pins)
-        except OSError as err:
-            self.counts.add(Tier.DISK, "failed")
-            log.warning("disk.flush_failed", extra={"reason": str(err)})
-
-    async def _list_cold(self, cold: ColdTier) -> None:
-        """Learns what the cold tier has: at the start, and what other stores brought later."""
-        while True:
-            try:
-                for meta, num_bytes in await cold.list(self.options.cold_list_s):
-                    self._learn_cold(meta, num_bytes)
-            except Unavailable as err:
-                log.warning("cold.not_listed", extra={"reason": err.message})
-                await asyncio.sleep(max(self.options.retry_pause_s, cold.breaker.wait_s(time.monotonic())))
-                continue
-            log.info("cold.listed", extra={"num_blocks": self.catalog.num_blocks(Tier.COLD)})
-            await asyncio.sleep(self.options.cold_list_s)
-
-    def _learn_cold(self, meta: BlockMeta, num_bytes: int) -> None:
-        entry = self.catalog.get(meta.id)
-        if (entry is None or Tier.COLD not in entry.tiers) and self.catalog.can_add(meta.parent, Tier.COLD):
-            self.catalog.add(meta if entry is None else entry.meta, Tier.COLD, num_bytes)
 
 
 def _loan_of(block: Block) -> Loan:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import grpc
 
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
-from services.kvstore.catalog import Tier
+from services.kvstore.entry import Tier
 from services.kvstore.events import BlockEvent, EventKind, Snapshot
 from services.kvstore.identity import block_id
 from services.kvstore.lending import Lender

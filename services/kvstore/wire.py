@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.layout import KVLayout
 from halfmoon.pb import kvstore_pb2, types_pb2
-from services.kvstore.catalog import Entry, Tier
+from services.kvstore.entry import Entry, Tier
 from services.kvstore.identity import ID_BYTES, key_of, tag_of
 
 TIERS: dict[Tier, kvstore_pb2.KVTier.ValueType] = {

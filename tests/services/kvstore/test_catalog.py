@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from benchmarks.kv_index import Prompt, read_trace, replay
-from services.kvstore.catalog import Catalog, Change, Tier
+from services.kvstore.catalog import Catalog
+from services.kvstore.entry import Change, Tier
 from services.kvstore.eviction import PolicyName, policy_named
 from services.kvstore.identity import BlockMeta, block_id, key_of, tag_of, tenant_tag
 

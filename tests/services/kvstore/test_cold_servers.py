@@ -17,8 +17,8 @@ import pytest
 from halfmoon.errors import InvalidRequest, NotFound, Unavailable
 from services.kvstore.assembly import cold_client, running_store
 from services.kvstore.breaker import CircuitBreaker
-from services.kvstore.catalog import Tier
 from services.kvstore.cold import PREFIX, ColdClient, ColdTier
+from services.kvstore.entry import Tier
 from services.kvstore.identity import block_id
 from services.kvstore.settings import KVStoreSettings
 from tests.services.kvstore.blocks import content, is_right, key, put_chain

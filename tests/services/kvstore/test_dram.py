@@ -12,8 +12,9 @@ from halfmoon.errors import DataLoss, NoCapacity, NotFound
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.layout import KVLayout
-from services.kvstore.catalog import Catalog, Change, Tier
+from services.kvstore.catalog import Catalog
 from services.kvstore.dram import Block, Draft, DramTier, cells
+from services.kvstore.entry import Change, Tier
 from services.kvstore.eviction import policy_named
 from services.kvstore.identity import BlockMeta, block_id
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from halfmoon.errors import HalfmoonError
-from services.kvstore.catalog import Tier
 from services.kvstore.disk import DiskTier
 from services.kvstore.disk_index import DiskIndex
+from services.kvstore.entry import Tier
 from services.kvstore.identity import block_id
 from services.kvstore.pool import Pool
 from services.kvstore.record import HEADER_BYTES

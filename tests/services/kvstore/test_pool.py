@@ -14,13 +14,14 @@ from halfmoon.errors import DataLoss, Incompatible, NoCapacity, NotFound, Unavai
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.layout import KVLayout
 from services.kvstore.breaker import CircuitBreaker
-from services.kvstore.catalog import Tier
 from services.kvstore.cold import ColdTier, object_name, parse_name
 from services.kvstore.counts import TierCount
 from services.kvstore.disk import DiskTier
+from services.kvstore.entry import Tier
 from services.kvstore.events import BlockEvent, Snapshot
 from services.kvstore.identity import block_id
-from services.kvstore.pool import Pool, PoolOptions
+from services.kvstore.options import PoolOptions
+from services.kvstore.pool import Pool
 from tests.services.kvstore.blocks import LAYOUT, content, is_right, key, meta, put, put_chain, read
 from tests.services.kvstore.cold_memory import ColdMemory
 
