@@ -15,6 +15,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from halfmoon.errors import InvalidRequest, Unavailable
+from halfmoon.ledger.classes import StoredClasses
 from halfmoon.ledger.models import Base, RequestRow
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class Ledger:
     """Owns the rows that are not written yet. A failing database is logged and counted; it never fails a request."""
 
     def __init__(self, engine: Engine, max_queued: int = _MAX_QUEUED, retry_wait_s: float = 0.2) -> None:
+        self.classes = StoredClasses(engine)
         self._engine = engine
         self._retry_wait_s = retry_wait_s
         self._queue: asyncio.Queue[RequestRow | None] = asyncio.Queue(max_queued)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from sqlalchemy import DateTime, Dialect, String, TypeDecorator
+from sqlalchemy import JSON, DateTime, Dialect, String, TypeDecorator
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 RequestStatus = Literal["ok", "error", "cancelled", "rejected"]
@@ -31,6 +31,16 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 class Base(DeclarativeBase):
     """Root of the ledger's tables."""
+
+
+class QosClassRow(Base):
+    """A QoS class. `version` counts its edits, so that none of them overwrites another unseen."""
+
+    __tablename__ = "qos_classes"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    version: Mapped[int]
+    definition: Mapped[dict[str, Any]] = mapped_column(JSON)
 
 
 class RequestRow(Base):

@@ -11,6 +11,7 @@ from aiohttp.typedefs import Handler, Middleware
 from halfmoon.errors import HalfmoonError
 from halfmoon.rpc.context import request_scope
 from services.gateway.api_keys import ApiKeys
+from services.gateway.class_endpoints import ClassEndpoints
 from services.gateway.control import ControlEndpoints
 from services.gateway.cors import Cors
 from services.gateway.endpoints import GenerationEndpoints
@@ -32,7 +33,11 @@ class Admittance:
 
 
 def make_app(
-    generation: GenerationEndpoints, tokenizing: TokenizerEndpoints, control: ControlEndpoints, admittance: Admittance
+    generation: GenerationEndpoints,
+    tokenizing: TokenizerEndpoints,
+    control: ControlEndpoints,
+    classes: ClassEndpoints,
+    admittance: Admittance,
 ) -> web.Application:
     """Every route of the gateway."""
     app = web.Application(middlewares=[_outermost(admittance)], client_max_size=admittance.max_body_bytes)
@@ -49,6 +54,9 @@ def make_app(
     app.router.add_get("/metrics", control.metrics)
     app.router.add_get("/halfmoon/v1/cluster", control.cluster)
     app.router.add_get("/halfmoon/v1/requests", control.requests)
+    app.router.add_get("/halfmoon/v1/classes", classes.list)
+    app.router.add_put("/halfmoon/v1/classes/{name}", classes.put)
+    app.router.add_delete("/halfmoon/v1/classes/{name}", classes.delete)
     return app
 
 

@@ -17,6 +17,7 @@ from halfmoon.errors import (
     Unavailable,
     UnknownModel,
 )
+from halfmoon.ledger.classes import VersionConflict
 from halfmoon.policy.admission import Refused
 from halfmoon.policy.placement import ContextLengthExceeded
 from services.gateway.api_keys import WrongKey
@@ -37,6 +38,7 @@ _KINDS: dict[type[HalfmoonError], HttpKind] = {
     UnknownModel: HttpKind(404, "invalid_request_error", "model_not_found"),
     NotFound: HttpKind(404, "invalid_request_error", "not_found"),
     Refused: HttpKind(429, "rate_limit_error", "slo_would_be_missed"),
+    VersionConflict: HttpKind(409, "invalid_request_error", "version_conflict"),
     NoCapacity: HttpKind(429, "rate_limit_error", "no_capacity"),
     Unavailable: HttpKind(503, "service_unavailable_error", "unavailable"),
     Cancelled: HttpKind(503, "service_unavailable_error", "cancelled"),

@@ -20,6 +20,7 @@ from halfmoon.policy.placement import PlacementRules
 from halfmoon.rpc.server import RunningServer, advertised_address, running_server
 from services.gateway.api_keys import ApiKeys
 from services.gateway.app import Admittance, make_app
+from services.gateway.class_endpoints import ClassEndpoints
 from services.gateway.cluster import Cluster, running_cluster
 from services.gateway.control import ControlEndpoints
 from services.gateway.cors import Cors
@@ -65,10 +66,13 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
         relay = Relay(
             cluster, judge, settings.request_deadline_s, settings.failover_wait_s, settings.return_wait_s, codec
         )
+        classes = ClassEndpoints(ledger.classes, judge.gatekeeper)
+        await classes.load()
         app = make_app(
             GenerationEndpoints(model, membership, relay, judge, ledger, metrics, door),
             TokenizerEndpoints(model, membership),
             ControlEndpoints(model, cluster, ledger, metrics, door),
+            classes,
             Admittance(ApiKeys(settings.api_key), Cors(settings.allowed_origins), settings.max_body_bytes),
         )
         add = partial(add_ClusterServicer_to_server, cluster)

@@ -1,0 +1,72 @@
+"""The control API's classes: edited live, versioned, there after a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from .fakes import Fleet, running_fleet
+from .test_judgement import complete, measured
+
+GOLD = {
+    "priority": -1,
+    "ttft_s": 0.5,
+    "rules": [{"kind": "header", "header": "X-Customer-Tier", "value": "gold"}],
+    "degradation": ["cap_max_tokens"],
+}
+
+
+async def call(fleet: Fleet, method: str, path: str = "", **body: Any) -> tuple[int, Any]:
+    url = f"{fleet.http}/halfmoon/v1/classes{path}"
+    async with aiohttp.ClientSession() as session, session.request(method, url, json=body or None) as response:
+        return response.status, None if response.status == 204 else await response.json()
+
+
+async def test_an_edit_is_in_force_with_the_next_request(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair()
+        measured(fleet, prefill, 1.0)
+        assert (await complete(fleet, "gold"))[0] == 200
+        status, made = await call(fleet, "PUT", "/gold", **GOLD)
+        assert (status, made["version"], made["reserved"]) == (200, 1, 0.0)
+        assert (await complete(fleet, "gold"))[0] == 429
+        status, _ = await call(fleet, "PUT", "/gold", **{**GOLD, "ttft_s": 500.0, "version": 1})
+        assert status == 200
+        assert (await complete(fleet, "gold"))[0] == 200
+
+
+async def test_a_stale_edit_changes_nothing(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await call(fleet, "PUT", "/gold", **GOLD)
+        status, body = await call(fleet, "PUT", "/gold", **{**GOLD, "ttft_s": 9.0})
+        assert (status, body["error"]["code"]) == (409, "version_conflict")
+        assert (await call(fleet, "DELETE", "/gold?version=7"))[0] == 409
+        (stored,) = (await call(fleet, "GET"))[1]["classes"]
+        assert (stored["name"], stored["version"], stored["ttft_s"]) == ("gold", 1, 0.5)
+
+
+async def test_wrong_classes_are_refused_whole(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await call(fleet, "PUT", "/half", reserved=0.6)
+        for path, body, param in (
+            ("/gold", {"reserved": 0.5}, "reserved"),
+            ("/gold", {"ttft_s": -1.0}, "ttft_s"),
+            ("/gold", {"speed": 3}, "speed"),
+            ("/gold", {"degradation": ["panic"]}, "degradation"),
+        ):
+            status, answer = await call(fleet, "PUT", path, **body)
+            assert (status, param in str(answer["error"]["param"])) == (400, True), answer
+        assert (await call(fleet, "DELETE", "/half"))[0] == 400
+        assert [one["name"] for one in (await call(fleet, "GET"))[1]["classes"]] == ["half"]
+
+
+async def test_classes_survive_a_restart(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await call(fleet, "PUT", "/gold", **GOLD)
+        await call(fleet, "PUT", "/lead", priority=3)
+        assert (await call(fleet, "DELETE", "/lead?version=1"))[0] == 204
+    async with running_fleet(tmp_path) as fleet:
+        assert [one.name for one in fleet.gateway.judge.gatekeeper.classes.classes] == ["gold"]
+        assert [one["name"] for one in (await call(fleet, "GET"))[1]["classes"]] == ["gold"]
