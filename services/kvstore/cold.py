@@ -62,12 +62,26 @@ class ColdTier:
         self.breaker = breaker
         self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
         self._forgotten: dict[str, None] = {}
+        self._deleting = ""  # the one name whose deletion is under way
+        self._deletion = asyncio.Lock()
+        self._is_listing = False
+        self._deleted_of_late: set[str] = set()  # since the list under way began, which may name them
         self.num_failures = 0
 
     async def put(self, meta: BlockMeta, data: bytes) -> None:
         """Stores one record. Raises Unavailable."""
-        await self._run(self._client.put(object_name(meta), data))
-        self._forgotten.pop(object_name(meta), None)
+        name = object_name(meta)
+        was_forgotten = name in self._forgotten
+        self._forgotten.pop(name, None)
+        if name == self._deleting:
+            async with self._deletion:
+                pass  # it must not arrive after this
+        try:
+            await self._run(self._client.put(name, data))
+        except BaseException:
+            if was_forgotten:
+                self.forget(meta)
+            raise
 
     async def get(self, meta: BlockMeta) -> Record:
         """Raises NotFound, Unavailable, or DataLoss if what is there is not that block."""
@@ -81,13 +95,23 @@ class ColdTier:
     async def sweep(self) -> None:
         """Deletes what was forgotten. Raises Unavailable; the rest is tried again next time."""
         while self._forgotten:
-            name = next(iter(self._forgotten))
-            await self._run(self._client.delete(name))
-            self._forgotten.pop(name, None)
+            async with self._deletion:
+                self._deleting = name = next(iter(self._forgotten))
+                del self._forgotten[name]
+                if self._is_listing:
+                    self._deleted_of_late.add(name)
+                try:
+                    await self._run(self._client.delete(name))
+                except BaseException:
+                    self._forgotten[name] = None
+                    raise
+                finally:
+                    self._deleting = ""
 
     async def list(self, max_s: float) -> list[tuple[BlockMeta, int]]:
         """Every block there with its size, each after its parent. Raises Unavailable; stops listing after `max_s`."""
         found: list[tuple[BlockMeta, int]] = []
+        self._is_listing = True
 
         async def collect() -> None:
             async for name, num_bytes in self._client.list(PREFIX):
@@ -95,8 +119,12 @@ class ColdTier:
                 if meta is not None:
                     found.append((meta, num_bytes))
 
-        await self._run(collect(), max_s)
-        return sorted(found, key=lambda item: item[0].depth)
+        try:
+            await self._run(collect(), max_s)
+        finally:
+            gone = self._deleted_of_late | set(self._forgotten) | {self._deleting}
+            self._is_listing, self._deleted_of_late = False, set()
+        return sorted((item for item in found if object_name(item[0]) not in gone), key=lambda item: item[0].depth)
 
     async def close(self) -> None:
         """Ends the connections."""

@@ -37,7 +37,10 @@ async def put(pool: Pool, of: BlockMeta, ttl_s: float = 0.0) -> bytes:
     layout = draft.layout
     whole = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, layout.block_tokens)
     draft.write(whole, content(of.id, layout))
-    await pool.commit(draft)
+    try:
+        await pool.commit(draft)
+    finally:
+        pool.discard(draft)
     return of.id
 
 
