@@ -118,8 +118,11 @@ class TransferSender:
         self._break(Unavailable("the KV transfer is over"))
         self._call.cancel()
         for task in self._tasks:
-            task.cancel()
+            task.cancel()  # neither of them hears anything any more
+        self._give_all_back()  # before any waiting: who waits may be cancelled, and the link lives on
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _give_all_back(self) -> None:
         for buffer in self._staged:
             self._link.abandon(self._outlet, buffer, self._share)
         for buffer, num_bytes in self._under_way.values():

@@ -192,6 +192,28 @@ async def test_a_window_is_whole_again_after_a_transfer_that_failed(settings: Li
         assert await whole_transfer(it, b"2", 2, staging=True)
 
 
+@BOTH
+async def test_a_window_is_whole_again_after_a_transfer_whose_end_was_cancelled(settings: LinkSettings) -> None:
+    """As when a receiver's refusal and the client's leaving come at the same moment."""
+    ending = asyncio.Event()
+
+    async def send(it: Ends) -> None:
+        async with transfer_to(it.link, LAYOUT, deadline_s=30) as transfer:
+            await transfer.open(WHOLE, b"1")
+            await transfer.data(LAYERS[0], await staged(transfer, 0, kv_of(1)))
+            await transfer.buffer(1000)  # never sent
+            ending.set()
+
+    async with ends(settings) as it:
+        it.sink.gates[b"1"] = asyncio.Event()
+        sending = asyncio.create_task(send(it))
+        await ending.wait()
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        assert it.link.window.free_bytes == it.link.window.limit_bytes
+
+
 async def test_a_slot_that_is_still_being_filled_waits_for_its_writer() -> None:
     async with ends(SHM) as it:
         async with transfer_to(it.link, LAYOUT, deadline_s=30) as transfer:
