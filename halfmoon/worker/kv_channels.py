@@ -53,5 +53,6 @@ class KVChannels:
     async def close_idle(self, max_idle: int = _MAX_IDLE) -> None:
         """Closes channels that nobody uses, beyond the `max_idle` most recent ones."""
         idle = [address for address, channel in self._channels.items() if not channel.num_users]
-        for address in idle[: max(0, len(idle) - max_idle)]:
-            await self._channels.pop(address).link.close()
+        closing = [self._channels.pop(address) for address in idle[: max(0, len(idle) - max_idle)]]
+        for channel in closing:  # no longer known, so that nobody takes one meanwhile
+            await channel.link.close()

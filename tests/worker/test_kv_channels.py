@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from halfmoon.worker.kv_channels import KVChannels
 
 
@@ -31,4 +33,23 @@ async def test_only_the_longest_unused_ones_are_closed() -> None:
             assert same is in_use
             assert newest is peers[2]
             assert new is not peers[0]
+    await channels.close_idle(0)
+
+
+async def test_closing_several_leaves_those_alone_that_are_used_meanwhile() -> None:
+    channels, is_closing, go_on = KVChannels(), asyncio.Event(), asyncio.Event()
+
+    async def close_slowly() -> None:
+        is_closing.set()
+        await go_on.wait()
+
+    with channels.to("127.0.0.1:1") as first, channels.to("127.0.0.1:2"):
+        first.close = close_slowly  # type: ignore[method-assign]
+    closing = asyncio.create_task(channels.close_idle(0))
+    await is_closing.wait()
+    with channels.to("127.0.0.1:2") as used:
+        go_on.set()
+        await closing
+        with channels.to("127.0.0.1:2") as same:
+            assert same is used
     await channels.close_idle(0)
