@@ -36,16 +36,17 @@ class SharedSegment:
     def __init__(self, num_bytes: int) -> None:
         """Raises OSError where the system has no such thing."""
         self.name = f"halfmoon-kv-{secrets.token_hex(16)}"
-        self._file = os.memfd_create("halfmoon-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._file, num_bytes)
-        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
-        self.memory = memoryview(mmap.mmap(self._file, num_bytes))
         self._loop = asyncio.get_running_loop()
         self._readers: set[socket.socket] = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen()
-        self._listener.setblocking(False)
+        try:
+            self._listener.bind(f"\0{self.name}")
+            self._listener.listen()
+            self._listener.setblocking(False)
+            self._file, self.memory = _sealed(num_bytes)
+        except OSError:
+            self._listener.close()
+            raise
         self._loop.add_reader(self._listener, self._hand_over)
 
     def close(self) -> None:
@@ -104,6 +105,18 @@ def receive_segment(name: str) -> tuple[memoryview, socket.socket]:
             raise Unavailable(f"cannot get the sender's shared memory: {err}") from err
         raise
     return memory, connection
+
+
+def _sealed(num_bytes: int) -> tuple[int, memoryview]:
+    """A new segment's descriptor, and its memory."""
+    file = os.memfd_create("halfmoon-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(file, num_bytes)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+        return file, memoryview(mmap.mmap(file, num_bytes))
+    except OSError:
+        os.close(file)
+        raise
 
 
 def _mapped(file: int) -> memoryview:

@@ -28,6 +28,19 @@ async def test_both_ends_see_the_same_memory_and_the_reader_cannot_write() -> No
     segment.close()
 
 
+async def test_a_segment_that_nobody_could_ask_for_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host without abstract sockets: it is tried again and again."""
+
+    def refuses(self: socket.socket, address: object) -> None:
+        raise PermissionError("no sockets of this kind here")
+
+    monkeypatch.setattr("socket.socket.bind", refuses)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(PermissionError):
+        SharedSegment(4096)
+    assert os.listdir("/proc/self/fd") == before
+
+
 async def test_the_reader_sees_its_owner_go() -> None:
     segment, inlet = SharedSegment(4096), SharedMemoryInlet()
     offer = f"{host_id()}/{segment.name}".encode()
