@@ -140,6 +140,11 @@ class ClusterView:
         return int(self.column("capacity_tokens")[rows].min())
 
     @property
+    def num_decoding(self) -> int:
+        """Members that decode."""
+        return int((self.can_decode[: self.num_rows] | self.can_do_both[: self.num_rows]).sum())
+
+    @property
     def decode_tokens(self) -> float:
         """Tokens that the KV memory of all decoding members holds."""
         decodes = self.can_decode[: self.num_rows] | self.can_do_both[: self.num_rows]

@@ -77,23 +77,24 @@ class Gatekeeper:
         for given_up in range(len(qos.degradation) + 1):
             steps = qos.degradation[:given_up]
             found = self._place(view, request, qos, now_s, depths, steps) if steps else plain
-            reason = missed_target(found.placement, targets)
+            judged = self._as_judged(view, request, found.placement, now_s)
+            reason = missed_target(judged, targets)
             if reason is None and self._has_share(view, request, found, now_s):
                 return found
         if "shed_lowest_class" in qos.degradation:
             self._shed = (qos.priority, now_s + _SHED_S)
         if reason is None:
             message = f"class {qos.name} has used its share of the cluster, and others need theirs"
-            raise Refused(qos.name, "reservation", message, found.placement, 0.0)
-        row = view.row(found.placement.decode.worker_id)
+            raise Refused(qos.name, "reservation", message, judged, 0.0)
+        row = view.row(judged.decode.worker_id)
         assert row is not None
-        raise over_target(qos.name, reason, found.placement, targets, self._forecast, row, now_s)
+        raise over_target(qos.name, reason, judged, targets, self._forecast, row, now_s)
 
     def place_again(
         self, view: ClusterView, request: PlacementRequest, now_s: float, depths: NDArray[np.int64] = NOTHING_CACHED
     ) -> Placement:
         """Another placement for an admitted request. Raises what `place` raises."""
-        loads_at = self._loads_at(view, now_s)
+        loads_at = _LoadsAt(self._forecast, view.num_rows, now_s)
         return place(view, request, self._rules, now_s, self._rng, depths, loads_at)
 
     def enter(
@@ -146,9 +147,15 @@ class Gatekeeper:
         num_output = self.lengths.predict(qos.name, request.num_prompt_tokens, capped)
         return Admitted(placement, qos, capped, lower, num_output)
 
-    def _loads_at(self, view: ClusterView, now_s: float) -> _LoadsAt:
-        """`load` sees the requests that decode now; the others those that will when the prefill ends."""
-        return _LoadsAt(self._forecast, view.num_rows, now_s, self._mode != "load")
+    def _as_judged(self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float) -> Placement:
+        """In mode `load` its TBT is that of a worker with an equal part of all that decodes now."""
+        if self._mode != "load":
+            return placement
+        batch, context = self._forecast.loads(now_s, now_s, view.num_rows)
+        num_workers = view.num_decoding
+        step = placement.decode.step_model
+        mean_context = context.sum() / num_workers + request.num_prompt_tokens
+        return replace(placement, tbt_s=step.seconds(batch.sum() / num_workers + 1, mean_context))
 
     def _check_not_shed(self, found: Admitted, now_s: float) -> None:
         if self._shed is None or now_s >= self._shed[1]:
@@ -165,12 +172,11 @@ class Gatekeeper:
 
 @dataclass(frozen=True, slots=True)
 class _LoadsAt:
-    """Decode loads at a moment, or at present whatever the moment."""
+    """Decode loads at a moment, seen from now."""
 
     forecast: DecodeForecast
     num_rows: int
     now_s: float
-    looks_ahead: bool
 
     def __call__(self, at_s: float) -> DecodeLoads:
-        return self.forecast.loads(at_s if self.looks_ahead else self.now_s, self.now_s, self.num_rows)
+        return self.forecast.loads(at_s, self.now_s, self.num_rows)
