@@ -1,4 +1,4 @@
-"""Early rejection by present load makes prefill and decode load swing against each other; by predicted load it does less.
+"""Early rejection by present load makes prefill and decode load swing against each other; predicted load does not.
 
     python -m benchmarks.rejection [--seconds 400] [--overload 2.0]
 
