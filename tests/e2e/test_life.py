@@ -56,8 +56,11 @@ async def test_a_killed_decode_worker_only_pauses_the_stream(tmp_path: Path) -> 
         parts: list[str] = []
         async with http.post("/v1/completions", json=body | {"stream": True}) as response:
             async for line in response.content:
-                if line.startswith(b"data: {"):
-                    parts.append(json.loads(line[6:])["choices"][0]["text"])
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                parts.append(event["choices"][0]["text"])
                 if len(parts) == 5:
                     (pid,) = [worker["pid"] for worker in await system.cluster(http) if worker["role"] == "decode"]
                     os.kill(pid, signal.SIGKILL)

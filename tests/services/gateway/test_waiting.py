@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -15,7 +17,7 @@ from halfmoon.errors import Unavailable
 from halfmoon.pb.prefill_pb2 import PrefillEvent, PrefillRequest
 from services.gateway.request_body import parse_body
 
-from .fakes import LAYOUT, MODEL, ByteTokenizer, FakeWorker, Fleet, running_fleet, soon
+from .fakes import LAYOUT, MODEL, ByteTokenizer, FakeWorker, Fleet, Script, running_fleet, soon
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
@@ -56,6 +58,36 @@ async def test_a_new_request_whose_worker_dies_under_it(tmp_path: Path) -> None:
         await fleet.until(lambda: not fleet.placeable())
         await fleet.add("b1", "both")
         assert await soon(asking) == "hello"
+
+
+async def test_a_started_stream_waits_while_a_worker_loads_its_model_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy host that takes the most part of a minute."""
+    ahead_s, num_asked, is_waiting = 0.0, 0, asyncio.Event()
+
+    def monotonic() -> float:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 2:  # when to give up; how long that is
+            is_waiting.set()
+        return time.monotonic() + ahead_s
+
+    monkeypatch.setattr("services.gateway.relay.time", SimpleNamespace(monotonic=monotonic))
+    async with running_fleet(tmp_path) as fleet:
+        _, decode = await fleet.pair(Script("hello", asyncio.Event(), tokens_before_gate=1))
+        stream = await fleet.client.chat.completions.create(model=MODEL, messages=HI, stream=True)
+        text = ""
+        while len(text) < 2:
+            text += (await soon(anext(stream))).choices[0].delta.content or ""
+        decode.end_registration.set()
+        await soon(is_waiting.wait())
+        ahead_s = 45.0
+        await fleet.add("p1", "prefill")  # the cluster changed, and there is still nobody to decode
+        await fleet.add("d1", "decode")
+        async with asyncio.timeout(20):
+            text += "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert text == "hello"
 
 
 async def test_the_wait_is_bounded(tmp_path: Path) -> None:
