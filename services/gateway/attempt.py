@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from halfmoon.errors import Cancelled, HalfmoonError, Unavailable
+from halfmoon.errors import Cancelled, DeadlineExceeded, HalfmoonError, Unavailable
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, KVCodec, PrefillRequest
 from halfmoon.pb.types_pb2 import CANCELLED, ERROR, NOT_FINISHED, Generation, SamplingParams, Token
 from halfmoon.policy.classes import NO_PROMISES, QosClass
@@ -158,6 +158,8 @@ class Attempt:
                 raise HalfmoonError("the prefill worker ended its call without a token")
             case PrefillEnded(Cancelled(message=message)) if not self._handed_over:
                 raise Unavailable(message)  # not by us: we would not be here
+            case PrefillEnded(DeadlineExceeded(message=message)) if not self._handed_over:
+                raise Unavailable(message)  # its link to the decode worker stalled: there may be another one
             case PrefillEnded(error) if error is not None and not self._handed_over:
                 raise error
             case WorkerLost(worker_id, error):

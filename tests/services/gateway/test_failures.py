@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from halfmoon.errors import HalfmoonError, Incompatible, NoCapacity, Unavailable
+from halfmoon.errors import DeadlineExceeded, HalfmoonError, Incompatible, NoCapacity, Unavailable
 from halfmoon.pb.gateway_pb2 import WorkerLoad
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, PrefillEvent, PrefillRequest
 from halfmoon.pb.types_pb2 import CANCELLED, ERROR, KVLayout
@@ -122,6 +122,15 @@ async def test_a_worker_that_has_room_again(tmp_path: Path) -> None:
         prefill, _ = await fleet.pair()
         prefill.refuse = [NoCapacity("full", retry_after_ms=1), Unavailable("not yet", retry_after_ms=1)]
         assert await chat(fleet) == "hello"
+
+
+async def test_a_hand_over_that_stalls_is_tried_elsewhere(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill, one = await fleet.pair()
+        other = await fleet.add("d1", "decode")
+        prefill.refuse = [DeadlineExceeded("the KV link made no progress for 10 s")]
+        assert await chat(fleet) == "hello"
+    assert {request.decode_address for request in prefill.calls.prefills} == {one.address, other.address}
 
 
 @pytest.mark.parametrize(
