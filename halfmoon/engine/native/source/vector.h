@@ -73,10 +73,10 @@ INLINE f32v choose(i32v which, f32v yes, f32v no) { return (f32v)(((i32v)yes & w
 INLINE f32v max_f32(f32v a, f32v b) { return choose(a > b, a, b); }
 INLINE f32v min_f32(f32v a, f32v b) { return choose(a < b, a, b); }
 
-/* e^x to 2 ulp in [-87, 88], saturated outside: range reduction by ln 2 and a polynomial (Cephes, expf). */
+/* e^x to 2 ulp in [-87, 88], saturated outside, NaN of NaN: range reduction by ln 2, a polynomial (Cephes, expf). */
 INLINE f32v exp_f32(f32v x) {
   const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold */
-  x = max_f32(min_f32(x, splat(88.0f)), splat(-87.0f));
+  x = max_f32(splat(-87.0f), min_f32(splat(88.0f), x)); /* in this order both keep a NaN */
   f32v shifted = x * 1.44269504f + magic;
   f32v n = shifted - magic;
   f32v r = x - n * 0.693359375f + n * 2.12194440e-4f;
