@@ -56,6 +56,8 @@ def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -
     from halfmoon.engine.native.layer_ops import native_ops
     from halfmoon.engine.native.library import NativeLibrary
 
+    if config.device != "cpu":
+        raise Incompatible(f"the native kernels compute on a CPU, not on {config.device}")
     library = NativeLibrary(compiled(default_cache_dir()), dtype)
     attention = NativeBackend(library, config.block_tokens, model.num_heads, model.num_kv_heads, model.head_dim)
     return DevicePath("native", native_ops(library), library.pack_weight, attention)

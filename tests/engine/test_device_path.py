@@ -15,6 +15,7 @@ from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.device_path import choose_path
 from halfmoon.engine.models.layer_ops import TORCH_OPS
 from halfmoon.engine.native.attention import NativeBackend
+from halfmoon.engine.native.compiler import compiled
 from halfmoon.errors import Incompatible
 
 TinyCheckpoint = Callable[[str], Checkpoint]
@@ -38,6 +39,23 @@ def test_torch_takes_over_where_no_compiler_is(
     assert [record.message for record in caplog.records] == ["native_kernels.unavailable"]
     with pytest.raises(Incompatible, match=r"could not be compiled|need a C compiler"):
         choose_path(EngineConfig(attention="native"), model, torch.float32, 100)
+
+
+def test_torch_takes_over_where_the_compiled_file_cannot_be_loaded(
+    tiny_checkpoint: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HALFMOON_CACHE_DIR", str(tmp_path))
+    compiled(tmp_path).write_bytes(b"")  # as a machine leaves it that loses its power
+    model = tiny_checkpoint("llama").model_config
+    assert choose_path(EngineConfig(), model, torch.float32, 100).kernels == "torch"
+    with pytest.raises(Incompatible, match="could not be loaded"):
+        choose_path(EngineConfig(attention="native"), model, torch.float32, 100)
+
+
+def test_the_native_kernels_are_refused_elsewhere_than_on_a_cpu(tiny_checkpoint: TinyCheckpoint) -> None:
+    config = EngineConfig(device="cuda", attention="native")
+    with pytest.raises(Incompatible, match="on a CPU, not on cuda"):
+        choose_path(config, tiny_checkpoint("llama").model_config, torch.bfloat16, 100)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

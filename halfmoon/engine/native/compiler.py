@@ -23,25 +23,29 @@ _TIMEOUT_S = 300
 def compiled(cache_dir: Path, on_compile: Callable[[], None] = lambda: None) -> Path:
     """The shared library in `cache_dir`/native, compiled if it is not there, which `on_compile` hears of first.
 
-    Raises Incompatible without a compiler.
+    Raises Incompatible without a compiler or a place for what it makes.
     """
     command = _compiler()
     target = cache_dir / "native" / f"kernels-{_fingerprint(command)}.so"
     if target.is_file():
         return target
     on_compile()
+    try:
+        _compile(command, target)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Incompatible(f"the CPU kernels could not be compiled: {error}") from error
+    return target
+
+
+def _compile(command: tuple[str, ...], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name
         arguments = [*command, *_FLAGS, str(_SOURCES / "kernels.c"), "-o", str(made), "-lm"]
-        try:
-            done = subprocess.run(arguments, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise Incompatible(f"the CPU kernels could not be compiled: {error}") from error
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode != 0:
             raise Incompatible(f"the CPU kernels could not be compiled by {command[0]}: {done.stderr[-2000:]}")
         made.replace(target)  # at once: another worker may be looking for it
-    return target
 
 
 def _compiler() -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from torch import Tensor
 from halfmoon.engine.models.linear import Multiply, pack_onednn
 from halfmoon.errors import Incompatible
 
-_MAPS = Path("/proc/self/maps")
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _PAIR, _PANEL = 2, 64  # linear.h: bfloat16 numbers of an item, columns of a panel
 _TASK_FIELDS = 10  # int64 fields of attention_plan.h's task_t
@@ -35,9 +34,10 @@ class NativeLibrary:
     """Owns the loaded library, for one dtype. Its threads are torch's."""
 
     def __init__(self, file: Path, dtype: torch.dtype, num_threads: Callable[[], int] = torch.get_num_threads) -> None:
+        """Raises Incompatible for another dtype, and for a file that cannot be loaded."""
         if dtype not in _SUFFIXES:
             raise Incompatible(f"the CPU kernels compute in float32 or bfloat16, not {dtype}")
-        library = ctypes.CDLL(str(file))
+        library = _loaded(file)
         library.use_openmp(_gomp_parallel())
         self.suffix = suffix = _SUFFIXES[dtype]  # of the functions' names
         self._num_threads = num_threads
@@ -183,12 +183,19 @@ def _function(library: ctypes.CDLL, name: str, arguments: tuple[Any, ...], resul
     return function
 
 
+def _loaded(file: Path) -> ctypes.CDLL:
+    """Raises Incompatible for a file that is damaged, needs another libc, or lies where nothing may be executed."""
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise Incompatible(
+            f"the CPU kernels could not be loaded: {error}; delete {file} to have it compiled again, or let "
+            "HALFMOON_CACHE_DIR be a directory whose files may be executed"
+        ) from error
+
+
 def _gomp_parallel() -> c_void_p:
     """The address of GOMP_parallel in the OpenMP runtime that torch uses; nothing (one thread) where there is none."""
-    if _MAPS.is_file():
-        names = {line.split()[-1] for line in _MAPS.read_text().splitlines() if "omp" in Path(line.split()[-1]).name}
-        for name in sorted(names, key=lambda path: "torch" not in path):
-            runtime = ctypes.CDLL(name)
-            if hasattr(runtime, "GOMP_parallel"):
-                return ctypes.cast(runtime.GOMP_parallel, c_void_p)
-    return c_void_p()
+    torch_and_its_libraries = ctypes.CDLL(torch._C.__file__)
+    function = getattr(torch_and_its_libraries, "GOMP_parallel", None)
+    return c_void_p() if function is None else ctypes.cast(function, c_void_p)

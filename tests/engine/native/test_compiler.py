@@ -43,6 +43,13 @@ def test_what_the_compiler_says_is_told(tmp_path: Path, monkeypatch: pytest.Monk
         compiled(tmp_path / "cache")
 
 
+def test_a_cache_that_nothing_can_be_put_into_is_told(tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("a file is no directory, not even for root")
+    with pytest.raises(Incompatible, match="could not be compiled"):
+        compiled(occupied)
+
+
 def test_a_machine_without_a_compiler_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)

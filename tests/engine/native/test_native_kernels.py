@@ -15,7 +15,7 @@ from halfmoon.engine.checkpoint import default_cache_dir
 from halfmoon.engine.models.rotary import rotate
 from halfmoon.engine.native.attention import NativeBackend
 from halfmoon.engine.native.compiler import compiled
-from halfmoon.engine.native.library import NativeLibrary
+from halfmoon.engine.native.library import NativeLibrary, _gomp_parallel
 from halfmoon.errors import Incompatible
 
 BLOCK_TOKENS = 16
@@ -73,6 +73,17 @@ def test_attention_equals_the_reference(
         expected = attend_reference(q, k, v, memories[1], plain, head_dim**-0.5)
         torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(memories[0], memories[1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_new", [1, 20])
+@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+def test_a_broken_key_is_not_hidden(library: NativeLibrary, num_new: int, what: float) -> None:
+    dtype, num_tokens = dtype_of(library), 300
+    q, k, v = (random(num_new, 1, 16, dtype=dtype, seed=seed) for seed in range(3))
+    memory = random(2, 1, NUM_BLOCKS * BLOCK_TOKENS, 16, dtype=dtype, seed=3)
+    memory[0, 0, 7] = what
+    batch = NativeBackend(library, BLOCK_TOKENS, 1, 1, 16).step([Span(range(19), num_tokens - num_new, num_tokens)])
+    assert batch.attend(q.abs(), k, v, memory, 0.25).isnan().all()
 
 
 def seen_slots(drawn: list[Span]) -> Tensor:
@@ -159,3 +170,8 @@ def test_heads_that_do_not_fit_are_refused_by_name(num_heads: int, num_kv_heads:
 def test_a_dtype_without_kernels_is_refused() -> None:
     with pytest.raises(Incompatible, match="float16"):
         NativeLibrary(compiled(default_cache_dir()), torch.float16)
+
+
+def test_the_openmp_runtime_is_found() -> None:
+    """Wherever torch lies: a path may hold spaces, and other packages bring runtimes of their own."""
+    assert bool(_gomp_parallel()) == torch.backends.openmp.is_available()  # type: ignore[no-untyped-call]
