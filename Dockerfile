@@ -67,6 +67,9 @@ ENTRYPOINT ["python", "-m", "services.decode"]
 CMD ["--listen", "0.0.0.0:7002", "--advertise", "decode:7002", "--gateway", "gateway:7000"]
 
 FROM base AS kvstore
+USER root
+RUN pip install ".[kvstore]" && rm -rf build ./*.egg-info
+USER halfmoon
 EXPOSE 7003
 HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 \
     CMD ["python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7003"]

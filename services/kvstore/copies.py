@@ -85,7 +85,8 @@ class Copies:
             for block in await self._disk.compact(num_bytes):
                 self._counts.add(Tier.DISK, "corrupted")
                 self._catalog.lose(block, Tier.DISK)
-            stored = await self._disk.write(records)
+            wanted = [record for record in records if record[0].id in self._catalog]  # else a drop would not last
+            stored = await self._disk.write(wanted)
             pins = [(meta.id, True) for meta, _ in stored if self._is_pinned(meta.id)]
             if pins:
                 await self._disk.flush(pins)

@@ -114,10 +114,12 @@ class SegmentFiles:
             os.close(self._file)
             self._file = -1
         for segment, num_bytes in begun:
-            if self._path(segment).exists():
-                os.truncate(self._path(segment), num_bytes)
-                self._sizes[segment] = num_bytes
-        self._active = max(self._sizes, default=0) + 1
+            if num_bytes:
+                self.truncate(segment, num_bytes)
+            else:
+                self._path(segment).unlink(missing_ok=True)
+                self._sizes.pop(segment, None)
+        self._active += 1  # a number is never used twice: somebody may still be about to read the file that had it
 
     def _path(self, segment: int) -> Path:
         return self._directory / f"{segment:08}{_SUFFIX}"

@@ -161,7 +161,10 @@ async def test_a_write_that_fails_leaves_nothing_and_the_next_one_works(
         monkeypatch.setattr(os, "write", full)
         with pytest.raises(OSError, match="No space"):
             await tier.write([record(IDS[1]), record(IDS[2])])
+        with pytest.raises(OSError, match="No space"):
+            await tier.write([record(IDS[2])])
         monkeypatch.undo()
+        assert [file.stat().st_size for file in block_files(tmp_path)] == [RECORD_BYTES]
         with pytest.raises(NotFound):
             await tier.read(IDS[1])
         await tier.write([record(IDS[1])])

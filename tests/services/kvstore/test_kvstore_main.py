@@ -53,6 +53,21 @@ def test_settings_do_not_change_and_are_checked() -> None:
             settings(*bad)
 
 
+def test_tiers_have_policies_and_codecs() -> None:
+    options = settings("--disk-policy", "cost-aware", "--cold-codec", "int8+zstd", "--ttl-s", "60").pool_options()
+    assert (options.dram_policy, options.disk_policy, str(options.cold_codec)) == ("lru", "cost-aware", "int8+zstd")
+    assert (str(options.disk_codec), options.ttl_s) == ("raw", 60)
+    with pytest.raises(InvalidRequest):
+        settings("--disk-policy", "random")
+    with pytest.raises(InvalidRequest, match="int8"):
+        settings("--disk-codec", "gzip").pool_options()
+
+
+def test_a_password_is_not_logged() -> None:
+    shown = settings("--cold-url", "redis://me:secret@host:1/0").as_logged()
+    assert shown["cold_url"] == "redis://***@host:1/0"
+
+
 def test_a_variable_that_names_no_setting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALFMOON_KVSTORE_DRAM_BITES", "1MiB")
     with pytest.raises(InvalidRequest, match="HALFMOON_KVSTORE_DRAM_BITES"):
@@ -88,3 +103,15 @@ def test_what_cannot_start_says_why() -> None:
     assert process.returncode == 1
     assert last["event"] == "service.failed"
     assert "256.0.0.1:1" in last["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [(("--disk-dir", "/dev/null/x"), "/dev/null/x"), (("--cold-url", "ftp://x"), "ftp://x")],
+)
+def test_a_tier_that_cannot_be_had_is_said(arguments: tuple[str, ...], reason: str) -> None:
+    with _start(*arguments) as process:
+        assert process.stderr is not None
+        last = json.loads(process.stderr.read().splitlines()[-1])
+    assert (process.returncode, last["event"]) == (1, "service.failed")
+    assert reason in last["reason"]
