@@ -44,6 +44,7 @@ TORCH_FREE_FILES = (
         f"halfmoon/engine/{name}.py"
         for name in (
             "request",
+            "constraint",
             "block_pool",
             "prefix_cache",
             "sequence",

@@ -14,6 +14,7 @@ import torch
 from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig, EngineStats, StepResult
+from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.device_path import capture_decode, choose_path
 from halfmoon.engine.kv_access import KVAccess, KVMemory
 from halfmoon.engine.kv_arena import KVArena
@@ -96,7 +97,9 @@ class Engine:
             model.pack(path.pack_weight)
         arena = KVArena(self.layout, num_blocks, dtype, config.device, path.kernels)
         recorded = capture_decode(config, model, arena, path.attention)
-        return ModelRunner(model, arena, path.attention, self.checkpoint.eos_token_ids, recorded), arena
+        eos_token_ids = self.checkpoint.eos_token_ids
+        masks = TokenMasks(self.checkpoint.path, model_config.vocab_size, eos_token_ids)
+        return ModelRunner(model, arena, path.attention, eos_token_ids, recorded, masks), arena
 
     def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
         """Queues a request. `on_kv` hears what of a prefill-only one's KV is written, on this thread or the device's.

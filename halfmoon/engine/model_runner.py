@@ -12,6 +12,7 @@ from torch import Tensor
 
 from halfmoon.engine.attention_backend import AttentionBackend, Span
 from halfmoon.engine.chunk import Chunk, chunk_of
+from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.kv_arena import KVArena
 from halfmoon.engine.kv_watch import LayerWatch
 from halfmoon.engine.models import ForwardBatch, Model
@@ -42,12 +43,14 @@ class ModelRunner:
         attention: AttentionBackend,
         eos_token_ids: frozenset[int],
         recorded: DecodeSteps | None = None,
+        masks: TokenMasks | None = None,
     ) -> None:
         self._model = model
         self._arena = arena
         self._attention = attention
         self._eos_token_ids = eos_token_ids
         self._recorded = recorded
+        self._masks = masks
         self._device_watch = DeviceWatch() if arena.tensor.is_cuda else None
 
     @torch.inference_mode()
@@ -82,7 +85,7 @@ class ModelRunner:
     def sample(self, scheduled: tuple[ScheduledSequence, ...], logits: Tensor) -> list[SampledToken]:
         """The next token of each item that `samples`; logits: [their number, vocab_size]."""
         rows = [_sampling_row(item) for item in scheduled if item.samples]
-        return sample(logits, rows, self._eos_token_ids) if rows else []
+        return sample(logits, rows, self._eos_token_ids, self._masks) if rows else []
 
     def batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
         """The tensors of one forward pass over `chunks`."""

@@ -12,6 +12,16 @@ from types import MappingProxyType
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an output has to be. `source` is a JSON schema, a regular expression, a JSON list of texts, or a grammar
+    (Lark or GBNF)."""
+
+    kind: ConstraintKind
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    constraint: Constraint | None = None
     num_top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
 
 

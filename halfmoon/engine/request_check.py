@@ -72,5 +72,10 @@ def _check_sampling(sampling: SamplingParams) -> None:
             raise InvalidRequest(f"{name} must be {low:g} to {high:g}, got {value:g}", param=name)
     if not all(abs(bias) <= _MOST_LOGIT_BIAS for bias in sampling.logit_bias.values()):
         raise InvalidRequest(f"a bias is outside -{_MOST_LOGIT_BIAS:g} to {_MOST_LOGIT_BIAS:g}", param="logit_bias")
+    if sampling.constraint is not None:
+        if sampling.ignore_eos:
+            raise InvalidRequest("a structured output ends by itself: leave ignore_eos out", param="ignore_eos")
+        if sampling.min_tokens:
+            raise InvalidRequest("a structured output ends by itself: leave min_tokens out", param="min_tokens")
     if sampling.num_top_logprobs is not None and sampling.num_top_logprobs < 0:
         raise InvalidRequest(f"num_top_logprobs is {sampling.num_top_logprobs}", param="num_top_logprobs")

@@ -1,7 +1,8 @@
 """From logits to tokens. Stateless: what is drawn at output position i depends on logits, parameters and (seed, i).
 
-Order of operations as in vLLM (v1/sample/sampler.py): bans and bias, penalties, temperature, min-p, top-k, top-p. The
-distribution that is left is inverted at one uniform number, which Philox (Salmon et al., 2011) gives for (seed, i).
+Order of operations as in vLLM (v1/sample/sampler.py): bans and bias, penalties, temperature, min-p, top-k, top-p; what
+a constraint does not allow is banned, too. The distribution that is left is inverted at one uniform number, which
+Philox (Salmon et al., 2011) gives for (seed, i).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.request import SamplingParams, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -46,25 +48,36 @@ class SampledToken:
     logprobs: TokenLogprobs | None = None
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int]) -> list[SampledToken]:
-    """One token a row, ERROR_TOKEN_ID where that fails. logits: [num_rows, vocab_size], any float; not changed."""
+def sample(
+    logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int], masks: TokenMasks | None = None
+) -> list[SampledToken]:
+    """One token a row, ERROR_TOKEN_ID where that fails. logits: [num_rows, vocab_size], any float; not changed.
+
+    `masks` are needed for rows with a constraint.
+    """
     try:
-        return _sample(logits, rows, eos_token_ids)
+        return _sample(logits, rows, eos_token_ids, masks)
     except Exception:
         if len(rows) == 1:
             logger.exception("sampling_failed")
             return [SampledToken(ERROR_TOKEN_ID)]
         # One row must not fail the others, and does not depend on them.
-        return [sample(logits[index : index + 1], [row], eos_token_ids)[0] for index, row in enumerate(rows)]
+        return [sample(logits[index : index + 1], [row], eos_token_ids, masks)[0] for index, row in enumerate(rows)]
 
 
-def _sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int]) -> list[SampledToken]:
+def _sample(
+    logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int], masks: TokenMasks | None
+) -> list[SampledToken]:
     if all(is_plain_greedy(row.params, row.position) for row in rows):
         return [SampledToken(token_id) for token_id in logits.max(dim=-1).indices.tolist()]
     raw = logits.float()
     adjusted = raw.clone()
     for row, values in zip(rows, adjusted, strict=True):
         adjust_logits(values, row, eos_token_ids)
+        if row.params.constraint is not None:
+            assert masks is not None
+            allowed = masks.allowed(row.params.constraint, row.token_ids[row.num_prompt :])
+            values.masked_fill_(torch.from_numpy(~allowed).to(values.device), float("-inf"))
     token_ids = adjusted.argmax(dim=-1).tolist()
     random = [index for index, row in enumerate(rows) if not _is_greedy(row.params)]
     if random:
@@ -82,6 +95,7 @@ def is_plain_greedy(params: SamplingParams, position: int) -> bool:
     return (
         _is_greedy(params)
         and params.num_top_logprobs is None
+        and params.constraint is None
         and not params.logit_bias
         and position >= params.min_tokens
         and not params.presence_penalty

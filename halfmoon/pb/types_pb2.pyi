@@ -102,6 +102,49 @@ class KVLayout(_message.Message):
 Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
 
 @_typing.final
+class Constraint(_message.Message):
+    """halfmoon.engine.request.Constraint"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Constraint._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        UNSPECIFIED: Constraint._Kind.ValueType  # 0
+        JSON_SCHEMA: Constraint._Kind.ValueType  # 1
+        REGEX: Constraint._Kind.ValueType  # 2
+        CHOICE: Constraint._Kind.ValueType  # 3
+        GRAMMAR: Constraint._Kind.ValueType  # 4
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    UNSPECIFIED: Constraint.Kind.ValueType  # 0
+    JSON_SCHEMA: Constraint.Kind.ValueType  # 1
+    REGEX: Constraint.Kind.ValueType  # 2
+    CHOICE: Constraint.Kind.ValueType  # 3
+    GRAMMAR: Constraint.Kind.ValueType  # 4
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    kind: Global___Constraint.Kind.ValueType
+    source: _builtins.str
+    def __init__(
+        self,
+        *,
+        kind: Global___Constraint.Kind.ValueType = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
+
+@_typing.final
 class SamplingParams(_message.Message):
     """halfmoon.engine.request.SamplingParams, whose docstring is the law"""
 
@@ -141,6 +184,7 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     NUM_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     temperature: _builtins.float
     top_k: _builtins.int
@@ -157,6 +201,8 @@ class SamplingParams(_message.Message):
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def constraint(self) -> Global___Constraint: ...
     def __init__(
         self,
         *,
@@ -174,10 +220,11 @@ class SamplingParams(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         num_top_logprobs: _builtins.int | None = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_top_logprobs", b"_num_top_logprobs", "num_top_logprobs", b"num_top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_top_logprobs", b"_num_top_logprobs", "constraint", b"constraint", "num_top_logprobs", b"num_top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_top_logprobs", b"_num_top_logprobs", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_top_logprobs", b"num_top_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_top_logprobs", b"_num_top_logprobs", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_top_logprobs", b"num_top_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_top_logprobs: _TypeAlias = _typing.Literal["num_top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_top_logprobs: _TypeAlias = _typing.Literal["_num_top_logprobs", b"_num_top_logprobs"]  # noqa: Y015

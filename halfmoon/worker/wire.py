@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
+from halfmoon.engine.request import (
+    Constraint,
+    ConstraintKind,
+    EngineRequest,
+    FinishReason,
+    SamplingParams,
+    TokenOutput,
+)
 from halfmoon.errors import Incompatible
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.layout import KVLayout
@@ -14,6 +21,13 @@ _FINISH: dict[FinishReason | None, pb.FinishReason.ValueType] = {
     "length": pb.LENGTH,
     "cancelled": pb.CANCELLED,
     "error": pb.ERROR,
+}
+
+_CONSTRAINTS: dict[int, ConstraintKind] = {
+    pb.Constraint.JSON_SCHEMA: "json_schema",
+    pb.Constraint.REGEX: "regex",
+    pb.Constraint.CHOICE: "choice",
+    pb.Constraint.GRAMMAR: "grammar",
 }
 
 
@@ -33,8 +47,16 @@ def sampling_from(message: pb.SamplingParams) -> SamplingParams:
         logit_bias=dict(message.logit_bias),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        constraint=_constraint_from(message.constraint) if message.HasField("constraint") else None,
         num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
     )
+
+
+def _constraint_from(message: pb.Constraint) -> Constraint:
+    kind = _CONSTRAINTS.get(message.kind)
+    if kind is None:
+        raise Incompatible(f"this worker does not know constraints of kind {message.kind}", param="constraint")
+    return Constraint(kind, message.source)
 
 
 def request_from(message: pb.Generation, *, prefill_only: bool, arrival_s: float) -> EngineRequest:

@@ -11,6 +11,7 @@ from torch import Tensor
 from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.device_path import choose_path
 from halfmoon.engine.kv_arena import KVArena
 from halfmoon.engine.kv_watch import LayerWatch
@@ -60,7 +61,8 @@ class Rank:
         whole_layout = KVLayout(whole.num_layers, whole.num_kv_heads, whole.head_dim, config.dtype, config.block_tokens)
         layout = shard_layout(whole_layout, shard)
         self.arena = KVArena(layout, config.num_blocks, self._dtype, self._device, path.kernels)
-        self.runner = ModelRunner(model, self.arena, path.attention, checkpoint.eos_token_ids)
+        masks = TokenMasks(checkpoint.path, whole.vocab_size, checkpoint.eos_token_ids)
+        self.runner = ModelRunner(model, self.arena, path.attention, checkpoint.eos_token_ids, masks=masks)
 
     @torch.inference_mode()
     def batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:

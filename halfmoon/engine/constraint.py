@@ -1,0 +1,117 @@
+"""Structured output: which tokens may come next under a schema, an expression, a choice or a grammar. No torch.
+
+The library llguidance does the work. What is allowed is a function of the constraint and of the output tokens so far,
+so that any process can go on where another stopped, after a hand-over, a preemption or a worker's death.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, grammar_from
+from numpy.typing import NDArray
+
+from halfmoon.engine.request import Constraint
+from halfmoon.errors import InvalidRequest
+
+_MOST_OUTPUTS = 1_024  # whose automata are kept; those of ended requests leave in their turn
+_MOST_GRAMMARS = 64
+_JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def check_constraint(constraint: Constraint) -> None:
+    """Raises InvalidRequest, with the library's reason, for what cannot be compiled."""
+    problem = LLMatcher.validate_grammar(_grammar(constraint))
+    if problem and not problem.startswith("WARNING"):
+        raise InvalidRequest(f"the {constraint.kind.replace('_', ' ')} cannot be used: {problem}")
+
+
+def _grammar(constraint: Constraint) -> str:
+    """In llguidance's own form. JSON is written on one line: a model could add white space for ever."""
+    try:
+        match constraint.kind:
+            case "json_schema":
+                return LLMatcher.grammar_from_json_schema(constraint.source, overrides=_JSON_STYLE)
+            case "choice":
+                choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(constraint.source))
+                if not choices:
+                    raise InvalidRequest("the choice cannot be used: it is empty")
+                return LLMatcher.grammar_from_lark(f"start: {choices}")
+            case "regex" | "grammar":
+                return grammar_from(constraint.kind, constraint.source)
+    except ValueError as error:
+        raise InvalidRequest(f"the {constraint.kind.replace('_', ' ')} cannot be used: {error}") from error
+
+
+class TokenMasks:
+    """Owns the automata of constrained outputs, each named by its constraint and its tokens. One thread at a time.
+
+    An automaton that is not here is made again from the tokens: nothing is lost by forgetting one.
+    """
+
+    def __init__(self, checkpoint_path: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._path = checkpoint_path
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._fresh: OrderedDict[Constraint, Any] = OrderedDict()
+        self._started: OrderedDict[tuple[Constraint, tuple[int, ...]], list[Any]] = OrderedDict()
+
+    def allowed(self, constraint: Constraint, output: Sequence[int]) -> NDArray[np.bool_]:
+        """[vocab_size]: which tokens may follow `output`; an end-of-sequence token where the output may end.
+
+        Raises InvalidRequest for a constraint that cannot be used, ValueError for an output that is against it.
+        """
+        key = (constraint, tuple(output))
+        matcher = self._matcher(*key)
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher.is_error() or not bits.any():
+            raise ValueError(f"structured output: {matcher.get_error()}")
+        self._started.setdefault(key, []).append(matcher)
+        if len(self._started) > _MOST_OUTPUTS:
+            self._started.popitem(last=False)
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
+
+    def _matcher(self, constraint: Constraint, output: tuple[int, ...]) -> Any:
+        matcher = self._take(constraint, output)
+        if matcher is not None:
+            return matcher
+        matcher, rest = (self._take(constraint, output[:-1]), output[-1:]) if output else (None, output)
+        if matcher is None:
+            matcher, rest = self._new(constraint), output
+        if rest and not matcher.consume_tokens(list(rest)):
+            raise ValueError(f"structured output: {matcher.get_error() or 'the output is against the constraint'}")
+        return matcher
+
+    def _take(self, constraint: Constraint, output: tuple[int, ...]) -> Any:
+        waiting = self._started.get((constraint, output))
+        if waiting is None:
+            return None
+        matcher = waiting.pop()
+        if not waiting:
+            del self._started[constraint, output]
+        return matcher
+
+    def _new(self, constraint: Constraint) -> Any:
+        fresh = self._fresh.get(constraint)
+        if fresh is None:
+            fresh = self._fresh[constraint] = LLMatcher(self._tokenizer, _grammar(constraint), log_level=0)
+            if len(self._fresh) > _MOST_GRAMMARS:
+                self._fresh.popitem(last=False)
+        self._fresh.move_to_end(constraint)
+        return fresh.deep_copy()
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """Of the vocabulary's bytes; most engines never need it."""
+        file = self._path / "tokenizer.json"
+        if not file.is_file():
+            raise InvalidRequest("structured output needs a tokenizer.json, which this model does not have")
+        return LLTokenizer(
+            file.read_text(encoding="utf-8"), n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids)
+        )

@@ -1,0 +1,149 @@
+"""Structured output: what the demo model says under a constraint is valid, wherever its tokens were drawn."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.constraint import TokenMasks, check_constraint
+from halfmoon.engine.engine import Engine
+from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams
+from halfmoon.engine.tokenizer import Tokenizer
+from halfmoon.errors import InvalidRequest
+
+from .random_schemas import random_schema
+
+NUM_SCHEMAS = 12
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 10}, "age": {"type": "integer", "maximum": 120}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+LARK = 'start: "a" "b"+ ("c" | "d")'
+GBNF = 'root ::= "a" "b"+ ("c" | "d")'
+
+
+def json_schema(schema: Any) -> Constraint:
+    return Constraint("json_schema", json.dumps(schema))
+
+
+def masks_of(checkpoint: Checkpoint) -> TokenMasks:
+    return TokenMasks(checkpoint.path, checkpoint.model_config.vocab_size, checkpoint.eos_token_ids)
+
+
+class Speaker:
+    """An engine of the demo model and its tokenizer."""
+
+    def __init__(self, checkpoint: Checkpoint, **options: Any) -> None:
+        self.engine = Engine(checkpoint, EngineConfig(**{"num_blocks": 96, "max_running": 16, **options}))
+        self.tokenizer = Tokenizer(checkpoint)
+        self.eos = checkpoint.eos_token_ids
+        self.num_preempted = 0
+
+    def say(self, constraints: Sequence[Constraint], question: str = "Tell me about Ann.", **options: Any) -> list[str]:
+        """One answer a constraint, all of them at once."""
+        prompt = tuple(self.tokenizer.encode_chat([{"role": "user", "content": question}]))
+        answers: list[list[int]] = [[] for _ in constraints]
+        for number, constraint in enumerate(constraints):
+            sampling = SamplingParams(**{"max_tokens": 250, "seed": number, "constraint": constraint, **options})
+            self.engine.add(EngineRequest(str(number), prompt, sampling))
+        while self.engine.has_work():
+            step = self.engine.step()
+            self.num_preempted += step.num_preempted
+            for output in step.outputs:
+                assert output.finish_reason in (None, "stop")
+                answers[int(output.request_id)].append(output.token_id)
+        return [self.tokenizer.decode([one for one in ids if one not in self.eos]) for ids in answers]
+
+
+def test_what_is_said_is_what_was_asked_for(demo: Checkpoint) -> None:
+    speaker = Speaker(demo)
+    asked = [
+        json_schema(PERSON),
+        Constraint("regex", "[A-Z][a-z]{2,8}, [0-9]{1,3} years"),
+        Constraint("choice", json.dumps(["yes", 'no "way"\n', "größer 🌓"])),
+        Constraint("grammar", LARK),
+        Constraint("grammar", GBNF),
+    ]
+    for temperature in (0.0, 1.5):
+        person, years, choice, lark, gbnf = speaker.say(asked, temperature=temperature)
+        jsonschema.validate(json.loads(person), PERSON)
+        assert re.fullmatch(asked[1].source, years)
+        assert choice in json.loads(asked[2].source)
+        assert re.fullmatch("ab+[cd]", lark)
+        assert re.fullmatch("ab+[cd]", gbnf)
+
+
+@pytest.mark.slow
+def test_random_schemas(demo: Checkpoint) -> None:
+    rng = Random(7)
+    schemas = [random_schema(rng) for _ in range(NUM_SCHEMAS)]
+    answers = Speaker(demo).say([json_schema(schema) for schema in schemas], "Fill this form at random.")
+    for schema, answer in zip(schemas, answers, strict=True):
+        jsonschema.validate(json.loads(answer), schema)
+
+
+def test_preempted_outputs_go_on_as_they_began(demo: Checkpoint) -> None:
+    asked = [json_schema(PERSON), Constraint("regex", "([a-z]{3,9} ){9}end")] * 2
+    calm = Speaker(demo, dtype="float32").say(asked, max_tokens=90)
+    cramped = Speaker(demo, dtype="float32", num_blocks=10, block_tokens=16)
+    assert cramped.say(asked, max_tokens=90) == calm
+    assert cramped.num_preempted
+
+
+def test_a_mask_is_a_function_of_the_tokens(demo: Checkpoint) -> None:
+    tokenizer, kept, constraint = Tokenizer(demo), masks_of(demo), json_schema(PERSON)
+    output = tokenizer.encode('{"name": "Ann", "age": 7}')
+    for length in range(len(output) + 1):
+        steady = kept.allowed(constraint, output[:length])
+        assert np.array_equal(steady, masks_of(demo).allowed(constraint, output[:length]))
+        assert np.array_equal(steady, kept.allowed(constraint, output[:length]))  # a second request, or a second try
+        assert length == len(output) or steady[output[length]]
+        assert steady[list(demo.eos_token_ids)].any() == (length == len(output))
+    with pytest.raises(ValueError, match="structured output"):
+        kept.allowed(constraint, tokenizer.encode("no JSON"))
+
+
+def test_what_cannot_be_used_is_refused_with_the_reason() -> None:
+    for good in (json_schema({}), json_schema(PERSON), Constraint("grammar", GBNF), Constraint("choice", '["a"]')):
+        check_constraint(good)
+    for kind, source, reason in (
+        ("json_schema", '{"type": "nonsense"}', "nonsense"),
+        ("json_schema", '{"$ref": "#/nowhere"}', "nowhere"),
+        ("json_schema", '{"not": {"type": "string"}}', "not"),
+        ("json_schema", "[", "json schema"),
+        ("regex", "[a", "regex"),
+        ("regex", "(?=a)", "look-around"),
+        ("grammar", "start: nothing", "nothing"),
+        ("choice", "[]", "choice"),
+    ):
+        with pytest.raises(InvalidRequest, match=reason):
+            check_constraint(Constraint(kind, source))  # type: ignore[arg-type]
+
+
+def test_a_constraint_that_fails_fails_its_row_alone(demo: Checkpoint) -> None:
+    speaker = Speaker(demo)
+    bad = EngineRequest("bad", (5, 6), SamplingParams(max_tokens=5, constraint=Constraint("regex", "[")))
+    good = EngineRequest("good", (5, 6), SamplingParams(max_tokens=5))
+    for request in (bad, good):
+        speaker.engine.add(request)
+    outputs = speaker.engine.step().outputs
+    assert {(one.request_id, one.finish_reason) for one in outputs} == {("bad", "error"), ("good", None)}
+
+
+@pytest.mark.parametrize(("name", "value"), [("ignore_eos", True), ("min_tokens", 3)])
+def test_what_does_not_go_with_a_constraint_is_named(demo: Checkpoint, name: str, value: Any) -> None:
+    sampling = SamplingParams(max_tokens=9, constraint=Constraint("regex", "a"), **{name: value})
+    with pytest.raises(InvalidRequest) as caught:
+        Speaker(demo).engine.add(EngineRequest("a", (5,), sampling))
+    assert caught.value.param == name
