@@ -21,10 +21,11 @@ from halfmoon.engine.config import EngineStats, StepResult
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
-from halfmoon.errors import Unavailable
+from halfmoon.errors import Incompatible, Unavailable
 from halfmoon.kv.codec import Codec, Shape, decode, encode
+from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
 from halfmoon.kv.frame_plan import Written
-from halfmoon.kv.layout import KVBytes, KVDtype, KVLayout
+from halfmoon.kv.layout import KVDtype, KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -112,22 +113,28 @@ class AsyncEngine:
         layer_end: int,
         token_start: int,
         num_tokens: int,
-        payload: KVBytes,
+        payload: KVSource,
         codec: Codec = Codec.RAW,
         dtype: KVDtype | None = None,
     ) -> None:
         """As `Engine.kv_write`, beside the steps, of what `codec` made of values in `dtype` (None: the layout's).
 
-        `payload` must not change until this returns.
+        `payload` must not change until this returns. In device memory it can only be raw and in the layout's dtype:
+        raises Incompatible.
         """
         layout = self.engine.layout
         shape = _shape(layout, layer_end - layer_start, num_tokens)
+        write = partial(self.engine.kv_write, request_id, layer_start, layer_end, token_start, num_tokens)
 
-        def write() -> None:
-            values = decode(codec, payload, shape, dtype or layout.dtype, layout.dtype)
-            self.engine.kv_write(request_id, layer_start, layer_end, token_start, num_tokens, values.data)
+        def write_decoded() -> None:
+            if isinstance(payload, DeviceBytes):
+                if codec is not Codec.RAW or dtype not in (None, layout.dtype):
+                    raise Incompatible("KV in device memory is taken as it is, raw and in the layout's dtype")
+                write(payload)
+            else:
+                write(decode(codec, payload, shape, dtype or layout.dtype, layout.dtype).data)
 
-        await self._copy(write)
+        await self._copy(write_decoded)
 
     async def kv_read(
         self,
@@ -136,7 +143,7 @@ class AsyncEngine:
         layer_end: int,
         token_start: int,
         num_tokens: int,
-        out: memoryview | None = None,
+        out: KVPlace | None = None,
         codec: Codec = Codec.RAW,
     ) -> memoryview:
         """As `Engine.kv_read`, beside the steps, encoded in `codec`. `out`, if given, has exactly the encoded size.
@@ -148,6 +155,7 @@ class AsyncEngine:
         read = partial(self.engine.kv_read, request_id, layer_start, layer_end, token_start, num_tokens)
 
         def read_encoded() -> memoryview:
+            assert not isinstance(out, DeviceBytes), "codecs compute on the CPU"
             return encode(codec, decode(Codec.RAW, read(), shape, layout.dtype), layout.dtype, out)
 
         return await self._copy(partial(read, out) if codec is Codec.RAW else read_encoded)

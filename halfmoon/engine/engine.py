@@ -31,8 +31,9 @@ from halfmoon.engine.sampler import ERROR_TOKEN_ID, SampledToken
 from halfmoon.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerLimits
 from halfmoon.engine.sequence import Sequence
 from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound, ServiceFailed
+from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.keys import root_key
-from halfmoon.kv.layout import KVBytes, KVDtype, KVLayout
+from halfmoon.kv.layout import KVDtype, KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class Engine:
             self._kv_watch.add(request.request_id, on_kv)
 
     def kv_write(
-        self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int, payload: KVBytes
+        self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int, payload: KVSource
     ) -> None:
         """Places canonical KV bytes `[layers, 2, kv_heads, num_tokens, head_dim]` of a reserved request.
 
@@ -143,7 +144,7 @@ class Engine:
         layer_end: int,
         token_start: int,
         num_tokens: int,
-        out: memoryview | None = None,
+        out: KVPlace | None = None,
     ) -> memoryview:
         """Canonical KV bytes of a prefill-only request until its `release`, as far as they are written.
 

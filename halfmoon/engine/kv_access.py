@@ -7,7 +7,7 @@ from typing import Protocol
 
 from halfmoon.engine.sequence import Sequence
 from halfmoon.errors import InvalidRequest, NotFound
-from halfmoon.kv.layout import KVBytes
+from halfmoon.kv.device_bytes import KVPlace, KVSource
 
 
 class NotWritten(NotFound):
@@ -29,13 +29,13 @@ class KVMemory(Protocol):
         layer_end: int,
         start: int,
         num_tokens: int,
-        out: memoryview | None = None,
+        out: KVPlace | None = None,
     ) -> memoryview:
         """As `KVArena.read`."""
         ...
 
     def write(
-        self, blocks: SequenceOf[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVBytes
+        self, blocks: SequenceOf[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
     ) -> None:
         """As `KVArena.write`."""
         ...
@@ -48,7 +48,7 @@ class KVAccess:
         self._memory = memory
 
     def write(
-        self, sequence: Sequence, layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVBytes
+        self, sequence: Sequence, layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
     ) -> None:
         """As `Engine.kv_write`: a reserved sequence is never stepped."""
         with sequence.kv_lock:
@@ -63,7 +63,7 @@ class KVAccess:
         layer_end: int,
         start: int,
         num_tokens: int,
-        out: memoryview | None = None,
+        out: KVPlace | None = None,
     ) -> memoryview:
         """As `Engine.kv_read`: what is written stays as it is until the blocks are given back."""
         with sequence.kv_lock:

@@ -10,7 +10,9 @@ import torch
 
 from halfmoon.engine.canonical_kv import CanonicalKV
 from halfmoon.engine.config import Kernels
-from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.errors import Incompatible
+from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
+from halfmoon.kv.layout import KVLayout
 
 if TYPE_CHECKING:
     from halfmoon.engine.kv_transfer import KVTransfer
@@ -53,10 +55,14 @@ class KVArena:
         self._transfer = _transfer(self.tensor, layout.block_tokens) if kernels == "triton" else None
 
     def write(
-        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVBytes
+        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
     ) -> None:
         """Scatters canonical bytes. Raises InvalidRequest when the payload's size is not that of the ranges."""
         self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
+        if isinstance(payload, DeviceBytes):
+            transfer, cells = self._on_device(payload)
+            transfer.scatter(cells, blocks, layer_start, layer_end, start, num_tokens)
+            return
         values = self._canonical.view(payload, layer_end - layer_start, num_tokens)
         if self._transfer is not None:
             self._transfer.write(values, blocks, layer_start, start)
@@ -78,13 +84,18 @@ class KVArena:
         layer_end: int,
         start: int,
         num_tokens: int,
-        out: memoryview | None = None,
+        out: KVPlace | None = None,
     ) -> memoryview:
         """Canonical bytes `[layers, 2, kv_heads, num_tokens, head_dim]`, copied into `out`, if given.
 
-        On a CPU that is one copy. From a CUDA device it goes through pinned memory, which torch reuses.
+        On a CPU that is one copy. From a CUDA device it goes through pinned memory, which torch reuses; with `out` on
+        the device nothing comes here, and what is returned is empty.
         """
         self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
+        if isinstance(out, DeviceBytes):
+            transfer, cells = self._on_device(out)
+            transfer.gather(blocks, layer_start, layer_end, start, num_tokens, cells)
+            return memoryview(b"")
         if self._transfer is not None:
             gathered = self._transfer.read(blocks, layer_start, layer_end, start, num_tokens)
             if out is not None:
@@ -97,6 +108,13 @@ class KVArena:
             values[:, :, :, done : done + last - first] = view.cpu().numpy()
             done += last - first
         return values.reshape(-1).data.cast("B")
+
+    def _on_device(self, place: DeviceBytes) -> tuple[KVTransfer, torch.Tensor]:
+        """Raises Incompatible where no kernels copy."""
+        if self._transfer is None:
+            raise Incompatible("KV in device memory needs the triton kernels")
+        assert isinstance(place.cells, torch.Tensor)
+        return self._transfer, place.cells
 
 
 def _transfer(arena: torch.Tensor, block_tokens: int) -> KVTransfer:

@@ -1,10 +1,11 @@
-"""KV between the arena and host memory on a CUDA device: one kernel and one copy a call, beside the running step.
+"""KV into and out of an arena on a CUDA device: one kernel a call, one copy more for host memory, beside the step.
 
 Needs triton. Not run on a GPU yet; on CPU tensors the kernels run in Triton's interpreter, without streams.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halfmoon.engine.kernels.block_copy import gather_blocks, scatter_blocks
+from halfmoon.errors import InvalidRequest
 
 
 class KVTransfer:
@@ -55,6 +57,35 @@ class KVTransfer:
             block_ids, offset = self._block_ids(blocks, start, values.shape[3])
             buffer = host.to(self._arena.device, non_blocking=True).view(self._arena.dtype)
             scatter_blocks(buffer, self._arena, block_ids, self._block_tokens, layer_start, offset)
+
+    def gather(
+        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, out: Tensor
+    ) -> None:
+        """As `read`, into device memory. out: [num_bytes] uint8. Raises InvalidRequest for another size."""
+        values = self._values(out, layer_end - layer_start, num_tokens)
+        with self._reading.turn():
+            block_ids, offset = self._block_ids(blocks, start, num_tokens)
+            gather_blocks(
+                self._arena, block_ids, self._block_tokens, layer_start, layer_end, offset, num_tokens, values
+            )
+
+    def scatter(
+        self, source: Tensor, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int
+    ) -> None:
+        """As `write`, out of device memory. source: [num_bytes] uint8. Raises InvalidRequest for another size."""
+        values = self._values(source, layer_end - layer_start, num_tokens)
+        with self._writing.turn():
+            block_ids, offset = self._block_ids(blocks, start, num_tokens)
+            scatter_blocks(values, self._arena, block_ids, self._block_tokens, layer_start, offset)
+
+    def _values(self, cells: Tensor, num_layers: int, num_tokens: int) -> Tensor:
+        """[num_layers, 2, num_kv_heads, num_tokens, head_dim] of the arena's dtype in the memory of `cells`."""
+        _, _, num_kv_heads, _, head_dim = self._arena.shape
+        shape = (num_layers, 2, num_kv_heads, num_tokens, head_dim)
+        num_bytes = math.prod(shape) * self._arena.element_size()
+        if cells.numel() != num_bytes:
+            raise InvalidRequest(f"device memory for KV has {cells.numel()} bytes; {shape} has {num_bytes}")
+        return cells.view(self._arena.dtype).view(shape)
 
     def _block_ids(self, blocks: Sequence[int], start: int, num_tokens: int) -> tuple[Tensor, int]:
         """The blocks that hold the tokens, [num_blocks] int32, and where in the first of them they begin."""

@@ -4,7 +4,8 @@ Every message of a KV transfer is one frame. DATA payloads are KV bytes in the l
 `[layers, 2, heads, tokens, head_dim]` of the ranges that the header names; the body of a control frame (OPEN,
 COMMIT, ...) is opaque here. A DATA payload follows its header, or lies elsewhere (in memory that both ends share) and a
 short reference in its place says where; what the reference means is the transport's business. The digest covers the
-header and the payload wherever it lies, so a frame is whole or refused.
+header and the payload wherever it lies, so a frame is whole or refused. A payload in device memory, which no CPU reads,
+is the exception: there it covers the header and the reference.
 
     offset  size  field                         offset  size  field
     0       4     magic "HMKV"                  36      2x4   layer_start, layer_end, head_start, head_end
@@ -22,13 +23,14 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import xxhash
 
 from halfmoon.errors import DataLoss, Incompatible, InvalidRequest
 from halfmoon.kv.codec import Codec, Shape
+from halfmoon.kv.device_bytes import DeviceBytes, KVSource
 from halfmoon.kv.layout import KVBytes, KVLayout, Shard
 
 VERSION = 2
@@ -89,7 +91,10 @@ class KVRange:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One decoded frame; `payload` is a view into the received message, or into where the reference led."""
+    """One decoded frame; `payload` is a view into the received message, or into where the reference led.
+
+    Where that is device memory, it is `device`, and `payload` is empty.
+    """
 
     kind: FrameKind
     transfer_id: bytes  # 16 bytes
@@ -98,6 +103,12 @@ class Frame:
     range: KVRange = field(default_factory=KVRange)
     codec: Codec = Codec.RAW
     payload: KVBytes = b""
+    device: DeviceBytes | None = None
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the payload, wherever it is."""
+        return memoryview(self.payload).nbytes if self.device is None else self.device.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +119,14 @@ class Elsewhere:
     reference: bytes
     payload_bytes: int  # at most MAX_PAYLOAD_BYTES
 
-    def with_payload(self, payload: KVBytes) -> Frame:
-        """The frame with the bytes that its reference led to. Raises DataLoss if they are not the sender's."""
+    def with_payload(self, payload: KVSource) -> Frame:
+        """The frame with the bytes that its reference led to. Raises DataLoss if they are not the sender's.
+
+        Of bytes in device memory only their number and the reference are checked.
+        """
+        if isinstance(payload, DeviceBytes):
+            frame = _checked(self.header, memoryview(self.reference), payload.num_bytes)
+            return replace(frame, payload=b"", device=payload)
         return _checked(self.header, memoryview(payload).cast("B"))
 
 
@@ -120,15 +137,18 @@ def encode_frame(frame: Frame, reference: bytes = b"") -> bytes:
     """
     assert len(frame.transfer_id) == TRANSFER_ID_BYTES, "struct would pad or cut it in silence"
     payload = memoryview(frame.payload).cast("B")
-    if payload.nbytes > MAX_PAYLOAD_BYTES:
-        raise InvalidRequest(f"a frame's payload of {payload.nbytes} bytes is over the limit of {MAX_PAYLOAD_BYTES}")
+    num_bytes = frame.payload_bytes
+    if num_bytes > MAX_PAYLOAD_BYTES:
+        raise InvalidRequest(f"a frame's payload of {num_bytes} bytes is over the limit of {MAX_PAYLOAD_BYTES}")
+    assert frame.device is None or reference, "what is in device memory cannot be in the message"
     r = frame.range
     head = _FIELDS.pack(
         _MAGIC, VERSION, frame.kind, frame.codec, len(reference), frame.layout_fingerprint, frame.transfer_id,
         frame.sequence, r.layer_start, r.layer_end, r.head_start, r.head_end, r.token_start, r.num_tokens,
-        payload.nbytes,
+        num_bytes,
     )  # fmt: skip
-    return b"".join((head, _DIGEST.pack(_digest(head, payload)), reference or payload))
+    digest = _digest(head, payload if frame.device is None else reference)
+    return b"".join((head, _DIGEST.pack(digest), reference or payload))
 
 
 def decode_message(message: KVBytes) -> Frame | Elsewhere:
@@ -160,12 +180,14 @@ def decode_frame(message: KVBytes) -> Frame:
     return frame
 
 
-def _checked(header: memoryview, payload: memoryview) -> Frame:
+def _checked(header: memoryview, payload: memoryview, num_bytes: int | None = None) -> Frame:
+    """The frame whose digest covers `payload`, which stands for `num_bytes`, if not for itself."""
+    num_bytes = payload.nbytes if num_bytes is None else num_bytes
     _, _, kind, codec, _, fingerprint, transfer_id, sequence, l0, l1, h0, h1, t0, tokens, size = _FIELDS.unpack_from(
         header
     )
-    if payload.nbytes != size:
-        raise DataLoss(f"KV frame {sequence}: {payload.nbytes} payload bytes arrived, the header says {size}")
+    if num_bytes != size:
+        raise DataLoss(f"KV frame {sequence}: {num_bytes} payload bytes arrived, the header says {size}")
     if _DIGEST.unpack_from(header, _FIELDS.size)[0] != _digest(header[: _FIELDS.size], payload):
         raise DataLoss(f"KV frame {sequence}: its digest does not match its bytes")
     try:

@@ -18,6 +18,7 @@ from typing import Literal
 
 from halfmoon.errors import Cancelled, DataLoss, Incompatible, InvalidRequest
 from halfmoon.kv.codec import Codec, encoded_bytes
+from halfmoon.kv.device_bytes import DeviceBytes
 from halfmoon.kv.frame import Frame, FrameKind, KVRange
 from halfmoon.kv.layout import KVBytes, KVDtype, KVLayout
 from halfmoon.kv.negotiation import Choice, Offer, decode_open, encode_choice
@@ -53,13 +54,22 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteFromDevice:
+    """As `Write`, of raw values in device memory. Only for who joined a transport that has some."""
+
+    range: KVRange
+    source: DeviceBytes
+    dtype: KVDtype  # the sender's
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """Every byte is in place; act on `body`, then answer `done`."""
 
     body: bytes
 
 
-Effect = Reserve | Write | Commit
+Effect = Reserve | Write | WriteFromDevice | Commit
 
 
 class Coverage:
@@ -180,16 +190,20 @@ class TransferReceiver:
         self._coverage = Coverage(frame.range)
         return Reserve(frame.range, body, offers)
 
-    def _write(self, frame: Frame) -> Write:
+    def _write(self, frame: Frame) -> Write | WriteFromDevice:
         frame.range.check_within(self._coverage.whole)
         dtype = self._dtypes[self._fingerprint]
-        got = memoryview(frame.payload).nbytes
+        got = frame.payload_bytes
         want = encoded_bytes(frame.codec, frame.range.shape(self._layout), dtype)
         if got != want:
             raise InvalidRequest(
                 f"a DATA frame of {frame.range} in {frame.codec.name} must hold {want} bytes, it holds {got}"
             )
+        if frame.device is not None and frame.codec is not Codec.RAW:
+            raise InvalidRequest(f"a DATA frame in device memory must be raw, not {frame.codec.name}")
         self._coverage.add(frame.range)
+        if frame.device is not None:
+            return WriteFromDevice(frame.range, frame.device, dtype)
         return Write(frame.range, frame.payload, frame.codec, dtype)
 
 

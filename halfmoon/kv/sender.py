@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal
 
 from halfmoon.errors import DataLoss, Incompatible, InvalidRequest
 from halfmoon.kv.codec import Codec
+from halfmoon.kv.device_bytes import DeviceBytes, KVSource
 from halfmoon.kv.frame import Frame, FrameKind, KVRange
 from halfmoon.kv.layout import KVBytes, KVLayout
 
@@ -62,10 +64,12 @@ class TransferSending:
         assert self.state in ("opening", "opened")
         return self._frame(FrameKind.RENEW)
 
-    def data(self, part: KVRange, payload: KVBytes, codec: Codec = Codec.RAW) -> Frame:
+    def data(self, part: KVRange, payload: KVSource, codec: Codec = Codec.RAW) -> Frame:
         """KV bytes."""
         assert self.state == "opened", "nothing may be sent before ACCEPT or after COMMIT"
         self._uncredited.add(self._sequence)
+        if isinstance(payload, DeviceBytes):
+            return replace(self._frame(FrameKind.DATA, part, codec=codec), device=payload)
         return self._frame(FrameKind.DATA, part, payload, codec)
 
     def commit(self, body: bytes) -> Frame:

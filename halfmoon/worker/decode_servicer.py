@@ -12,10 +12,11 @@ import grpc
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.errors import Incompatible, InvalidRequest, NotFound
 from halfmoon.kv.frame import KVRange
-from halfmoon.kv.receiver import Commit, Effect, Reserve, Write
+from halfmoon.kv.receiver import Commit, Effect, Reserve, Write, WriteFromDevice
 from halfmoon.pb import decode_pb2, decode_pb2_grpc, types_pb2
 from halfmoon.rpc.context import request_scope
 from halfmoon.rpc.transfer import KVIntake, parse_body
+from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.worker.gone import Gone
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.state import WorkerState, now_s
@@ -31,13 +32,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     """halfmoon.Decode and the receiving end of KV transfers."""
 
     def __init__(
-        self, engine: AsyncEngine, state: WorkerState, metrics: WorkerMetrics, lease_s: float = LEASE_S
+        self,
+        engine: AsyncEngine,
+        state: WorkerState,
+        metrics: WorkerMetrics,
+        lease_s: float = LEASE_S,
+        device: DeviceMemory | None = None,
     ) -> None:
         self._engine = engine
         self._state = state
         self._metrics = metrics
         self._lease_s = lease_s
-        self._intake = KVIntake()
+        self._intake = KVIntake(device=device)
 
     def close(self) -> None:
         """Leaves what KV senders share with this process."""
@@ -116,6 +122,10 @@ class _Reception:
                     dtype,
                 )
                 self.num_bytes += memoryview(payload).nbytes
+            case WriteFromDevice(part, source, dtype):
+                where = (part.layer_start, part.layer_end, part.token_start, part.num_tokens)
+                await self._engine.kv_write(self._generation.request_id, *where, source, dtype=dtype)
+                self.num_bytes += source.num_bytes
             case Commit(body):
                 await self._start(parse_body(decode_pb2.HandoverCommit, body).first_token_id)
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
 
@@ -22,21 +23,25 @@ class _Channel:
 class KVChannels:
     """Owns the links; a used one is kept for the next transfer, the longest unused ones are closed.
 
-    `on_fallback` hears the name of each transport that a receiver declined.
+    `on_fallback` hears the name of each transport that a receiver declined; `device` is that of `KVLink`.
     """
 
     def __init__(
-        self, settings: LinkSettings | None = None, on_fallback: Callable[[str], None] = lambda transport: None
+        self,
+        settings: LinkSettings | None = None,
+        on_fallback: Callable[[str], None] = lambda transport: None,
+        device: DeviceMemory | None = None,
     ) -> None:
         self._settings = settings or LinkSettings()
         self._on_fallback = on_fallback
+        self._device = device
         self._channels: dict[str, _Channel] = {}  # least recently used first
 
     @contextmanager
     def to(self, address: str) -> Iterator[KVLink]:
         """The link to `address`; it is not closed while inside."""
         channel = self._channels.pop(address, None) or _Channel(
-            KVLink(Peer(address), self._settings, self._on_fallback)
+            KVLink(Peer(address), self._settings, self._on_fallback, self._device)
         )
         self._channels[address] = channel
         channel.num_users += 1

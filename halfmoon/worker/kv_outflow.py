@@ -95,7 +95,7 @@ class KVOutflow:
         """False when a preemption took the KV back; the engine tells when it is there again."""
         where = (part.layer_start, part.layer_end, part.token_start, part.num_tokens)
         try:
-            await self._engine.kv_read(self._request_id, *where, buffer.view, codec)
+            await self._engine.kv_read(self._request_id, *where, buffer.place, codec)
         except NotWritten:
             return False
         except NotFound:

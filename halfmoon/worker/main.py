@@ -16,6 +16,7 @@ import halfmoon
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.cuda_memory import CudaMemory
 from halfmoon.engine.engine import Engine
 from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
@@ -55,9 +56,10 @@ async def serve(settings: WorkerSettings) -> None:
     identity = gateway_pb2.WorkerIdentity()
     state = WorkerState(identity, engine.layout, metrics)
     death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    device = _device_memory(engine)
     async with AsyncEngine(engine, state.on_step, death.set_result) as async_engine:
-        prefill = PrefillServicer(async_engine, state, metrics, kv_links)
-        decode = DecodeServicer(async_engine, state, metrics, settings.lease_s)
+        prefill = PrefillServicer(async_engine, state, metrics, kv_links, device)
+        decode = DecodeServicer(async_engine, state, metrics, settings.lease_s, device)
         async with running_server(settings.listen, worker_services(prefill, decode), metrics.rpc) as server:
             address = advertised_address(settings.listen, server.port, settings.advertise)
             identity.CopyFrom(_identity(settings, engine, address))
@@ -170,6 +172,13 @@ def _device(wanted: str) -> str:
     if wanted == "cuda" and not has_cuda:
         raise InvalidRequest("--device cuda: PyTorch sees no CUDA device here; use --device cpu", param="device")
     return "cuda" if has_cuda and wanted != "cpu" else "cpu"
+
+
+def _device_memory(engine: Engine) -> CudaMemory | None:
+    """What KV can be gathered into and scattered out of on the device; None where nothing copies there."""
+    config = engine.config
+    can_copy = config.device.startswith("cuda") and config.num_ranks == 1 and config.attention_backend == "triton"
+    return CudaMemory(engine.layout) if can_copy else None
 
 
 def _identity(settings: WorkerSettings, engine: Engine, address: str) -> gateway_pb2.WorkerIdentity:

@@ -14,6 +14,7 @@ from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import KVRange
 from halfmoon.pb import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.rpc.transfer import TransferSender, transfer_to
+from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.beside import beside, cancelled, first_of
@@ -34,12 +35,19 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     """halfmoon.Prefill. Owns the channels that carry KV to decode workers."""
 
     def __init__(
-        self, engine: AsyncEngine, state: WorkerState, metrics: WorkerMetrics, link_settings: LinkSettings | None = None
+        self,
+        engine: AsyncEngine,
+        state: WorkerState,
+        metrics: WorkerMetrics,
+        link_settings: LinkSettings | None = None,
+        device: DeviceMemory | None = None,
     ) -> None:
         self._engine = engine
         self._state = state
         self._metrics = metrics
-        self._channels = KVChannels(link_settings, lambda transport: metrics.kv_fallbacks.labels(transport).inc())
+        self._channels = KVChannels(
+            link_settings, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device
+        )
 
     def links(self) -> dict[str, LinkEstimate]:
         """How fast KV goes to the workers that it was sent to, by their address."""
@@ -80,7 +88,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         await self._channels.close_idle()
         with self._channels.to(address) as link:
             async with transfer_to(link, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
-                await transfer.open(whole, body)
+                await transfer.open(whole, body, codec)
                 self._state.check_can_serve(generation, types_pb2.PREFILL)  # it may have been cancelled meanwhile
                 opened_s = now_s()
                 outflow = KVOutflow(self._engine, transfer, layout, generation.request_id, num_tokens, codec)

@@ -43,7 +43,10 @@ class WorkerSettings(BaseSettings):
     tensor_parallel: int = Field(1, ge=1, description="devices that share every layer of the model")
     pipeline_parallel: int = Field(1, ge=1, description="stages of devices, each with some of the layers")
     lease_s: float = Field(10.0, ge=5, description="a KV reservation ends when its sender is silent for this long")
-    kv_transports: str = Field("shm,grpc", description="places for KV under way, best first; 'grpc' always remains")
+    kv_transports: str = Field(
+        "shm,grpc",
+        description="places for KV under way, best first: 'cuda_ipc', 'shm', 'nixl'; 'grpc' always remains",
+    )
     kv_window: ByteSize = Field(ByteSize(32 << 20), description="KV under way to one worker, at most")
     kv_stall_s: float = Field(10.0, gt=0, description="a KV link without progress for this long has failed")
     kv_link_mbps: float | None = Field(None, gt=0, description="for experiments: KV goes so many megabytes a second")

@@ -46,17 +46,29 @@ def _copy_blocks_kernel(
 
 
 def gather_blocks(
-    arena: Tensor, block_ids: Tensor, block_tokens: int, layer_start: int, layer_end: int, start: int, num_tokens: int
+    arena: Tensor,
+    block_ids: Tensor,
+    block_tokens: int,
+    layer_start: int,
+    layer_end: int,
+    start: int,
+    num_tokens: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Tokens `start`..`start + num_tokens` of the sequence that `block_ids` holds, copied out of the arena.
 
     arena: [num_layers, 2, num_kv_heads, num_slots, head_dim]; block_ids: [num_blocks] int32 or int64.
-    Returns [layer_end - layer_start, 2, num_kv_heads, num_tokens, head_dim]. Raises ValueError or TypeError.
+    Returns [layer_end - layer_start, 2, num_kv_heads, num_tokens, head_dim], which is `out`, if given. Raises
+    ValueError or TypeError.
     """
     _check(arena, block_ids, block_tokens, layer_start, layer_end, start, num_tokens)
     layers = arena[layer_start:layer_end]
     shape = (*layers.shape[:3], num_tokens, layers.shape[4])
-    buffer = torch.empty(shape, dtype=arena.dtype, device=arena.device)
+    buffer = torch.empty(shape, dtype=arena.dtype, device=arena.device) if out is None else out
+    if out is not None:
+        check_tensor("out", out, shape, (arena.dtype,))
+        check_contiguous("out", out)
+        check_same_device(arena=arena, out=out)
     _launch(layers, buffer, block_ids, block_tokens, start, "gather")
     return buffer
 

@@ -28,7 +28,8 @@ from halfmoon.engine.parallel.sharded_kv import ShardedKV
 from halfmoon.engine.sampler import SampledToken
 from halfmoon.engine.scheduler import ScheduledSequence
 from halfmoon.errors import Incompatible, ServiceFailed
-from halfmoon.kv.layout import KVBytes, KVLayout, Shard
+from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
+from halfmoon.kv.layout import KVLayout, Shard
 
 
 class ParallelRunner:
@@ -95,15 +96,19 @@ class ParallelRunner:
         layer_end: int,
         start: int,
         num_tokens: int,
-        out: memoryview | None = None,
+        out: KVPlace | None = None,
     ) -> memoryview:
-        """As `KVArena.read`."""
+        """As `KVArena.read`. Raises Incompatible for device memory: no device holds all of the KV."""
+        if isinstance(out, DeviceBytes):
+            raise Incompatible("KV of several ranks is not in one device's memory")
         return self._kv.read(blocks, layer_start, layer_end, start, num_tokens, out)
 
     def write(
-        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVBytes
+        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
     ) -> None:
-        """As `KVArena.write`."""
+        """As `KVArena.write`. Raises Incompatible for device memory: no device holds all of the KV."""
+        if isinstance(payload, DeviceBytes):
+            raise Incompatible("KV of several ranks is not in one device's memory")
         self._kv.write(blocks, layer_start, layer_end, start, num_tokens, payload)
 
     def check(self) -> None:

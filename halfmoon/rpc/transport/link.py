@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest
+from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
 from halfmoon.kv.negotiation import INLINE, Choice, Offer
 from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.transport.cuda_ipc import NAME as CUDA_IPC
+from halfmoon.rpc.transport.cuda_ipc import CudaIpcOutlet, DeviceMemory
 from halfmoon.rpc.transport.estimate import LinkEstimator
 from halfmoon.rpc.transport.inline import InlineOutlet
 from halfmoon.rpc.transport.limiter import Clock, LinkLimiter, WallClock
@@ -24,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _OFFER_AGAIN_S = 60.0  # a receiver that declined may be another process by then
 
-_OUTLETS: dict[str, Callable[[int, int], Outlet]] = {SHM: SharedMemoryOutlet, NIXL: NixlOutlet}
+_NAMES = (CUDA_IPC, SHM, NIXL, INLINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,8 @@ class LinkSettings:
 
     def __post_init__(self) -> None:
         for name in self.transports:
-            if name not in (*_OUTLETS, INLINE):
-                raise InvalidRequest(f"no KV transport is called {name!r}: there are {', '.join((*_OUTLETS, INLINE))}")
+            if name not in _NAMES:
+                raise InvalidRequest(f"no KV transport is called {name!r}: there are {', '.join(_NAMES)}")
         if self.window_bytes < 2 * MAX_PAYLOAD_BYTES:
             raise InvalidRequest(f"a KV link needs a window of at least {2 * MAX_PAYLOAD_BYTES} bytes")
 
@@ -51,7 +55,8 @@ class LinkSettings:
 class KVLink:
     """Owns the channel to one receiver, the places of its payloads, its window and what is known of its speed.
 
-    `on_fallback` hears the name of each transport that was offered and could not be used.
+    `on_fallback` hears the name of each transport that was offered and could not be used. `device` is where `cuda_ipc`
+    has its memory.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class KVLink:
         peer: Peer,
         settings: LinkSettings | None = None,
         on_fallback: Callable[[str], None] = lambda transport: None,
+        device: DeviceMemory | None = None,
     ) -> None:
         self.peer = peer
         self.settings = settings or LinkSettings()
@@ -70,22 +76,29 @@ class KVLink:
             self.limiter = LinkLimiter(self.settings.bytes_per_s, self.settings.delay_s)
         self._on_fallback = on_fallback
         self._inline = InlineOutlet()
+        self._new_outlet: dict[str, Callable[[int, int], Outlet]] = {
+            CUDA_IPC: partial(CudaIpcOutlet, device),
+            SHM: SharedMemoryOutlet,
+            NIXL: NixlOutlet,
+        }
         self._outlets: dict[str, Outlet] = {}
         self._declined_at_s: dict[str, float] = {}
         self._parked: list[tuple[Outlet, StagingBuffer, Share]] = []  # of ended transfers, maybe still being filled
 
-    def offers(self) -> list[Offer]:
-        """What to offer now, best first."""
+    def offers(self, codec: Codec = Codec.RAW) -> list[Offer]:
+        """What to offer now to a transfer in `codec`, best first."""
         now_s = self.clock.time()
         found = []
         for name in self.settings.transports:
+            if name == CUDA_IPC and codec is not Codec.RAW:
+                continue
             declined_at_s = self._declined_at_s.get(name)
             if name == INLINE or (declined_at_s is not None and now_s - declined_at_s < _OFFER_AGAIN_S):
                 continue
             if name not in self._outlets:
                 try:
                     num_slots = self.settings.window_bytes // MAX_PAYLOAD_BYTES
-                    self._outlets[name] = _OUTLETS[name](num_slots, MAX_PAYLOAD_BYTES)
+                    self._outlets[name] = self._new_outlet[name](num_slots, MAX_PAYLOAD_BYTES)
                 except (OSError, HalfmoonError) as err:
                     self._fall_back(name, str(err))
                     continue

@@ -12,23 +12,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from halfmoon.kv.layout import KVBytes
+from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
 from halfmoon.kv.negotiation import Offer
 
 
 @dataclass(slots=True, eq=False)
 class StagingBuffer:
-    """Room for one payload: fill `view`, then give the buffer to `TransferSender.data`, which takes it over."""
+    """Room for one payload: fill `place`, then give the buffer to `TransferSender.data`, which takes it over."""
 
-    view: memoryview  # writable, as many bytes as were asked for
+    view: memoryview  # writable, as many bytes as were asked for; none where the room is in device memory
     charge_bytes: int  # what it takes of the link's window
     memory: bytearray | int  # the place itself: the outlet's business
     reference: bytes = b""  # where the receiver finds the payload; empty: it travels inside its message
     lent: Callable[[], object | None] = lambda: None  # something as long as a view or an array of it lives
+    device: DeviceBytes | None = None  # the room, where it is in device memory
+
+    @property
+    def place(self) -> KVPlace:
+        """The room, wherever it is."""
+        return self.view if self.device is None else self.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the room."""
+        return self.view.nbytes if self.device is None else self.device.num_bytes
 
     def release(self) -> bool:
-        """Ends the use of `view`; False while somebody still has an array of it, and may be filling it."""
+        """Ends the use of `place`; False while somebody still has it, or an array of it, and may be filling it."""
         self.view.release()
+        self.device = None
         return self.lent() is None
 
 
@@ -75,7 +87,7 @@ class Outlet(Protocol):
 class Source(Protocol):
     """What a receiver that joined a transport reads payloads from."""
 
-    async def fetch(self, reference: bytes, num_bytes: int) -> KVBytes:
+    async def fetch(self, reference: bytes, num_bytes: int) -> KVSource:
         """The payload, which stays as it is until its frame is credited. Raises InvalidRequest for a bad reference."""
         ...
 

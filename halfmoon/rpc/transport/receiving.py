@@ -13,7 +13,8 @@ from halfmoon.errors import DeadlineExceeded, HalfmoonError, Incompatible, Inval
 from halfmoon.kv.frame import Elsewhere, Frame, FrameKind, decode_message, encode_frame
 from halfmoon.kv.layout import KVBytes, KVLayout
 from halfmoon.kv.negotiation import INLINE, Choice, Offer
-from halfmoon.kv.receiver import Commit, Effect, Reserve, TransferReceiver, Write
+from halfmoon.kv.receiver import Commit, Effect, Reserve, TransferReceiver, Write, WriteFromDevice
+from halfmoon.rpc.transport.cuda_ipc import CudaIpcInlet, DeviceMemory
 from halfmoon.rpc.transport.nixl import NixlInlet
 from halfmoon.rpc.transport.protocol import Inlet, Source
 from halfmoon.rpc.transport.shm import SharedMemoryInlet
@@ -28,8 +29,11 @@ _CREDIT_BYTES = 2 << 20  # a message costs as much as copying some hundred KiB, 
 class KVIntake:
     """Owns what the incoming transfers of a process share: the transports it joined, and which transfers run."""
 
-    def __init__(self, inlets: Sequence[Inlet] | None = None) -> None:
-        everywhere: Sequence[Inlet] = (SharedMemoryInlet(), NixlInlet())
+    def __init__(self, inlets: Sequence[Inlet] | None = None, device: DeviceMemory | None = None) -> None:
+        """`device` is what `cuda_ipc` needs; without it, or with `inlets` of one's own, that is declined."""
+        everywhere: list[Inlet] = [SharedMemoryInlet(), NixlInlet()]
+        if device is not None:
+            everywhere.append(CudaIpcInlet(device))
         self._inlets = {inlet.name: inlet for inlet in (everywhere if inlets is None else inlets)}
         self._running: set[bytes] = set()
 
@@ -61,9 +65,9 @@ class KVIntake:
                     mine = self._begin(frame.transfer_id)
                 if effect is not None:
                     await act(effect)
-                if isinstance(effect, Write):
+                if isinstance(effect, Write | WriteFromDevice):
                     consumed.append(frame.sequence)
-                    consumed_bytes += memoryview(frame.payload).nbytes
+                    consumed_bytes += frame.payload_bytes
                 if consumed and (
                     not reading.has_next or consumed_bytes >= _CREDIT_BYTES or frame.kind is FrameKind.COMMIT
                 ):

@@ -53,9 +53,12 @@ class TransferSender:
         self._broken: asyncio.Future[HalfmoonError] = self._loop.create_future()
         self._tasks = [self._loop.create_task(work) for work in (self._write(), self._read())]
 
-    async def open(self, whole: KVRange, body: bytes) -> None:
-        """Reserves room and agrees on a transport; returns when the receiver accepted. Raises what it refused with."""
-        self._send(self._machine.open(whole, encode_open(self._link.offers(), body)))
+    async def open(self, whole: KVRange, body: bytes, codec: Codec = Codec.RAW) -> None:
+        """Reserves room and agrees on a transport; returns when the receiver accepted. Raises what it refused with.
+
+        `codec` is what payloads will be in: some transports take raw ones only.
+        """
+        self._send(self._machine.open(whole, encode_open(self._link.offers(codec), body)))
         accepted = await self._answer()
         self._outlet = self._link.chosen(decode_choice(accepted.payload))
 
@@ -95,8 +98,8 @@ class TransferSender:
             view = memoryview(payload).cast("B")
             await self._take(view.nbytes)
             buffer = self._outlet.hold(view)
-        frame = self._machine.data(part, buffer.view, codec)
-        now_s, num_bytes = self._link.clock.time(), buffer.view.nbytes
+        frame = self._machine.data(part, buffer.place, codec)
+        now_s, num_bytes = self._link.clock.time(), buffer.num_bytes
         self._under_way[frame.sequence] = buffer, num_bytes
         self._link.estimator.sent(num_bytes, now_s)
         self._send(frame, buffer.reference)
@@ -149,7 +152,7 @@ class TransferSender:
 
     def _send(self, frame: Frame, reference: bytes = b"") -> None:
         now_s = self._link.clock.time()
-        limiter, num_bytes = self._link.limiter, memoryview(frame.payload).nbytes
+        limiter, num_bytes = self._link.limiter, frame.payload_bytes
         self._messages.append(
             (encode_frame(frame, reference), now_s if limiter is None else limiter.arrival_s(num_bytes, now_s))
         )

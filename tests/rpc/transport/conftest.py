@@ -15,11 +15,12 @@ from prometheus_client import CollectorRegistry
 from halfmoon.errors import HalfmoonError
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.layout import KVLayout
-from halfmoon.kv.receiver import Effect, Reserve, Write
+from halfmoon.kv.receiver import Effect, Reserve, Write, WriteFromDevice
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, KVIntake, raw_service
+from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
 from halfmoon.rpc.transport.protocol import Inlet
 
@@ -60,6 +61,11 @@ class Sink:
                 if name in self.gates:
                     await self.gates[name].wait()
                 self.arrived[name][effect.range.layer_start] = bytes(effect.payload)
+            elif isinstance(effect, WriteFromDevice):
+                if name in self.gates:
+                    await self.gates[name].wait()
+                assert isinstance(effect.source.cells, np.ndarray)  # of a fake device
+                self.arrived[name][effect.range.layer_start] = effect.source.cells.tobytes()
 
         try:
             async with aclosing(self.intake.receive(messages, self.layout, act, self._lease_s)) as answers:
@@ -92,13 +98,14 @@ async def ends(
     inlets: list[Inlet] | None = None,
     lease_s: float = 30,
     host: str = "127.0.0.1",
+    device: DeviceMemory | None = None,
 ) -> AsyncIterator[Ends]:
     """Both ends in this process."""
     sink = Sink(inlets, lease_s)
     add = raw_service(KV_TRANSFER, {PUSH: sink.push})
     async with running_server(f"{host}:0", [add], RpcMetrics(CollectorRegistry()), grace_s=0) as server:
         declined: list[str] = []
-        link = KVLink(Peer(f"{host}:{server.port}"), settings, declined.append)
+        link = KVLink(Peer(f"{host}:{server.port}"), settings, declined.append, device)
         try:
             yield Ends(sink, link, declined)
         finally:
