@@ -85,6 +85,14 @@ class Case:
         self._admitted: Admitted | None = None
         self._keys: tuple[KVLayout, Keys] | None = None
 
+    def name_blocks(self) -> None:
+        """Hashes the prompt's blocks, for `place`: milliseconds for a very long one, in any thread."""
+        layout = self._membership.kv_layout
+        if layout is not None and (self._keys is None or self._keys[0] != layout):
+            root = root_key(self._membership.model_fingerprint, layout)
+            keys = block_keys(root, self.request.prompt_token_ids, layout.block_tokens)
+            self._keys = (layout, short_keys(keys))
+
     def place(self, exclude: Sequence[str]) -> Placement:
         """Where to try next. Raises Refused the first time, if the class forbids it, and what `place` raises."""
         num_output = len(self._progress.output_token_ids)
@@ -132,15 +140,9 @@ class Case:
         return admitted.placement
 
     def _depths(self) -> NDArray[np.int64]:
-        """How much of the prompt each worker has; keys are hashed once, and again should the layout change."""
-        layout = self._membership.kv_layout
-        if layout is None:
-            return NOTHING_CACHED
-        if self._keys is None or self._keys[0] != layout:
-            root = root_key(self._membership.model_fingerprint, layout)
-            keys = block_keys(root, self.request.prompt_token_ids, layout.block_tokens)
-            self._keys = (layout, short_keys(keys))
-        return self._membership.index.match(self._keys[1])
+        """How much of the prompt each worker has."""
+        self.name_blocks()
+        return NOTHING_CACHED if self._keys is None else self._membership.index.match(self._keys[1])
 
 
 class _FirstToken:

@@ -14,7 +14,8 @@ from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL, KVLayout
 from halfmoon.pb.types_pb2 import Role as PbRole
 from halfmoon.policy.block_index import BlockEvents, BlockIndex, unpack_keys
 from halfmoon.policy.cluster_view import ClusterView, LinkView, Role, WorkerView
-from halfmoon.policy.latency import PrefillSample, StepSample
+from halfmoon.policy.kinship import Kinship
+from halfmoon.policy.latency import PrefillModel, PrefillSample, StepModel, StepSample
 from halfmoon.policy.prefill_queue import PrefillQueue
 from halfmoon.policy.refinement import WorkerLatency
 
@@ -49,9 +50,14 @@ class Member:
         """Its role as the policies name it."""
         return _ROLES[self.identity.role]
 
-    def view(self, now_s: float) -> WorkerView:
-        """What the policies see of it."""
-        identity, load, latency = self.identity, self.load, self.latency
+    @property
+    def kind(self) -> str:
+        """Workers of one kind are about equally fast."""
+        return f"{self.role} {self.identity.device}"
+
+    def view(self, now_s: float, prefill: PrefillModel, step: StepModel) -> WorkerView:
+        """What the policies see of it, with the models to be believed of it."""
+        identity, load = self.identity, self.load
         return WorkerView(
             worker_id=identity.worker_id,
             role=self.role,
@@ -73,15 +79,11 @@ class Member:
                 if link.bandwidth_bytes_per_s > 0
             ),
             context_in_use_tokens=load.context_tokens,
-            prefill_free_s=max(self.queue.free_s(now_s), self._reported_free_s()),
-            prefill_model=latency.prefill,
-            step_model=latency.step,
+            prefill_free_s=max(self.queue.free_s(now_s), self.heard_s + prefill.b * load.waiting_prefill_tokens),
+            prefill_model=prefill,
+            step_model=step,
             holder=self.holder,
         )
-
-    def _reported_free_s(self) -> float:
-        """When the prompts of its last report are computed: other gateways' are among them."""
-        return self.heard_s + self.latency.prefill.b * self.load.waiting_prefill_tokens
 
 
 class Membership:
@@ -96,6 +98,8 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._view = ClusterView()
         self.index = BlockIndex()
+        self._prefill_models = Kinship[PrefillModel]()
+        self._step_models = Kinship[StepModel]()
         self._last_left_s: float | None = None
         self._last_capacity_tokens: int | None = None  # when the last member left
 
@@ -119,7 +123,7 @@ class Membership:
         load = WorkerLoad(free_blocks=identity.total_blocks)
         self._members.pop(identity.worker_id, None)
         holder = self.index.number(identity.worker_id)
-        member = Member(identity, now_s, now_s, load, self._first_guess(identity), holder)
+        member = Member(identity, now_s, now_s, load, WorkerLatency(), holder)
         self._members[identity.worker_id] = member
         self._view.remove(identity.worker_id)  # so that the order is that of joining
         self._show(now_s, member)
@@ -131,7 +135,9 @@ class Membership:
         member.load = load
         member.prefilling.clear()
         member.decoding.clear()
-        member.latency.observe_steps(StepSample(one.batch, one.context_tokens, one.seconds) for one in load.steps)
+        if load.steps:
+            member.latency.observe_steps(StepSample(one.batch, one.context_tokens, one.seconds) for one in load.steps)
+            self._step_models.note(member.worker_id, member.kind, member.latency.step, len(load.steps), now_s)
         self._show(now_s, member)
 
     def set_listening(self, member: Member, listening: bool) -> None:
@@ -152,7 +158,7 @@ class Membership:
         """Counts a request against both its workers, its decoding and its tokens until their next report."""
         prefill.prefilling[request_id] = num_prompt_tokens
         decode.decoding.add(request_id)
-        prefill_s = prefill.latency.prefill.seconds(num_prompt_tokens - num_cached, num_cached)
+        prefill_s = self._prefill_model(prefill, now_s).seconds(num_prompt_tokens - num_cached, num_cached)
         prefill.queue.add(request_id, prefill_s, now_s)
         self._show(now_s, prefill, decode)
 
@@ -161,6 +167,7 @@ class Membership:
         prefill.prefilling.pop(request_id, None)
         prefill.queue.remove(request_id, now_s)
         prefill.latency.observe_prefills([sample])
+        self._prefill_models.note(prefill.worker_id, prefill.kind, prefill.latency.prefill, 1, now_s)
         self._show(now_s, prefill)
 
     def note_ended(self, request_id: str, prefill: Member, decode: Member, now_s: float) -> None:
@@ -179,6 +186,8 @@ class Membership:
         del self._members[member.worker_id]
         self._view.remove(member.worker_id)
         self.index.forget(member.worker_id)
+        self._prefill_models.forget(member.worker_id)
+        self._step_models.forget(member.worker_id)
         return True
 
     def overdue(self, now_s: float) -> list[Member]:
@@ -210,14 +219,11 @@ class Membership:
         """Puts what is new of them into the view; what comes from one that left already is too late."""
         for member in members:
             if self._members.get(member.worker_id) is member:
-                self._view.put(member.view(now_s))
+                step = self._step_models.believed(member.worker_id, member.kind, member.latency.step, now_s)
+                self._view.put(member.view(now_s, self._prefill_model(member, now_s), step))
 
-    def _first_guess(self, identity: WorkerIdentity) -> WorkerLatency:
-        """Like one of the same role and device: a worker without a model would look infinitely fast beside others."""
-        for other in self._members.values():
-            if (other.identity.role, other.identity.device) == (identity.role, identity.device):
-                return WorkerLatency(other.latency.prefill, other.latency.step)
-        return WorkerLatency()
+    def _prefill_model(self, member: Member, now_s: float) -> PrefillModel:
+        return self._prefill_models.believed(member.worker_id, member.kind, member.latency.prefill, now_s)
 
     def _capacity_tokens(self) -> int:
         return self._view.least_capacity_tokens

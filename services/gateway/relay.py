@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _MAX_REFUSALS = 3  # attempts in a row that gave no token
 _MAX_FAILOVERS = 2  # attempts that gave tokens, then failed
 _DEFAULT_WAIT_MS = 100
+_SLOW_PROMPT_TOKENS = 8_192  # whose blocks are hashed off the event loop
 _MAX_WAIT_MS = 1_000
 
 
@@ -63,6 +64,8 @@ class Relay:
 
     async def _run(self, case: Case, progress: Progress, sink: TokenSink) -> None:
         failures = _Failures()
+        if len(case.request.prompt_token_ids) > _SLOW_PROMPT_TOKENS:
+            await asyncio.to_thread(case.name_blocks)
         while True:
             placement = await self._placement(case, progress, failures)
             num_before = len(progress.output_token_ids)

@@ -20,6 +20,7 @@ from halfmoon.pb.types_pb2 import (
     Token,
 )
 from halfmoon.policy.block_index import unpack_keys
+from halfmoon.policy.cluster_view import WorkerView
 from halfmoon.policy.latency import PrefillSample
 from services.gateway.membership import Membership
 from services.gateway.progress import Progress
@@ -193,36 +194,53 @@ def test_workers_may_differ_in_dtype() -> None:
     assert len(membership.members()) == 3
 
 
+def shown(membership: Membership, number: int = 0) -> WorkerView:
+    return membership.view().workers[number]
+
+
 def test_what_was_sent_counts_until_the_next_report() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     member = membership.join(identity(), 0.0)
     membership.report(member, WorkerLoad(waiting_prefill_tokens=5), 1.0)
     membership.note_placed("r1", member, member, 100, 0, 3.0)
     membership.note_placed("r2", member, member, 10, 0, 3.0)
-    assert (member.view(4.0).waiting_prefill_tokens, member.view(4.0).num_placed) == (115, 2)
+    assert (shown(membership).waiting_prefill_tokens, shown(membership).num_placed) == (115, 2)
     membership.note_prefilled("r1", member, PrefillSample(100, 0, 0.5), 3.5)
-    assert (member.view(4.0).waiting_prefill_tokens, member.view(4.0).num_placed) == (15, 2)
+    assert (shown(membership).waiting_prefill_tokens, shown(membership).num_placed) == (15, 2)
     membership.note_ended("r2", member, member, 4.0)
-    assert (member.view(4.0).waiting_prefill_tokens, member.view(4.0).num_placed) == (5, 1)
+    assert (shown(membership).waiting_prefill_tokens, shown(membership).num_placed) == (5, 1)
     membership.report(member, WorkerLoad(num_running=1), 2.0)
-    assert member.view(4.0).num_requests == 1
+    assert shown(membership).num_requests == 1
 
 
 def test_speeds_and_queues_follow_what_is_measured() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     member = membership.join(identity(), 0.0)
     membership.note_placed("r1", member, member, 100, 20, 1.0)
-    assert member.view(1.0).prefill_free_s == 1.0  # nothing is known yet
+    assert shown(membership).prefill_free_s == 1.0  # nothing is known yet
     membership.note_prefilled("r1", member, PrefillSample(80, 20, 0.8), 2.0)
     membership.report(member, WorkerLoad(steps=[StepTiming(batch=2, context_tokens=50, seconds=0.01)] * 3), 2.0)
-    assert member.view(2.0).prefill_model.seconds(80, 20) == pytest.approx(0.8)
-    assert member.view(2.0).step_model.seconds(2, 50) == pytest.approx(0.01)
+    assert shown(membership).prefill_model.seconds(80, 20) == pytest.approx(0.8)
+    assert shown(membership).step_model.seconds(2, 50) == pytest.approx(0.01)
     membership.note_placed("r2", member, member, 100, 20, 3.0)
-    assert member.view(3.0).prefill_free_s == pytest.approx(3.8)
+    assert shown(membership).prefill_free_s == pytest.approx(3.8)
     membership.note_ended("r2", member, member, 3.1)
-    assert member.view(3.1).prefill_free_s == 3.1
-    another = membership.join(identity("b"), 4.0)
-    assert another.view(4.0).prefill_model.seconds(80, 20) == pytest.approx(0.8)  # one of its kind
+    assert shown(membership).prefill_free_s == 3.1
+
+
+def test_a_worker_is_taken_for_one_of_its_kind_while_little_is_known_of_it() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    known, slow = membership.join(identity("a"), 0.0), membership.join(identity("b"), 0.0)
+    for _ in range(8):
+        membership.note_prefilled("", known, PrefillSample(100, 0, 0.1), 1.0)
+    membership.note_prefilled("", slow, PrefillSample(100, 0, 9.0), 1.0)  # its first: it was just waking up
+    assert shown(membership, 1).prefill_model.seconds(100) == pytest.approx(0.1)
+    for _ in range(8):
+        membership.note_prefilled("", slow, PrefillSample(100, 0, 9.0), 2.0)
+    assert shown(membership, 1).prefill_model.seconds(100) == pytest.approx(9.0)
+    membership.note_prefilled("", known, PrefillSample(100, 0, 0.1), 61.0)
+    membership.report(slow, WorkerLoad(), 63.0)  # that was a minute ago: it may be worth another try
+    assert shown(membership, 1).prefill_model.seconds(100) == pytest.approx(0.1)
 
 
 def test_blocks_are_known_as_long_as_their_worker_is() -> None:
@@ -240,7 +258,7 @@ def test_blocks_are_known_as_long_as_their_worker_is() -> None:
 def test_link_speeds_reach_the_policies() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     member = membership.join(identity(), 0.0)
-    assert member.view(4.0).transfer_s("decode:1", 1000) is None
+    assert shown(membership).transfer_s("decode:1", 1000) is None
     links = [
         LinkSpeed(address="decode:1", bandwidth_bytes_per_s=2e9, latency_s=0.001),
         LinkSpeed(address="decode:2", bandwidth_bytes_per_s=1e7, latency_s=0.05),

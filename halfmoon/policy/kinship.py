@@ -1,0 +1,44 @@
+"""Which latency model to believe of a worker: its own, or that of its kind as long as little is known of it.
+
+A worker whose first prompt was slow by chance would else look slow for ever: nobody would try it again.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+_MIN_MEASUREMENTS = 8
+_STALE_S = 60.0  # a worker that was not measured for so long may be as fast as its kind again
+
+Model = TypeVar("Model")
+
+
+class Kinship(Generic[Model]):
+    """Owns the newest settled model of each kind of worker, such as a role on a device, and who is settled since when.
+
+    Knows nothing of what a model is.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[str, Model] = {}
+        self._num_measured: dict[str, int] = {}
+        self._measured_s: dict[str, float] = {}
+
+    def note(self, worker_id: str, kind: str, model: Model, num_new: int, now_s: float) -> None:
+        """`num_new` measurements of the worker made its model this."""
+        self._num_measured[worker_id] = self._num_measured.get(worker_id, 0) + num_new
+        self._measured_s[worker_id] = now_s
+        if self._num_measured[worker_id] >= _MIN_MEASUREMENTS:
+            self._newest[kind] = model
+
+    def forget(self, worker_id: str) -> None:
+        """The worker is gone; what is known of its kind stays."""
+        self._num_measured.pop(worker_id, None)
+        self._measured_s.pop(worker_id, None)
+
+    def believed(self, worker_id: str, kind: str, own: Model, now_s: float) -> Model:
+        """Its own model if enough was measured, and lately; else its kind's, if there is one."""
+        is_known = self._num_measured.get(worker_id, 0) >= _MIN_MEASUREMENTS
+        if is_known and now_s - self._measured_s[worker_id] <= _STALE_S:
+            return own
+        return self._newest.get(kind, own)
