@@ -239,6 +239,7 @@ def test_candidates_that_left_otherwise_are_forgotten() -> None:
     assert it.num_blocks(Tier.DRAM) == 0
 
 
+# Mooncake's traces are not ours to ship: this runs where they lie beside the checkout
 TRACES = Path(__file__).parents[4] / "shared/data/mooncake"
 
 
