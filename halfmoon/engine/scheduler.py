@@ -149,38 +149,44 @@ class Scheduler:
         return Schedule(tuple(scheduled), num_decode_seqs, num_preempted)
 
     def _prefills(self, budget: int) -> Iterable[ScheduledSequence]:
-        """Chunks within `budget` tokens. After the first sequence that cannot be admitted no other is: none starves."""
+        """Chunks within `budget` tokens, by rank; what a long prompt leaves to shorter ones goes to the shortest first.
+
+        After the first sequence that cannot be admitted no other is: none starves.
+        """
         queue = _by_rank([sequence for sequence in self._running if sequence.num_uncomputed > 1] + self._waiting)
-        for place, sequence in enumerate(queue):
-            if budget <= 0:
-                return
+        while queue and budget > 0:
+            sequence = queue.pop(0)
             if sequence.state == "waiting":
                 self._is_short = self._is_short or not self._admit(sequence)
                 if self._is_short:
                     continue
             room = budget
             if sequence.num_uncomputed > budget:
-                room -= min(self._tokens_of_shorter(sequence, queue[place + 1 :]), budget // 2)
+                shorter = self._shorter(sequence, queue)
+                room -= min(sum(other.num_uncomputed for other in shorter), budget // 2)
+                overtaking = set(shorter)
+                queue = shorter + [other for other in queue if other not in overtaking]
             num_tokens = min(sequence.num_uncomputed, room)
             budget -= num_tokens
             yield ScheduledSequence(sequence, num_tokens)
 
-    def _tokens_of_shorter(self, long: Sequence, later: Iterable[Sequence]) -> int:
-        """Uncomputed tokens of `later` sequences that a prompt too long for a step lets share it.
+    def _shorter(self, long: Sequence, later: Iterable[Sequence]) -> list[Sequence]:
+        """Those of the `later` sequences that a prompt too long for a step lets share it, the shortest first.
 
-        They have its priority, less left to do, and blocks. So a long prompt takes twice as long at most, and a short
-        one that comes behind it waits for a step instead of for all of it.
+        They have its priority, less left to do, and blocks and a place. So a long prompt takes twice as long at most,
+        and a short one that comes behind it waits for a step instead of for all of it.
         """
-        free = self._cache.num_available
-        num_tokens = 0
+        shorter = []
+        free, places = self._cache.num_available, self._limits.max_running - len(self._running) - len(self._reserved)
         for sequence in later:
             if sequence.state == "waiting":
                 free -= self._blocks_for(len(sequence.token_ids))
-                if self._is_short or free < 0:
+                places -= 1
+                if self._is_short or free < 0 or places < 0:
                     break
             if sequence.request.priority == long.request.priority and sequence.num_uncomputed < long.num_uncomputed:
-                num_tokens += sequence.num_uncomputed
-        return num_tokens
+                shorter.append(sequence)
+        return sorted(shorter, key=lambda sequence: sequence.num_uncomputed)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Takes blocks for everything the sequence has to compute, if there are enough."""

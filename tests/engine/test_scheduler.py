@@ -167,16 +167,26 @@ def test_a_prompt_too_long_for_a_step_shares_it_with_shorter_ones_behind_it() ->
     for order, prompt in enumerate((100, 10, 9)):
         scheduler.add(sequence(order, prompt))
     first = scheduler.schedule()
-    assert tokens(first) == {"r0": 16, "r1": 10, "r2": 6}  # half of 32, then in order
+    assert tokens(first) == {"r0": 16, "r2": 9, "r1": 7}  # half of 32, then the shortest first
     advance(scheduler, first)
-    assert tokens(scheduler.schedule()) == {"r0": 29, "r2": 3}
+    assert tokens(scheduler.schedule()) == {"r0": 29, "r1": 3}
+
+
+def test_a_short_prompt_waits_for_one_step_behind_any_number_of_long_ones() -> None:
+    scheduler, _ = make(num_blocks=512)
+    for order in range(6):
+        scheduler.add(sequence(order, 100))
+    scheduler.add(sequence(6, 5))
+    assert tokens(scheduler.schedule()) == {"r0": 27, "r6": 5}
 
 
 @pytest.mark.parametrize(
-    ("behind", "num_blocks"), [((9, 1), 64), ((100, 0), 64), ((9, 0), 25)], ids=["less urgent", "as long", "no blocks"]
+    ("behind", "num_blocks", "max_running"),
+    [((9, 1), 64, 8), ((100, 0), 64, 8), ((9, 0), 25, 8), ((9, 0), 64, 1)],
+    ids=["less urgent", "as long", "no blocks", "no place"],
 )
-def test_a_long_prompt_yields_to_nobody_else(behind: tuple[int, int], num_blocks: int) -> None:
-    scheduler, _ = make(num_blocks=num_blocks)
+def test_a_long_prompt_yields_to_nobody_else(behind: tuple[int, int], num_blocks: int, max_running: int) -> None:
+    scheduler, _ = make(num_blocks=num_blocks, max_running=max_running)
     scheduler.add(sequence(0, 100))
     scheduler.add(sequence(1, behind[0], priority=behind[1]))
     assert tokens(scheduler.schedule()) == {"r0": 32}
