@@ -86,7 +86,9 @@ class KVOutflow:
         num_bytes = encoded_bytes(codec, shape, dtype)
         buffer = await self._transfer.buffer(num_bytes)
         while not await self._gather(part, buffer, codec):
+            self._transfer.give_back(buffer)  # what holds the memory that this one needs may be waiting for the room
             await self._newer()
+            buffer = await self._transfer.buffer(num_bytes)
         await self._transfer.data(part, buffer, codec)
         self._plan.sent(part)
         self.num_bytes += num_bytes

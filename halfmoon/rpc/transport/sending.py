@@ -88,6 +88,11 @@ class TransferSender:
         self._staged.add(buffer)
         return buffer
 
+    def give_back(self, buffer: StagingBuffer) -> None:
+        """A `buffer` that is not to be sent after all."""
+        self._staged.remove(buffer)
+        self._link.abandon(self._outlet, buffer, self._share)
+
     async def data(self, part: KVRange, payload: KVBytes | StagingBuffer, codec: Codec = Codec.RAW) -> None:
         """Sends KV bytes: of a filled `buffer`, or of anywhere else; then it waits while the receiver is behind."""
         self._check()
