@@ -36,7 +36,7 @@ class Tokenizer:
             for name, value in config.items()
             if name in ("bos_token", "eos_token", "pad_token", "unk_token") and value is not None
         }
-        source = _chat_template(checkpoint.path, config)
+        self.chat_template = source = _chat_template(checkpoint.path, config)
         self._template = None if source is None else _environment().from_string(source)
 
     @property

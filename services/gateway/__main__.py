@@ -13,6 +13,7 @@ from halfmoon.rpc.service import service_main
 from services.gateway.served_model import ServedModel
 from services.gateway.service import running_gateway
 from services.gateway.settings import GatewaySettings
+from services.gateway.tool_calls import format_of_template
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ def load_model(settings: GatewaySettings) -> ServedModel:
         tokenizer=tokenizer,
         new_detokenizer=lambda: Detokenizer(tokenizer),
         created=int(time.time()),
+        tool_format=format_of_template(tokenizer.chat_template),
     )
 
 

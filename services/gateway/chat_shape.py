@@ -9,17 +9,28 @@ from halfmoon.pb.types_pb2 import Token
 from services.gateway.served_model import Encodes
 from services.gateway.shape import Output, Usage, Wanted, ending, framed, token_ids, token_name
 from services.gateway.text_stream import TextPiece
+from services.gateway.tool_use import NewToolParser, ToolTurn
 
 _REPLACEMENT = "\ufffd"
 
 
 class ChatShape:
-    """One object a request."""
+    """Owns how far each choice's tool calls have been found. One object a request."""
 
-    def __init__(self, request_id: str, model: str, created: int, tokenizer: Encodes, wanted: Wanted) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        created: int,
+        tokenizer: Encodes,
+        wanted: Wanted,
+        new_tool_parser: NewToolParser | None = None,
+    ) -> None:
         self._head = {"id": f"chatcmpl-{request_id}", "created": created, "model": model}
         self._tokenizer = tokenizer
         self._wanted = wanted
+        self._new_tool_parser = new_tool_parser
+        self._turns: dict[int, ToolTurn] = {}  # by choice
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The role comes first, alone."""
@@ -28,12 +39,16 @@ class ChatShape:
 
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
         """Text and end are two chunks: the last one has an empty delta."""
+        turn = self._turn(index)
+        deltas = [{"content": piece.text}] if turn is None else turn.deltas(piece)
         chunks = []
-        if self._wanted.of(piece):
+        if self._wanted.of(piece) or (turn is not None and deltas):
             extras = self._extras(piece)
-            chunks.append(self._chunk(index, {"delta": {"content": piece.text}, **extras, "finish_reason": None}))
+            for delta in deltas or [{}]:
+                chunks.append(self._chunk(index, {"delta": delta, **extras, "finish_reason": None}))
+                extras = {"logprobs": None}  # once is enough
         if piece.finish_reason is not None:
-            chunks.append(self._chunk(index, {"delta": {}, "logprobs": None, **ending(piece)}))
+            chunks.append(self._chunk(index, {"delta": {}, "logprobs": None, **self._ending(piece, turn)}))
         return chunks
 
     def frame(self, chunk: dict[str, Any], usage: Usage) -> dict[str, Any]:
@@ -52,8 +67,21 @@ class ChatShape:
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage.as_dict()}
 
     def _choice(self, output: Output) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.piece.text, "refusal": None}
-        return {"index": output.index, "message": message, **self._extras(output.piece), **ending(output.piece)}
+        piece, turn = output.piece, self._turn(output.index)
+        said: dict[str, Any] = {"content": piece.text} if turn is None else turn.message(piece)
+        message = {"role": "assistant", **said, "refusal": None}
+        return {"index": output.index, "message": message, **self._extras(piece), **self._ending(piece, turn)}
+
+    def _turn(self, index: int) -> ToolTurn | None:
+        if self._new_tool_parser is None:
+            return None
+        if index not in self._turns:
+            self._turns[index] = ToolTurn(self._new_tool_parser())
+        return self._turns[index]
+
+    def _ending(self, piece: TextPiece, turn: ToolTurn | None) -> dict[str, Any]:
+        calls = turn is not None and turn.ends_in_calls and piece.finish_reason == "stop"
+        return {**ending(piece), "finish_reason": "tool_calls"} if calls else ending(piece)
 
     def _chunk(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk", "choices": [{"index": index, **choice}]}

@@ -129,7 +129,7 @@ class GenerationEndpoints:
         created = int(call.created_at.timestamp())
         head = (call.request_id, self._model.name, created, self._model.tokenizer, intake.wanted)
         if call.endpoint == "chat.completions":
-            return ChatShape(*head)
+            return ChatShape(*head, intake.new_tool_parser)
         return CompletionShape(*head, intake.echoes, intake.num_choices)
 
     async def _whole(self, intake: Intake, call: _Call, reply: WholeReply) -> web.StreamResponse:

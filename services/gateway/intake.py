@@ -6,11 +6,11 @@ Nothing here waits: the caller decides which thread a long body may keep busy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.pb.types_pb2 import SamplingParams
+from halfmoon.pb.types_pb2 import Constraint, SamplingParams
 from halfmoon.policy.placement import ContextLengthExceeded
 from services.gateway.prompts import chat_prompt, completion_prompts
 from services.gateway.request_body import parse_body
@@ -18,6 +18,7 @@ from services.gateway.sampling import sampling_of, stops_of
 from services.gateway.schemas import ChatBody, CompletionBody, GenerationBody
 from services.gateway.served_model import ServedModel
 from services.gateway.shape import Wanted
+from services.gateway.tool_use import NewToolParser, tool_use_of
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _SPARE_VALUES = 100_000  # JSON values beside the prompt
@@ -39,6 +40,7 @@ class Intake:
     priority: int = 0
     echoes: tuple[str, ...] = ()  # texts of the prompts, where they are wanted
     labels: dict[str, Any] = field(default_factory=dict)  # for the log
+    new_tool_parser: NewToolParser | None = None  # where calls may be among the text
 
     @property
     def num_outputs(self) -> int:
@@ -52,10 +54,12 @@ def take_in_chat(raw: bytes, model: ServedModel, context_tokens: int) -> Intake:
     model.check_name(body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    use = tool_use_of(body, model)
     prompt = chat_prompt(
         body.messages,
         model,
         context_tokens,
+        tools=use.rendered,
         add_generation_prompt=body.add_generation_prompt is not False,
         template_kwargs=body.chat_template_kwargs,
     )
@@ -65,7 +69,9 @@ def take_in_chat(raw: bytes, model: ServedModel, context_tokens: int) -> Intake:
         raise InvalidRequest(f"{limit_name} must be at least 1", param=limit_name)
     left = room(len(prompt), wanted, context_tokens, "messages", limit_name)
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _intake(body, model, [prompt], left if wanted is None else wanted, num_top_logprobs)
+    max_tokens = left if wanted is None else wanted
+    intake = _intake(body, model, [prompt], max_tokens, num_top_logprobs, forced=use.forced)
+    return replace(intake, new_tool_parser=use.new_parser)
 
 
 def take_in_completion(raw: bytes, model: ServedModel, context_tokens: int) -> Intake:
@@ -117,6 +123,7 @@ def _intake(
     num_top_logprobs: int | None,
     echoes: tuple[str, ...] = (),
     best_of: int | None = None,
+    forced: Constraint | None = None,
 ) -> Intake:
     num_choices = body.n or 1
     best_of = best_of or num_choices
@@ -127,7 +134,7 @@ def _intake(
         num_top_logprobs = 0  # the best are told by it
     return Intake(
         prompts=tuple(prompts),
-        sampling=sampling_of(body, model, max_tokens, num_top_logprobs),
+        sampling=sampling_of(body, model, max_tokens, num_top_logprobs, forced),
         stops=stops_of(body),
         stream=bool(body.stream),
         wanted=wanted,

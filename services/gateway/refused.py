@@ -14,6 +14,7 @@ class Refused(NamedTuple):
 
 _NO_TOOLS = "send tools, tool_choice and messages with tool_calls instead"
 _TEXT = "only text is served"
+_GUIDED = "send structured_outputs"
 _RENDER = "there are no render endpoints"
 _ENGINE = "the engine does not do this"
 
@@ -29,6 +30,7 @@ REFUSED: dict[str, Refused] = {
     "ec_transfer_params": Refused("the gateway places requests by itself"),
     "function_call": Refused(_NO_TOOLS, ("none", "auto")),
     "functions": Refused(_NO_TOOLS, ([],)),
+    **{f"guided_{kind}": Refused(_GUIDED) for kind in ("choice", "decoding_backend", "grammar", "json", "regex")},
     "include_reasoning": Refused("reasoning is not told from other text", (True,)),
     "kv_transfer_params": Refused("the gateway places requests by itself"),
     "length_penalty": Refused("there is no beam search", (1, 1.0)),
@@ -36,14 +38,12 @@ REFUSED: dict[str, Refused] = {
     "media_io_kwargs": Refused(_TEXT),
     "mm_processor_kwargs": Refused(_TEXT),
     "modalities": Refused(_TEXT, (["text"],)),
-    "parallel_tool_calls": Refused("tools are not supported", (True, False)),
     "prediction": Refused("there is no speculative decoding"),
     "prompt_embeds": Refused("send the prompt as text or token ids"),
     "prompt_logprobs": Refused("only output tokens have log-probabilities"),
     "reasoning_effort": Refused("set what the template knows in chat_template_kwargs", ("none",)),
     "repetition_detection": Refused("use repetition_penalty"),
     "request_id": Refused("send it as the header X-Request-Id"),
-    "response_format": Refused("structured output is not supported", ({"type": "text"},)),
     "return_mm_kwargs": Refused(_RENDER, (True,)),
     "return_prompt_text": Refused("/tokenize says what becomes of messages", (False,)),
     "return_token_offsets": Refused(_RENDER, (False,)),
@@ -54,11 +54,8 @@ REFUSED: dict[str, Refused] = {
     "spaces_between_special_tokens": Refused("special tokens have no text", (True,)),
     "store": Refused("nothing that was generated is kept", (False,)),
     "stream_interval": Refused("every token is sent at once", (1,)),
-    "structured_outputs": Refused("structured output is not supported"),
     "suffix": Refused("the model continues a prompt, it fills no gap", ("",)),
     "thinking_token_budget": Refused("reasoning is not told from other text", (-1,)),
-    "tool_choice": Refused("tools are not supported", ("none", "auto")),
-    "tools": Refused("tools are not supported", ([],)),
     "truncate_prompt_tokens": Refused("a prompt that is too long is refused; shorten it", (-1,)),
     "truncation_side": Refused("a prompt that is too long is refused; shorten it", ()),
     "use_beam_search": Refused("there is no beam search; use n and best_of", (False,)),

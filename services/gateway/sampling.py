@@ -5,22 +5,31 @@ from __future__ import annotations
 import secrets
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.pb.types_pb2 import SamplingParams
+from halfmoon.pb.types_pb2 import Constraint, SamplingParams
 from services.gateway.schemas import GenerationBody
 from services.gateway.served_model import ServedModel
+from services.gateway.structured import constraint_of
 
 _UINT64 = 2**64 - 1
 
 
 def sampling_of(
-    body: GenerationBody, model: ServedModel, max_tokens: int, num_top_logprobs: int | None
+    body: GenerationBody,
+    model: ServedModel,
+    max_tokens: int,
+    num_top_logprobs: int | None,
+    forced: Constraint | None = None,
 ) -> SamplingParams:
-    """The sampling parameters of a body. Raises InvalidRequest."""
+    """The sampling parameters of a body; `forced` is what a call that must come has to be. Raises InvalidRequest."""
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens is more than the {max_tokens} tokens allowed", param="min_tokens")
     stop_token_ids = list(dict.fromkeys(body.stop_token_ids or []))
     model.check_token_ids(stop_token_ids, "stop_token_ids")
+    constraint = forced or constraint_of(body.response_format, body.structured_outputs)
+    if constraint is not None:
+        _check_ends_by_itself(body)
     return SamplingParams(
+        constraint=constraint,
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=min(max(body.top_k or 0, 0), model.vocab_size),
@@ -36,6 +45,12 @@ def sampling_of(
         ignore_eos=bool(body.ignore_eos),
         num_top_logprobs=num_top_logprobs,
     )
+
+
+def _check_ends_by_itself(body: GenerationBody) -> None:
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(body, name):
+            raise InvalidRequest(f"{name}: a structured output ends by itself; leave it out", param=name)
 
 
 def with_seed(sampling: SamplingParams, offset: int) -> SamplingParams:

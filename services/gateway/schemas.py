@@ -9,6 +9,8 @@ from pydantic import BeforeValidator, Field
 
 from services.gateway.messages import Message
 from services.gateway.strict_part import Items, Part, at_most_entries
+from services.gateway.structured import ResponseFormat, StructuredOutputs
+from services.gateway.tools import ToolChoice, Tools
 
 _MAX_MESSAGES = 10_000
 _MAX_PROMPTS = 1_000
@@ -63,6 +65,10 @@ class GenerationBody(Part):
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(partial(at_most_entries, _MAX_BIASES))] | None = Field(
         None, description="by token id, added to the logits"
     )
+    response_format: ResponseFormat | None = Field(None, description="json_object, json_schema or text")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="one of json, json_object, regex, choice, grammar (Lark or GBNF)"
+    )
     stream: bool | None = Field(None, description="server-sent events")
     stream_options: StreamOptions | None = Field(None, description="include_usage, continuous_usage_stats")
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
@@ -87,6 +93,9 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(
         None, ge=0, le=_MAX_LOGPROBS, description="and of the likeliest ones; needs logprobs"
     )
+    tools: Tools | None = Field(None, description="functions that the model may call, if its chat template takes any")
+    tool_choice: ToolChoice | None = Field(None, description="none, auto, required, or one by its name")
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most; only where one is required")
     add_generation_prompt: bool | None = Field(
         None, description="the template ends with the assistant's head; default true"
     )

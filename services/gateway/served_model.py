@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from halfmoon.errors import InvalidRequest, UnknownModel
 from services.gateway.client_text import shortened
 from services.gateway.text_stream import PushesText
+from services.gateway.tool_calls import ToolFormat
 
 
 class Encodes(Protocol):
@@ -61,6 +62,7 @@ class ServedModel:
     tokenizer: Encodes
     new_detokenizer: Callable[[], PushesText]
     created: int  # Unix seconds
+    tool_format: ToolFormat | None = None  # None: its chat template takes no tools that we know to read
 
     def check_name(self, name: str) -> None:
         """Raises UnknownModel for any other name than the served one."""

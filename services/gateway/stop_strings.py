@@ -16,6 +16,11 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
+    @property
+    def pending(self) -> str:
+        """The text that is held back."""
+        return self._held
+
     def push(self, text: str) -> str:
         """The text that is certain now. After the stop string that is complete first, `matched` is set: no more."""
         text, self._held = self._held + text, ""

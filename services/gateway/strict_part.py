@@ -17,9 +17,7 @@ Items: TypeAlias = Annotated[list[Item], Field(fail_fast=True)]
 class Part(BaseModel):
     """An object of a body."""
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True, populate_by_name=True
-    )
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -18,6 +18,7 @@ from services.gateway.received_body import receive_body
 from services.gateway.request_body import parse_body
 from services.gateway.served_model import ServedModel
 from services.gateway.strict_part import Items, Part, at_most_entries
+from services.gateway.tools import Tools
 
 _SLOW_BODY_BYTES = 4_096  # longer ones are worked on off the event loop
 _MAX_TOKENS = 2_000_000
@@ -33,6 +34,7 @@ class TokenizeBody(Part):
     messages: Annotated[Items[Message], Field(min_length=1, max_length=_MAX_MESSAGES)] | None = Field(
         None, description="rendered by the model's chat template"
     )
+    tools: Tools | None = Field(None, description="of messages: given to the chat template")
     add_special_tokens: bool | None = Field(None, description="of a prompt: what the tokenizer puts around it")
     add_generation_prompt: bool | None = Field(None, description="of messages: the assistant's head; default true")
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(partial(at_most_entries, _MAX_NAMES))] | None = (
@@ -93,6 +95,7 @@ class TokenizerEndpoints:
             raise InvalidRequest(message, param="add_special_tokens")
         return self._model.tokenizer.encode_chat(
             [one.for_template() for one in body.messages or ()],
+            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
             add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=body.chat_template_kwargs,
         )
@@ -113,6 +116,6 @@ class TokenizerEndpoints:
 
 
 def _refuse_with_prompt(body: TokenizeBody) -> None:
-    for name in ("add_generation_prompt", "chat_template_kwargs"):
+    for name in ("add_generation_prompt", "chat_template_kwargs", "tools"):
         if getattr(body, name) is not None:
             raise InvalidRequest(f"{name} is of messages; leave it out with a prompt", param=name)

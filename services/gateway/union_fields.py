@@ -7,6 +7,8 @@ from typing import Any, Union, get_args, get_origin
 
 from services.gateway.messages import CalledFunction, CalledTool, Message, TextPart
 from services.gateway.schemas import ChatBody, CompletionBody, StreamOptions
+from services.gateway.structured import JsonSchema, ResponseFormat, StructuredOutputs
+from services.gateway.tools import FunctionDefinition, NamedTool, Tool
 
 
 def _is_union(annotation: Any) -> bool:
@@ -16,7 +18,21 @@ def _is_union(annotation: Any) -> bool:
 
 UNION_FIELDS = frozenset(
     name
-    for schema in (ChatBody, CompletionBody, Message, TextPart, CalledTool, CalledFunction, StreamOptions)
+    for schema in (
+        ChatBody,
+        CompletionBody,
+        Message,
+        TextPart,
+        CalledTool,
+        CalledFunction,
+        StreamOptions,
+        JsonSchema,
+        ResponseFormat,
+        StructuredOutputs,
+        Tool,
+        FunctionDefinition,
+        NamedTool,
+    )
     for name, field in schema.model_fields.items()
     if _is_union(field.annotation)
 )

@@ -88,7 +88,7 @@ async def test_every_wrong_chat_parameter_is_named(fleet: Fleet) -> None:
         ("user", 5),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
         ("modalities", ["audio"]),
         ("audio", {}),
         ("store", True),

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from halfmoon.errors import HalfmoonError
+from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.prefill_pb2 import PrefillEvent, PrefillRequest
 
 from .fakes import MODEL, FakeWorker, Fleet, Script, running_fleet, soon
@@ -158,14 +159,9 @@ async def test_one_failure_ends_all_choices(tmp_path: Path) -> None:
         with pytest.raises(openai.InternalServerError, match="the third one"):
             await soon(fleet.client.chat.completions.create(model=MODEL, messages=HI, n=4))
         await fleet.until_idle()
-        (row,) = await soon(_rows(fleet))
-    assert (row["status"], row["prompt_tokens"]) == ("error", 8)
-
-
-async def _rows(fleet: Fleet) -> Any:
-    address = f"{fleet.http}/halfmoon/v1/requests"
-    async with aiohttp.ClientSession() as session, session.get(address) as response:
-        return await response.json()
+    async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
+        (row,) = await ledger.recent(10)
+    assert (row.status, row.prompt_tokens) == ("error", 8)
 
 
 async def test_how_an_output_ended(tmp_path: Path) -> None:
