@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from halfmoon.engine.kv_arena import KVArena
+from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.kv.device_bytes import DeviceBytes
 from halfmoon.kv.layout import KVDtype, KVLayout
 
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
@@ -53,3 +55,34 @@ def test_what_was_read_stays_while_the_arena_changes() -> None:
     before = bytes(first)
     arena.write(BLOCKS, 0, 1, 0, 8, bytes(len(before)))
     assert bytes(first) == before != bytes(arena.read(BLOCKS, 0, 1, 0, 8))
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 16), ("bfloat16", 16), ("float16", 5)])
+@pytest.mark.parametrize("part", [(0, 3, 0, 40), (1, 2, 9, 20), (2, 3, 16, 1)], ids=str)
+def test_the_same_bytes_by_way_of_a_slot_in_device_memory(
+    dtype: KVDtype, head_dim: int, part: tuple[int, int, int, int]
+) -> None:
+    sender, by_views = arenas(dtype, head_dim)
+    receiver, _ = arenas(dtype, head_dim)
+    receiver.tensor.zero_()
+    expected = bytes(by_views.read(BLOCKS, *part))
+    ring = torch.zeros(2 * 65536, dtype=torch.uint8, device=DEVICE)
+    slot = DeviceBytes(len(expected), ring[65536 : 65536 + len(expected)])
+    assert sender.read(BLOCKS, *part, slot).nbytes == 0
+    assert bytes(ring[65536:].cpu().numpy()) == expected + bytes(65536 - len(expected))
+    assert not ring[:65536].any()
+    receiver.write(list(reversed(BLOCKS)), *part, slot)
+    assert bytes(receiver.read(list(reversed(BLOCKS)), *part)) == expected
+
+
+def test_device_memory_of_another_size_is_refused() -> None:
+    arena, by_views = arenas("float32", 16)
+    size = len(arena.read(BLOCKS, 0, 1, 0, 8))
+    for num_bytes in (size - 4, size + 4):
+        place = DeviceBytes(num_bytes, torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE))
+        with pytest.raises(InvalidRequest, match="device memory"):
+            arena.read(BLOCKS, 0, 1, 0, 8, place)
+        with pytest.raises(InvalidRequest, match="device memory"):
+            arena.write(BLOCKS, 0, 1, 0, 8, place)
+    with pytest.raises(Incompatible, match="triton"):
+        by_views.write(BLOCKS, 0, 1, 0, 8, DeviceBytes(size, torch.zeros(size, dtype=torch.uint8)))

@@ -18,6 +18,7 @@ from halfmoon.engine.engine import Engine
 from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.main import worker_services
@@ -83,10 +84,18 @@ async def start_worker(tiny: Checkpoint) -> AsyncIterator[Callable[..., object]]
     """
     async with AsyncExitStack() as stack:
 
-        async def start(role: str, lease_s: float = 10.0, stall_s: float = 10.0, **options: Any) -> RunningWorker:
+        async def start(
+            role: str,
+            lease_s: float = 10.0,
+            stall_s: float = 10.0,
+            transports: tuple[str, ...] = ("shm",),
+            device: DeviceMemory | None = None,
+            **options: Any,
+        ) -> RunningWorker:
             settings: dict[str, Any] = {"dtype": "float32", "block_tokens": 8, "num_blocks": 32, **options}
             engine = Engine(tiny, EngineConfig(**settings))
-            return await stack.enter_async_context(_worker(engine, role, lease_s, LinkSettings(stall_s=stall_s)))
+            links = LinkSettings(transports=transports, stall_s=stall_s)
+            return await stack.enter_async_context(_worker(engine, role, lease_s, links, device))
 
         yield start
 
@@ -96,7 +105,7 @@ _numbers = itertools.count()
 
 @asynccontextmanager
 async def _worker(
-    engine: Engine, role: str, lease_s: float, link_settings: LinkSettings
+    engine: Engine, role: str, lease_s: float, link_settings: LinkSettings, device: DeviceMemory | None
 ) -> AsyncIterator[RunningWorker]:
     metrics = WorkerMetrics()
     identity = gateway_pb2.WorkerIdentity(
@@ -107,8 +116,8 @@ async def _worker(
     )
     state = WorkerState(identity, engine.layout, metrics)
     async with AsyncEngine(engine, state.on_step) as async_engine:
-        prefill = PrefillServicer(async_engine, state, metrics, link_settings)
-        decode = DecodeServicer(async_engine, state, metrics, lease_s)
+        prefill = PrefillServicer(async_engine, state, metrics, link_settings, device)
+        decode = DecodeServicer(async_engine, state, metrics, lease_s, device)
         services = worker_services(prefill, decode)
         async with (
             running_server("127.0.0.1:0", services, metrics.rpc, grace_s=0) as server,

@@ -66,9 +66,8 @@ def gather_blocks(
     shape = (*layers.shape[:3], num_tokens, layers.shape[4])
     buffer = torch.empty(shape, dtype=arena.dtype, device=arena.device) if out is None else out
     if out is not None:
-        check_tensor("out", out, shape, (arena.dtype,))
-        check_contiguous("out", out)
-        check_same_device(arena=arena, out=out)
+        check_shape("out", out, shape)
+        _check_buffer("out", out, arena)
     _launch(layers, buffer, block_ids, block_tokens, start, "gather")
     return buffer
 
@@ -84,10 +83,7 @@ def scatter_blocks(
     layer_end = layer_start + buffer.shape[0]
     _check(arena, block_ids, block_tokens, layer_start, layer_end, start, buffer.shape[3])
     check_shape("buffer", buffer, (None, 2, arena.shape[2], None, arena.shape[4]))
-    if buffer.dtype != arena.dtype:
-        raise TypeError(f"buffer: dtype {buffer.dtype} where the arena has {arena.dtype}")
-    check_contiguous("buffer", buffer)
-    check_same_device(arena=arena, buffer=buffer)
+    _check_buffer("buffer", buffer, arena)
     _launch(arena[layer_start:layer_end], buffer, block_ids, block_tokens, start, "scatter")
 
 
@@ -102,6 +98,13 @@ def _check(
         raise ValueError(f"layers {layer_start}..{layer_end} are outside 0..{arena.shape[0]}")
     if start < 0 or num_tokens < 1 or start + num_tokens > block_ids.numel() * block_tokens:
         raise ValueError(f"tokens {start}..{start + num_tokens} are outside {block_ids.numel()} blocks")
+
+
+def _check_buffer(name: str, buffer: Tensor, arena: Tensor) -> None:
+    if buffer.dtype != arena.dtype:
+        raise TypeError(f"{name}: dtype {buffer.dtype} where the arena has {arena.dtype}")
+    check_contiguous(name, buffer)
+    check_same_device(arena=arena, **{name: buffer})
 
 
 def _launch(layers: Tensor, buffer: Tensor, block_ids: Tensor, block_tokens: int, start: int, direction: str) -> None:
