@@ -101,7 +101,7 @@ def receive_segment(name: str) -> tuple[memoryview, socket.socket]:
         connection.setblocking(False)
     except BaseException as err:
         connection.close()
-        if isinstance(err, OSError):
+        if isinstance(err, (OSError, ValueError)):  # an empty segment cannot be mapped
             raise Unavailable(f"cannot get the sender's shared memory: {err}") from err
         raise
     return memory, connection

@@ -28,7 +28,7 @@ class Window:
 
     A transfer may hold as much as it leaves free (the dynamic threshold of Choudhury and Hahne, 1998, with factor 1):
     alone it gets half of the window, and however many stalled transfers sit on their shares, the next one still finds
-    some room. Who waits is served in the order of coming, but for those whose own share is used up.
+    some room. Who waits is served in the order of coming, but those pass whose own share or size would make them wait.
     """
 
     def __init__(self, limit_bytes: int) -> None:
