@@ -5,7 +5,7 @@
 Each server is NAME=URL/MODEL. Every repeat runs every scenario on every server before the next repeat begins, so slow
 drifts of the machine hit all alike. Figures are medians over the repeats; ratios are to the first server, and above 1
 where the server is better. Prompts are random token ids: no server's tokenizer counts, and prefixes are shared only
-where that is meant.
+where that is meant, neither with an earlier run.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import aiohttp
 
 _VOCABULARY = range(1000, 30000)  # ids that every common tokenizer of 32k and more has as ordinary text
 _TIMEOUT_S = 600
+_SETTLE_S = 1.0  # between two servers' turns: threads that wait for work spin for up to a fifth of a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +171,14 @@ async def measure(servers: Sequence[Server], names: Sequence[str], repeat: int) 
     found: dict[str, dict[str, list[float]]] = {}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        clients = [Client(server, session) for server in servers]
+        seed = random.SystemRandom().getrandbits(32)  # new prompts in every run, the same for all servers
+        clients = [Client(server, session, random.Random(seed)) for server in servers]
         for client in clients:
             await client.stream(client.prompt(16), 4)  # warm
         for _ in range(repeat):
             for name in names:
                 for client in clients:
+                    await asyncio.sleep(_SETTLE_S)
                     for figure, value in (await SCENARIOS[name](client)).items():
                         found.setdefault(figure, {}).setdefault(client.server.name, []).append(value)
     return found

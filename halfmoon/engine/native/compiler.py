@@ -23,18 +23,24 @@ _TIMEOUT_S = 300
 def compiled(cache_dir: Path, on_compile: Callable[[], None] = lambda: None) -> Path:
     """The shared library in `cache_dir`/native, compiled if it is not there, which `on_compile` hears of first.
 
-    Raises Incompatible without a compiler or a place for what it makes.
+    Compilers are tried in turn: one may be there without its headers. Raises Incompatible where none can do it.
     """
-    command = _compiler()
-    target = cache_dir / "native" / f"kernels-{_fingerprint(command)}.so"
-    if target.is_file():
-        return target
+    commands = _compilers()
+    targets = [cache_dir / "native" / f"kernels-{_fingerprint(command)}.so" for command in commands]
+    for target in targets:
+        if target.is_file():
+            return target
     on_compile()
-    try:
-        _compile(command, target)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Incompatible(f"the CPU kernels could not be compiled: {error}") from error
-    return target
+    failures = []
+    for command, target in zip(commands, targets, strict=True):
+        try:
+            _compile(command, target)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = getattr(error, "stderr", None) or str(error)
+            failures.append(f"by {' '.join(command)}: {said[-2000:]}")
+        else:
+            return target
+    raise Incompatible("the CPU kernels could not be compiled " + "; ".join(failures))
 
 
 def _compile(command: tuple[str, ...], target: Path) -> None:
@@ -42,21 +48,21 @@ def _compile(command: tuple[str, ...], target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name
         arguments = [*command, *_FLAGS, str(_SOURCES / "kernels.c"), "-o", str(made), "-lm"]
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        if done.returncode != 0:
-            raise Incompatible(f"the CPU kernels could not be compiled by {command[0]}: {done.stderr[-2000:]}")
+        subprocess.run(arguments, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
         made.replace(target)  # at once: another worker may be looking for it
 
 
-def _compiler() -> tuple[str, ...]:
-    """`CC`, else a C compiler on the path, else the one in the `ziglang` package."""
+def _compilers() -> list[tuple[str, ...]]:
+    """`CC` alone, if it is set; else the C compilers on the path and the one in the `ziglang` package."""
     named = os.environ.get("CC", "").split()
-    for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:
-        if shutil.which(command[0]) is not None:
-            return tuple(command)
+    if named:
+        return [tuple(named)]
+    found: list[tuple[str, ...]] = [(name,) for name in ("cc", "gcc", "clang") if shutil.which(name) is not None]
     if find_spec("ziglang") is not None:
-        return (sys.executable, "-m", "ziglang", "cc")
-    raise Incompatible("the CPU kernels need a C compiler: install gcc or clang, or `pip install ziglang`")
+        found.append((sys.executable, "-m", "ziglang", "cc"))
+    if not found:
+        raise Incompatible("the CPU kernels need a C compiler: install gcc or clang, or `pip install ziglang`")
+    return found
 
 
 def _fingerprint(command: tuple[str, ...]) -> str:

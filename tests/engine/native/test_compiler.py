@@ -56,3 +56,17 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(tmp_path: Path, mo
     monkeypatch.setattr(compiler, "find_spec", lambda name: None)
     with pytest.raises(Incompatible, match="install gcc or clang"):
         compiled(tmp_path / "cache")
+
+
+def test_a_compiler_that_cannot_is_followed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path / "cc", "echo no headers >&2; exit 1")
+    script(tmp_path / "gcc", 'while [ "$1" != -o ]; do shift; done; echo made > "$2"')
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert compiled(tmp_path / "cache").read_text() == "made\n"
+
+
+def test_a_compiler_that_was_named_and_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", str(tmp_path / "my-cc"))
+    with pytest.raises(Incompatible, match="my-cc"):
+        compiled(tmp_path / "cache")
