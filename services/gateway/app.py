@@ -45,6 +45,7 @@ def make_app(
     app.on_response_prepare.append(admittance.cors.mark)
     app.router.add_post("/v1/chat/completions", generation.chat)
     app.router.add_post("/v1/completions", generation.completions)
+    app.router.add_post("/v1/responses", generation.responses)
     app.router.add_post("/tokenize", tokenizing.tokenize)
     app.router.add_post("/detokenize", tokenizing.detokenize)
     app.router.add_get("/v1/models", control.models)

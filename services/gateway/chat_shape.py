@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from halfmoon.pb.types_pb2 import Token
+from services.gateway.logprob_entries import logprob_entries
 from services.gateway.served_model import Encodes
-from services.gateway.shape import Output, Usage, Wanted, ending, framed, token_ids, token_name
+from services.gateway.shape import STREAM_END, Output, Usage, Wanted, ending, framed, token_ids
 from services.gateway.text_stream import TextPiece
 from services.gateway.tool_use import NewToolParser, ToolTurn
-
-_REPLACEMENT = "\ufffd"
 
 
 class ChatShape:
     """Owns how far each choice's tool calls have been found. One object a request."""
+
+    end = STREAM_END
 
     def __init__(
         self,
@@ -61,6 +61,10 @@ class ChatShape:
             return []
         return [{**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage.as_dict()}]
 
+    def failed(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The error as it is."""
+        return error
+
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """All choices."""
         choices = [self._choice(one) for one in outputs]
@@ -87,21 +91,7 @@ class ChatShape:
         return {**self._head, "object": "chat.completion.chunk", "choices": [{"index": index, **choice}]}
 
     def _extras(self, piece: TextPiece) -> dict[str, Any]:
-        logprobs = self._logprobs(piece.tokens) if self._wanted.logprobs else None
+        logprobs = None
+        if self._wanted.logprobs:
+            logprobs = {"content": logprob_entries(piece.tokens, self._tokenizer, self._wanted), "refusal": None}
         return {"logprobs": logprobs, **token_ids(piece, self._wanted)}
-
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        content = [
-            {
-                **self._entry(token.token_id, token.logprob),
-                "top_logprobs": [self._entry(top.token_id, top.logprob) for top in token.top_logprobs],
-            }
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.decode([token_id])
-        whole = _REPLACEMENT not in text  # else a part of a character, whose bytes we cannot see
-        name = token_name(text, token_id, self._wanted)
-        return {"token": name, "logprob": logprob, "bytes": list(text.encode()) if whole else None}

@@ -8,12 +8,14 @@ from typing import Any
 
 from halfmoon.pb.types_pb2 import Token
 from services.gateway.served_model import Encodes
-from services.gateway.shape import Output, Usage, Wanted, ending, framed, token_ids, token_name
+from services.gateway.shape import STREAM_END, Output, Usage, Wanted, ending, framed, token_ids, token_name
 from services.gateway.text_stream import TextPiece
 
 
 class CompletionShape:
     """Owns how far each choice's text has come. `echoes` are the prompts' texts, each for `per_prompt` choices."""
+
+    end = STREAM_END
 
     def __init__(
         self,
@@ -53,6 +55,10 @@ class CompletionShape:
         if self._wanted.usage == "none":
             return []
         return [{**self._head, "choices": [], "usage": usage.as_dict()}]
+
+    def failed(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The error as it is."""
+        return error
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """All choices."""

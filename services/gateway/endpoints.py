@@ -1,4 +1,4 @@
-"""The two generation endpoints: one HTTP request from its body to its last byte, and its row in the ledger."""
+"""The generating endpoints: one HTTP request from its body to its last byte, and its row in the ledger."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from services.gateway.received_body import receive_body
 from services.gateway.relay import Relay
 from services.gateway.replies import ChoiceSink, ClientGone, StreamReply, TakesPieces, WholeReply
 from services.gateway.request_ids import request_id_of
+from services.gateway.responses_intake import take_in_responses
+from services.gateway.responses_shape import ResponsesShape
 from services.gateway.served_model import ServedModel
 from services.gateway.shape import Shape
 from services.gateway.text_stream import TextPiece
@@ -43,6 +45,8 @@ _SLOW_BODY_BYTES = 4_096  # longer ones are read and tokenized off the event loo
 _MAX_ERROR_CHARS = 1_000  # in the ledger and in the log
 _CLIENT_CLOSED = 499  # nobody reads it but the ledger
 _REJECTIONS = (InvalidRequest, NotFound, NoCapacity, Unavailable)
+
+_TAKE_IN = {"chat.completions": take_in_chat, "completions": take_in_completion, "responses": take_in_responses}
 
 
 @dataclass(slots=True)
@@ -58,7 +62,7 @@ class _Call:
 
 
 class GenerationEndpoints:
-    """Serves chat completions and completions. Owns nothing; writes down every request once."""
+    """Serves chat completions, completions and responses. Owns nothing; writes down every request once."""
 
     def __init__(
         self,
@@ -88,6 +92,10 @@ class GenerationEndpoints:
         """POST /v1/completions."""
         return await self._recorded(request, "completions")
 
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/responses."""
+        return await self._recorded(request, "responses")
+
     async def _recorded(self, request: web.Request, endpoint: str) -> web.StreamResponse:
         """Runs one request; whatever comes of it is counted and written down."""
         call = _Call(endpoint, request_id_of(request), datetime.now(UTC), self._clock())
@@ -114,8 +122,7 @@ class GenerationEndpoints:
     async def _serve(self, request: web.Request, call: _Call) -> web.StreamResponse:
         raw = await receive_body(request)
         context_tokens = self._membership.context_tokens(self._model.context_tokens)
-        is_chat = call.endpoint == "chat.completions"
-        take_in = partial(take_in_chat if is_chat else take_in_completion, raw, self._model, context_tokens)
+        take_in = partial(_TAKE_IN[call.endpoint], raw, self._model, context_tokens)
         intake = await asyncio.to_thread(take_in) if len(raw) > _SLOW_BODY_BYTES else take_in()
         call.labels = intake.labels
         qos = self._judge.gatekeeper.classes.of(caller_of(request.headers, self._model.name))
@@ -128,6 +135,8 @@ class GenerationEndpoints:
     def _shape(self, call: _Call, intake: Intake) -> Shape:
         created = int(call.created_at.timestamp())
         head = (call.request_id, self._model.name, created, self._model.tokenizer, intake.wanted)
+        if call.endpoint == "responses":
+            return ResponsesShape(*head, intake.said)
         if call.endpoint == "chat.completions":
             return ChatShape(*head, intake.new_tool_parser)
         return CompletionShape(*head, intake.echoes, intake.num_choices)

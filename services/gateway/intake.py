@@ -40,6 +40,7 @@ class Intake:
     priority: int = 0
     echoes: tuple[str, ...] = ()  # texts of the prompts, where they are wanted
     labels: dict[str, Any] = field(default_factory=dict)  # for the log
+    said: dict[str, Any] = field(default_factory=dict)  # what a response repeats of its request
     new_tool_parser: NewToolParser | None = None  # where calls may be among the text
 
     @property
@@ -50,7 +51,11 @@ class Intake:
 
 def take_in_chat(raw: bytes, model: ServedModel, context_tokens: int) -> Intake:
     """Applies the chat template. Raises InvalidRequest, UnknownModel or ContextLengthExceeded."""
-    body = parse_body(ChatBody, raw, max_values(context_tokens))
+    return chat_intake(parse_body(ChatBody, raw, max_values(context_tokens)), model, context_tokens)
+
+
+def chat_intake(body: ChatBody, model: ServedModel, context_tokens: int) -> Intake:
+    """Raises InvalidRequest, UnknownModel or ContextLengthExceeded."""
     model.check_name(body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")

@@ -41,7 +41,7 @@ _READS = {
     "/health": "Whether a request could be placed now",
     "/halfmoon/v1/cluster": "The workers",
 }
-_STREAMING = frozenset(("/v1/chat/completions", "/v1/completions"))
+_STREAMING = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
 
 
 def openapi_document() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from services.gateway.refused import REFUSED
+from services.gateway.responses_body import ResponsesBody
 from services.gateway.schemas import ChatBody, CompletionBody
 from services.gateway.strict_part import Part
 from services.gateway.tokenizing import DetokenizeBody, TokenizeBody
@@ -13,6 +14,7 @@ from services.gateway.tokenizing import DetokenizeBody, TokenizeBody
 ENDPOINTS: dict[str, type[Part]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }

@@ -91,16 +91,16 @@ class StreamReply:
 
     async def finish(self) -> web.StreamResponse:
         """Sends the usage, if asked for, and the end."""
-        await self._send(self._shape.closing(self._choices.usage), end=b"data: [DONE]\n\n")
+        await self._send(self._shape.closing(self._choices.usage), end=self._shape.end)
         return self._response
 
     async def fail(self, error: HalfmoonError) -> web.StreamResponse:
         """Ends a stream that has begun with an error event."""
-        await self._send([error_body(error)])
+        await self._send([self._shape.failed(error_body(error))])
         return self._response
 
     async def _send(self, events: Sequence[dict[str, Any]], end: bytes = b"") -> None:
-        data = b"".join(b"data: %b\n\n" % json.dumps(one, separators=(",", ":")).encode() for one in events) + end
+        data = b"".join(map(_sse, events)) + end
         try:
             async with self._writing:
                 if not self.has_begun:
@@ -109,3 +109,9 @@ class StreamReply:
                     await self._response.write(data)
         except ConnectionError as error:
             raise ClientGone from error
+
+
+def _sse(event: dict[str, Any]) -> bytes:
+    """An event that has a type is named by it."""
+    name = b"event: %b\n" % event["type"].encode() if "type" in event else b""
+    return b"%bdata: %b\n\n" % (name, json.dumps(event, separators=(",", ":")).encode())

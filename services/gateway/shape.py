@@ -48,8 +48,16 @@ class Output:
     piece: TextPiece
 
 
+STREAM_END = b"data: [DONE]\n\n"
+
+
 class Shape(Protocol):
     """What differs between the endpoints. One object a request; a choice's pieces must be given in order."""
+
+    @property
+    def end(self) -> bytes:
+        """What is written after the last event of a stream that did not fail."""
+        ...
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """What comes before the first piece of a choice."""
@@ -65,6 +73,10 @@ class Shape(Protocol):
 
     def frame(self, chunk: dict[str, Any], usage: Usage) -> dict[str, Any]:
         """A chunk with what every chunk carries, `usage` being that so far."""
+        ...
+
+    def failed(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The last event of a stream that has begun and failed; `error` is what a response would say."""
         ...
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:

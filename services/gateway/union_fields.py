@@ -6,6 +6,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from services.gateway.messages import CalledFunction, CalledTool, Message, TextPart
+from services.gateway.responses_body import InputMessage, InputText, ResponsesBody, TextConfig, TextFormat
 from services.gateway.schemas import ChatBody, CompletionBody, StreamOptions
 from services.gateway.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from services.gateway.tools import FunctionDefinition, NamedTool, Tool
@@ -32,6 +33,11 @@ UNION_FIELDS = frozenset(
         Tool,
         FunctionDefinition,
         NamedTool,
+        ResponsesBody,
+        InputMessage,
+        InputText,
+        TextConfig,
+        TextFormat,
     )
     for name, field in schema.model_fields.items()
     if _is_union(field.annotation)

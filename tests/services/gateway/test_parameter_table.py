@@ -26,6 +26,12 @@ VLLM = {
     "/v1/chat/completions": f"""{SAMPLING} messages top_logprobs max_completion_tokens tools tool_choice
         reasoning_effort include_reasoning parallel_tool_calls add_generation_prompt continue_final_message documents
         chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs return_prompt_text""",
+    "/v1/responses": """background include input instructions max_output_tokens max_tool_calls metadata model
+        logit_bias parallel_tool_calls previous_response_id reasoning service_tier store stream temperature text
+        tool_choice tools top_logprobs top_p top_k truncation user skip_special_tokens include_stop_str_in_output
+        prompt_cache_key prompt request_id mm_processor_kwargs priority cache_salt enable_response_messages
+        previous_input_messages previous_response structured_outputs repetition_penalty seed stop ignore_eos
+        vllm_xargs""",
     "/tokenize": """model prompt messages add_special_tokens return_token_strs add_generation_prompt tools
         continue_final_message chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs""",
     "/detokenize": "model tokens",

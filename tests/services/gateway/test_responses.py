@@ -1,0 +1,151 @@
+"""/v1/responses as far as text goes, through the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from halfmoon.errors import HalfmoonError
+from halfmoon.pb.prefill_pb2 import PrefillEvent, PrefillRequest
+from halfmoon.pb.types_pb2 import Constraint
+
+from .fakes import CONTEXT_TOKENS, MODEL, FakeWorker, Script, running_fleet, soon
+
+
+async def test_a_text(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script("hello", cached_tokens=3))
+        answer = await fleet.client.responses.create(
+            model=MODEL, input="hi", instructions="be brief", metadata={"a": "b"}, temperature=0.5, user="me"
+        )
+        request = prefill.calls.prefills[0].generation
+    assert answer.output_text == "hello"
+    assert (answer.status, answer.incomplete_details, answer.error) == ("completed", None, None)
+    assert (answer.instructions, answer.metadata, answer.temperature) == ("be brief", {"a": "b"}, 0.5)
+    assert answer.id.startswith("resp_")
+    assert answer.output[0].type == "message"
+    assert answer.usage is not None
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (24, 6)
+    assert answer.usage.input_tokens_details.cached_tokens == 3
+    assert bytes(request.prompt_token_ids) == b"system:be brief\nuser:hi\n"
+    assert request.sampling.temperature == 0.5
+
+
+async def test_an_output_can_be_sent_back(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script("hello"))
+        first = await fleet.client.responses.create(model=MODEL, input="hi")
+        turns: list[Any] = [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            *(item.model_dump(exclude_none=True) for item in first.output),
+            {"role": "user", "content": "more"},
+        ]
+        await fleet.client.responses.create(model=MODEL, input=turns, store=False)
+        prompt = bytes(prefill.calls.prefills[-1].generation.prompt_token_ids)
+    assert prompt == b"user:hi\nassistant:hello\nuser:more\n"
+
+
+@pytest.mark.parametrize(("max_tokens", "text", "last"), [(None, "héllo", "completed"), (2, "h\ufffd", "incomplete")])
+async def test_the_events_of_a_stream(tmp_path: Path, max_tokens: int | None, text: str, last: str) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair(Script("héllo"))
+        options: dict[str, Any] = {} if max_tokens is None else {"max_output_tokens": max_tokens}
+        stream = await fleet.client.responses.create(model=MODEL, input="hi", stream=True, **options)
+        events: list[Any] = [event async for event in stream]
+    kinds = [event.type.removeprefix("response.") for event in events]
+    opening = ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[:4] == opening
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", last]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events[4:-4]) == text
+    assert events[-4].text == events[-1].response.output_text == text
+    assert events[-1].response.status == last
+    assert events[-1].response.usage.output_tokens == (max_tokens or 7)
+
+
+async def test_the_stream_on_the_wire(tmp_path: Path) -> None:
+    body = {"model": MODEL, "input": "hi", "stream": True}
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        await fleet.pair(Script("a"))
+        async with session.post("/v1/responses", json=body) as response:
+            events = (await response.text()).split("\n\n")
+    assert events.pop() == ""
+    for event in events:
+        name, data = event.split("\n")
+        assert name.removeprefix("event: ") == json.loads(data.removeprefix("data: "))["type"]
+
+
+async def test_a_stream_that_fails_ends_with_an_error_event(tmp_path: Path) -> None:
+    async def failing(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        async for event in worker.usual_prefill(request):
+            yield event
+            raise HalfmoonError("broken")
+
+    body = {"model": MODEL, "input": "hi", "stream": True}
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        worker = await fleet.add("b0", "both", Script("hello"))
+        worker.on_prefill = failing
+        async with session.post("/v1/responses", json=body) as response:
+            last = (await soon(response.text())).strip().split("\n")[-1]
+    event = json.loads(last.removeprefix("data: "))
+    assert (event["type"], event["code"], event["message"]) == ("error", "internal_error", "broken")
+
+
+async def test_structured_text_and_logprobs(tmp_path: Path) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script("{}"))
+        answer = await fleet.client.responses.create(
+            model=MODEL,
+            input="hi",
+            text=form,
+            include=["message.output_text.logprobs"],
+            top_logprobs=1,
+        )
+        sampling = prefill.calls.prefills[0].generation.sampling
+    assert (sampling.constraint.kind, json.loads(sampling.constraint.source)) == (Constraint.JSON_SCHEMA, schema)
+    message: Any = answer.output[0]
+    part = message.content[0]
+    assert [entry.token for entry in part.logprobs] == ["{", "}"]
+    assert [top.token for top in part.logprobs[0].top_logprobs] == ["A"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"input": []}, "input"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input[0].type"),
+        ({"input": "x" * 300}, "input"),
+        ({"max_output_tokens": CONTEXT_TOKENS}, "max_output_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"store": True}, "store"),
+        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "text.format"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name(tmp_path: Path, extra: dict[str, Any], param: str) -> None:
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        await fleet.pair()
+        async with session.post("/v1/responses", json={"model": MODEL, "input": "hi", **extra}) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["param"]) == (400, param), error
+            assert param in error["message"]
