@@ -136,7 +136,7 @@ async def test_wrong_messages_are_named_by_place(fleet: Fleet) -> None:
         assert (status, error["param"]) == (400, param), (message, error)
 
 
-@pytest.mark.parametrize("name", ["max-tokens", "a.b", "int", "str", "list[str]", "none", "", "prompt", "ü"])
+@pytest.mark.parametrize("name", ["max-tokens", "a.b", "int", "str", "list[str]", "none", "", "ü"])
 async def test_unknown_parameters_are_named_as_they_are(fleet: Fleet, name: str) -> None:
     """Also those that read like pydantic's own words."""
     _, error = await refused(fleet, CHAT, {"model": MODEL, "messages": MESSAGES, name: 1})

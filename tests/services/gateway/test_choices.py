@@ -16,7 +16,7 @@ from halfmoon.errors import HalfmoonError
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.prefill_pb2 import PrefillEvent, PrefillRequest
 
-from .fakes import MODEL, FakeWorker, Fleet, Script, running_fleet, soon
+from .fakes import MODEL, PATIENCE_S, FakeWorker, Fleet, Script, running_fleet, soon
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]  # 8 tokens
 
@@ -162,6 +162,22 @@ async def test_one_failure_ends_all_choices(tmp_path: Path) -> None:
     async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
         (row,) = await ledger.recent(10)
     assert (row.status, row.prompt_tokens) == ("error", 8)
+
+
+async def test_a_client_that_goes_away_takes_all_its_choices_along(tmp_path: Path) -> None:
+    body = {"model": MODEL, "messages": HI, "n": 3, "stream": True}
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        worker = await fleet.add("b0", "both", Script("x" * 100))
+        worker.script.decode_gate = asyncio.Event()
+        async with session.post("/v1/chat/completions", json=body) as response:
+            while len(fleet.cluster.router) < 3:
+                await soon(response.content.readline())
+        await fleet.until_idle()
+        async with asyncio.timeout(PATIENCE_S):
+            while len(worker.calls.cancelled) < 3:
+                worker.calls.cancel_came.clear()
+                await worker.calls.cancel_came.wait()
+    assert len(set(worker.calls.cancelled)) == 3
 
 
 async def test_how_an_output_ended(tmp_path: Path) -> None:
