@@ -7,7 +7,7 @@ from typing import Any
 
 from services.gateway.logprob_entries import logprob_entries
 from services.gateway.served_model import Encodes
-from services.gateway.shape import STREAM_END, Output, Usage, Wanted, ending, framed, token_ids
+from services.gateway.shape import STREAM_END, Output, Usage, UsageNow, Wanted, ending, framed, token_ids
 from services.gateway.text_stream import TextPiece
 from services.gateway.tool_use import NewToolParser, ToolTurn
 
@@ -51,7 +51,7 @@ class ChatShape:
             chunks.append(self._chunk(index, {"delta": {}, "logprobs": None, **self._ending(piece, turn)}))
         return chunks
 
-    def frame(self, chunk: dict[str, Any], usage: Usage) -> dict[str, Any]:
+    def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:
         """With the usage, if it is wanted."""
         return framed(chunk, usage, self._wanted)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from halfmoon.pb.types_pb2 import Token
 from services.gateway.served_model import Encodes
-from services.gateway.shape import STREAM_END, Output, Usage, Wanted, ending, framed, token_ids, token_name
+from services.gateway.shape import STREAM_END, Output, Usage, UsageNow, Wanted, ending, framed, token_ids, token_name
 from services.gateway.text_stream import TextPiece
 
 
@@ -46,7 +46,7 @@ class CompletionShape:
             return []
         return [self._chunk(index, piece)]
 
-    def frame(self, chunk: dict[str, Any], usage: Usage) -> dict[str, Any]:
+    def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:
         """With the usage, if it is wanted."""
         return framed(chunk, usage, self._wanted)
 

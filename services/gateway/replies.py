@@ -86,8 +86,7 @@ class StreamReply:
             self._opened.add(index)
             chunks += self._shape.opening(index)
         chunks += self._shape.chunks(index, piece)
-        usage = self._choices.usage
-        await self._send([self._shape.frame(chunk, usage) for chunk in chunks])
+        await self._send([self._shape.frame(chunk, lambda: self._choices.usage) for chunk in chunks])
 
     async def finish(self) -> web.StreamResponse:
         """Sends the usage, if asked for, and the end."""

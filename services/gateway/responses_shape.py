@@ -7,7 +7,7 @@ from typing import Any
 
 from services.gateway.logprob_entries import logprob_entries
 from services.gateway.served_model import Encodes
-from services.gateway.shape import Output, Usage, Wanted
+from services.gateway.shape import Output, Usage, UsageNow, Wanted
 from services.gateway.text_stream import Ending, TextPiece
 
 _STATUS: dict[Ending | None, str] = {None: "in_progress", "stop": "completed", "length": "incomplete"}
@@ -55,7 +55,7 @@ class ResponsesShape:
             return []
         return [self._event("response.output_text.delta", **self._place(), delta=piece.text, logprobs=entries)]
 
-    def frame(self, chunk: dict[str, Any], usage: Usage) -> dict[str, Any]:
+    def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:
         """The usage comes at the end."""
         return chunk
 

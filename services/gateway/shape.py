@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -24,6 +24,10 @@ class Usage(NamedTuple):
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+
+UsageNow = Callable[[], Usage]
+"""The usage so far, counted only where it is wanted: over many choices that takes its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,8 @@ class Shape(Protocol):
         """The response without streaming."""
         ...
 
-    def frame(self, chunk: dict[str, Any], usage: Usage) -> dict[str, Any]:
-        """A chunk with what every chunk carries, `usage` being that so far."""
+    def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:
+        """A chunk with what every chunk carries."""
         ...
 
     def failed(self, error: dict[str, Any]) -> dict[str, Any]:
@@ -84,11 +88,11 @@ class Shape(Protocol):
         ...
 
 
-def framed(chunk: dict[str, Any], usage: Usage, wanted: Wanted) -> dict[str, Any]:
-    """A chunk with `usage` as far as it is wanted: null where it comes in a last chunk."""
+def framed(chunk: dict[str, Any], usage: UsageNow, wanted: Wanted) -> dict[str, Any]:
+    """A chunk with the usage as far as it is wanted: null where it comes in a last chunk."""
     if wanted.usage == "none":
         return chunk
-    return {**chunk, "usage": usage.as_dict() if wanted.usage == "running" else None}
+    return {**chunk, "usage": usage().as_dict() if wanted.usage == "running" else None}
 
 
 def token_name(text: str, token_id: int, wanted: Wanted) -> str:
