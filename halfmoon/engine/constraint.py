@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from numpy.typing import NDArray
 
 from halfmoon.engine.request import Constraint
@@ -22,14 +22,20 @@ from halfmoon.errors import InvalidRequest
 
 _MOST_OUTPUTS = 1_024  # whose automata are kept; those of ended requests leave in their turn
 _MOST_GRAMMARS = 64
+_LEXER_FUEL, _STEP_FUEL = 200_000, 100_000  # of an automaton's beginning and of one mask: hostile ones stop in 0.1 s
 _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def check_constraint(constraint: Constraint) -> None:
     """Raises InvalidRequest, with the library's reason, for what cannot be compiled."""
-    problem = LLMatcher.validate_grammar(_grammar(constraint))
+    problem = LLMatcher.validate_grammar(_grammar(constraint), limits=_limits())
     if problem and not problem.startswith("WARNING"):
         raise InvalidRequest(f"the {constraint.kind.replace('_', ' ')} cannot be used: {problem}")
+
+
+def _limits() -> LLParserLimits:
+    """Other requests wait for a mask: a constraint that needs more than this fails alone."""
+    return LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_lexer_fuel=_STEP_FUEL)
 
 
 def _grammar(constraint: Constraint) -> str:
@@ -100,7 +106,9 @@ class TokenMasks:
     def _new(self, constraint: Constraint) -> Any:
         fresh = self._fresh.get(constraint)
         if fresh is None:
-            fresh = self._fresh[constraint] = LLMatcher(self._tokenizer, _grammar(constraint), log_level=0)
+            fresh = self._fresh[constraint] = LLMatcher(
+                self._tokenizer, _grammar(constraint), log_level=0, limits=_limits()
+            )
             if len(self._fresh) > _MOST_GRAMMARS:
                 self._fresh.popitem(last=False)
         self._fresh.move_to_end(constraint)
