@@ -8,7 +8,7 @@ import streamlit as st
 
 from console import chat_page, cluster_page, requests_page
 from console.gateway_api import GatewayApi
-from console.settings import gateway_url
+from console.settings import api_key, gateway_url
 
 PAGES = {"Cluster": cluster_page.render, "Requests": requests_page.render, "Chat": chat_page.render}
 
@@ -17,7 +17,7 @@ def main() -> None:
     """Draws the chosen page; Streamlit runs this again at every interaction."""
     st.set_page_config(page_title="Halfmoon", page_icon="🌓", layout="wide")
     try:
-        api = GatewayApi(gateway_url(sys.argv[1:]))
+        api = GatewayApi(gateway_url(sys.argv[1:]), api_key())
     except ValueError as err:
         st.error(str(err))
         return

@@ -19,10 +19,13 @@ class GatewayError(Exception):
 
 
 class GatewayApi:
-    """Knows the gateway's address. Every method raises GatewayError."""
+    """Knows the gateway's address, and the API key if it needs one. Every method raises GatewayError."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
 
     def cluster(self) -> dict[str, Any]:
         """The gateway, its model and its workers."""
@@ -59,7 +62,7 @@ class GatewayApi:
     @contextmanager
     def _open(self, path: str, timeout_s: float, body: Mapping[str, Any] | None = None) -> Iterator[HTTPResponse]:
         data = None if body is None else json.dumps(body).encode()
-        request = Request(self.url + path, data, {"Content-Type": "application/json"})
+        request = Request(self.url + path, data, self._headers)
         try:
             with urlopen(request, timeout=timeout_s) as response:
                 yield response

@@ -1,4 +1,4 @@
-"""Where the console finds its gateway: `--gateway`, HALFMOON_CONSOLE_GATEWAY_URL, or this machine."""
+"""Where the console finds its gateway: `--gateway`, HALFMOON_CONSOLE_GATEWAY_URL, or this machine; and its API key."""
 
 from __future__ import annotations
 
@@ -23,3 +23,8 @@ def gateway_url(arguments: Sequence[str], environment: Mapping[str, str] = os.en
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"the gateway's URL must begin with http:// or https://, got {url!r}")
     return url
+
+
+def api_key(environment: Mapping[str, str] = os.environ) -> str | None:
+    """HALFMOON_CONSOLE_API_KEY: from the environment alone, a command line is seen by all."""
+    return environment.get("HALFMOON_CONSOLE_API_KEY") or None

@@ -16,7 +16,7 @@ testing = pytest.importorskip("streamlit.testing.v1")
 from console.cluster_page import used_share  # noqa: E402
 from console.gateway_api import GatewayApi, GatewayError  # noqa: E402
 from console.requests_page import median  # noqa: E402
-from console.settings import DEFAULT_GATEWAY_URL, gateway_url  # noqa: E402
+from console.settings import DEFAULT_GATEWAY_URL, api_key, gateway_url  # noqa: E402
 
 APP = Path(__file__).parents[2] / "console" / "app.py"
 LOAD = {
@@ -79,6 +79,7 @@ class FakeGateway:
             "/v1/chat/completions": (200, [{"choices": [{"delta": {"content": t}}]} for t in ("Hel", "lo")]),
         }
         self.asked: list[str] = []
+        self.keys: list[str | None] = []
         self.bodies: list[dict[str, Any]] = []
         self.closes_early = False
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -90,6 +91,7 @@ class FakeGateway:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 gateway.asked.append(self.path)
+                gateway.keys.append(self.headers["Authorization"])
                 status, answer = gateway.answers[self.path.partition("?")[0]]
                 self._send(status, json.dumps(answer).encode())
 
@@ -232,6 +234,12 @@ def test_another_server_is_not_a_gateway(gateway: FakeGateway, path: str) -> Non
     api = GatewayApi(gateway.url)
     with pytest.raises(GatewayError, match="something that is not"):
         api.cluster() if "cluster" in path else api.requests(1)
+
+
+def test_the_key_is_sent_where_there_is_one(gateway: FakeGateway) -> None:
+    for environment in ({}, {"HALFMOON_CONSOLE_API_KEY": "k"}):
+        GatewayApi(gateway.url, api_key(environment)).cluster()
+    assert gateway.keys == [None, "Bearer k"]
 
 
 def test_where_the_gateway_is() -> None:
