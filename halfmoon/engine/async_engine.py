@@ -22,10 +22,10 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
 from halfmoon.errors import Incompatible, Unavailable
-from halfmoon.kv.codec import Codec, Shape, decode, encode
+from halfmoon.kv.codec import Codec, decode, encode
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
 from halfmoon.kv.frame_plan import Written
-from halfmoon.kv.layout import KVDtype, KVLayout
+from halfmoon.kv.layout import KVDtype
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class AsyncEngine:
         raises Incompatible.
         """
         layout = self.engine.layout
-        shape = _shape(layout, layer_end - layer_start, num_tokens)
+        shape = layout.shape(layer_end - layer_start, num_tokens)
         write = partial(self.engine.kv_write, request_id, layer_start, layer_end, token_start, num_tokens)
 
         def write_decoded() -> None:
@@ -151,7 +151,7 @@ class AsyncEngine:
         If the wait is cancelled, `out` may still be written to.
         """
         layout = self.engine.layout
-        shape = _shape(layout, layer_end - layer_start, num_tokens)
+        shape = layout.shape(layer_end - layer_start, num_tokens)
         read = partial(self.engine.kv_read, request_id, layer_start, layer_end, token_start, num_tokens)
 
         def read_encoded() -> memoryview:
@@ -282,7 +282,3 @@ def _resolve(answer: asyncio.Future[Any], result: Any, error: Exception | None) 
         answer.set_exception(error)
     else:
         answer.set_result(result)
-
-
-def _shape(layout: KVLayout, num_layers: int, num_tokens: int) -> Shape:
-    return (num_layers, 2, layout.num_kv_heads, num_tokens, layout.head_dim)

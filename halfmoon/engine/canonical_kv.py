@@ -28,18 +28,15 @@ class CanonicalKV:
 
     def room(self, num_layers: int, num_tokens: int, out: memoryview | None) -> NDArray[np.signedinteger]:
         """Room for so much: the first bytes of `out`, or new memory where there is none."""
-        shape = self._shape(num_layers, num_tokens)
+        shape = self._layout.shape(num_layers, num_tokens)
         if out is None:
             return np.empty(shape, dtype=self.integer)
         return np.frombuffer(out, dtype=self.integer, count=math.prod(shape)).reshape(shape)
 
     def view(self, payload: KVBytes, num_layers: int, num_tokens: int) -> NDArray[np.signedinteger]:
         """`payload` as an array, not copied. Raises InvalidRequest when its size is not that of the ranges."""
-        shape = self._shape(num_layers, num_tokens)
+        shape = self._layout.shape(num_layers, num_tokens)
         num_bytes = math.prod(shape) * self._layout.item_bytes
         if memoryview(payload).nbytes != num_bytes:
             raise InvalidRequest(f"KV payload has {memoryview(payload).nbytes} bytes; {shape} has {num_bytes}")
         return np.frombuffer(payload, dtype=self.integer).reshape(shape)
-
-    def _shape(self, num_layers: int, num_tokens: int) -> tuple[int, ...]:
-        return (num_layers, 2, self._layout.num_kv_heads, num_tokens, self._layout.head_dim)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -47,7 +46,7 @@ class EntryCodec:
         """cells: one whole block, raw, in canonical order."""
         if self.is_plain:
             return cells
-        shape = block_shape(layout)
+        shape = layout.shape(layout.num_layers, layout.block_tokens)
         if self.quantiser is Codec.RAW:
             return compress_planes(cells, shape, layout.item_bytes, self.lossless)
         values = np.frombuffer(cells, UNSIGNED[layout.dtype]).reshape(shape)
@@ -58,7 +57,7 @@ class EntryCodec:
         """The block's raw cells. Raises DataLoss or InvalidRequest if `payload` is not such a block."""
         if self.is_plain:
             return memoryview(payload).cast("B")
-        shape = block_shape(layout)
+        shape = layout.shape(layout.num_layers, layout.block_tokens)
         if self.quantiser is Codec.RAW:
             return decompress_planes(payload, shape, layout.item_bytes, self.lossless).data.cast("B")
         quantised = decompress(payload, encoded_bytes(self.quantiser, shape, layout.dtype), self.lossless)
@@ -67,10 +66,3 @@ class EntryCodec:
     def __str__(self) -> str:
         parts = [] if self.quantiser is Codec.RAW and self.lossless else [self.quantiser.name.lower()]
         return "+".join(parts + ([self.lossless.name.lower()] if self.lossless else []))
-
-
-def block_shape(layout: KVLayout) -> tuple[int, ...]:
-    """`[layers, 2, heads, tokens, head_dim]` of one block."""
-    shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
-    assert math.prod(shape) * layout.item_bytes == layout.block_bytes
-    return shape

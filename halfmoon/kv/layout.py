@@ -63,6 +63,10 @@ class KVLayout:
         """Bytes of one whole block."""
         return self.block_tokens * self.token_bytes
 
+    def shape(self, num_layers: int, num_tokens: int) -> tuple[int, int, int, int, int]:
+        """`[layers, 2, heads, tokens, head_dim]` of some layers' KV of so many tokens, all heads."""
+        return num_layers, 2, self.num_kv_heads, num_tokens, self.head_dim
+
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens, the last one possibly part-filled."""
         return -(-num_tokens // self.block_tokens)

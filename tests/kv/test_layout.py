@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from halfmoon.errors import Incompatible
@@ -15,6 +17,7 @@ def test_sizes_of_a_known_model() -> None:
     assert SMOLLM2.token_layer_bytes == 2 * 3 * 64 * 2
     assert SMOLLM2.token_bytes == 23_040
     assert SMOLLM2.block_bytes == 64 * 23_040
+    assert math.prod(SMOLLM2.shape(SMOLLM2.num_layers, 64)) * SMOLLM2.item_bytes == SMOLLM2.block_bytes
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (64, 1), (65, 2), (128, 2)])
