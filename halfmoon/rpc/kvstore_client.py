@@ -23,7 +23,8 @@ from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_fr
 from halfmoon.kv.layout import KVBytes, KVLayout
 from halfmoon.kv.negotiation import encode_open
 from halfmoon.kv.receiver import Coverage
-from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc, types_pb2
+from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
+from halfmoon.rpc.layout_message import layout_from, layout_message
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
 from halfmoon.rpc.status import in_our_tree
 from halfmoon.rpc.transfer import transfer_to
@@ -116,7 +117,7 @@ class KVStoreClient:
         view = np.frombuffer(cells, np.uint8).reshape(_row_shape(layout))
         whole = _whole_block(layout, place.depth * layout.block_tokens)
         body = kvstore_pb2.BlockOpen(
-            key=key, layout=_layout_message(layout), tenant_salt=self._salt, parent=place.parent,
+            key=key, layout=layout_message(layout), tenant_salt=self._salt, parent=place.parent,
             recompute_s=place.recompute_s, ttl_s=place.ttl_s,
         )  # fmt: skip
         async with transfer_to(self._link, layout, deadline_s=deadline_s, method=_PUT) as sender:
@@ -202,23 +203,12 @@ _TIERS: dict[int, TierName] = {kvstore_pb2.DRAM: "dram", kvstore_pb2.DISK: "disk
 
 def _lent(block: kvstore_pb2.LentBlock, memory: memoryview) -> Lent:
     message = block.layout
-    layout = KVLayout(
-        message.num_layers,
-        message.num_kv_heads,
-        message.head_dim,
-        message.dtype,  # type: ignore[arg-type]  # KVLayout refuses what is not a KVDtype
-        message.block_tokens,
-    )
+    layout = layout_from(message)
     if block.offset + block.num_bytes > memory.nbytes:
         raise InvalidRequest("a lent block lies outside the store's memory")
     return Lent(
         memory[block.offset : block.offset + block.num_bytes], block.digest, EntryCodec.parse(block.codec), layout
     )
-
-
-def _layout_message(layout: KVLayout) -> types_pb2.KVLayout:
-    names = ("num_layers", "num_kv_heads", "head_dim", "dtype", "block_tokens")
-    return types_pb2.KVLayout(**{name: getattr(layout, name) for name in names})
 
 
 def _whole_block(layout: KVLayout, token_start: int) -> KVRange:

@@ -20,6 +20,7 @@ from halfmoon.engine.cuda_memory import CudaMemory
 from halfmoon.engine.engine import Engine
 from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
+from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.server import advertised_address, running_server, until_told_to_stop
 from halfmoon.rpc.service import metrics_endpoint
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, raw_service
@@ -32,7 +33,6 @@ from halfmoon.worker.progress import loading_progress
 from halfmoon.worker.registration import Registration
 from halfmoon.worker.settings import WorkerSettings
 from halfmoon.worker.state import WorkerState
-from halfmoon.worker.wire import layout_message
 
 log = logging.getLogger(__name__)
 

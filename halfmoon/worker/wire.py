@@ -12,7 +12,6 @@ from halfmoon.engine.request import (
 )
 from halfmoon.errors import Incompatible
 from halfmoon.kv.codec import Codec
-from halfmoon.kv.layout import KVLayout
 from halfmoon.pb import types_pb2 as pb
 
 _FINISH: dict[FinishReason | None, pb.FinishReason.ValueType] = {
@@ -92,14 +91,3 @@ def token_message(output: TokenOutput) -> pb.Token:
         message.logprob = output.logprobs.logprob
         message.top_logprobs.extend(pb.TopLogprob(token_id=t, logprob=p) for t, p in output.logprobs.top)
     return message
-
-
-def layout_message(layout: KVLayout) -> pb.KVLayout:
-    """The layout as a worker announces it."""
-    return pb.KVLayout(
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        dtype=layout.dtype,
-        block_tokens=layout.block_tokens,
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.kv import layout
@@ -18,6 +17,7 @@ from halfmoon.policy.kinship import Kinship
 from halfmoon.policy.latency import PrefillModel, PrefillSample, StepModel, StepSample
 from halfmoon.policy.prefill_queue import PrefillQueue
 from halfmoon.policy.refinement import WorkerLatency
+from halfmoon.rpc.layout_message import layout_from
 
 MISSED_HEARTBEATS = 3
 _MAY_RETURN_S = 5.0  # a worker that lost its connection, or was started again, is back within these
@@ -111,7 +111,7 @@ class Membership:
     def kv_layout(self) -> layout.KVLayout | None:
         """The KV layout of the first member, by which blocks are named; None while nobody is there."""
         first = next(iter(self._members.values()), None)
-        return None if first is None else _kv_layout(first.identity.layout)
+        return None if first is None else layout_from(first.identity.layout)
 
     def join(self, identity: WorkerIdentity, now_s: float) -> Member:
         """Adds a worker; one of the same id is replaced.
@@ -247,13 +247,7 @@ class Membership:
                     f"worker {member.worker_id} has {_named(differing, member.identity.layout)}: "
                     "workers that exchange KV must agree in it"
                 )
-        _kv_layout(identity.layout)
-
-
-def _kv_layout(said: KVLayout) -> layout.KVLayout:
-    """Raises Incompatible for one that cannot be."""
-    dtype = cast(layout.KVDtype, said.dtype)  # checked at once
-    return layout.KVLayout(said.num_layers, said.num_kv_heads, said.head_dim, dtype, said.block_tokens)
+        layout_from(identity.layout)
 
 
 def _differing(one: KVLayout, other: KVLayout) -> list[str]:

@@ -24,7 +24,7 @@ from halfmoon.rpc.transfer import KVIntake, next_message, parse_body, raw_servic
 from services.kvstore.dram import Draft, cells
 from services.kvstore.identity import BlockMeta, block_id
 from services.kvstore.pool import Loan, Pool
-from services.kvstore.wire import layout_from
+from services.kvstore.wire import named_layout
 
 BYTES_SERVICE = "halfmoon.KVStoreBytes"
 
@@ -44,7 +44,7 @@ class KVBytesServicer:
     async def put(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """One block in. Whatever ends the stream before COMMIT frees the block's room."""
         first = await self._first(messages)
-        layout = layout_from(_opened(decode_frame(first)).layout)
+        layout = named_layout(_opened(decode_frame(first)).layout)
         reception = _Reception(self._pool, layout)
         try:
             answers = self._intake.receive(_from(first, messages), layout, reception.act, self._lease_s)

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest
 from halfmoon.pb import kvstore_pb2
+from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.transfer import next_message
 from services.kvstore.identity import block_id
 from services.kvstore.pool import Loan, Pool
-from services.kvstore.wire import layout_message
 
 _MAX_BLOCKS = 4096
 

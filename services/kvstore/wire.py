@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.layout import KVLayout
 from halfmoon.pb import kvstore_pb2, types_pb2
+from halfmoon.rpc.layout_message import layout_from, layout_message
 from services.kvstore.entry import Entry, Tier
 from services.kvstore.identity import ID_BYTES, key_of, tag_of
 
@@ -26,28 +27,11 @@ def tiers_from(values: Iterable[int]) -> set[Tier]:
         raise InvalidRequest(f"no such tier: {err}", param="tiers") from err
 
 
-def layout_from(message: types_pb2.KVLayout) -> KVLayout:
+def named_layout(message: types_pb2.KVLayout) -> KVLayout:
     """Raises InvalidRequest if there is none, Incompatible if it is not one."""
     if message == types_pb2.KVLayout():
         raise InvalidRequest("a Put must name its block's layout", param="layout")
-    return KVLayout(
-        message.num_layers,
-        message.num_kv_heads,
-        message.head_dim,
-        message.dtype,  # type: ignore[arg-type]  # KVLayout refuses what is not a KVDtype
-        message.block_tokens,
-    )
-
-
-def layout_message(layout: KVLayout) -> types_pb2.KVLayout:
-    """The message that `layout_from` reads."""
-    return types_pb2.KVLayout(
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        dtype=layout.dtype,
-        block_tokens=layout.block_tokens,
-    )
+    return layout_from(message)
 
 
 def checked_ids(ids: Iterable[bytes]) -> list[bytes]:

@@ -1,0 +1,28 @@
+"""A KV layout as a protobuf message and back, the same for every service that names one."""
+
+from __future__ import annotations
+
+from halfmoon.kv.layout import KVLayout
+from halfmoon.pb import types_pb2
+
+
+def layout_message(layout: KVLayout) -> types_pb2.KVLayout:
+    """The message that `layout_from` reads."""
+    return types_pb2.KVLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        block_tokens=layout.block_tokens,
+    )
+
+
+def layout_from(message: types_pb2.KVLayout) -> KVLayout:
+    """Raises Incompatible if the message is none."""
+    return KVLayout(
+        message.num_layers,
+        message.num_kv_heads,
+        message.head_dim,
+        message.dtype,  # type: ignore[arg-type]  # KVLayout refuses what is not a KVDtype
+        message.block_tokens,
+    )
