@@ -6,7 +6,14 @@
 
 #include "attention_plan.h"
 
+/* rows.h: a task is so many rows. */
 #define ROWS_PER_TASK 32
+
+static int64_t num_row_tasks(int64_t num_rows) { return (num_rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK; }
+static int64_t first_row(long task) { return task * ROWS_PER_TASK; }
+static int64_t end_row(long task, int64_t num_rows) {
+  return num_rows < first_row(task + 1) ? num_rows : first_row(task + 1);
+}
 
 /* float32 */
 #define T float

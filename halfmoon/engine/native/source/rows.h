@@ -9,8 +9,7 @@ typedef struct {
 
 static void NAME(norm_task)(void *data, long task) {
   const NAME(norm_args) *a = data;
-  const int64_t end = a->num_rows < (task + 1) * ROWS_PER_TASK ? a->num_rows : (task + 1) * ROWS_PER_TASK;
-  for (int64_t row = task * ROWS_PER_TASK; row < end; row++) {
+  for (int64_t row = first_row(task), end = end_row(task, a->num_rows); row < end; row++) {
     const T *x = a->x + row * a->x_stride;
     T *out = a->out + row * a->size;
     f32v squares = splat(0);
@@ -42,7 +41,7 @@ static void NAME(norm_task)(void *data, long task) {
 void NAME(rms_norm)(const T *x, T *residual, const T *weight, T *out, int64_t num_rows, int64_t size, int64_t x_stride,
                     float eps, int num_threads) {
   NAME(norm_args) args = {x, weight, residual, out, num_rows, size, x_stride, eps};
-  run_tasks(NAME(norm_task), &args, (num_rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK, num_threads);
+  run_tasks(NAME(norm_task), &args, num_row_tasks(num_rows), num_threads);
 }
 
 typedef struct {
@@ -53,8 +52,7 @@ typedef struct {
 
 static void NAME(silu_task)(void *data, long task) {
   const NAME(silu_args) *a = data;
-  const int64_t end = a->num_rows < (task + 1) * ROWS_PER_TASK ? a->num_rows : (task + 1) * ROWS_PER_TASK;
-  for (int64_t row = task * ROWS_PER_TASK; row < end; row++) {
+  for (int64_t row = first_row(task), end = end_row(task, a->num_rows); row < end; row++) {
     const T *gate = a->gate_up + row * 2 * a->size, *up = gate + a->size;
     T *out = a->out + row * a->size;
     int64_t i = 0;
@@ -72,7 +70,7 @@ static void NAME(silu_task)(void *data, long task) {
 /* out [num_rows, size] = silu(gate) * up; gate_up: [num_rows, 2 * size]. */
 void NAME(silu_mul)(const T *gate_up, T *out, int64_t num_rows, int64_t size, int num_threads) {
   NAME(silu_args) args = {gate_up, out, num_rows, size};
-  run_tasks(NAME(silu_task), &args, (num_rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK, num_threads);
+  run_tasks(NAME(silu_task), &args, num_row_tasks(num_rows), num_threads);
 }
 
 typedef struct {
@@ -85,8 +83,7 @@ typedef struct {
 static void NAME(rotate_task)(void *data, long task) {
   const NAME(rotate_args) *a = data;
   const int64_t half = a->head_dim / 2;
-  const int64_t end = a->num_rows < (task + 1) * ROWS_PER_TASK ? a->num_rows : (task + 1) * ROWS_PER_TASK;
-  for (int64_t row = task * ROWS_PER_TASK; row < end; row++) {
+  for (int64_t row = first_row(task), end = end_row(task, a->num_rows); row < end; row++) {
     const T *cos = a->cos + a->positions[row] * a->table_stride, *sin = a->sin + a->positions[row] * a->table_stride;
     for (int64_t head = 0; head < a->num_heads; head++) {
       T *low = a->x + row * a->x_stride + head * a->head_dim, *high = low + half;
@@ -109,5 +106,5 @@ static void NAME(rotate_task)(void *data, long task) {
 void NAME(rotate)(T *x, const T *cos, const T *sin, const int64_t *positions, int64_t num_rows, int64_t num_heads,
                   int64_t head_dim, int64_t x_stride, int64_t table_stride, int num_threads) {
   NAME(rotate_args) args = {x, cos, sin, positions, num_rows, num_heads, head_dim, x_stride, table_stride};
-  run_tasks(NAME(rotate_task), &args, (num_rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK, num_threads);
+  run_tasks(NAME(rotate_task), &args, num_row_tasks(num_rows), num_threads);
 }
