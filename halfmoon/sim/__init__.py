@@ -1,0 +1,1 @@
+"""A cluster without devices: workloads, latency models, workers simulated on a fake clock, the shipped policies."""

@@ -1,0 +1,105 @@
+"""What is asked of a cluster: when requests come, how long they are and which prefixes they share, in columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfmoon.errors import InvalidRequest
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_NO_IDS: Ints = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefixes:
+    """The ids of each prompt's blocks of `block_tokens`. Equal ids mean equal text up to and including the block.
+
+    The ids of request `i` are `ids[offsets[i]:offsets[i + 1]]`. A prompt may have fewer ids than blocks: what follows
+    is its own. The last id may be of a block that is not full; such a block is never shared.
+    """
+
+    block_tokens: int
+    ids: Ints
+    offsets: Ints  # [num_requests + 1]
+
+    def of(self, index: int) -> Ints:
+        """The ids of one request."""
+        found: Ints = self.ids[self.offsets[index] : self.offsets[index + 1]]
+        return found
+
+    def taken(self, rows: Ints) -> Prefixes:
+        """Those of the requests `rows`."""
+        counts = np.diff(self.offsets)[rows]
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
+        return Prefixes(self.block_tokens, self.ids[np.repeat(self.offsets[rows], counts) + within], offsets)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """Requests in the order of arrival. Raises InvalidRequest where the columns make no sense."""
+
+    start_s: Floats  # [num_requests], ascending
+    prompt_tokens: Ints  # [num_requests], at least 1
+    output_tokens: Ints  # [num_requests], at least 1
+    prefixes: Prefixes | None = None
+    name: str = field(default="workload")
+
+    def __post_init__(self) -> None:
+        num = len(self.start_s)
+        columns = {"start_s": self.start_s, "prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
+        for name, column in columns.items():
+            _check(column.shape == (num,), name, f"has {len(column)} rows, start_s has {num}")
+        _check(bool(np.isfinite(self.start_s).all()), "start_s", "must be finite")
+        _check(bool((np.diff(self.start_s) >= 0).all()), "start_s", "must ascend")
+        for name in ("prompt_tokens", "output_tokens"):
+            too_small = np.flatnonzero(columns[name] < 1)
+            _check(not len(too_small), name, f"must be at least 1, and is not in request {too_small[:1]}")
+        if self.prefixes is not None:
+            _check(len(self.prefixes.offsets) == num + 1, "prefixes", f"are of another number of requests than {num}")
+
+    def __len__(self) -> int:
+        return len(self.start_s)
+
+    @property
+    def duration_s(self) -> float:
+        """From the first to the last arrival."""
+        return float(self.start_s[-1] - self.start_s[0]) if len(self) else 0.0
+
+    @property
+    def rate_per_s(self) -> float:
+        """Mean arrivals a second; 0 where there are not two arrival times."""
+        return (len(self) - 1) / self.duration_s if self.duration_s > 0 else 0.0
+
+    def scaled(self, factor: float) -> Workload:
+        """The same requests `factor` times as fast, from second 0 on."""
+        _check(factor > 0, "factor", "must be above 0")
+        return replace(self, start_s=(self.start_s - self.start_s[:1]) / factor)
+
+    def at_rate(self, rate_per_s: float) -> Workload:
+        """The same requests at a mean rate of `rate_per_s`."""
+        _check(self.rate_per_s > 0, "workload", "has not two arrival times, so it has no rate to change")
+        return self.scaled(rate_per_s / self.rate_per_s)
+
+    def arriving(self, start_s: Floats) -> Workload:
+        """The same requests at other times, one for each."""
+        return replace(self, start_s=start_s)
+
+    def taken(self, rows: Ints) -> Workload:
+        """The requests `rows`, which ascend."""
+        prefixes = None if self.prefixes is None else self.prefixes.taken(rows)
+        return Workload(self.start_s[rows], self.prompt_tokens[rows], self.output_tokens[rows], prefixes, self.name)
+
+    def first(self, num_requests: int) -> Workload:
+        """The earliest `num_requests`, or all of them."""
+        return self.taken(np.arange(min(num_requests, len(self))))
+
+
+def _check(holds: bool, param: str, problem: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"a workload's {param} {problem}", param=param)
