@@ -28,7 +28,8 @@ class Window:
 
     A transfer may hold as much as it leaves free (the dynamic threshold of Choudhury and Hahne, 1998, with factor 1):
     alone it gets half of the window, and however many stalled transfers sit on their shares, the next one still finds
-    some room. Who waits is served in the order of coming, but those pass whose own share or size would make them wait.
+    some room. Who waits is served in the order of coming. Only those are passed whose own share makes them wait: a
+    large frame that lacks room holds smaller ones back, or they would take every room before it is large enough.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -40,19 +41,19 @@ class Window:
     async def take(self, share: Share, num_bytes: int, stall_s: float) -> None:
         """Waits until `share` may hold `num_bytes` more.
 
-        Raises DeadlineExceeded when nothing at all was given back for `stall_s`, and what `fail` was told.
+        Raises what `fail` was told, and DeadlineExceeded when nothing at all was given back for `stall_s`, twice as
+        long if `share` holds nothing: those who hold bytes fail first, as their room may be all that others wait for.
         """
         assert num_bytes <= self.limit_bytes, "a frame that never fits would wait for ever"
-        if self._may_take(share, num_bytes) and not any(waiter.share is share for waiter in self._waiting):
-            self._grant(share, num_bytes)
-            return
         waiter = _Waiter(share, num_bytes, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
+        self._serve()
         try:
             await self._wait(waiter, stall_s)
         except BaseException:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
+                self._serve()
             elif not waiter.granted.cancelled() and waiter.granted.exception() is None:
                 self.give_back(share, num_bytes)  # granted and cancelled in one turn of the loop
             raise
@@ -63,12 +64,7 @@ class Window:
         share.held_bytes -= num_bytes
         self.free_bytes += num_bytes
         self.num_given_back += 1
-        for waiter in list(self._waiting):
-            if self._may_take(waiter.share, waiter.num_bytes):
-                self._waiting.remove(waiter)
-                if not waiter.granted.done():
-                    self._grant(waiter.share, waiter.num_bytes)
-                    waiter.granted.set_result(None)
+        self._serve()
 
     def fail(self, share: Share, error: HalfmoonError) -> None:
         """Whoever waits for more of `share` gets `error`."""
@@ -76,19 +72,29 @@ class Window:
             self._waiting.remove(waiter)
             if not waiter.granted.done():
                 waiter.granted.set_exception(error)
+        self._serve()
 
-    def _may_take(self, share: Share, num_bytes: int) -> bool:
-        return num_bytes <= self.free_bytes and (not share.held_bytes or share.held_bytes < self.free_bytes)
+    def _serve(self) -> None:
+        """Grants what can be granted, the longest waiting first."""
+        for waiter in list(self._waiting):
+            if waiter.share.held_bytes and waiter.share.held_bytes >= self.free_bytes:
+                continue
+            if waiter.num_bytes > self.free_bytes:
+                return
+            self._waiting.remove(waiter)
+            if not waiter.granted.done():
+                self._grant(waiter.share, waiter.num_bytes)
+                waiter.granted.set_result(None)
 
     def _grant(self, share: Share, num_bytes: int) -> None:
         share.held_bytes += num_bytes
         self.free_bytes -= num_bytes
 
     async def _wait(self, waiter: _Waiter, stall_s: float) -> None:
-        while True:
+        while not waiter.granted.done():
             before = self.num_given_back
-            done, _ = await asyncio.wait({waiter.granted}, timeout=stall_s)
-            if done:
-                return waiter.granted.result()
-            if self.num_given_back == before:
-                raise DeadlineExceeded(f"the KV link made no progress for {stall_s:g} s")
+            patience_s = stall_s if waiter.share.held_bytes else 2 * stall_s
+            done, _ = await asyncio.wait({waiter.granted}, timeout=patience_s)
+            if not done and self.num_given_back == before:
+                raise DeadlineExceeded(f"the KV link made no progress for {patience_s:g} s")
+        waiter.granted.result()

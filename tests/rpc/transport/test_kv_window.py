@@ -74,6 +74,65 @@ async def test_a_failed_transfer_stops_waiting() -> None:
     assert window.free_bytes == 4
 
 
+async def waits(window: Window, share: Share, num_bytes: int, stall_s: float = FOREVER_S) -> asyncio.Future[None]:
+    taking = asyncio.ensure_future(window.take(share, num_bytes, stall_s))
+    await asyncio.sleep(0)
+    return taking
+
+
+async def test_small_frames_do_not_pass_a_large_one_for_ever() -> None:
+    window, small = Window(8), [Share() for _ in range(8)]
+    for share in small:
+        await window.take(share, 1, FOREVER_S)
+    large = await waits(window, Share(), 4)
+    for number in range(100):
+        if large.done():
+            break
+        share = small[number % len(small)]
+        window.give_back(share, 1)
+        await waits(window, share, 1)  # the next frame of the same transfer comes at once
+    assert large.done()
+    assert number <= 5  # the four frames that made room for it, and a turn of the loop
+
+
+async def test_a_full_share_holds_nobody_back() -> None:
+    window, slow, quick = Window(8), Share(), Share()
+    await window.take(slow, 4, FOREVER_S)
+    sitting = await waits(window, slow, 4)
+    for _ in range(20):
+        await window.take(quick, 4, FOREVER_S)
+        window.give_back(quick, 4)
+    assert not sitting.done()
+    window.give_back(slow, 4)
+    await sitting
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+async def test_those_behind_one_that_gives_up_go_on(how: str) -> None:
+    window, holder, large = Window(8), Share(), Share()
+    await window.take(holder, 4, FOREVER_S)
+    first, second = await waits(window, large, 8), await waits(window, Share(), 1)
+    assert not second.done()
+    if how == "cancelled":
+        first.cancel()
+    else:
+        window.fail(large, Cancelled("over"))
+    await second
+    with pytest.raises(asyncio.CancelledError if how == "cancelled" else Cancelled):
+        await first
+
+
+async def test_of_two_that_stall_the_one_that_holds_bytes_fails() -> None:
+    window, holder, other = Window(8), Share(), Share()
+    await window.take(holder, 4, FOREVER_S)
+    first, second = await waits(window, other, 8, 0.05), await waits(window, holder, 4, 0.05)
+    with pytest.raises(DeadlineExceeded):
+        await second
+    assert not first.done()
+    window.give_back(holder, 4)
+    await first
+
+
 @given(st.integers(4, 30), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=40))
 def test_takes_and_returns_in_any_order_add_up(limit: int, takes: list[tuple[int, int]]) -> None:
     async def run() -> None:
