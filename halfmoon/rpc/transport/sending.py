@@ -48,8 +48,8 @@ class TransferSender:
         self._under_way: dict[int, tuple[StagingBuffer, int]] = {}  # by sequence number; payload bytes
         self._messages: deque[tuple[bytes, float]] = deque()  # and when each has arrived at the far end
         self._has_messages = asyncio.Event()
-        self._num_answers = 0
-        self._answered: asyncio.Future[Frame] = self._loop.create_future()  # ACCEPT, then DONE
+        self._heard: asyncio.Future[None] = self._loop.create_future()  # the next answer, of any kind
+        self._answers: deque[Frame] = deque()  # ACCEPT, then DONE
         self._broken: asyncio.Future[HalfmoonError] = self._loop.create_future()
         self._tasks = [self._loop.create_task(work) for work in (self._write(), self._read())]
 
@@ -112,8 +112,14 @@ class TransferSender:
             self._outlet.reuse(buffer)
 
     async def commit(self, body: bytes) -> None:
-        """Says that all was sent; returns when the receiver has acted on `body`."""
+        """Says that all was sent; returns when the receiver has acted on `body`.
+
+        Nothing lies in a shared place then: if this transfer ended with COMMIT on its way, such a place would be filled
+        again while the receiver reads it, and what it read would count.
+        """
         self._check()
+        while any(buffer.reference for buffer, _ in self._under_way.values()):
+            await self._hear_more()
         self._send(self._machine.commit(body))
         await self._answer()
 
@@ -164,17 +170,22 @@ class TransferSender:
         self._has_messages.set()
 
     async def _answer(self) -> Frame:
-        """Waits for ACCEPT or DONE. Raises why the transfer ended, DeadlineExceeded when the link stalls."""
-        stall_s = self._link.settings.stall_s
-        while True:
-            before = self._num_answers, len(self._messages)
-            first: set[asyncio.Future[Any]] = {self._answered, self._broken}
+        """Waits for ACCEPT or DONE."""
+        while not self._answers:
+            await self._hear_more()
+        return self._answers.popleft()
+
+    async def _hear_more(self) -> None:
+        """Waits for one more answer. Raises why the transfer ended, DeadlineExceeded when the link stalls."""
+        heard, stall_s = self._heard, self._link.settings.stall_s
+        while not heard.done():
+            num_messages = len(self._messages)
+            first: set[asyncio.Future[Any]] = {heard, self._broken}
             done, _ = await asyncio.wait(first, timeout=stall_s, return_when=asyncio.FIRST_COMPLETED)
-            if self._answered in done:
-                answer, self._answered = self._answered.result(), self._loop.create_future()
-                return answer
+            if heard in done:
+                return
             self._check()
-            if before == (self._num_answers, len(self._messages)):
+            if len(self._messages) == num_messages:
                 raise DeadlineExceeded(f"the receiver of a KV transfer did not answer for {stall_s:g} s")
 
     def _check(self) -> None:
@@ -221,13 +232,14 @@ class TransferSender:
 
     def _hear(self, answer: Frame) -> None:
         credited = self._machine.handle(answer)
-        self._num_answers += 1
         if not credited:
-            self._answered.set_result(answer)
+            self._answers.append(answer)
         for sequence in credited:
             buffer, num_bytes = self._under_way.pop(sequence)
             self._link.estimator.consumed(num_bytes, self._link.clock.time())
             self._settle(buffer)
+        heard, self._heard = self._heard, self._loop.create_future()
+        heard.set_result(None)
 
     async def _failure(self) -> HalfmoonError:
         code = await self._call.code()

@@ -1,9 +1,9 @@
 """The transport `shm`: payloads in memory that sender and receiver share, on one host.
 
 A link has one segment of slots, used again by one transfer after the other. A slot is written again only after its
-frame was credited, or after its transfer died; what the receiver still reads then belongs to a transfer that can no
-longer commit. A slot that was torn or overwritten otherwise fails its frame's digest, which covers the payload here,
-too: xxh3 costs a third of the copy.
+frame was credited, or after its transfer died; what the receiver still reads then belongs to a transfer that never
+commits, as COMMIT follows the credit of the last slot. A slot that was torn or overwritten otherwise fails its frame's
+digest, which covers the payload here, too: xxh3 costs a third of the copy.
 """
 
 from __future__ import annotations
