@@ -1,7 +1,8 @@
 """The bodies of OPEN and ACCEPT: which transports the sender offers, which one the receiver takes. Sans-IO.
 
     OPEN    the offers, best first: name and parameters of each; then what the transfer is for
-    ACCEPT  the transport that will be used; then those offers that were declined, each with the reason
+    ACCEPT  the transport that will be used; then those offers that were declined, each with the reason; then how long
+            OPEN took at the receiver, in microseconds (4 bytes)
 
 `grpc`, payloads inside the messages, needs no offer: it is what remains.
 
@@ -24,6 +25,8 @@ INLINE = "grpc"  # the transport that always works
 MAX_OFFERS = 8
 
 _LENGTHS = struct.Struct("<BH")
+_TAKEN_US = struct.Struct("<I")
+_MAX_TAKEN_US = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Choice:
 
     name: str
     declined: tuple[tuple[str, str], ...] = ()  # (transport, reason)
+    taken_us: int = 0  # from OPEN's arrival to this answer: what is left of the sender's wait is the round trip
 
 
 def encode_open(offers: Sequence[Offer], body: bytes) -> bytes:
@@ -55,15 +59,19 @@ def decode_open(payload: KVBytes) -> tuple[tuple[Offer, ...], bytes]:
 
 def encode_choice(choice: Choice) -> bytes:
     """The payload of ACCEPT."""
-    return _encode([(choice.name, b""), *((name, reason.encode()[:500]) for name, reason in choice.declined)])
+    entries = [(choice.name, b""), *((name, reason.encode()[:500]) for name, reason in choice.declined)]
+    return _encode(entries) + _TAKEN_US.pack(min(choice.taken_us, _MAX_TAKEN_US))
 
 
 def decode_choice(payload: KVBytes) -> Choice:
     """What ACCEPT says. Raises InvalidRequest if it is something else."""
-    entries, _ = _decode(payload)
+    entries, rest = _decode(payload)
     if not entries:
         raise InvalidRequest("an ACCEPT frame must name the transport")
-    return Choice(entries[0][0], tuple((name, value.decode(errors="replace")) for name, value in entries[1:]))
+    if len(rest) != _TAKEN_US.size:
+        raise InvalidRequest("an ACCEPT frame must say how long its OPEN took")
+    declined = tuple((name, value.decode(errors="replace")) for name, value in entries[1:])
+    return Choice(entries[0][0], declined, _TAKEN_US.unpack(rest)[0])
 
 
 def _encode(entries: Sequence[tuple[str, bytes]]) -> bytes:

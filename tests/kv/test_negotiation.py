@@ -26,9 +26,9 @@ def test_offers_and_body_come_back(offered: list[Offer], body: bytes) -> None:
     assert decode_open(encode_open(offered, body)) == (tuple(offered), body)
 
 
-@given(names, st.lists(st.tuples(names, st.text(max_size=50)), max_size=MAX_OFFERS))
-def test_a_choice_comes_back(name: str, declined: list[tuple[str, str]]) -> None:
-    choice = Choice(name, tuple(declined))
+@given(names, st.lists(st.tuples(names, st.text(max_size=50)), max_size=MAX_OFFERS), st.integers(0, (1 << 32) - 1))
+def test_a_choice_comes_back(name: str, declined: list[tuple[str, str]], taken_us: int) -> None:
+    choice = Choice(name, tuple(declined), taken_us)
     assert decode_choice(encode_choice(choice)) == choice
 
 
@@ -52,3 +52,10 @@ def test_what_is_cut_short_is_refused(offered: list[Offer]) -> None:
 def test_a_choice_names_a_transport() -> None:
     with pytest.raises(InvalidRequest, match="must name"):
         decode_choice(b"\0")
+
+
+def test_a_choice_says_how_long_it_took() -> None:
+    whole = encode_choice(Choice("shm", taken_us=1 << 40))
+    assert decode_choice(whole).taken_us == (1 << 32) - 1
+    with pytest.raises(InvalidRequest, match="how long"):
+        decode_choice(whole[:-1])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 _WEIGHT_KEPT = 0.9  # of what is known, with each new period: about the last ten count
 _PERIOD_BYTES = 64 << 20  # a period that never ends is cut here
+_NUM_ROUND_TRIPS = 16  # the least of so many counts: others waited for a connection or a busy event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,8 @@ class LinkEstimator:
     """Owns what is known of one link's speed. Has no clock.
 
     A busy period begins when bytes are under way and ends when all have been consumed; its bytes and seconds are one
-    sample. The estimate is the line through the samples, weighted exponentially.
+    sample. The estimate is the line through the samples, weighted exponentially. Where they say nothing of the latency,
+    having one size, it is the round trip of a message without KV.
     """
 
     def __init__(self) -> None:
@@ -30,6 +33,11 @@ class LinkEstimator:
         self._weight = 0.0
         self._mean_bytes = self._mean_s = 0.0
         self._variance = self._covariance = 0.0
+        self._round_trips_s: deque[float] = deque(maxlen=_NUM_ROUND_TRIPS)
+
+    def answered(self, round_trip_s: float) -> None:
+        """A message without KV and its answer took so long, without what the receiver did meanwhile."""
+        self._round_trips_s.append(max(0.0, round_trip_s))
 
     def sent(self, num_bytes: int, now_s: float) -> None:
         """Bytes were handed to the link."""
@@ -52,14 +60,16 @@ class LinkEstimator:
 
     @property
     def estimate(self) -> LinkEstimate | None:
-        """None before the first transfer. Where the samples are all of one size, everything counts as bandwidth."""
+        """None before the first transfer."""
         if not self._weight or self._mean_s <= 0:
             return None
         slope = self._covariance / self._variance if self._variance > (0.01 * self._mean_bytes) ** 2 else 0.0
         latency_s = self._mean_s - slope * self._mean_bytes
-        if slope <= 0 or latency_s < 0:
-            return LinkEstimate(self._mean_bytes / self._mean_s, 0.0)
-        return LinkEstimate(1.0 / slope, latency_s)
+        if slope > 0 and latency_s >= 0:
+            return LinkEstimate(1.0 / slope, latency_s)
+        latency_s = min(self._round_trips_s, default=0.0)
+        latency_s = min(latency_s, self._mean_s / 2)  # a link has a bandwidth, whatever the round trips say
+        return LinkEstimate(self._mean_bytes / (self._mean_s - latency_s), latency_s)
 
     def _add(self, num_bytes: int, seconds: float) -> None:
         if not num_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,31 +80,16 @@ class KVLink:
         self._new_outlet: dict[str, Callable[[int, int], Outlet]] = {
             CUDA_IPC: partial(CudaIpcOutlet, device),
             SHM: SharedMemoryOutlet,
-            NIXL: NixlOutlet,
         }
         self._outlets: dict[str, Outlet] = {}
+        self._making = asyncio.Lock()  # of an outlet, which the next transfer is to use, too
         self._declined_at_s: dict[str, float] = {}
         self._parked: list[tuple[Outlet, StagingBuffer, Share]] = []  # of ended transfers, maybe still being filled
 
-    def offers(self, codec: Codec = Codec.RAW) -> list[Offer]:
+    async def offers(self, codec: Codec = Codec.RAW) -> list[Offer]:
         """What to offer now to a transfer in `codec`, best first."""
-        now_s = self.clock.time()
-        found = []
-        for name in self.settings.transports:
-            if name == CUDA_IPC and codec is not Codec.RAW:
-                continue
-            declined_at_s = self._declined_at_s.get(name)
-            if name == INLINE or (declined_at_s is not None and now_s - declined_at_s < _OFFER_AGAIN_S):
-                continue
-            if name not in self._outlets:
-                try:
-                    num_slots = self.settings.window_bytes // MAX_PAYLOAD_BYTES
-                    self._outlets[name] = self._new_outlet[name](num_slots, MAX_PAYLOAD_BYTES)
-                except (OSError, HalfmoonError) as err:
-                    self._fall_back(name, str(err))
-                    continue
-            found.append(self._outlets[name].offer())
-        return found
+        async with self._making:
+            return [outlet.offer() for outlet in await self._usable(codec)]
 
     def chosen(self, choice: Choice) -> Outlet:
         """Takes the receiver's decision. Raises Incompatible for a transport that was not offered."""
@@ -135,6 +121,30 @@ class KVLink:
         for outlet in (*self._outlets.values(), self._inline):
             outlet.close()
         await self.peer.close()
+
+    async def _usable(self, codec: Codec) -> list[Outlet]:
+        now_s = self.clock.time()
+        found = []
+        for name in self.settings.transports:
+            if name == CUDA_IPC and codec is not Codec.RAW:
+                continue
+            declined_at_s = self._declined_at_s.get(name)
+            if name == INLINE or (declined_at_s is not None and now_s - declined_at_s < _OFFER_AGAIN_S):
+                continue
+            if name not in self._outlets:
+                try:
+                    self._outlets[name] = await self._made(name)
+                except (OSError, HalfmoonError) as err:
+                    self._fall_back(name, str(err))
+                    continue
+            found.append(self._outlets[name])
+        return found
+
+    async def _made(self, name: str) -> Outlet:
+        num_slots = self.settings.window_bytes // MAX_PAYLOAD_BYTES
+        if name == NIXL:  # looks for devices: some tenths of a second
+            return await asyncio.to_thread(NixlOutlet, num_slots, MAX_PAYLOAD_BYTES)
+        return self._new_outlet[name](num_slots, MAX_PAYLOAD_BYTES)
 
     def _fall_back(self, name: str, reason: str) -> None:
         level = logging.INFO if name not in self._declined_at_s else logging.DEBUG  # once a peer

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -59,6 +61,7 @@ class KVIntake:
         reading = _Reading(messages, lease_s, aborted)
         try:
             while (message := await reading.next()) is not None:
+                arrived_s = time.monotonic()
                 frame = await _whole(decode_message(message), source)
                 effect = receiver.handle(frame)
                 if isinstance(effect, Reserve):
@@ -75,7 +78,8 @@ class KVIntake:
                     consumed, consumed_bytes = [], 0
                 if isinstance(effect, Reserve):
                     choice, source = await self._choose(effect.offers)
-                    yield encode_frame(receiver.accept(choice))
+                    taken_us = int(1e6 * (time.monotonic() - arrived_s))
+                    yield encode_frame(receiver.accept(replace(choice, taken_us=taken_us)))
                 elif isinstance(effect, Commit):
                     yield encode_frame(receiver.done())
         finally:

@@ -58,9 +58,12 @@ class TransferSender:
 
         `codec` is what payloads will be in: some transports take raw ones only.
         """
-        self._send(self._machine.open(whole, encode_open(self._link.offers(codec), body)))
-        accepted = await self._answer()
-        self._outlet = self._link.chosen(decode_choice(accepted.payload))
+        offers = await self._link.offers(codec)
+        opened_s = self._link.clock.time()
+        self._send(self._machine.open(whole, encode_open(offers, body)))
+        choice = decode_choice((await self._answer()).payload)
+        self._link.estimator.answered(self._link.clock.time() - opened_s - choice.taken_us / 1e6)
+        self._outlet = self._link.chosen(choice)
 
     @property
     def transfer_id(self) -> bytes:

@@ -113,6 +113,27 @@ async def ends(
             sink.intake.close()
 
 
+class Wire:
+    """A transfer's call without a network. Its receiver hears of a cancellation after all that was sent before."""
+
+    def __init__(self) -> None:
+        self.sent: asyncio.Queue[bytes] = asyncio.Queue()
+        self.answers: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def write(self, message: bytes) -> None:
+        self.sent.put_nowait(message)
+
+    async def read(self) -> bytes:
+        return await self.answers.get()
+
+    def cancel(self) -> None:
+        self.sent.put_nowait(b"")
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        while message := await self.sent.get():
+            yield message
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Waits for what has no event."""
     async with asyncio.timeout(20):

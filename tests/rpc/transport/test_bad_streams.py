@@ -86,7 +86,7 @@ async def test_a_transfer_that_is_on_its_way_already_is_refused() -> None:
 async def test_references_outside_the_shared_memory(reference: bytes) -> None:
     async with ends() as it:
         part = KVRange(0, 1, 0, 2, 0, 64)
-        opened = replace(OPEN, payload=encode_open(it.link.offers(), b"raw"))
+        opened = replace(OPEN, payload=encode_open(await it.link.offers(), b"raw"))
         data = Frame(FrameKind.DATA, ID, LAYOUT.fingerprint(), 1, part, payload=bytes(part.num_bytes(LAYOUT)))
         with raising(InvalidRequest, "shared memory"):
             await exchange(it, [encode_frame(opened), encode_frame(data, reference)])

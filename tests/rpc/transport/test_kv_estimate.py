@@ -47,6 +47,28 @@ def test_one_size_alone_says_only_how_long_it_takes() -> None:
     assert found.latency_s == 0.0
 
 
+def test_one_size_and_round_trips_say_both() -> None:
+    estimator, latency_s = LinkEstimator(), 0.02
+    for number, waited_s in enumerate([0.5, 0.0, 0.03, 0.001, 0.2]):  # of a first connection, of a busy event loop
+        estimator.answered(latency_s + waited_s)
+        transfer(estimator, 8 * MB, float(number), latency_s + 0.08)
+    found = estimator.estimate
+    assert found is not None
+    assert found.bandwidth_bytes_per_s == pytest.approx(100 * MB)
+    assert found.latency_s == pytest.approx(latency_s)
+
+
+def test_round_trips_alone_do_not_make_a_link_infinitely_fast() -> None:
+    estimator = LinkEstimator()
+    estimator.answered(1.0)
+    assert estimator.estimate is None
+    transfer(estimator, MB, 5.0, 0.1)
+    found = estimator.estimate
+    assert found is not None
+    assert found.bandwidth_bytes_per_s == pytest.approx(20 * MB)
+    assert found.latency_s == pytest.approx(0.05)
+
+
 def test_a_link_that_changes_is_followed() -> None:
     estimator, now_s = LinkEstimator(), 0.0
     for mbps in (1000, 50):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from importlib.util import find_spec
 
@@ -18,6 +19,7 @@ from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transfer import KVIntake, TransferSender, transfer_to
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
 from halfmoon.rpc.transport.protocol import StagingBuffer
+from halfmoon.rpc.transport.shm import SharedMemoryOutlet
 from tests.rpc.transport.conftest import LAYERS, LAYOUT, WHOLE, Ends, ends, kv_of, raising, until
 
 GRPC, SHM, NIXL = (LinkSettings(transports=names) for names in ((), ("shm",), ("nixl",)))
@@ -142,6 +144,26 @@ async def test_a_transport_that_this_host_lacks_is_not_offered(monkeypatch: pyte
     async with ends(SHM) as it:
         assert await whole_transfer(it, b"1", 1, staging=False) == "grpc"
         assert it.declined == ["shm"]
+
+
+async def test_a_transport_that_takes_long_to_make_does_not_hold_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    going_on, made = threading.Event(), []
+
+    class Slow(SharedMemoryOutlet):
+        name = "nixl"
+
+        def __init__(self, num_slots: int, slot_bytes: int) -> None:
+            made.append(going_on.wait(5))
+            raise Incompatible("nothing works here")
+
+    monkeypatch.setattr("halfmoon.rpc.transport.link.NixlOutlet", Slow)
+    async with ends(NIXL) as it:
+        asyncio.get_running_loop().call_soon(going_on.set)
+        assert set(await asyncio.gather(*(whole_transfer(it, b"%d" % n, n, staging=True) for n in range(3)))) == {
+            "grpc"
+        }
+        assert made == [True]  # once, while the loop went on
+        assert it.declined == ["nixl"]
 
 
 async def test_a_choice_that_was_not_offered_is_incompatible() -> None:

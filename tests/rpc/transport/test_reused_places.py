@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import grpc
@@ -13,32 +12,11 @@ from halfmoon.kv.receiver import Commit, Effect, Write
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transfer import KVIntake, TransferSender
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
-from tests.rpc.transport.conftest import LAYERS, LAYOUT
-
-
-class _Wire:
-    """A stream whose receiver has not heard yet that its sender cancelled it."""
-
-    def __init__(self) -> None:
-        self.sent: asyncio.Queue[bytes] = asyncio.Queue()
-        self.answers: asyncio.Queue[bytes] = asyncio.Queue()
-
-    async def write(self, message: bytes) -> None:
-        self.sent.put_nowait(message)
-
-    async def read(self) -> bytes:
-        return await self.answers.get()
-
-    def cancel(self) -> None:
-        self.sent.put_nowait(b"")
-
-    async def messages(self) -> AsyncIterator[bytes]:
-        while message := await self.sent.get():
-            yield message
+from tests.rpc.transport.conftest import LAYERS, LAYOUT, Wire
 
 
 async def test_a_sender_that_gives_up_while_its_receiver_reads_has_not_committed() -> None:
-    wire, intake = _Wire(), KVIntake()
+    wire, intake = Wire(), KVIntake()
     copied, committed = b"", False
     async with Peer("127.0.0.1:1") as peer:
         link = KVLink(peer, LinkSettings(transports=("shm",)))
