@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from sqlalchemy import Engine, delete, insert, select, update
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
-from sqlalchemy.orm import Session
+from sqlalchemy import delete, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from halfmoon.errors import Incompatible, Unavailable
-from halfmoon.ledger.models import QosClassRow
-
-Result = TypeVar("Result")
+from halfmoon.errors import Incompatible
+from halfmoon.ledger.database import Database
+from halfmoon.ledger.models import ClassRevisionRow, QosClassRow
 
 
 class VersionConflict(Incompatible):
@@ -28,58 +25,93 @@ class StoredClass(NamedTuple):
     definition: dict[str, Any]
 
 
+class ClassesAt(NamedTuple):
+    """Every class, by name, as of one revision: how often any of them was edited."""
+
+    revision: int
+    classes: Sequence[StoredClass]
+
+
+Check = Callable[[Sequence[StoredClass]], object]
+
+
 class StoredClasses:
-    """Reads and writes the table of classes. Owns nothing."""
+    """Reads and writes the table of classes. Owns nothing.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Everything here raises Unavailable when the database does not answer.
+    """
 
-    async def all(self) -> Sequence[StoredClass]:
-        """Every class, by name. Raises Unavailable when the database does not answer."""
-        return await self._run(self._select)
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
-    async def put(self, name: str, definition: dict[str, Any], version: int) -> int:
-        """Writes over `version`, 0 for a class that is not there yet; the new version.
+    async def revision(self) -> int:
+        """Differs from an earlier one where there was an edit."""
+        return await self._database.run(_revision)
 
-        Raises VersionConflict when it is another one by now, Unavailable when the database does not answer.
+    async def all(self) -> ClassesAt:
+        """Every class."""
+
+        async def work(session: AsyncSession) -> ClassesAt:
+            revision = await _revision(session)  # first: an edit meanwhile makes it old, never unseen
+            return ClassesAt(revision, await _classes(session))
+
+        return await self._database.run(work)
+
+    async def put(self, name: str, definition: dict[str, Any], version: int, check: Check) -> ClassesAt:
+        """Writes over `version`, 0 for a class that is not there yet; all classes as they are then.
+
+        Raises VersionConflict when it is another one by now, and what `check` raises of the classes as they would be;
+        nothing has changed then.
         """
-        return await self._run(lambda session: self._write(session, name, definition, version))
 
-    async def remove(self, name: str, version: int) -> None:
-        """Removes `version` of a class. Raises VersionConflict when it is another one or gone, or Unavailable."""
-        await self._run(lambda session: self._delete(session, name, version))
+        async def work(session: AsyncSession) -> ClassesAt:
+            return await _edited(session, name, version, StoredClass(name, version + 1, definition), check)
 
-    async def _run(self, work: Callable[[Session], Result]) -> Result:
-        try:
-            return await asyncio.to_thread(self._in_session, work)
-        except IntegrityError as error:
-            raise VersionConflict("the class was made by somebody else meanwhile") from error
-        except SQLAlchemyError as error:
-            raise Unavailable("the ledger's database does not answer") from error
+        return await self._database.run(work)
 
-    def _in_session(self, work: Callable[[Session], Result]) -> Result:
-        with Session(self._engine) as session, session.begin():
-            return work(session)
+    async def remove(self, name: str, version: int, check: Check) -> ClassesAt:
+        """Removes `version` of a class, otherwise as `put`."""
 
-    def _select(self, session: Session) -> list[StoredClass]:
-        rows = session.scalars(select(QosClassRow).order_by(QosClassRow.name))
-        return [StoredClass(row.name, row.version, row.definition) for row in rows]
+        async def work(session: AsyncSession) -> ClassesAt:
+            return await _edited(session, name, version, None, check)
 
-    def _write(self, session: Session, name: str, definition: dict[str, Any], version: int) -> int:
-        if version == 0:
-            session.execute(insert(QosClassRow).values(name=name, version=1, definition=definition))
-            return 1
-        changed = update(QosClassRow).where(QosClassRow.name == name, QosClassRow.version == version)
-        result = session.execute(changed.values(version=version + 1, definition=definition).returning(QosClassRow.name))
-        _check_found(result.first() is not None, name, version)
-        return version + 1
-
-    def _delete(self, session: Session, name: str, version: int) -> None:
-        gone = delete(QosClassRow).where(QosClassRow.name == name, QosClassRow.version == version)
-        result = session.execute(gone.returning(QosClassRow.name))
-        _check_found(result.first() is not None, name, version)
+        return await self._database.run(work)
 
 
-def _check_found(found: bool, name: str, version: int) -> None:
-    if not found:
-        raise VersionConflict(f"class {name} has no version {version} any more: read it again")
+async def _edited(session: AsyncSession, name: str, version: int, new: StoredClass | None, check: Check) -> ClassesAt:
+    revision = await _next_revision(session)
+    before = await _classes(session)
+    _check_version(name, version, next((one.version for one in before if one.name == name), 0))
+    after = sorted([one for one in before if one.name != name] + ([new] if new else []))
+    check(after)
+    if new is None:
+        await session.execute(delete(QosClassRow).where(QosClassRow.name == name))
+    elif version == 0:
+        await session.execute(insert(QosClassRow).values(new._asdict()))
+    else:
+        changed = update(QosClassRow).where(QosClassRow.name == name)
+        await session.execute(changed.values(version=new.version, definition=new.definition))
+    return ClassesAt(revision, after)
+
+
+async def _next_revision(session: AsyncSession) -> int:
+    """From here to the end of the transaction nobody else edits."""
+    taken = update(ClassRevisionRow).values(revision=ClassRevisionRow.revision + 1).returning(ClassRevisionRow.revision)
+    return (await session.execute(taken)).scalar_one()
+
+
+async def _revision(session: AsyncSession) -> int:
+    return (await session.execute(select(ClassRevisionRow.revision))).scalar_one()
+
+
+async def _classes(session: AsyncSession) -> list[StoredClass]:
+    rows = await session.scalars(select(QosClassRow).order_by(QosClassRow.name))
+    return [StoredClass(row.name, row.version, row.definition) for row in rows]
+
+
+def _check_version(name: str, version: int, present: int) -> None:
+    if version == present:
+        return
+    if present == 0:
+        raise VersionConflict(f"class {name} is not there any more, or never was: to make it, send version 0")
+    raise VersionConflict(f"class {name} has version {present} by now, not {version}: read it again")

@@ -1,14 +1,16 @@
-"""The ledger's tables."""
+"""The ledger's tables, as of the newest migration in `schema/`."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from sqlalchemy import JSON, DateTime, Dialect, String, TypeDecorator
+from sqlalchemy import JSON, BigInteger, DateTime, Dialect, Double, Integer, String, TypeDecorator
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 RequestStatus = Literal["ok", "error", "cancelled", "rejected"]
+
+RowNumber = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts rows in INTEGER alone
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -32,6 +34,8 @@ class UtcDateTime(TypeDecorator[datetime]):
 class Base(DeclarativeBase):
     """Root of the ledger's tables."""
 
+    type_annotation_map: ClassVar = {float: Double}
+
 
 class QosClassRow(Base):
     """A QoS class. `version` counts its edits, so that none of them overwrites another unseen."""
@@ -43,12 +47,45 @@ class QosClassRow(Base):
     definition: Mapped[dict[str, Any]] = mapped_column(JSON)
 
 
+class ClassRevisionRow(Base):
+    """One row: how often any class was edited. Who edits takes it first, so edits come one after the other."""
+
+    __tablename__ = "class_revision"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # 1
+    revision: Mapped[int]
+
+
+class ProfileRow(Base):
+    """What a worker of one kind measured of its own speed: the coefficients of its latency models."""
+
+    __tablename__ = "latency_profiles"
+
+    kind: Mapped[str] = mapped_column(String(256), primary_key=True)
+    measured_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    prefill: Mapped[list[float]] = mapped_column(JSON)  # `policy.latency.PrefillModel`
+    step: Mapped[list[float]] = mapped_column(JSON)  # `policy.latency.StepModel`
+
+
+class PlanRow(Base):
+    """A layout of the cluster that the planner found."""
+
+    __tablename__ = "plans"
+
+    id: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    model: Mapped[str] = mapped_column(String(256))
+    goal: Mapped[dict[str, Any]] = mapped_column(JSON)  # what was asked for: targets, rate, hardware
+    layout: Mapped[dict[str, Any]] = mapped_column(JSON)  # what to start
+    figures: Mapped[dict[str, Any]] = mapped_column(JSON)  # what is predicted of it
+
+
 class RequestRow(Base):
     """One request that reached the gateway. Times are seconds from its arrival, on the gateway's clock."""
 
     __tablename__ = "requests"
 
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    id: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
     request_id: Mapped[str] = mapped_column(String(128), index=True)  # the client may choose it: not unique
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
     model: Mapped[str] = mapped_column(String(256))
@@ -71,6 +108,11 @@ class RequestRow(Base):
     qos_class: Mapped[str | None] = mapped_column(String(64))
     predicted_ttft_s: Mapped[float | None]  # when it was admitted, or refused
     predicted_tbt_s: Mapped[float | None]
+    gateway_id: Mapped[str | None] = mapped_column(String(64))  # who wrote it; None in rows of before
+    num_outputs: Mapped[int | None]  # choices of all its prompts
+    prefill_s: Mapped[float | None]  # from the first forward pass to the first token, on the first prefill worker
+    predicted_queue_s: Mapped[float | None]  # the parts of `predicted_ttft_s`
+    predicted_prefill_s: Mapped[float | None]
 
     def as_dict(self) -> dict[str, Any]:
         """Columns by name."""

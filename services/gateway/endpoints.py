@@ -198,10 +198,14 @@ class GenerationEndpoints:
             qos_class=first and first.progress.qos_class,
             predicted_ttft_s=first and first.progress.predicted_ttft_s,
             predicted_tbt_s=first and first.progress.predicted_tbt_s,
+            num_outputs=len(choices.all),
+            prefill_s=first and first.progress.prefill_s,
+            predicted_queue_s=first and first.progress.predicted_queue_s,
+            predicted_prefill_s=first and first.progress.predicted_prefill_s,
         )
         self._ledger.record(row)
         self._count(row, gaps_s)
-        fields = {**row.as_dict(), "created_at": call.created_at.isoformat(), "num_outputs": len(choices.all)}
+        fields = {**row.as_dict(), "created_at": call.created_at.isoformat()}
         log.info("request.ended", extra={**fields, "labels": shortened(json.dumps(call.labels))})
 
     def _count(self, row: RequestRow, gaps_s: Sequence[float]) -> None:

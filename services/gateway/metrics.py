@@ -123,9 +123,12 @@ class _LedgerRows(Collector):
 
     def collect(self) -> Iterator[Metric]:
         rows = CounterMetricFamily("halfmoon_ledger_rows", "Ledger rows by what became of them", labels=["result"])
-        rows.add_metric(["written"], self._ledger.num_written)
-        rows.add_metric(["lost"], self._ledger.num_lost)
+        rows.add_metric(["written"], self._ledger.rows.num_written)
+        rows.add_metric(["lost"], self._ledger.rows.num_lost)
         yield rows
+        yield GaugeMetricFamily(
+            "halfmoon_ledger_rows_waiting", "Ledger rows that are not written yet", value=len(self._ledger.rows)
+        )
 
 
 def _labels(member: Member) -> list[str]:

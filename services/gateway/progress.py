@@ -22,7 +22,10 @@ class Progress:
         self.qos_class: str | None = None
         self.predicted_ttft_s: float | None = None  # when it was admitted, or refused
         self.predicted_tbt_s: float | None = None
+        self.predicted_queue_s: float | None = None  # until its turn on the prefill worker
+        self.predicted_prefill_s: float | None = None  # from there to the first token
         self.queue_s: float | None = None
+        self.prefill_s: float | None = None
         self.ttft_s: float | None = None
         self.gaps_s: list[float] = []  # TBT, one for each token after the first
         self._last_token_s = arrived_s
@@ -30,7 +33,7 @@ class Progress:
     def note_prefill(self, first: FirstToken) -> None:
         """What the prefill worker said of the first attempt; later ones recompute our own tokens."""
         if self.queue_s is None:
-            self.queue_s = first.queue_s
+            self.queue_s, self.prefill_s = first.queue_s, first.compute_s
             self.cached_tokens = first.num_cached_tokens
 
     def note_tokens(self, token_ids: Sequence[int], at_s: float) -> None:

@@ -21,12 +21,14 @@ from halfmoon.rpc.server import RunningServer, advertised_address, running_serve
 from services.gateway.api_keys import ApiKeys
 from services.gateway.app import Admittance, make_app
 from services.gateway.class_endpoints import ClassEndpoints
+from services.gateway.classes_in_force import ClassesInForce
 from services.gateway.cluster import Cluster, running_cluster
 from services.gateway.control import ControlEndpoints
 from services.gateway.cors import Cors
 from services.gateway.door import Door
 from services.gateway.endpoints import GenerationEndpoints
 from services.gateway.judge import Judge
+from services.gateway.ledger_news import LedgerNews, following
 from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.relay import Relay
@@ -58,7 +60,7 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
     membership = Membership(model.fingerprint, settings.heartbeat_interval_s)
     door = Door()
     gateway_id = f"gateway-{secrets.token_hex(4)}"
-    async with open_ledger(settings.ledger) as ledger, running_cluster(gateway_id, membership) as cluster:
+    async with open_ledger(settings.ledger, gateway_id) as ledger, running_cluster(gateway_id, membership) as cluster:
         rules = PlacementRules(settings.placement, settings.balancing_threshold)
         judge = Judge(membership, settings.admission, rules, cluster.clock)
         metrics = GatewayMetrics(membership, ledger, judge)
@@ -66,17 +68,21 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
         relay = Relay(
             cluster, judge, settings.request_deadline_s, settings.failover_wait_s, settings.return_wait_s, codec
         )
-        classes = ClassEndpoints(ledger.classes, judge.gatekeeper)
-        await classes.load()
+        classes = ClassesInForce(ledger.classes, judge.gatekeeper)
+        news = LedgerNews(ledger, classes, judge.gatekeeper.lengths, gateway_id)
+        await news.load()
         app = make_app(
             GenerationEndpoints(model, membership, relay, judge, ledger, metrics, door),
             TokenizerEndpoints(model, membership),
             ControlEndpoints(model, cluster, ledger, metrics, door),
-            classes,
+            ClassEndpoints(classes),
             Admittance(ApiKeys(settings.api_key), Cors(settings.allowed_origins), settings.max_body_bytes),
         )
         add = partial(add_ClusterServicer_to_server, cluster)
-        async with running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2) as server:
+        async with (
+            following(news, settings.ledger_poll_s),
+            running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2) as server,
+        ):
             runner = web.AppRunner(
                 app,
                 handler_cancellation=True,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
-from halfmoon.ledger.ledger import mask_password
+from halfmoon.ledger.database import mask_password
 from halfmoon.policy.admission import AdmissionMode
 from halfmoon.policy.placement import PlacementMode
 from halfmoon.rpc.service import service_config
@@ -26,7 +26,14 @@ class GatewaySettings(BaseSettings):
     model: str = Field("demo", description="model whose tokenizer and chat template are used")
     model_name: str | None = Field(None, description="name under which the model is served; None: its own")
     state_dir: Path = Field(Path(".halfmoon"), description="where the default ledger is kept")
-    ledger_url: str | None = Field(None, description="SQLAlchemy URL; None: SQLite in state_dir")
+    ledger_url: str | None = Field(
+        None,
+        description="sqlite:///file or postgresql://user:password@host/database, which several gateways may share; "
+        "None: SQLite in state_dir",
+    )
+    ledger_poll_s: float = Field(
+        1.0, gt=0, description="how often to look for edits of classes that other gateways made"
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     heartbeat_interval_s: float = Field(1.0, gt=0, description="workers report at least this often; 3 missed is dead")
     request_deadline_s: float = Field(600.0, gt=0, description="total time of one request")

@@ -1,180 +1,171 @@
-"""Rows are written behind the requests; a failing database fails nobody."""
+"""Rows are written behind the requests, in both databases; a failing one fails nobody."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sqlite3
-from datetime import UTC, datetime, timedelta, timezone
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import text
 
 from halfmoon.errors import InvalidRequest, Unavailable
-from halfmoon.ledger.ledger import Ledger, mask_password, open_ledger
-from halfmoon.ledger.models import Base, RequestRow
-
-WHEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone(timedelta(hours=2)))
-
-
-def row(number: int) -> RequestRow:
-    return RequestRow(
-        request_id=f"r{number}",
-        created_at=WHEN,
-        model="m",
-        endpoint="completions",
-        status="ok",
-        http_status=200,
-        error=None,
-        prompt_tokens=5,
-        cached_tokens=1,
-        output_tokens=number,
-        finish_reason="stop",
-        prefill_worker="p",
-        decode_worker="d",
-        queue_s=0.1,
-        ttft_s=0.2,
-        mean_tbt_s=None,
-        max_tbt_s=None,
-        e2e_s=0.3,
-        num_retries=0,
-    )
+from halfmoon.ledger.database import mask_password, open_database
+from halfmoon.ledger.ledger import Ledger, open_ledger
+from halfmoon.ledger.output_samples import OutputSample
+from halfmoon.ledger.plans import StoredPlan
+from halfmoon.ledger.profiles import StoredProfile
+from tests.ledger.postgresql import PostgresqlServer
+from tests.ledger.rows import WHEN, row
 
 
-async def test_everything_accepted_is_there_afterwards(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'deep' / 'ledger.db'}"
-    async with open_ledger(url) as ledger:
+async def until_written(ledger: Ledger) -> None:
+    async with asyncio.timeout(20):
+        while len(ledger.rows):  # noqa: ASYNC110 (the ledger has no event for it)
+            await asyncio.sleep(0.001)
+
+
+async def test_everything_accepted_is_there_afterwards(ledger_url: str) -> None:
+    async with open_ledger(ledger_url, "g1") as ledger:
         for number in range(1200):
             assert ledger.record(row(number))
-    assert (ledger.num_written, ledger.num_lost) == (1200, 0)
-    async with open_ledger(url) as again:
+    assert (ledger.rows.num_written, ledger.rows.num_lost) == (1200, 0)
+    async with open_ledger(ledger_url) as again:
         newest = await again.recent(3)
         assert len(await again.recent(5000)) == 1200
     assert [one.request_id for one in newest] == ["r1199", "r1198", "r1197"]
     assert newest[0].created_at == WHEN
     assert newest[0].created_at.tzinfo is UTC
-    assert newest[0].mean_tbt_s is None
-    with sqlite3.connect(tmp_path / "deep" / "ledger.db") as connection:
-        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    connection.close()
+    assert (newest[0].mean_tbt_s, newest[0].gateway_id) == (None, "g1")
 
 
-async def test_rows_survive_a_block_that_fails(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'ledger.db'}"
+async def test_a_row_that_the_database_refuses_is_lost_alone(ledger_url: str) -> None:
+    async with open_ledger(ledger_url) as ledger:
+        for number in range(5):
+            ledger.record(row(number, endpoint=None) if number == 2 else row(number))
+        await until_written(ledger)
+        ledger.record(row(7))
+    assert (ledger.rows.num_written, ledger.rows.num_lost) == (5, 1)
+    async with open_ledger(ledger_url) as again:
+        assert [one.request_id for one in await again.recent(9)] == ["r7", "r4", "r3", "r1", "r0"]
 
+
+async def test_rows_survive_a_block_that_fails(ledger_url: str) -> None:
     async def fail() -> None:
-        async with open_ledger(url) as ledger:
+        async with open_ledger(ledger_url) as ledger:
             ledger.record(row(1))
             raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
         await fail()
-    async with open_ledger(url) as again:
+    async with open_ledger(ledger_url) as again:
         assert [one.request_id for one in await again.recent(9)] == ["r1"]
 
 
-async def test_a_failing_database_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = create_engine(f"sqlite:///{tmp_path / 'ledger.db'}")  # no tables
-    ledger = Ledger(engine, retry_wait_s=0)
-    ledger.record(row(1))
-    ledger.close()
-    await ledger.write_behind()
-    assert (ledger.num_written, ledger.num_lost) == (0, 1)
-    assert [record.message for record in caplog.records] == ["ledger.failed"] * 3
-    with pytest.raises(Unavailable):
-        await ledger.recent(1)
-    engine.dispose()
+async def test_a_locked_database_loses_nothing_and_holds_nobody_up(tmp_path: Path) -> None:
+    async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
+        other = sqlite3.connect(tmp_path / "ledger.db")
+        other.execute("BEGIN IMMEDIATE")
+        slowest_s = 0.0
+        for number in range(50):
+            began_s = time.perf_counter()
+            ledger.record(row(number))
+            slowest_s = max(slowest_s, time.perf_counter() - began_s)
+            await asyncio.sleep(0)
+        assert len(ledger.rows) == 50
+        assert await ledger.recent(9) == []  # readers see the ledger of before
+        other.rollback()
+        other.close()
+        await until_written(ledger)
+        assert len(await ledger.recent(99)) == 50
+    assert slowest_s < 1.0, "a locked database has it wait two seconds"
 
 
-async def test_a_short_failure_loses_nothing(tmp_path: Path) -> None:
-    engine = create_engine(f"sqlite:///{tmp_path / 'ledger.db'}")
-
-    class MendedLedger(Ledger):
-        def _insert(self, values: list[dict[str, object]]) -> None:
-            try:
-                super()._insert(values)
-            finally:
-                Base.metadata.create_all(engine)
-
-    ledger = MendedLedger(engine, retry_wait_s=0)
-    ledger.record(row(1))
-    ledger.close()
-    await ledger.write_behind()
-    assert (ledger.num_written, ledger.num_lost) == (1, 0)
-    engine.dispose()
-
-
-async def test_any_failure_is_counted_and_the_writer_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = create_engine(f"sqlite:///{tmp_path / 'ledger.db'}")
-    Base.metadata.create_all(engine)
-
-    class OddLedger(Ledger):
-        def _insert(self, values: list[dict[str, object]]) -> None:
-            if values[0]["request_id"] == "r1":
-                raise RuntimeError("the driver's own error")
-            super()._insert(values)
-
-    ledger = OddLedger(engine, retry_wait_s=0)
-    writer = asyncio.create_task(ledger.write_behind())
-    ledger.record(row(1))
-    async with asyncio.timeout(20):
-        while not ledger.num_lost:  # noqa: ASYNC110 (the ledger has no event for it)
-            await asyncio.sleep(0.001)
-    ledger.record(row(2))
-    ledger.close()
-    await asyncio.wait_for(writer, 20)
-    assert (ledger.num_written, ledger.num_lost) == (1, 1)
-    assert [record.message for record in caplog.records] == ["ledger.failed"] * 3
-    engine.dispose()
+async def test_a_server_that_stands_still_holds_nobody_up(postgresql: PostgresqlServer) -> None:
+    url = postgresql.new_database()
+    async with open_ledger(url) as ledger, open_database(url) as database:
+        ledger.record(row(0))
+        await until_written(ledger)
+        postgresql.signal(signal.SIGSTOP)
+        try:
+            for number in range(1, 4):
+                ledger.record(row(number))
+            with pytest.raises(Unavailable, match="did not answer"):
+                await database.run(lambda session: session.execute(text("SELECT 1")), deadline_s=0.2)
+            assert len(ledger.rows) == 3
+        finally:
+            postgresql.signal(signal.SIGCONT)
+        await until_written(ledger)
+        assert len(await ledger.recent(9)) == 4
 
 
-async def test_closing_a_full_ledger_waits_for_nobody(tmp_path: Path) -> None:
-    engine = create_engine(f"sqlite:///{tmp_path / 'ledger.db'}")
-    Base.metadata.create_all(engine)
-    ledger = Ledger(engine, max_queued=2)
-    assert [ledger.record(row(number)) for number in range(3)] == [True, True, False]
-    ledger.close()
-    await asyncio.wait_for(ledger.write_behind(), 20)
-    assert (ledger.num_written, ledger.num_lost) == (2, 1)
-    engine.dispose()
+async def test_a_database_that_went_away_and_came_back(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.db"
+    async with open_ledger(f"sqlite:///{file}") as ledger:
+        with sqlite3.connect(file) as connection:
+            connection.execute("alter table requests rename to elsewhere")
+        connection.close()
+        ledger.record(row(1))
+        with pytest.raises(Unavailable):
+            await ledger.recent(1)
+        with sqlite3.connect(file) as connection:
+            connection.execute("alter table elsewhere rename to requests")
+        connection.close()
+        await until_written(ledger)
+    assert (ledger.rows.num_written, ledger.rows.num_lost) == (1, 0)
 
 
-def test_a_full_queue_refuses_and_counts(tmp_path: Path) -> None:
-    engine = create_engine(f"sqlite:///{tmp_path / 'ledger.db'}")
-    ledger = Ledger(engine, max_queued=2)
-    assert [ledger.record(row(number)) for number in range(3)] == [True, True, False]
-    assert ledger.num_lost == 1
-    engine.dispose()
+async def test_outputs_of_others_after_a_row(ledger_url: str) -> None:
+    async with open_ledger(ledger_url, "mine") as ledger:
+        ledger.record(row(11))
+        await until_written(ledger)
+        assert await ledger.outputs.after(0, 9, but_of="mine") == []
+    async with open_ledger(ledger_url, "theirs") as ledger:
+        ledger.record(row(12))
+        ledger.record(row(13, status="cancelled"))
+        ledger.record(row(14, num_outputs=2))
+        ledger.record(row(15, qos_class="gold", prompt_tokens=6))
+        await until_written(ledger)
+        assert await ledger.outputs.after(0, 9, but_of="mine") == [
+            OutputSample(2, "default", 5, 12),
+            OutputSample(5, "gold", 6, 15),
+        ]
+        assert await ledger.outputs.after(0, 1, but_of="mine") == [OutputSample(5, "gold", 6, 15)]
+        assert await ledger.outputs.after(5, 9, but_of="mine") == []
 
 
-@pytest.mark.parametrize("url", ["no url", "nodb://x"])
-async def test_a_wrong_url_is_a_clear_error(url: str) -> None:
-    with pytest.raises(InvalidRequest):
+async def test_profiles_and_plans_are_kept(ledger_url: str) -> None:
+    now = datetime.now(UTC)
+    async with open_ledger(ledger_url) as ledger:
+        for b in (0.5, 0.25):
+            await ledger.profiles.put(StoredProfile("prefill cpu", now, (0.0, b, 0.0), (0.0, 0.0, 0.0)))
+        assert await ledger.plans.newest("m") is None
+        for rate in (1, 2):
+            await ledger.plans.add(StoredPlan("m", {"rate": rate}, {"prefill": 1}, {"goodput": 3.5}))
+    async with open_ledger(ledger_url) as again:
+        assert await again.profiles.all() == [StoredProfile("prefill cpu", now, (0.0, 0.25, 0.0), (0.0, 0.0, 0.0))]
+        assert await again.plans.newest("m") == StoredPlan("m", {"rate": 2}, {"prefill": 1}, {"goodput": 3.5})
+
+
+@pytest.mark.parametrize("url", ["no url", "nodb://x", "mysql://x/y", "postgresql://h:port/x"])
+async def test_a_wrong_url_is_a_clear_error(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidRequest, match="ledger's URL cannot be used") as caught:
         async with open_ledger(url):
             pass
+    assert caught.value.param == "ledger_url"
 
 
 async def test_a_database_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match="cannot be opened"):
-        async with open_ledger(f"sqlite:///{tmp_path}"):
-            pass
+    for url in (f"sqlite:///{tmp_path}", f"postgresql://me@/x?host={tmp_path}"):
+        with pytest.raises(Unavailable, match="ledger's database does not answer"):
+            async with open_ledger(url):
+                pass
 
 
 def test_passwords_are_masked() -> None:
     assert "secret" not in mask_password("postgresql://me:secret@host/db")
     assert mask_password("::") == "not a URL"
-
-
-async def test_a_ledger_of_an_earlier_version_gets_the_new_columns(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'ledger.db'}"
-    async with open_ledger(url) as ledger:
-        ledger.record(row(1))
-    with sqlite3.connect(tmp_path / "ledger.db") as connection:
-        for name in ("qos_class", "predicted_ttft_s"):
-            connection.execute(f"alter table requests drop column {name}")
-    connection.close()
-    async with open_ledger(url) as ledger:
-        ledger.record(row(2))
-    async with open_ledger(url) as again:
-        assert [one.request_id for one in await again.recent(9)] == ["r2", "r1"]
-        assert [one.qos_class for one in await again.recent(9)] == [None, None]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from .fakes import Fleet, running_fleet
-from .test_judgement import complete, measured
+from .fakes import Fleet, Script, running_fleet
+from .test_judgement import PROMPT, complete, measured
 
 GOLD = {
     "priority": -1,
@@ -70,3 +71,44 @@ async def test_classes_survive_a_restart(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         assert [one.name for one in fleet.gateway.judge.gatekeeper.classes.classes] == ["gold"]
         assert [one["name"] for one in (await call(fleet, "GET"))[1]["classes"]] == ["gold"]
+
+
+async def test_two_gateways_share_their_classes(tmp_path: Path) -> None:
+    shared = {"ledger_url": f"sqlite:///{tmp_path / 'shared.db'}", "ledger_poll_s": 0.05}
+    async with running_fleet(tmp_path, **shared) as here, running_fleet(tmp_path, **shared) as there:
+        await call(here, "PUT", "/gold", **GOLD)
+        gatekeeper = there.gateway.judge.gatekeeper
+        await there.until_told(lambda: [one.name for one in gatekeeper.classes.classes] == ["gold"])
+        assert (await call(there, "PUT", "/gold", **{**GOLD, "priority": 5}))[0] == 409
+        assert (await call(there, "PUT", "/gold", **{**GOLD, "priority": 5, "version": 1}))[0] == 200
+        assert (await call(there, "PUT", "/half", reserved=0.6))[0] == 200
+        assert (await call(here, "PUT", "/more", reserved=0.5))[0] == 400  # together more than everything
+        assert (await call(here, "DELETE", "/gold?version=1"))[0] == 409
+        await here.until_told(lambda: [one.priority for one in here.gateway.judge.gatekeeper.classes.classes] == [0, 5])
+        assert (await call(here, "DELETE", "/gold?version=2"))[0] == 204
+        await there.until_told(lambda: [one.name for one in gatekeeper.classes.classes] == ["half"])
+
+
+async def test_classes_stay_in_force_while_the_ledger_is_away(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, ledger_poll_s=0.01) as fleet:
+        await call(fleet, "PUT", "/gold", **GOLD)
+        prefill, _ = await fleet.pair()
+        measured(fleet, prefill, 1.0)
+        ledger = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+        ledger.execute("alter table class_revision rename to away")
+        assert (await complete(fleet, "gold"))[0] == 429
+        assert (await complete(fleet))[0] == 200
+        assert (await call(fleet, "GET"))[0] == 503
+        assert (await call(fleet, "PUT", "/lead", priority=3))[0] == 503
+        ledger.execute("alter table away rename to class_revision")
+        ledger.close()
+        assert (await call(fleet, "PUT", "/lead", priority=3))[0] == 200
+
+
+async def test_outputs_of_before_are_known_after_a_restart(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair(Script("hello"))
+        for _ in range(8):
+            assert (await complete(fleet, max_tokens=64))[0] == 200
+    async with running_fleet(tmp_path) as fleet:
+        assert fleet.gateway.judge.gatekeeper.lengths.predict("default", len(PROMPT), 64) == 6  # with its end

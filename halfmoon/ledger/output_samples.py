@@ -1,0 +1,49 @@
+"""How long the outputs of earlier requests were, for those who predict the next ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sqlalchemy import func, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from halfmoon.ledger.database import Database
+from halfmoon.ledger.models import RequestRow
+
+
+class OutputSample(NamedTuple):
+    """One request that ended by itself and had one output."""
+
+    row_id: int
+    qos_class: str
+    prompt_tokens: int
+    output_tokens: int
+
+
+class OutputSamples:
+    """Reads them from the requests. Owns nothing."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def after(self, row_id: int, limit: int, but_of: str = "") -> Sequence[OutputSample]:
+        """The newest `limit` of those after a row, oldest first, without those that one gateway wrote.
+
+        Raises Unavailable when the database does not answer.
+        """
+        columns = (RequestRow.id, RequestRow.qos_class, RequestRow.prompt_tokens, RequestRow.output_tokens)
+        newest = (
+            select(*columns)
+            .where(RequestRow.id > row_id, RequestRow.status == "ok", RequestRow.output_tokens > 0)
+            .where(RequestRow.qos_class.is_not(None), func.coalesce(RequestRow.num_outputs, 1) == 1)
+            .where(or_(RequestRow.gateway_id.is_(None), RequestRow.gateway_id != but_of))
+            .order_by(RequestRow.id.desc())
+            .limit(limit)
+        )
+
+        async def work(session: AsyncSession) -> list[OutputSample]:
+            rows = await session.execute(newest)
+            return [OutputSample(row_id, name or "", prompt, output) for row_id, name, prompt, output in rows]
+
+        return list(reversed(await self._database.run(work)))

@@ -1,0 +1,54 @@
+"""Latency profiles as the ledger keeps them: the newest one of each kind of worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from sqlalchemy import delete, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from halfmoon.ledger.database import Database
+from halfmoon.ledger.models import ProfileRow
+
+
+class StoredProfile(NamedTuple):
+    """What a worker of one kind measured of itself; coefficients as `policy.latency` has them."""
+
+    kind: str
+    measured_at: datetime
+    prefill: tuple[float, ...]
+    step: tuple[float, ...]
+
+
+class Profiles:
+    """Reads and writes the table of profiles. Owns nothing. Raises Unavailable when the database does not answer."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def all(self) -> Sequence[StoredProfile]:
+        """One a kind."""
+
+        async def work(session: AsyncSession) -> list[StoredProfile]:
+            rows = await session.scalars(select(ProfileRow).order_by(ProfileRow.kind))
+            return [StoredProfile(row.kind, row.measured_at, tuple(row.prefill), tuple(row.step)) for row in rows]
+
+        return await self._database.run(work)
+
+    async def put(self, profile: StoredProfile) -> None:
+        """In the place of its kind's."""
+
+        async def work(session: AsyncSession) -> None:
+            await session.execute(delete(ProfileRow).where(ProfileRow.kind == profile.kind))
+            session.add(
+                ProfileRow(
+                    kind=profile.kind,
+                    measured_at=profile.measured_at,
+                    prefill=list(profile.prefill),
+                    step=list(profile.step),
+                )
+            )
+
+        await self._database.run(work)

@@ -1,0 +1,136 @@
+"""Rows that are written behind the requests, in batches, by one task."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Generic, TypeVar
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from halfmoon.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+Row = TypeVar("Row")
+
+_MAX_QUEUED = 10_000
+_MAX_BATCH = 100  # so that building a statement holds the event loop up for about a millisecond
+_PAUSE_S = 0.05  # from one write to the next: what comes meanwhile goes together
+_RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class RowQueue(Generic[Row]):
+    """Owns the rows that are not written yet, and the counts of what became of all others.
+
+    Nobody waits for it: where the database is down or slow rows wait, and once `max_queued` do, further ones are
+    lost, and counted.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Sequence[Row]], Awaitable[None]],
+        max_queued: int = _MAX_QUEUED,
+        retry_s: Sequence[float] = _RETRY_S,
+        pause_s: float = _PAUSE_S,
+    ) -> None:
+        """`write` raises Unavailable where another try may help, an error of SQLAlchemy where none does."""
+        self._write = write
+        self._max_queued = max_queued
+        self._retry_s = retry_s
+        self._pause_s = pause_s
+        self._rows: deque[Row] = deque()
+        self._num_alone = 0  # of the first rows, to be written one by one
+        self._changed = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._is_losing = False
+        self.num_written = 0
+        self.num_lost = 0
+
+    def __len__(self) -> int:
+        """Rows that are not written yet."""
+        return len(self._rows)
+
+    def put(self, row: Row) -> bool:
+        """Accepts a row to write later. False, and counted as lost, when too many are waiting, or after `close`."""
+        if len(self._rows) >= self._max_queued or self._closing.is_set():
+            self.num_lost += 1
+            if not self._is_losing:  # once an outage, not once a row
+                log.error("ledger.full", extra={"num_queued": len(self._rows), "num_lost": self.num_lost})
+            self._is_losing = True
+            return False
+        self._rows.append(row)
+        self._changed.set()
+        return True
+
+    def close(self) -> None:
+        """No more rows: `write_behind` returns after the last one, or when the database does not answer."""
+        self._closing.set()
+        self._changed.set()
+
+    def give_up(self) -> None:
+        """Counts what is left as lost."""
+        if self._rows:
+            log.error("ledger.left", extra={"num_rows": len(self._rows)})
+        self.num_lost += len(self._rows)
+        self._rows.clear()
+
+    async def write_behind(self) -> None:
+        """Writes what comes until `close`, then what is left."""
+        num_failures = 0
+        while await self._has_rows():
+            began_s = time.monotonic()
+            try:
+                await self._write_some()
+            except Unavailable as error:
+                log.error("ledger.failed", extra={"num_queued": len(self._rows), "reason": error.message[:300]})
+                if self._closing.is_set() and num_failures:
+                    break
+                await self._pause(self._retry_s[min(num_failures, len(self._retry_s) - 1)])
+                num_failures += 1
+                continue
+            num_failures, self._is_losing = 0, False
+            if not self._rows:
+                await self._pause(began_s + self._pause_s - time.monotonic())
+        self.give_up()
+
+    async def _has_rows(self) -> bool:
+        """Waits for some; False at the end."""
+        while not self._rows and not self._closing.is_set():
+            self._changed.clear()
+            await self._changed.wait()
+        return bool(self._rows)
+
+    async def _write_some(self) -> None:
+        """The oldest rows. Of those that the database refuses each goes alone then, and is lost alone.
+
+        Raises Unavailable; then they are still here.
+        """
+        rows = list(islice(self._rows, 1 if self._num_alone else _MAX_BATCH))
+        try:
+            await self._write(rows)
+        except Unavailable:
+            raise
+        except Exception as error:  # whatever a driver raises must not stop the rows after these
+            is_bug = not isinstance(error, SQLAlchemyError)
+            log.error("ledger.refused", extra={"num_rows": len(rows), "reason": str(error)[:300]}, exc_info=is_bug)
+            if len(rows) > 1:
+                self._num_alone = len(rows)
+                return
+            self.num_lost += 1
+        else:
+            self.num_written += len(rows)
+        for _ in rows:
+            self._rows.popleft()
+        self._num_alone = max(0, self._num_alone - len(rows))
+
+    async def _pause(self, seconds: float) -> None:
+        """Or until the end is near."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, seconds)):
+                await self._closing.wait()

@@ -1,0 +1,108 @@
+"""Which QoS classes are in force: those of the ledger, whichever gateway edited them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from halfmoon.errors import Incompatible
+from halfmoon.ledger.classes import ClassesAt, StoredClass, StoredClasses
+from halfmoon.policy.classes import NO_PROMISES, ClassTable, Degradation, MatchKind, MatchRule, QosClass
+from halfmoon.policy.gatekeeper import Gatekeeper
+from services.gateway.strict_part import Items, Part
+
+log = logging.getLogger(__name__)
+
+_MAX_RULES = 256
+
+
+class RuleBody(Part):
+    """`halfmoon.policy.classes.MatchRule`."""
+
+    kind: MatchKind
+    value: str
+    header: str = ""
+
+
+class ClassBody(Part):
+    """`halfmoon.policy.classes.QosClass`, whose docstring is the law, and the version that it replaces."""
+
+    version: int = Field(0, ge=0, lt=1 << 31)  # 0: there is none
+    priority: int = Field(0, ge=-1_000, le=1_000)
+    reserved: float = 0.0
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    attainment: float = 0.9
+    rules: Annotated[Items[RuleBody], Field(max_length=_MAX_RULES)] = Field(default_factory=list)
+    degradation: Items[Degradation] = Field(default_factory=list)
+    capped_tokens: int = NO_PROMISES.capped_tokens
+
+
+class ClassesInForce:
+    """Owns which of the ledger's classes the gatekeeper has. One edit or look at the ledger at a time."""
+
+    def __init__(self, stored: StoredClasses, gatekeeper: Gatekeeper) -> None:
+        self._stored = stored
+        self._gatekeeper = gatekeeper
+        self._turn = asyncio.Lock()
+        self._revision: int | None = None
+
+    async def refresh(self) -> None:
+        """Takes over what others edited. Raises Unavailable, and Incompatible for classes of a later release."""
+        async with self._turn:
+            if self._revision is None or await self._stored.revision() != self._revision:
+                self._show(await self._stored.all())
+
+    async def all(self) -> Sequence[StoredClass]:
+        """As the ledger has them. Raises Unavailable."""
+        return (await self._stored.all()).classes
+
+    async def put(self, name: str, body: ClassBody) -> StoredClass:
+        """Raises InvalidRequest, VersionConflict or Unavailable; nothing has changed then."""
+        definition = body.model_dump(mode="json", exclude={"version"})
+        async with self._turn:
+            self._show(await self._stored.put(name, definition, body.version, _table))
+        return StoredClass(name, body.version + 1, definition)
+
+    async def remove(self, name: str, version: int) -> None:
+        """Raises VersionConflict or Unavailable; nothing has changed then."""
+        async with self._turn:
+            self._show(await self._stored.remove(name, version, _table))
+
+    def _show(self, found: ClassesAt) -> None:
+        self._gatekeeper.classes = _table(found.classes)
+        if self._revision != found.revision:
+            log.info("classes.changed", extra={"revision": found.revision, "num_classes": len(found.classes)})
+        self._revision = found.revision
+
+
+def _table(stored: Sequence[StoredClass]) -> ClassTable:
+    return ClassTable(map(_class_of, stored))
+
+
+def _class_of(stored: StoredClass) -> QosClass:
+    body = _body_of(stored.name, stored.definition)
+    return QosClass(
+        stored.name,
+        body.priority,
+        body.reserved,
+        body.ttft_s,
+        body.tbt_s,
+        body.attainment,
+        tuple(MatchRule(rule.kind, rule.value, rule.header) for rule in body.rules),
+        tuple(body.degradation),
+        body.capped_tokens,
+    )
+
+
+def _body_of(name: str, definition: dict[str, Any]) -> ClassBody:
+    try:
+        return ClassBody.model_validate(definition)
+    except ValidationError as error:
+        raise Incompatible(
+            f"class {name} of the ledger is of a release that this one does not know: {error}"
+        ) from error

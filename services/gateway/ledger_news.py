@@ -1,0 +1,75 @@
+"""What others write into the ledger reaches this gateway: edits of classes, and how long outputs were."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from halfmoon.errors import HalfmoonError
+from halfmoon.ledger.ledger import Ledger
+from halfmoon.policy.output_lengths import OutputLengths
+from services.gateway.classes_in_force import ClassesInForce
+
+log = logging.getLogger(__name__)
+
+_MAX_SAMPLES = 20_000  # at start
+_LENGTHS_EVERY = 10  # looks at the classes
+
+
+class LedgerNews:
+    """Owns how far this gateway has read the ledger. Who serves requests never waits for it."""
+
+    def __init__(self, ledger: Ledger, classes: ClassesInForce, lengths: OutputLengths, gateway_id: str) -> None:
+        self._ledger = ledger
+        self._classes = classes
+        self._lengths = lengths
+        self._gateway_id = gateway_id
+        self._last_row_id = 0
+        self._is_failing = False
+
+    async def load(self) -> None:
+        """Everything that is there. Raises Unavailable, and Incompatible for classes of a later release."""
+        await self._classes.refresh()
+        await self.load_lengths()
+
+    async def load_lengths(self) -> None:
+        """Outputs of requests at other gateways, and before this one began, since the last time. Raises Unavailable."""
+        for sample in await self._ledger.outputs.after(self._last_row_id, _MAX_SAMPLES, self._gateway_id):
+            self._lengths.add(sample.qos_class, sample.prompt_tokens, sample.output_tokens)
+            self._last_row_id = sample.row_id
+
+    async def follow(self, interval_s: float) -> None:
+        """For ever. While the ledger does not answer, what is known stays in force."""
+        looks = 0
+        while True:
+            await asyncio.sleep(interval_s)
+            looks += 1
+            try:
+                await self._classes.refresh()
+                if looks % _LENGTHS_EVERY == 0:
+                    await self.load_lengths()
+            except HalfmoonError as error:
+                self._note_failure(error.message)
+            except Exception:  # nothing that stands in a ledger may end it
+                self._note_failure("internal error", is_bug=True)
+            else:
+                self._is_failing = False
+
+    def _note_failure(self, reason: str, *, is_bug: bool = False) -> None:
+        """Once an outage."""
+        if not self._is_failing:
+            log.error("ledger.unread", extra={"reason": reason}, exc_info=is_bug)
+        self._is_failing = True
+
+
+@asynccontextmanager
+async def following(news: LedgerNews, interval_s: float) -> AsyncIterator[None]:
+    """As long as the block lasts."""
+    task = asyncio.create_task(news.follow(interval_s))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
