@@ -1,0 +1,48 @@
+"""The hardware catalogue: what makers promise of each device, and about what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from halfmoon.errors import InvalidRequest
+
+PRICE_NOTE = (
+    "about the on-demand list price of GPU clouds in 2025, per device; rents differ by a factor of two: give your own"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device. Figures are peaks of the data sheet, dense bfloat16; bandwidths are of one direction."""
+
+    name: str
+    flops: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float  # to its neighbours in a node: NVLink, or PCIe
+    network_bytes_per_s: float  # its share of the node's network
+    price_per_hour: float  # US dollars
+    source: str
+
+
+DEVICES: MappingProxyType[str, Device] = MappingProxyType(
+    {
+        one.name: one
+        for one in (
+            Device("a100-80g", 312e12, 80e9, 2.039e12, 300e9, 25e9, 1.8, "NVIDIA A100 80GB SXM data sheet; HDR 200"),
+            Device("h100", 989e12, 80e9, 3.35e12, 450e9, 50e9, 3.0, "NVIDIA H100 SXM data sheet; NDR 400"),
+            Device("h200", 989e12, 141e9, 4.8e12, 450e9, 50e9, 3.8, "NVIDIA H200 SXM data sheet; NDR 400"),
+            Device("b200", 2250e12, 180e9, 7.7e12, 900e9, 50e9, 5.0, "NVIDIA HGX B200 data sheet; NDR 400"),
+            Device("l40s", 362e12, 48e9, 0.864e12, 32e9, 12.5e9, 0.9, "NVIDIA L40S data sheet; PCIe 4 x16; 100 Gb/s"),
+            Device("cpu", 30e12, 256e9, 0.3e12, 20e9, 3e9, 1.5, "a 32-core server with AMX and 8 DDR5-4800 channels"),
+        )
+    }
+)
+
+
+def device(name: str) -> Device:
+    """A device of the catalogue. Raises InvalidRequest naming the known ones."""
+    if name.lower() not in DEVICES:
+        raise InvalidRequest(f"unknown hardware {name!r}: known are {', '.join(DEVICES)}", param="gpu")
+    return DEVICES[name.lower()]

@@ -1,0 +1,95 @@
+"""Latency from first principles: a step takes as long as its arithmetic or its memory traffic, less stated losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.sim.hardware import Device, device
+from halfmoon.sim.latency import LatencyModel, PrefillPiece, StepPiece
+from halfmoon.sim.model_shape import ModelShape
+
+_PIPELINE_HOP_S = 20e-6  # from stage to stage, beside the bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What of the data sheet a good engine gets, and what a step costs beside it.
+
+    The defaults are what makes the roofline meet the measured tables best over all (docs/planner.md has the errors).
+    """
+
+    flops: float = 0.6  # of matrix products
+    attention_flops: float = 0.3
+    memory: float = 0.7
+    link: float = 0.7
+    step_s: float = 2e-3  # scheduling, launching, sampling
+    all_reduce_s: float = 12e-6  # latency of one
+    kv_memory: float = 0.9  # of the device's memory, for weights and KV
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A model of known shape on hardware of the catalogue."""
+
+    shape: ModelShape
+    efficiency: Efficiency = Efficiency()
+    default_gpu: str | None = None
+
+    def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
+        """Raises InvalidRequest for unknown hardware, and where the weights leave no room for KV."""
+        name = gpu or self.default_gpu
+        if name is None:
+            raise InvalidRequest("a roofline needs to know the hardware: name a gpu for each group", param="gpu")
+        return _model(self.shape, device(name), self.efficiency, tensor_parallel, pipeline_parallel)
+
+
+def kv_capacity_tokens(shape: ModelShape, on: Device, num_devices: int, efficiency: Efficiency) -> int:
+    """Tokens of KV that fit beside the weights; negative where not even these fit."""
+    memory_bytes = on.memory_bytes * efficiency.kv_memory * num_devices
+    return int((memory_bytes - shape.weight_bytes) // shape.kv_bytes_per_token)
+
+
+def _model(shape: ModelShape, on: Device, efficiency: Efficiency, tp: int, pp: int) -> LatencyModel:
+    kv_tokens = kv_capacity_tokens(shape, on, tp * pp, efficiency)
+    if kv_tokens <= 0:
+        needed = shape.weight_bytes / on.memory_bytes / efficiency.kv_memory
+        raise InvalidRequest(
+            f"{shape.name} does not fit on {tp * pp} x {on.name}: its weights alone need {needed:.2g} of them",
+            param="tensor_parallel",
+        )
+    flops, memory = on.flops * efficiency.flops, on.memory_bytes_per_s * efficiency.memory
+    product_s = 2 * (shape.layer_params + shape.head_params) / (tp * pp) / flops  # one token
+    weights_s = shape.weight_bytes / (tp * pp) / memory
+    pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
+    pair_s = pair_flops / (tp * pp) / (on.flops * efficiency.attention_flops)
+    context_s = shape.kv_bytes_per_token / (min(tp, shape.num_kv_heads) * pp) / memory
+    fixed_s, token_s = _beside(shape, on, efficiency, tp, pp)
+    turn = weights_s / product_s  # tokens in a step from which on arithmetic takes longer than reading the weights
+    return LatencyModel(
+        prefill=(
+            PrefillPiece(0, PrefillModel(fixed_s + weights_s, token_s, pair_s)),
+            PrefillPiece(turn, PrefillModel(fixed_s, product_s + token_s, pair_s)),
+        ),
+        step=(
+            StepPiece(0, StepModel(fixed_s + weights_s, token_s, context_s)),
+            StepPiece(turn, StepModel(fixed_s, product_s + token_s, context_s)),
+        ),
+        kv_tokens=kv_tokens,
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        source=f"roofline of {shape.name} on {on.name}, TP{tp} x PP{pp}",
+        num_stages=pp,
+        num_devices=tp * pp,
+        launch_s=efficiency.step_s,
+    )
+
+
+def _beside(shape: ModelShape, on: Device, efficiency: Efficiency, tp: int, pp: int) -> tuple[float, float]:
+    """Seconds of communication of one stage: for a step, and for each token in it."""
+    row_bytes = shape.hidden * 2.0
+    link = on.link_bytes_per_s * efficiency.link
+    all_reduces = 2 * shape.num_layers / pp if tp > 1 else 0.0
+    fixed_s = all_reduces * efficiency.all_reduce_s + (_PIPELINE_HOP_S if pp > 1 else 0.0)
+    token_s = all_reduces * row_bytes * 2 * (tp - 1) / tp / link + (row_bytes / link if pp > 1 else 0.0)
+    return fixed_s, token_s
