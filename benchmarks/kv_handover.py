@@ -21,9 +21,9 @@ from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.decode_servicer import DecodeServicer
-from halfmoon.worker.main import worker_services
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
+from halfmoon.worker.serving import worker_services
 from halfmoon.worker.state import WorkerState
 
 WORKER = "worker"  # how kv_transfer is told to be one of the workers

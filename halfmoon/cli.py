@@ -12,6 +12,8 @@ from rich.console import Console
 import halfmoon
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv_commands import app as kv_app
+from halfmoon.sim.worker_profile import DEFAULT_PROFILE, PROFILES
+from halfmoon.simulated_up import SimulatedWorkers
 from halfmoon.up import UpOptions, run_up
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -35,6 +37,13 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class EngineKind(StrEnum):
+    """What computes: the model, or modelled latencies without one."""
+
+    REAL = "real"
+    SIM = "sim"
+
+
 class HandoverCodec(StrEnum):
     """How KV travels from prefill to decode."""
 
@@ -42,6 +51,13 @@ class HandoverCodec(StrEnum):
     INT8 = "int8"
     INT4 = "int4"
     FP8 = "fp8"
+
+
+class SimText(StrEnum):
+    """What simulated workers say: random words, or the prompt again."""
+
+    RANDOM = "random"
+    ECHO = "echo"
 
 
 @app.callback()
@@ -71,6 +87,15 @@ def up(
     state_dir: Annotated[Path, typer.Option(help="logs and the ledger")] = Path(".halfmoon"),
     console: Annotated[bool, typer.Option(help="start the Streamlit console, if it is installed")] = True,
     console_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the console")] = 8501,
+    engine: Annotated[
+        EngineKind, typer.Option(help="'sim': simulated workers, no weights and no torch")
+    ] = EngineKind.REAL,
+    sim_profile: Annotated[
+        str, typer.Option(help=f"latencies: {', '.join(PROFILES)}, or a JSON file")
+    ] = DEFAULT_PROFILE,
+    sim_time_scale: Annotated[float, typer.Option(help="simulated workers are so many times as fast")] = 1.0,
+    sim_text: Annotated[SimText, typer.Option(help="of simulated answers")] = SimText.RANDOM,
+    sim_processes: Annotated[int, typer.Option(min=1, help="processes that share the simulated workers")] = 1,
 ) -> None:
     """Starts gateway, workers, kvstore, planner and console on this host; Ctrl-C stops them all."""
     default = 0 if both else 1
@@ -89,6 +114,11 @@ def up(
             state_dir=state_dir.absolute(),
             console=console,
             console_port=console_port,
+            simulation=(
+                SimulatedWorkers(sim_profile, sim_time_scale, sim_text.value, num_processes=sim_processes)
+                if engine is EngineKind.SIM
+                else None
+            ),
         )
     except InvalidRequest as err:
         raise typer.BadParameter(err.message) from err

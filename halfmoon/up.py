@@ -20,6 +20,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, UnknownModel, leaf_errors
 from halfmoon.gpus import GPUShares, visible_gpus
+from halfmoon.policy.admission import AdmissionMode
+from halfmoon.policy.placement import PlacementMode
+from halfmoon.simulated_up import SimulatedWorkers, simulated_model, simulation_specs
 from halfmoon.supervisor import Child, ServiceSpec, Supervisor, children_ready
 
 _HEALTH_POLL_S = 0.1
@@ -41,6 +44,9 @@ class UpOptions:
     state_dir: Path = Path(".halfmoon")
     console: bool = True
     console_port: int = 8501
+    admission: AdmissionMode | None = None  # None: the gateway's own
+    placement: PlacementMode | None = None
+    simulation: SimulatedWorkers | None = None  # None: real engines
 
     def __post_init__(self) -> None:
         if self.state_dir.exists() and not self.state_dir.is_dir():
@@ -85,6 +91,8 @@ async def _run(options: UpOptions, supervisor: Supervisor, terminal: Console, ba
 
 async def _start(options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress) -> None:
     model = await _prepared(options.model, terminal)
+    if options.simulation is not None:
+        model = _Model(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
     gateway = await supervisor.start(_gateway_spec(options, model))
     announced = await gateway.ready
     others = [await supervisor.start(spec) for spec in _other_specs(options, model, announced["address"])]
@@ -125,7 +133,9 @@ def _gateway_spec(options: UpOptions, model: _Model) -> ServiceSpec:
     listen = ("--host", options.host, "--port", str(options.port), "--cluster-listen", "127.0.0.1:0")
     which = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
     codec = ("--handover-codec", options.handover_codec)
-    return ServiceSpec("gateway", ("-m", "services.gateway", *listen, *which, *codec), {})
+    modes = {"--admission": options.admission, "--placement": options.placement}
+    chosen = (part for name, mode in modes.items() if mode is not None for part in (name, mode))
+    return ServiceSpec("gateway", ("-m", "services.gateway", *listen, *which, *codec, *chosen), {})
 
 
 def _other_specs(options: UpOptions, model: _Model, cluster: str) -> list[ServiceSpec]:
@@ -138,6 +148,8 @@ def _other_specs(options: UpOptions, model: _Model, cluster: str) -> list[Servic
         ServiceSpec("planner", ("-m", "services.planner"), {}, restarts=True),
     ]
     counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
+    if options.simulation is not None:
+        return specs + simulation_specs(options.simulation, counts, cluster, which)
     workers = [(role, index) for role, count in counts.items() for index in range(count)]
     gpus = GPUShares(visible_gpus() if options.device != "cpu" else (), len(workers))
     for place, (role, index) in enumerate(workers):

@@ -13,8 +13,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SERVICES = ("gateway", "prefill", "decode", "kvstore", "planner")
-COMMAND_LINE = ("cli", "kv_commands", "up", "supervisor", "gpus")  # one room, `halfmoon.cli`, in several files
+SERVICES = ("gateway", "prefill", "decode", "kvstore", "planner", "simulation")
+COMMAND_LINE = (
+    "cli",
+    "kv_commands",
+    "up",
+    "simulated_up",
+    "replay",
+    "supervisor",
+    "gpus",
+)  # one room, `halfmoon.cli`, in several files
 ROOMS = ("errors", "pb", "kv", "engine", "policy", "sim", "rpc", "ledger", "worker")
 
 # A room may import itself, `halfmoon` (the version) and the rooms named here.
@@ -28,7 +36,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.engine": frozenset({"halfmoon.errors", "halfmoon.kv"}),
     "halfmoon.rpc": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.pb"}),
     "halfmoon.sim": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
-    "halfmoon.worker": frozenset(f"halfmoon.{room}" for room in ("engine", "kv", "rpc", "pb", "policy", "errors")),
+    "halfmoon.worker": frozenset(
+        f"halfmoon.{room}" for room in ("engine", "kv", "rpc", "pb", "policy", "sim", "errors")
+    ),
     "halfmoon.cli": frozenset(f"halfmoon.{room}" for room in ROOMS),
     **{f"services.{name}": frozenset(f"halfmoon.{room}" for room in ROOMS) for name in SERVICES},
     "services": frozenset(),
@@ -36,7 +46,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 TORCH_FREE_PACKAGES = (
     *(f"halfmoon/{room}" for room in ("kv", "policy", "sim", "rpc", "ledger", "pb")),
-    *(f"services/{name}" for name in ("gateway", "kvstore", "planner")),
+    *(f"services/{name}" for name in ("gateway", "kvstore", "planner", "simulation")),
 )
 TORCH_FREE_FILES = (
     "halfmoon/errors.py",

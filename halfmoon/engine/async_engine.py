@@ -106,6 +106,10 @@ class AsyncEngine:
         """As `Engine.stats`, between two steps."""
         return await self._call(self.engine.stats)
 
+    def stats_now(self) -> EngineStats:
+        """As `Engine.stats` beside a step: counts of two moments, maybe."""
+        return self.engine.stats()
+
     async def kv_write(
         self,
         request_id: str,

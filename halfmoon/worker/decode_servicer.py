@@ -9,7 +9,6 @@ from contextlib import aclosing
 
 import grpc
 
-from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.errors import Incompatible, InvalidRequest, NotFound
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.receiver import Commit, Effect, Reserve, Write, WriteFromDevice
@@ -19,6 +18,7 @@ from halfmoon.rpc.transfer import KVIntake, parse_body
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.worker.gone import Gone
 from halfmoon.worker.metrics import WorkerMetrics
+from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
 from halfmoon.worker.wire import request_from
 
@@ -33,7 +33,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: ServingEngine,
         state: WorkerState,
         metrics: WorkerMetrics,
         lease_s: float = LEASE_S,
@@ -91,7 +91,7 @@ class _Reception:
     `gone` tells when somebody else freed it: whoever cancels the request here ends its transfer, too.
     """
 
-    def __init__(self, engine: AsyncEngine, state: WorkerState) -> None:
+    def __init__(self, engine: ServingEngine, state: WorkerState) -> None:
         self._engine = engine
         self._state = state
         self._generation = types_pb2.Generation()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.errors import Cancelled, HalfmoonError, Unavailable
+from halfmoon.worker.serving_engine import ServingEngine
 
 
 class Gone:
@@ -14,7 +14,7 @@ class Gone:
     Event-loop thread only.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
         self.told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

@@ -31,10 +31,12 @@ class KVChannels:
         settings: LinkSettings | None = None,
         on_fallback: Callable[[str], None] = lambda transport: None,
         device: DeviceMemory | None = None,
+        max_idle: int = _MAX_IDLE,
     ) -> None:
         self._settings = settings or LinkSettings()
         self._on_fallback = on_fallback
         self._device = device
+        self._max_idle = max_idle
         self._channels: dict[str, _Channel] = {}  # least recently used first
 
     @contextmanager
@@ -55,8 +57,9 @@ class KVChannels:
         found = {address: channel.link.estimator.estimate for address, channel in self._channels.items()}
         return {address: estimate for address, estimate in found.items() if estimate is not None}
 
-    async def close_idle(self, max_idle: int = _MAX_IDLE) -> None:
-        """Closes channels that nobody uses, beyond the `max_idle` most recent ones."""
+    async def close_idle(self, max_idle: int | None = None) -> None:
+        """Closes channels that nobody uses, beyond the `max_idle` most recent ones (None: as many as are kept)."""
+        max_idle = self._max_idle if max_idle is None else max_idle
         idle = [address for address, channel in self._channels.items() if not channel.num_users]
         closing = [self._channels.pop(address) for address in idle[: max(0, len(idle) - max_idle)]]
         for channel in closing:  # no longer known, so that nobody takes one meanwhile

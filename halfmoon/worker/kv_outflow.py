@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.kv_access import NotWritten
 from halfmoon.errors import NotFound
 from halfmoon.kv.codec import Codec, encoded_bytes, gainful
@@ -17,6 +16,7 @@ from halfmoon.rpc.transfer import TransferSender
 from halfmoon.rpc.transport.protocol import StagingBuffer
 from halfmoon.worker.beside import beside
 from halfmoon.worker.gone import Gone
+from halfmoon.worker.serving_engine import ServingEngine
 
 
 class KVOutflow:
@@ -29,7 +29,7 @@ class KVOutflow:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: ServingEngine,
         transfer: TransferSender,
         layout: KVLayout,
         request_id: str,

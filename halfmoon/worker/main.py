@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import uuid
-from collections.abc import Callable
 
-import grpc
 import torch
 
 import halfmoon
@@ -18,28 +15,22 @@ from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.cuda_memory import CudaMemory
 from halfmoon.engine.engine import Engine
-from halfmoon.errors import InvalidRequest, Unavailable
-from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
+from halfmoon.errors import InvalidRequest
+from halfmoon.pb import gateway_pb2
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.server import advertised_address, running_server, until_told_to_stop
 from halfmoon.rpc.service import metrics_endpoint
-from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, raw_service
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.progress import loading_progress
-from halfmoon.worker.registration import Registration
+from halfmoon.worker.serving import ROLES, Serving, worker_services
 from halfmoon.worker.settings import WorkerSettings
 from halfmoon.worker.state import WorkerState
 
 log = logging.getLogger(__name__)
-
-_ROLES = {"prefill": types_pb2.PREFILL, "decode": types_pb2.DECODE, "both": types_pb2.BOTH}
-_GATEWAY_PATIENCE_S = 5.0  # a gateway that stopped reading its tokens for this long has given its requests up
-_SWEEP_S = 1.0
-_SETTLE_POLL_S = 0.05
 
 
 async def serve(settings: WorkerSettings) -> None:
@@ -66,70 +57,10 @@ async def serve(settings: WorkerSettings) -> None:
             await server.set_serving()
             with metrics_endpoint(settings.metrics_port, metrics.registry):
                 log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
-                await _until_stopped(
-                    settings, async_engine, state, lambda: state.load(async_engine, prefill.links()), stopping, death
-                )
+                work = Serving(async_engine, state, lambda: state.load(async_engine, prefill.links()), death)
+                await work.until_stopped(settings.gateway, settings.drain_s, stopping)
         await prefill.close()
         decode.close()
-
-
-def worker_services(prefill: PrefillServicer, decode: DecodeServicer) -> tuple[Callable[[grpc.aio.Server], None], ...]:
-    """What a worker's server offers, whatever its role."""
-    return (
-        lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server),
-        lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(decode, server),
-        raw_service(KV_TRANSFER, {PUSH: decode.push}),
-    )
-
-
-async def _until_stopped(
-    settings: WorkerSettings,
-    engine: AsyncEngine,
-    state: WorkerState,
-    load: Callable[[], gateway_pb2.WorkerLoad],
-    stopping: asyncio.Task[None],
-    death: asyncio.Future[BaseException],
-) -> None:
-    registrations = [
-        Registration(address.strip(), state.identity, load, state.cached_blocks.feed())
-        for address in settings.gateway.split(",")
-    ]
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(registration.run()) for registration in registrations]
-        tasks.append(group.create_task(_sweep(engine, state)))
-        tasks.append(group.create_task(_watch(death, state)))
-        await stopping
-        state.draining = True
-        for registration in registrations:
-            registration.report_now()
-        await _settle(engine, settings.drain_s)
-        for task in tasks:
-            task.cancel()
-
-
-async def _sweep(engine: AsyncEngine, state: WorkerState) -> None:
-    """Ends the requests of gateways that are gone."""
-    while True:
-        await asyncio.sleep(_SWEEP_S)
-        for request_id in state.router.abandoned(_GATEWAY_PATIENCE_S):
-            log.warning("request.abandoned", extra={"request_id": request_id})
-            await engine.cancel(request_id)
-
-
-async def _watch(death: asyncio.Future[BaseException], state: WorkerState) -> None:
-    """Raises if the engine's thread dies, so that the process ends and its gateway places elsewhere."""
-    error = Unavailable(f"the engine of this worker died: {await death!r}")
-    state.router.forget_all(error)
-    raise error
-
-
-async def _settle(engine: AsyncEngine, patience_s: float) -> None:
-    """Returns when no request is left, or after `patience_s`."""
-    for _ in range(math.ceil(patience_s / _SETTLE_POLL_S)):
-        stats = engine.engine.stats()
-        if stats.num_running + stats.num_waiting + stats.num_reserved + stats.num_held == 0:
-            return
-        await asyncio.sleep(_SETTLE_POLL_S)
 
 
 def _load_engine(settings: WorkerSettings) -> Engine:
@@ -184,7 +115,7 @@ def _device_memory(engine: Engine) -> CudaMemory | None:
 def _identity(settings: WorkerSettings, engine: Engine, address: str) -> gateway_pb2.WorkerIdentity:
     return gateway_pb2.WorkerIdentity(
         worker_id=f"{settings.role}-{uuid.uuid4().hex[:8]}",
-        role=_ROLES[settings.role],
+        role=ROLES[settings.role],
         address=address,
         model=settings.model_name or engine.checkpoint.name,
         model_fingerprint=engine.checkpoint.fingerprint,

@@ -9,7 +9,6 @@ from contextlib import aclosing
 
 import grpc
 
-from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import KVRange
 from halfmoon.pb import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
@@ -23,6 +22,7 @@ from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.kv_outflow import KVOutflow
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefilling import Prefilling
+from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
 from halfmoon.worker.wire import codec_from
 
@@ -36,16 +36,18 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: ServingEngine,
         state: WorkerState,
         metrics: WorkerMetrics,
         link_settings: LinkSettings | None = None,
         device: DeviceMemory | None = None,
+        channels: KVChannels | None = None,
     ) -> None:
+        """`channels`: those of the process, where several workers share them; else its own, made with the others."""
         self._engine = engine
         self._state = state
         self._metrics = metrics
-        self._channels = KVChannels(
+        self._channels = channels or KVChannels(
             link_settings, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device
         )
 

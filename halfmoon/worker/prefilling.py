@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.kv_watch import OnKV
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb import prefill_pb2, types_pb2
+from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
 from halfmoon.worker.token_router import FirstOutput
 from halfmoon.worker.wire import request_from, token_message
@@ -18,7 +18,7 @@ class Prefilling:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: ServingEngine,
         state: WorkerState,
         generation: types_pb2.Generation,
         *,

@@ -6,7 +6,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 
-from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.config import StepResult
 from halfmoon.errors import Cancelled, Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.layout import KVLayout
@@ -14,6 +13,7 @@ from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.worker.block_feed import CachedBlocks
 from halfmoon.worker.metrics import WorkerMetrics
+from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.token_router import TokenRouter
 
 _NUM_REMEMBERED = 10_000
@@ -69,9 +69,9 @@ class WorkerState:
         self.router.note_begun(result.num_cached_tokens, now_s() - result.duration_s)
         self.router.deliver(result.outputs)
 
-    def load(self, engine: AsyncEngine, links: Mapping[str, LinkEstimate]) -> gateway_pb2.WorkerLoad:
+    def load(self, engine: ServingEngine, links: Mapping[str, LinkEstimate]) -> gateway_pb2.WorkerLoad:
         """The next load report. links: by the receiver's address."""
-        stats = engine.engine.stats()  # not between steps: a heartbeat must not wait for a long one
+        stats = engine.stats_now()  # not between steps: a heartbeat must not wait for a long one
         self._num_loads += 1
         self._metrics.observe_stats(stats)
         timings, self._timings = self._timings, deque(maxlen=_MAX_TIMINGS)

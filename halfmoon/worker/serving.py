@@ -1,0 +1,95 @@
+"""What a worker does while it serves, whatever its engine: it is a member of its gateways, until it has drained."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+
+import grpc
+
+from halfmoon.errors import Unavailable
+from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
+from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, raw_service
+from halfmoon.worker.decode_servicer import DecodeServicer
+from halfmoon.worker.prefill_servicer import PrefillServicer
+from halfmoon.worker.registration import Registration
+from halfmoon.worker.serving_engine import ServingEngine
+from halfmoon.worker.state import WorkerState
+
+log = logging.getLogger(__name__)
+
+ROLES = {"prefill": types_pb2.PREFILL, "decode": types_pb2.DECODE, "both": types_pb2.BOTH}
+
+_GATEWAY_PATIENCE_S = 5.0  # a gateway that stopped reading its tokens for this long has given its requests up
+_SWEEP_S = 1.0
+_SETTLE_POLL_S = 0.05
+
+
+def worker_services(prefill: PrefillServicer, decode: DecodeServicer) -> tuple[Callable[[grpc.aio.Server], None], ...]:
+    """What a worker's server offers, whatever its role."""
+    return (
+        lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server),
+        lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(decode, server),
+        raw_service(KV_TRANSFER, {PUSH: decode.push}),
+    )
+
+
+class Serving:
+    """Owns the tasks of one serving worker. `death` resolves to what killed its engine; `load` is the next report."""
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        state: WorkerState,
+        load: Callable[[], gateway_pb2.WorkerLoad],
+        death: asyncio.Future[BaseException],
+    ) -> None:
+        self._engine = engine
+        self._state = state
+        self._load = load
+        self._death = death
+
+    async def until_stopped(self, gateways: str, drain_s: float, stopping: asyncio.Future[None]) -> None:
+        """A member of `gateways` (host:port, by commas) until `stopping` is done, then `drain_s` more at most.
+
+        Raises what a gateway refuses it with, and Unavailable when the engine dies.
+        """
+        registrations = [
+            Registration(address.strip(), self._state.identity, self._load, self._state.cached_blocks.feed())
+            for address in gateways.split(",")
+        ]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(registration.run()) for registration in registrations]
+            tasks.append(group.create_task(self._sweep()))
+            tasks.append(group.create_task(self._watch()))
+            await asyncio.wait({stopping})
+            self._state.draining = True
+            for registration in registrations:
+                registration.report_now()
+            await self._settle(drain_s)
+            for task in tasks:
+                task.cancel()
+
+    async def _sweep(self) -> None:
+        """Ends the requests of gateways that are gone."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            for request_id in self._state.router.abandoned(_GATEWAY_PATIENCE_S):
+                log.warning("request.abandoned", extra={"request_id": request_id})
+                await self._engine.cancel(request_id)
+
+    async def _watch(self) -> None:
+        """Raises if the engine dies, so that the process ends and its gateway places elsewhere."""
+        error = Unavailable(f"the engine of this worker died: {await self._death!r}")
+        self._state.router.forget_all(error)
+        raise error
+
+    async def _settle(self, patience_s: float) -> None:
+        """Returns when no request is left, or after `patience_s`."""
+        for _ in range(math.ceil(patience_s / _SETTLE_POLL_S)):
+            stats = self._engine.stats_now()
+            if stats.num_running + stats.num_waiting + stats.num_reserved + stats.num_held == 0:
+                return
+            await asyncio.sleep(_SETTLE_POLL_S)

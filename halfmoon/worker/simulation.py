@@ -1,0 +1,149 @@
+"""Many simulated workers in one process, each with an address and a membership of its own. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import halfmoon
+from halfmoon.kv.keys import root_key
+from halfmoon.kv.layout import KVLayout
+from halfmoon.pb import gateway_pb2
+from halfmoon.rpc.layout_message import layout_message
+from halfmoon.rpc.server import running_server
+from halfmoon.rpc.transport.link import LinkSettings
+from halfmoon.sim.answers import AnswerModel
+from halfmoon.sim.modelled_engine import ModelledEngine
+from halfmoon.sim.worker_profile import WorkerProfile
+from halfmoon.worker.decode_servicer import LEASE_S, DecodeServicer
+from halfmoon.worker.kv_channels import KVChannels
+from halfmoon.worker.metrics import WorkerMetrics
+from halfmoon.worker.prefill_servicer import PrefillServicer
+from halfmoon.worker.serving import ROLES, Serving, worker_services
+from halfmoon.worker.settings import RoleName
+from halfmoon.worker.simulated_engine import SimulatedEngine
+from halfmoon.worker.state import WorkerState
+
+_MAX_IDLE_LINKS = 1024  # of the process, whose workers share them
+_GRACE_S = 0.2  # what a worker's server gives streams that have nothing left to say
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """What all workers of a simulation serve."""
+
+    name: str
+    fingerprint: str
+    profile: WorkerProfile
+    block_tokens: int
+    answers: AnswerModel
+
+    @property
+    def layout(self) -> KVLayout:
+        """As the protocol carries it, four bytes a token: how long the KV is under way is the profile's to say."""
+        return KVLayout(1, 1, 1, "float16", self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedCluster:
+    """Where the workers of a simulation are, and how they end."""
+
+    gateways: str  # host:port of cluster services, separated by commas
+    host: str = "127.0.0.1"
+    lease_s: float = LEASE_S
+    drain_s: float = 0.0  # what running requests get when the simulation stops
+
+
+class SimulatedWorker:
+    """Owns nothing: names a worker that `Simulation` runs."""
+
+    def __init__(self, role: RoleName) -> None:
+        self.role = role
+        self.worker_id = f"sim-{role}-{uuid.uuid4().hex[:8]}"
+        self.address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+
+class Simulation:
+    """Owns the workers' tasks, and the KV links that the workers share: one to each address."""
+
+    def __init__(self, model: SimulatedModel, cluster: SimulatedCluster, workers: asyncio.TaskGroup) -> None:
+        self._model = model
+        self._cluster = cluster
+        self._workers = workers
+        self._tasks: dict[SimulatedWorker, asyncio.Task[None]] = {}
+        self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._channels = KVChannels(LinkSettings(transports=()), max_idle=_MAX_IDLE_LINKS)
+
+    async def start(self, role: RoleName) -> SimulatedWorker:
+        """One more worker; returns when it listens. It is a member a moment later."""
+        worker = SimulatedWorker(role)
+        self._tasks[worker] = self._workers.create_task(self._run(worker))
+        await worker.address
+        return worker
+
+    async def kill(self, worker: SimulatedWorker) -> None:
+        """Ends a worker without a word to anybody, as a crash would."""
+        task = self._tasks.pop(worker)
+        task.cancel()
+        await asyncio.wait({task})
+
+    def stop(self) -> None:
+        """The workers drain and end. Idempotent."""
+        if not self._stopping.done():
+            self._stopping.set_result(None)
+
+    async def close(self) -> None:
+        """Closes the links."""
+        await self._channels.close_idle(0)
+
+    async def _run(self, worker: SimulatedWorker) -> None:
+        model, metrics = self._model, WorkerMetrics()
+        modelled = ModelledEngine(model.profile, model.block_tokens)
+        identity = gateway_pb2.WorkerIdentity()
+        state = WorkerState(identity, model.layout, metrics)
+        root = None if worker.role == "decode" else root_key(model.fingerprint, model.layout)
+        engine = SimulatedEngine(modelled, model.layout, root, model.answers, state.on_step)
+        async with engine.running() as death:
+            prefill = PrefillServicer(engine, state, metrics, channels=self._channels)
+            decode = DecodeServicer(engine, state, metrics, self._cluster.lease_s)
+            services = worker_services(prefill, decode)
+            async with running_server(f"{self._cluster.host}:0", services, metrics.rpc, _GRACE_S) as server:
+                address = f"{self._cluster.host}:{server.port}"
+                identity.CopyFrom(self._identity(worker, address, modelled.blocks.num_blocks))
+                await server.set_serving()
+                worker.address.set_result(address)
+                serving = Serving(engine, state, lambda: state.load(engine, {}), death)
+                await serving.until_stopped(self._cluster.gateways, self._cluster.drain_s, self._stopping)
+            decode.close()
+
+    def _identity(self, worker: SimulatedWorker, address: str, num_blocks: int) -> gateway_pb2.WorkerIdentity:
+        model = self._model
+        return gateway_pb2.WorkerIdentity(
+            worker_id=worker.worker_id,
+            role=ROLES[worker.role],
+            address=address,
+            model=model.name,
+            model_fingerprint=model.fingerprint,
+            layout=layout_message(model.layout),
+            context_tokens=model.profile.context_tokens,
+            total_blocks=num_blocks,
+            version=halfmoon.__version__,
+            device=f"simulated {model.profile.name}",
+            pid=os.getpid(),
+        )
+
+
+@asynccontextmanager
+async def running_simulation(model: SimulatedModel, cluster: SimulatedCluster) -> AsyncIterator[Simulation]:
+    """Workers can be started and killed inside; the others drain at the end. Raises, as a group, what ended one."""
+    async with asyncio.TaskGroup() as workers:
+        simulation = Simulation(model, cluster, workers)
+        try:
+            yield simulation
+        finally:
+            simulation.stop()
+    await simulation.close()

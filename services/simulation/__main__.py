@@ -1,0 +1,49 @@
+"""`python -m services.simulation`: simulated workers of one or more gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.server import until_told_to_stop
+from halfmoon.rpc.service import service_main
+from halfmoon.sim.answers import AnswerModel
+from halfmoon.sim.worker_profile import load_profile
+from halfmoon.worker.settings import RoleName
+from halfmoon.worker.simulation import SimulatedCluster, SimulatedModel, running_simulation
+from services.simulation.settings import SimulationSettings
+
+log = logging.getLogger(__name__)
+
+
+async def serve(settings: SimulationSettings) -> None:
+    """Runs the workers until told to stop. Raises InvalidRequest for none at all, or an unknown profile."""
+    counts: dict[RoleName, int] = {"prefill": settings.prefill, "decode": settings.decode, "both": settings.both}
+    if not any(counts.values()):
+        raise InvalidRequest("nothing is simulated: give --prefill, --decode or --both a number")
+    stopping = asyncio.create_task(until_told_to_stop())
+    cluster = SimulatedCluster(settings.gateway, settings.host, settings.lease_s, settings.drain_s)
+    async with running_simulation(_model(settings), cluster) as simulation:
+        for role, count in counts.items():
+            for _ in range(count):
+                await simulation.start(role)
+        log.info("service.ready", extra={"num_workers": sum(counts.values())})
+        await stopping
+
+
+def _model(settings: SimulationSettings) -> SimulatedModel:
+    checkpoint = prepare_checkpoint(settings.model)
+    answers = AnswerModel(checkpoint.model_config.vocab_size, settings.text, settings.length, settings.median_tokens)
+    return SimulatedModel(
+        settings.model_name or checkpoint.name,
+        checkpoint.fingerprint,
+        load_profile(settings.profile).scaled(settings.time_scale),
+        settings.block_tokens,
+        answers,
+    )
+
+
+if __name__ == "__main__":
+    service_main("simulation", SimulationSettings, serve)
