@@ -16,7 +16,7 @@ from services.gateway.control import ControlEndpoints
 from services.gateway.cors import Cors
 from services.gateway.endpoints import GenerationEndpoints
 from services.gateway.errors_http import error_response, http_error_response
-from services.gateway.replies import ClientGone
+from services.gateway.event_body import ClientGone
 from services.gateway.request_ids import HEADER, assign_request_id, request_id_of
 from services.gateway.tokenizing import TokenizerEndpoints
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from halfmoon.errors import Cancelled, DeadlineExceeded, HalfmoonError, Unavailable
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, KVCodec, PrefillRequest
-from halfmoon.pb.types_pb2 import CANCELLED, ERROR, NOT_FINISHED, Generation, SamplingParams, Token
+from halfmoon.pb.types_pb2 import CANCELLED, ERROR, Generation, SamplingParams, Token
 from halfmoon.policy.classes import NO_PROMISES, QosClass
 from halfmoon.policy.latency import PrefillSample
 from halfmoon.policy.placement import Placement
 from halfmoon.rpc.peer import LONG_LIVED_S
 from services.gateway.cluster import Cluster, Worker
 from services.gateway.progress import Progress
+from services.gateway.token_flow import TokenFlow, TokenSink
 from services.gateway.token_order import TokenOrder
 from services.gateway.token_streams import (
     Event,
@@ -43,14 +42,6 @@ class RelayRequest:
     sampling: SamplingParams
     priority: int = 0  # smaller goes first
     qos: QosClass = NO_PROMISES
-
-
-class TokenSink(Protocol):
-    """Where the tokens of a request go."""
-
-    async def push(self, tokens: Sequence[Token]) -> bool:
-        """Takes tokens in order; True when no more are wanted."""
-        ...
 
 
 class Attempt:
@@ -97,13 +88,15 @@ class Attempt:
         prefill, decode = self._prefill.member, self._decode.member
         generation = self._message.generation
         num_prompt = len(generation.prompt_token_ids) + len(generation.output_token_ids)
-        with self._cluster.router.route(self._wire_id, prefill.worker_id, decode.worker_id) as route:
+        flow = TokenFlow(self._handle)
+        route = Route(frozenset((prefill.worker_id, decode.worker_id)), flow.put)
+        with self._cluster.router.route(self._wire_id, route):
             now_s = self._cluster.clock()
             membership.note_placed(self._wire_id, prefill, decode, num_prompt, self._num_cached, now_s)
             call = self._cluster.spawn(_call_prefill(self._prefill, self._message, route, self._cluster))
             complete = False
             try:
-                complete = await self._consume(route, sink)
+                complete = await flow.run(sink)
             finally:
                 membership.note_ended(self._wire_id, prefill, decode, self._cluster.clock())
                 self._end(call, complete)
@@ -115,31 +108,6 @@ class Attempt:
         else:
             call.cancel()
             self._cluster.cancel_request(self._decode, self._wire_id)
-
-    async def _consume(self, route: Route, sink: TokenSink) -> bool:
-        """True when the workers ended the request, False when the sink did."""
-        while True:
-            tokens, failure = self._take(await route.ready())
-            if tokens:
-                wants_no_more = await sink.push(tokens)
-                if tokens[-1].finish_reason != NOT_FINISHED:
-                    return True
-                if wants_no_more:
-                    return False
-            if failure is not None:
-                raise failure
-
-    def _take(self, events: Sequence[Event]) -> tuple[list[Token], HalfmoonError | None]:
-        """The tokens due after `events`, up to the last token or a failure."""
-        due: list[Token] = []
-        for event in events:
-            try:
-                due += self._handle(event)
-            except HalfmoonError as error:
-                return due, error
-            if due and due[-1].finish_reason != NOT_FINISHED:
-                break
-        return due, None
 
     def _handle(self, event: Event) -> list[Token]:
         match event:

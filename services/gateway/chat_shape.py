@@ -32,6 +32,11 @@ class ChatShape:
         self._new_tool_parser = new_tool_parser
         self._turns: dict[int, ToolTurn] = {}  # by choice
 
+    @property
+    def repeats(self) -> bool:
+        """Unless calls have to be found in the text."""
+        return self._new_tool_parser is None and self._wanted.only_text
+
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The role comes first, alone."""
         delta = {"role": "assistant", "content": ""}

@@ -34,6 +34,11 @@ class CompletionShape:
         self._per_prompt = per_prompt
         self._num_chars: defaultdict[int, int] = defaultdict(int)  # by choice, of all its tokens so far
 
+    @property
+    def repeats(self) -> bool:
+        """Whatever the text is."""
+        return self._wanted.only_text
+
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The prompt, if it is echoed."""
         if not self._echoes:

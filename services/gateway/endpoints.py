@@ -24,6 +24,7 @@ from services.gateway.client_text import shortened
 from services.gateway.completion_shape import CompletionShape
 from services.gateway.door import Door
 from services.gateway.errors_http import error_response, kind_of
+from services.gateway.event_body import ClientGone
 from services.gateway.fan_out import run_choices
 from services.gateway.intake import Intake, take_in_chat, take_in_completion
 from services.gateway.judge import Judge, caller_of
@@ -31,7 +32,7 @@ from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.received_body import receive_body
 from services.gateway.relay import Relay
-from services.gateway.replies import ChoiceSink, ClientGone, StreamReply, TakesPieces, WholeReply
+from services.gateway.replies import ChoiceSink, StreamReply, TakesPieces, WholeReply
 from services.gateway.request_ids import request_id_of
 from services.gateway.responses_intake import take_in_responses
 from services.gateway.responses_shape import ResponsesShape
@@ -165,8 +166,9 @@ class GenerationEndpoints:
 
     async def _run(self, intake: Intake, call: _Call, reply: TakesPieces) -> None:
         if intake.sampling.max_tokens == 0:  # an echo and nothing else
+            await reply.begin()
             for choice in call.choices.all:
-                await reply.put(choice.index, TextPiece("", (), (), "length"))
+                reply.put(choice.index, TextPiece("", (), (), "length"))
             return
         await run_choices(self._relay, call.choices, lambda choice: ChoiceSink(choice, reply))
 

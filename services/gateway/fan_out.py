@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from halfmoon.errors import leaf_errors
-from halfmoon.pb.types_pb2 import Token
-from services.gateway.attempt import TokenSink
 from services.gateway.choices import Choice, Choices
 from services.gateway.relay import Relay
+from services.gateway.token_flow import TokenSink
 
 SinkOf = Callable[[Choice], TokenSink]
 
@@ -48,8 +47,9 @@ class _Noting:
     def __init__(self, sink: TokenSink, begun: asyncio.Event) -> None:
         self._sink = sink
         self._begun = begun
+        self.push = sink.push
 
-    async def push(self, tokens: Sequence[Token]) -> bool:
-        """Passes the tokens on."""
+    async def begin(self) -> None:
+        """Tells."""
         self._begun.set()
-        return await self._sink.push(tokens)
+        await self._sink.begin()

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.layout import KVLayout
 from halfmoon.pb.prefill_pb2 import FP8, INT4, INT8, RAW, KVCodec
-from halfmoon.pb.types_pb2 import Token
 from halfmoon.policy.admission import AdmissionMode, Refused
 from halfmoon.policy.block_index import short_keys
 from halfmoon.policy.classes import Caller
@@ -22,9 +21,10 @@ from halfmoon.policy.gatekeeper import Admitted, Gatekeeper
 from halfmoon.policy.key_table import Keys
 from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules
 from halfmoon.policy.refinement import PredictionErrors
-from services.gateway.attempt import RelayRequest, TokenSink
+from services.gateway.attempt import RelayRequest
 from services.gateway.membership import Membership
 from services.gateway.progress import Progress
+from services.gateway.token_flow import TokenSink
 
 _LOWER: dict[KVCodec.ValueType, KVCodec.ValueType] = {RAW: INT8, FP8: INT4, INT8: INT4, INT4: INT4}
 _PRIORITIES_PER_CLASS = 1_000  # that a client may choose from: a class goes before all of the next one
@@ -152,13 +152,14 @@ class _FirstToken:
         self._sink = sink
         self._on_first = on_first
         self._has_begun = False
+        self.push = sink.push
 
-    async def push(self, tokens: Sequence[Token]) -> bool:
-        """Passes the tokens on."""
+    async def begin(self) -> None:
+        """Tells, the first time."""
         if not self._has_begun:
             self._has_begun = True
             self._on_first()
-        return await self._sink.push(tokens)
+        await self._sink.begin()
 
 
 def caller_of(headers: Mapping[str, str], model: str) -> Caller:

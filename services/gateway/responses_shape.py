@@ -17,6 +17,7 @@ class ResponsesShape:
     """Owns a response's text so far and the numbers of its events. There is one choice: one message of one text."""
 
     end = b""
+    repeats = False  # events have numbers
 
     def __init__(
         self,

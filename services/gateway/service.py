@@ -39,6 +39,7 @@ from services.gateway.tokenizing import TokenizerEndpoints
 log = logging.getLogger(__name__)
 
 _GOODBYE_S = 0.5  # for error events to reach their clients, after the grace
+_BACKLOG = 4_096  # connections that wait to be accepted: many clients may come at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
 
 
 async def _listen(runner: web.AppRunner, settings: GatewaySettings) -> int:
-    site = web.TCPSite(runner, settings.host, settings.port)
+    site = web.TCPSite(runner, settings.host, settings.port, backlog=_BACKLOG)
     try:
         await site.start()
     except OSError as error:

@@ -39,6 +39,11 @@ class Wanted:
     tokens_as_ids: bool = False  # logprobs name tokens by id
     usage: Literal["none", "last", "running"] = "none"  # of a stream: in a last chunk; in every chunk too
 
+    @property
+    def only_text(self) -> bool:
+        """Whether a chunk in mid-stream carries nothing else that changes."""
+        return not (self.logprobs or self.token_ids or self.usage == "running")
+
     def of(self, piece: TextPiece) -> bool:
         """Whether a chunk of `piece` says something, be its text empty."""
         return bool(piece.text or (self.logprobs and piece.tokens) or (self.token_ids and piece.token_ids))
@@ -61,6 +66,11 @@ class Shape(Protocol):
     @property
     def end(self) -> bytes:
         """What is written after the last event of a stream that did not fail."""
+        ...
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the chunks of pieces of nothing but text, of one choice, differ in that text alone."""
         ...
 
     def opening(self, index: int) -> list[dict[str, Any]]:

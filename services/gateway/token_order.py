@@ -25,6 +25,9 @@ class TokenOrder:
         Decode tokens may overtake the first one, which is on another stream, and wait for it; after that, a skipped
         position is lost for good and raises HalfmoonError.
         """
+        if token.position == self._next and not self._early:  # as nearly always
+            self._next += 1
+            return [token]
         if token.position < self._next:
             return []
         self._early.setdefault(token.position, token)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.pb.decode_pb2 import StepTokens
@@ -14,8 +14,7 @@ from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver
 from halfmoon.pb.types_pb2 import Token
 
 
-@dataclass(frozen=True, slots=True)
-class TokenArrived:
+class TokenArrived(NamedTuple):
     """A token from the decode worker's stream, at the gateway's monotonic clock."""
 
     token: Token
@@ -59,23 +58,11 @@ class Stopping:
 Event = TokenArrived | FirstTokenArrived | HandedOver | PrefillEnded | WorkerLost | Stopping
 
 
-class Route:
-    """Owns the events of one attempt at a request that nobody has handled yet."""
+class Route(NamedTuple):
+    """Who hears of one attempt's events, and which workers it is on."""
 
-    def __init__(self, prefill_id: str, decode_id: str) -> None:
-        self.worker_ids = frozenset((prefill_id, decode_id))
-        self._queue: asyncio.Queue[Event] = asyncio.Queue()
-
-    def put(self, event: Event) -> None:
-        """Never waits: an attempt's events are bounded by its tokens."""
-        self._queue.put_nowait(event)
-
-    async def ready(self) -> list[Event]:
-        """Waits for an event; gives all that are there."""
-        events = [await self._queue.get()]
-        while not self._queue.empty():
-            events.append(self._queue.get_nowait())
-        return events
+    worker_ids: frozenset[str]
+    put: Callable[[Event], None]  # neither waits nor raises
 
 
 class TokenRouter:
@@ -89,23 +76,24 @@ class TokenRouter:
         return len(self._routes)
 
     @contextmanager
-    def route(self, request_id: str, prefill_id: str, decode_id: str) -> Iterator[Route]:
-        """Inside the block, events of `request_id` are kept for the caller; outside of it they are dropped.
+    def route(self, request_id: str, route: Route) -> Iterator[None]:
+        """Inside the block, events of `request_id` go to `route`; outside of it they are dropped.
 
         Raises GatewayStopping after `stop`.
         """
         self.check_running()
         assert request_id not in self._routes
-        route = self._routes[request_id] = Route(prefill_id, decode_id)
+        self._routes[request_id] = route
         try:
-            yield route
+            yield
         finally:
             del self._routes[request_id]
 
     def deliver(self, step: StepTokens, at_s: float) -> None:
         """Hands one engine step's tokens out; those of forgotten requests are dropped."""
+        routes = self._routes
         for token in step.tokens:
-            route = self._routes.get(token.request_id)
+            route = routes.get(token.request_id)
             if route is not None:
                 route.put(TokenArrived(token, at_s))
 

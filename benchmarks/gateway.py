@@ -1,0 +1,255 @@
+"""What one gateway process relays, and what it adds to the time to first token.
+
+    python -m benchmarks.gateway [--streams 1000] [--tokens 400] [--step-ms 0 50] [--repeat 3]
+
+A real gateway, alone on the last core of those that this process may use, between a worker that answers at once
+(benchmarks/instant_worker.py) and a client that counts events without parsing them; worker and client share the other
+cores. All streams run side by side. Figures, medians over the repeats:
+
+tokens/s        all tokens by the time from the first request to the last byte: of all three processes together.
+tokens/CPU s    tokens by the CPU seconds of the gateway alone: what one core relays where nothing else is slow. Of all
+                work, and of the tokens alone: the difference to a run of few tokens, so that requests do not count.
+CPU ms/request  the rest of that difference: what a request costs beside its tokens.
+tokens/event    how many tokens one server-sent event carries: more than 1 where the gateway is behind.
+added TTFT      one request at a time: HTTP request to first event, less what the same Prefill call to the worker takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import secrets
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import psutil
+
+from benchmarks.instant_worker import TEXT
+from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.engine.tokenizer import Tokenizer
+from halfmoon.pb.prefill_pb2 import PrefillRequest
+from halfmoon.pb.prefill_pb2_grpc import PrefillStub
+from halfmoon.pb.types_pb2 import Generation, SamplingParams
+from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.service import run_service
+from halfmoon.supervisor import ServiceSpec, Supervisor
+
+_FEW_TOKENS = 8
+_TIMEOUT_S = 300
+_NUM_TTFT = 300
+_NUM_WARM = 20
+_EVENT = b"data: {"
+_USAGE = re.compile(rb'"completion_tokens":(\d+)')
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A running gateway with its worker."""
+
+    host: str
+    port: int
+    worker: str
+    process: psutil.Process
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of the gateway so far."""
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+
+class Stream(asyncio.Protocol):
+    """Owns one request over a connection of its own; counts events as they pass."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self.num_events = 0
+        self.num_tokens = 0
+        self.first_s: float | None = None
+        self.tail = b""
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(self._request)  # uvloop's is none by its class
+
+    def data_received(self, data: bytes) -> None:
+        seen = self.tail[1 - len(_EVENT) :] + data  # an event's mark may be cut
+        self.num_events += seen.count(_EVENT)
+        if self.first_s is None and self.num_events:
+            self.first_s = time.perf_counter()
+        self.tail = (self.tail + data)[-1_000:]
+        if self.tail.endswith(b"\r\n0\r\n\r\n") and not self.ended.done():
+            self._end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(RuntimeError(f"the stream broke off: {self.tail[-300:]!r}"))
+
+    def _end(self) -> None:
+        usage = _USAGE.search(self.tail)
+        if usage is None or b"[DONE]" not in self.tail:
+            self.ended.set_exception(RuntimeError(f"no whole answer: {self.tail[-300:]!r}"))
+            return
+        self.num_tokens = int(usage[1])
+        self.ended.set_result(None)
+
+
+def request_bytes(num_tokens: int) -> bytes:
+    """One streamed chat."""
+    body = json.dumps(
+        {
+            "model": "demo",
+            "messages": [{"role": "user", "content": TEXT}],
+            "max_tokens": num_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\nContent-Length: {len(body)}"
+    return head.encode() + b"\r\n\r\n" + body
+
+
+async def one(target: Target, num_tokens: int) -> Stream:
+    """A whole stream; its connection stays open until the end."""
+    loop = asyncio.get_running_loop()
+    transport, stream = await loop.create_connection(
+        lambda: Stream(request_bytes(num_tokens)), target.host, target.port
+    )
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            await stream.ended
+    finally:
+        transport.close()
+    return stream
+
+
+class Load(NamedTuple):
+    """What all streams together took."""
+
+    num_tokens: int
+    num_events: int
+    wall_s: float
+    cpu_s: float
+
+
+async def load(target: Target, num_streams: int, num_tokens: int) -> Load:
+    """All streams side by side."""
+    cpu_s, started_s = target.cpu_s, time.perf_counter()
+    streams = await asyncio.gather(*(one(target, num_tokens) for _ in range(num_streams)))
+    wall_s, cpu_s = time.perf_counter() - started_s, target.cpu_s - cpu_s
+    return Load(sum(s.num_tokens for s in streams), sum(s.num_events for s in streams), wall_s, cpu_s)
+
+
+async def added_ttft(target: Target) -> tuple[float, float]:
+    """Seconds: of a request through the gateway, and of the worker's own call; in turns, medians."""
+    checkpoint = prepare_checkpoint("demo")
+    prompt = Tokenizer(checkpoint).encode_chat([{"role": "user", "content": TEXT}])
+    through, direct = [], []
+    async with Peer(target.worker) as peer:
+        for _ in range(_NUM_TTFT):
+            started_s = time.perf_counter()
+            stream = await one(target, 1)
+            assert stream.first_s is not None
+            through.append(stream.first_s - started_s)
+            started_s = time.perf_counter()
+            generation = Generation(
+                request_id=secrets.token_hex(8), prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=1)
+            )
+            message = PrefillRequest(generation=generation)
+            async with peer.stream(PrefillStub(peer.channel).Prefill, message, deadline_s=10) as events:
+                async for _event in events:
+                    break
+            direct.append(time.perf_counter() - started_s)
+    return statistics.median(through), statistics.median(direct)
+
+
+@asynccontextmanager
+async def running_target(step_ms: float) -> AsyncIterator[Target]:
+    """A gateway on a core of its own, and its worker on the others."""
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as state:
+        supervisor = Supervisor(Path(state) / "logs", lambda service, event: None)
+        try:
+            os.sched_setaffinity(0, cores[-1:])  # a child inherits it
+            options = ("--port", "0", "--model", "demo", "--model-name", "demo", "--state-dir", state)
+            gateway = await supervisor.start(ServiceSpec("gateway", ("-m", "services.gateway", *options), {}))
+            os.sched_setaffinity(0, cores[:-1] or cores)
+            ready = await gateway.ready
+            arguments = ("-m", "benchmarks.instant_worker", "--gateway", ready["address"], "--step-ms", str(step_ms))
+            await supervisor.start(ServiceSpec("worker", arguments, {}))
+            host, _, port = ready["http"].removeprefix("http://").rpartition(":")
+            worker = await _worker_address(ready["http"])
+            yield Target(host, int(port), worker, psutil.Process(gateway.process.pid))
+        finally:
+            os.sched_setaffinity(0, cores)
+            await supervisor.stop()
+
+
+async def _worker_address(url: str) -> str:
+    import aiohttp
+
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{url}/halfmoon/v1/cluster") as response:
+                workers: list[dict[str, Any]] = (await response.json())["workers"]
+                if workers and workers[0]["listening"]:
+                    return str(workers[0]["address"])
+            await asyncio.sleep(0.05)
+
+
+async def figures(step_ms: float, num_streams: int, num_tokens: int) -> dict[str, float]:
+    """Every figure of one run."""
+    async with running_target(step_ms) as target:
+        await load(target, _NUM_WARM, _FEW_TOKENS)
+        through_s, direct_s = await added_ttft(target)
+        few = await load(target, num_streams, _FEW_TOKENS)
+        many = await load(target, num_streams, num_tokens)
+    token_cpu_s = (many.cpu_s - few.cpu_s) / (many.num_tokens - few.num_tokens)
+    request_cpu_s = (few.cpu_s - few.num_tokens * token_cpu_s) / num_streams
+    return {
+        "tokens/s": many.num_tokens / many.wall_s,
+        "tokens/CPU s, all work": many.num_tokens / many.cpu_s,
+        "tokens/CPU s, tokens alone": 1 / token_cpu_s,
+        "CPU s/1,000 tokens": 1_000 * token_cpu_s,
+        "CPU ms/request": 1_000 * request_cpu_s,
+        "tokens/event": many.num_tokens / (many.num_events - 2 * num_streams),
+        "gateway's share of its core": many.cpu_s / many.wall_s,
+        "TTFT ms": 1_000 * through_s,
+        "added TTFT ms": 1_000 * (through_s - direct_s),
+    }
+
+
+async def measure(step_ms: Sequence[float], num_streams: int, num_tokens: int, repeat: int) -> None:
+    """Measures and prints."""
+    found: dict[float, list[dict[str, float]]] = {one: [] for one in step_ms}
+    for _ in range(repeat):
+        for step in step_ms:
+            found[step].append(await figures(step, num_streams, num_tokens))
+    print(f"{num_streams} streams of {num_tokens} tokens" + "".join(f"{f'step {one:g} ms':>16}" for one in step_ms))
+    for name in found[step_ms[0]][0]:
+        medians = [statistics.median(run[name] for run in found[one]) for one in step_ms]
+        print(f"{name:30}" + "".join(f"{one:16.3f}" for one in medians))
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=1_000)
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[0.0, 50.0])
+    parser.add_argument("--repeat", type=int, default=3)
+    arguments = parser.parse_args()
+    run_service(lambda: measure(arguments.step_ms, arguments.streams, arguments.tokens, arguments.repeat))
+
+
+if __name__ == "__main__":
+    main()
