@@ -6,7 +6,8 @@ KV is that of English prose (Python's language reference, which every Python bri
 bfloat16, in float32 arithmetic. The next `--next` tokens of the text are read on top of what each codec leaves of it:
 KL(bfloat16 KV || codec) in nats and agreement of the likeliest token are means over them. Speeds are of one thread, in
 bytes of bfloat16 KV, over frames as a hand-over cuts them; medians of rounds in which the codecs take turns, beside a
-copy of the same bytes in the same round.
+copy of the same bytes in the same round. int2 is what the store makes of a prompt: blocks of 64 tokens, the last 128
+tokens as they are, which its ratio counts.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.tokenizer import Tokenizer
 from halfmoon.kv.codec import Codec, decode, encode, encoded_bytes
+from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.frame import plan_frames
 from halfmoon.kv.layout import KVLayout
+
+_BLOCK_TOKENS = 64
 
 Bits = NDArray[Any]  # [layers, 2, heads, tokens, head_dim]
 
@@ -76,12 +80,34 @@ def texts(tokenizer: Tokenizer, num_texts: int, num_tokens: int) -> list[list[in
     return found
 
 
+def lossy(codec: Codec, kv: Bits) -> Bits:
+    """What is left of a prompt's KV."""
+    if not (window := EntryCodec(codec).residual_tokens):
+        return decode(codec, encode(codec, kv, "bfloat16"), kv.shape, "bfloat16")
+    blocks = blocks_of(kv, window)
+    parts = [decode(codec, encode(codec, block, "bfloat16"), block.shape, "bfloat16") for block in blocks]
+    return np.concatenate([*parts, kv[:, :, :, -window:].view(np.uint16)], axis=3)
+
+
+def blocks_of(kv: Bits, window: int) -> list[Bits]:
+    """The whole blocks before the last `window` tokens."""
+    starts = range(0, kv.shape[3] - window, _BLOCK_TOKENS)
+    return [np.ascontiguousarray(kv[:, :, :, start : start + _BLOCK_TOKENS]) for start in starts]
+
+
+def ratio_of(codec: Codec, kv: Bits, frames: Sequence[Bits]) -> float:
+    """How much smaller a prompt becomes."""
+    if not (window := EntryCodec(codec).residual_tokens):
+        return kv.nbytes / sum(encoded_bytes(codec, frame.shape, "bfloat16") for frame in frames)
+    num_bytes = sum(encoded_bytes(codec, block.shape, "bfloat16") for block in blocks_of(kv, window))
+    return kv.nbytes / (num_bytes + kv[:, :, :, -window:].nbytes)
+
+
 def compare_tokens(model: Model, kv: Bits, next_ids: Sequence[int], found: dict[Codec, Found]) -> None:
     """Adds divergence and agreement on one passage."""
     reference = model.log_probs(kv, next_ids)
     for codec, one in found.items():
-        left = decode(codec, encode(codec, kv, "bfloat16"), kv.shape, "bfloat16")
-        log_probs = model.log_probs(left, next_ids)
+        log_probs = model.log_probs(lossy(codec, kv), next_ids)
         one.kl += (reference.exp() * (reference - log_probs)).sum(-1).tolist()
         one.agrees += (reference.argmax(-1) == log_probs.argmax(-1)).tolist()
 
@@ -114,17 +140,17 @@ def cut(kv: Bits) -> list[Bits]:
     ]
 
 
-def table(found: dict[Codec, Found], frames: Sequence[Bits], copy_s: float) -> str:
+def table(found: dict[Codec, Found], kv: Bits, frames: Sequence[Bits], copy_s: float) -> str:
     """One line a codec."""
     raw_bytes = sum(frame.nbytes for frame in frames)
     copy = raw_bytes / copy_s / 1e9
     lines = [f"{len(frames)} frames, {raw_bytes / 1e6:.1f} MB of bfloat16; a copy runs at {copy:.1f} GB/s"]
     lines.append(f"{'codec':6}{'ratio':>7}{'GB/s in':>9}{'GB/s out':>10}{'KL':>10}{'top-1 %':>9}")
     for codec, one in found.items():
-        ratio = raw_bytes / sum(encoded_bytes(codec, frame.shape, "bfloat16") for frame in frames)
         speeds = [raw_bytes / statistics.median(times_s) / 1e9 for times_s in (one.in_s, one.out_s)]
         shown = ["view", "view"] if codec is Codec.RAW else [f"{speed:.2f}" for speed in speeds]
         kl, agrees = statistics.mean(one.kl), 100 * statistics.mean(one.agrees)
+        ratio = ratio_of(codec, kv, frames)
         lines.append(f"{codec.name.lower():6}{ratio:6.2f}x{shown[0]:>9}{shown[1]:>10}{kl:10.1e}{agrees:9.1f}")
     return "\n".join(lines)
 
@@ -147,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measure_speed(frames, {codec: Found() for codec in Codec})  # does not count
     copies_s = [measure_speed(frames, found) for _ in range(options.repeat)]
     print(f"{checkpoint.name}: {options.prefixes} passages of {options.tokens} tokens, {options.next} read on top")
-    print(table(found, frames, statistics.median(copies_s)))
+    print(table(found, kv, frames, statistics.median(copies_s)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from halfmoon.engine.tokenizer import Tokenizer
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.layout import KVLayout
 
-NAMES = ("lz4", "zstd", "int8", "int8+zstd", "int4", "int4+zstd", "fp8", "fp8+zstd")
+NAMES = ("lz4", "zstd", "int8", "int8+zstd", "int4", "int4+zstd", "fp8", "fp8+zstd", "int2", "int2+zstd")
 
 
 def measure(blocks: Sequence[bytes], layout: KVLayout, num_rounds: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -12,6 +12,8 @@ from halfmoon.kv.codec import Codec, decode, encode, encoded_bytes
 from halfmoon.kv.codec.floats import UNSIGNED
 from halfmoon.kv.codec.lossless import Lossless, compress, compress_planes, decompress, decompress_planes
 from halfmoon.kv.layout import KVBytes, KVLayout
+
+_RESIDUAL_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,15 @@ class EntryCodec:
     def is_plain(self) -> bool:
         """Whether the bytes stay as they are."""
         return self == EntryCodec()
+
+    @property
+    def residual_tokens(self) -> int:
+        """Tokens at the end of a prompt that this is too coarse for (KIVI's residual window); 0 of most."""
+        return _RESIDUAL_TOKENS if self.quantiser is Codec.INT2 else 0
+
+    def of_residual(self) -> EntryCodec:
+        """How blocks of those tokens are stored instead: nothing is lost of them."""
+        return replace(self, quantiser=Codec.RAW)
 
     def encode(self, cells: KVBytes, layout: KVLayout) -> KVBytes:
         """cells: one whole block, raw, in canonical order."""

@@ -72,11 +72,14 @@ def request_from(message: pb.Generation, *, prefill_only: bool, arrival_s: float
 
 
 def codec_from(number: int) -> Codec:
-    """The codec that a request names. Raises Incompatible for one of a later release."""
+    """The codec that a request names. Raises Incompatible for one of a later release, or for stored blocks alone."""
     try:
-        return Codec(number)
+        codec = Codec(number)
     except ValueError:
         raise Incompatible(f"this worker does not know KV codec {number}", param="kv_codec") from None
+    if codec is Codec.INT2:
+        raise Incompatible("int2 is for stored blocks: it is too coarse for the end of a prompt", param="kv_codec")
+    return codec
 
 
 def token_message(output: TokenOutput) -> pb.Token:

@@ -75,6 +75,21 @@ class Catalog:
             self._touch(entry)
         return found
 
+    def goes_on(self, block: bytes, num_blocks: int) -> bool:
+        """Whether some prompt has at least `num_blocks` known blocks behind this one."""
+        entry = self._entries.get(block)
+        if entry is None or num_blocks == 0:
+            return entry is not None
+        return any(self.goes_on(child, num_blocks - 1) for child in entry.children)
+
+    def before(self, block: bytes, num_blocks: int) -> bytes | None:
+        """The block that is `num_blocks` before this one in its prompt; None if there is none."""
+        found: bytes | None = block
+        for _ in range(num_blocks):
+            entry = self._entries.get(found) if found is not None else None
+            found = None if entry is None else entry.meta.parent
+        return found
+
     def can_add(self, parent: bytes | None, tier: Tier) -> bool:
         """Whether the law lets a block that follows `parent` into the tier."""
         if parent is None:

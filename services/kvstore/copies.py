@@ -20,6 +20,7 @@ from services.kvstore.entry import Tier
 from services.kvstore.identity import BlockMeta
 from services.kvstore.options import PoolOptions
 from services.kvstore.record import Record
+from services.kvstore.residual import left_behind
 
 
 class Copies:
@@ -44,10 +45,13 @@ class Copies:
         self._counts = counts
         self._demoters = self._make_demoters()
 
-    def enqueue(self, block: bytes) -> None:
+    def enqueue(self, newest: BlockMeta) -> None:
         """A new block is in DRAM."""
         for demoter in self._demoters.values():
-            demoter.enqueue(block)
+            demoter.enqueue(newest.id)
+            behind = left_behind(demoter.codec, newest, self._catalog)
+            if behind is not None:
+                demoter.renew(behind)
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """What has to run."""

@@ -23,6 +23,7 @@ from services.kvstore.dram import Block, DramTier
 from services.kvstore.entry import Tier
 from services.kvstore.identity import BlockMeta
 from services.kvstore.record import Record, encode_record
+from services.kvstore.residual import codec_for
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Demoter:
         fetch: a record from a tier between DRAM and this one.
         """
         self._tier = tier
-        self._codec = codec
+        self.codec = codec
         self._budget_bytes = budget_bytes
         self._store = store
         self._breaker = breaker
@@ -67,7 +68,7 @@ class Demoter:
         self._counts = counts
         self._fetch = fetch
         self._batch_bytes = min(BATCH_BYTES, budget_bytes // 4)
-        self._waiting: OrderedDict[bytes, None] = OrderedDict()
+        self._waiting: OrderedDict[bytes, bool] = OrderedDict()  # True: to be written even if the tier has it
         self._has_some = asyncio.Event()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -81,12 +82,13 @@ class Demoter:
         """The block should be in the tier, too."""
         if self._catalog.is_in(block, self._tier) or block in self._waiting:
             return
-        if len(self._waiting) >= MAX_WAITING:
-            self._counts.add(self._tier, "skipped")
-            return
-        self._waiting[block] = None
-        self._has_some.set()
-        self._is_idle.clear()
+        if self._has_room():
+            self._wait_for(block, anew=False)
+
+    def renew(self, block: bytes) -> None:
+        """The tier's copy, if it has one, is to be replaced: its codec would be another one now."""
+        if self._catalog.is_in(block, self._tier) and block not in self._waiting and self._has_room():
+            self._wait_for(block, anew=True)
 
     async def idle(self) -> None:
         """Returns when nothing waits."""
@@ -102,6 +104,17 @@ class Demoter:
                 self._has_some.clear()
                 self._is_idle.set()
 
+    def _has_room(self) -> bool:
+        if len(self._waiting) < MAX_WAITING:
+            return True
+        self._counts.add(self._tier, "skipped")
+        return False
+
+    def _wait_for(self, block: bytes, anew: bool) -> None:
+        self._waiting[block] = anew
+        self._has_some.set()
+        self._is_idle.clear()
+
     async def _copy_some(self) -> None:
         taken, acquired, records = await self._gather()
         parents = [meta.parent for meta, _ in records if meta.parent is not None and meta.parent in self._catalog]
@@ -115,8 +128,8 @@ class Demoter:
         except (OSError, Unavailable) as err:
             self._counts.add(self._tier, "failed")
             log.warning("demotion.failed", extra={"tier": self._tier.name, "reason": str(err)[:300]})
-            for block in reversed(taken):
-                self._waiting[block] = None
+            for block, anew in reversed(taken.items()):
+                self._waiting[block] = anew
                 self._waiting.move_to_end(block, last=False)
         finally:
             for block in parents:
@@ -124,17 +137,17 @@ class Demoter:
             for found in acquired:
                 self._dram.release(found)
 
-    async def _gather(self) -> tuple[list[bytes], list[Block], list[Write]]:
+    async def _gather(self) -> tuple[dict[bytes, bool], list[Block], list[Write]]:
         """What to write next, each block after its parent, and the blocks whose rooms the records lie in."""
-        taken: list[bytes] = []
+        taken: dict[bytes, bool] = {}
         acquired: list[Block] = []
         records: dict[bytes, Write] = {}
         num_bytes = 0
         try:
             while self._waiting and num_bytes <= self._batch_bytes:
-                block, _ = self._waiting.popitem(last=False)
-                taken.append(block)
-                for wanted in self._chain(block, records):
+                block, anew = self._waiting.popitem(last=False)
+                taken[block] = anew
+                for wanted in [block] if anew and block in self._catalog else self._chain(block, records):
                     write = await self._record(wanted, acquired)
                     if write is None:
                         self._counts.add(self._tier, "skipped")
@@ -166,18 +179,15 @@ class Demoter:
         else:
             acquired.append(found)
             record = Record(found.meta, found.codec, found.room.view)
+        codec = codec_for(self.codec, record.meta, self._catalog)
         try:
             payload = record.payload
-            if record.codec != self._codec:
-                payload = await asyncio.to_thread(self._recode, record)
+            if record.codec != codec:
+                payload = await asyncio.to_thread(_recoded, record, codec)
         except HalfmoonError as err:
             log.warning("demotion.not_encoded", extra={"tier": self._tier.name, "reason": err.message})
             return None
-        return record.meta, encode_record(record.meta, self._codec, payload)
-
-    def _recode(self, record: Record) -> KVBytes:
-        assert record.meta.layout is not None
-        return self._codec.encode(record.cells(), record.meta.layout)
+        return record.meta, encode_record(record.meta, codec, payload)
 
     def _make_room(self, num_bytes: int) -> bool:
         while self._catalog.used_bytes(self._tier) + num_bytes > self._budget_bytes:
@@ -195,3 +205,8 @@ class Demoter:
             else:
                 self._counts.add(self._tier, "skipped")
                 self._catalog.reject(meta, self._tier)
+
+
+def _recoded(record: Record, codec: EntryCodec) -> KVBytes:
+    assert record.meta.layout is not None
+    return codec.encode(record.cells(), record.meta.layout)

@@ -17,6 +17,7 @@ from services.kvstore.disk import DiskTier
 from services.kvstore.dram import DramTier
 from services.kvstore.entry import Entry, Tier
 from services.kvstore.record import Record
+from services.kvstore.residual import codec_for
 
 log = logging.getLogger(__name__)
 
@@ -134,14 +135,14 @@ class Loader:
 
     async def _promote(self, record: Record) -> None:
         """A copy in DRAM, if there is room for it and the block is still wanted."""
-        payload = record.payload
-        if record.codec != self._dram_codec:
-            payload = await asyncio.to_thread(_recoded, record, self._dram_codec)
+        payload, codec = record.payload, codec_for(self._dram_codec, record.meta, self._catalog)
+        if record.codec != codec:
+            payload = await asyncio.to_thread(_recoded, record, codec)
         entry = self._catalog.get(record.meta.id)
         if entry is None or Tier.DRAM in entry.tiers:
             return
         try:
-            self._dram.insert(entry.meta if entry.meta.layout else record.meta, self._dram_codec, payload)
+            self._dram.insert(entry.meta if entry.meta.layout else record.meta, codec, payload)
         except (NoCapacity, NotFound) as err:
             self._counts.add(Tier.DRAM, "skipped")
             log.debug("promotion.skipped", extra={"reason": err.message})

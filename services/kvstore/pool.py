@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, NotFound
+from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, NoCapacity, NotFound
 from services.kvstore.breaker import CircuitBreaker
 from services.kvstore.catalog import Catalog
 from services.kvstore.cold import ColdTier
@@ -29,6 +29,7 @@ from services.kvstore.identity import BlockMeta
 from services.kvstore.loading import Loader
 from services.kvstore.options import PoolOptions
 from services.kvstore.record import Record
+from services.kvstore.residual import codec_for, left_behind
 from services.kvstore.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
@@ -129,14 +130,17 @@ class Pool:
 
     async def commit(self, draft: Draft) -> None:
         """Makes a block visible, whose every byte was written, and has it copied down behind the caller."""
-        codec = self.options.dram_codec
+        codec = codec_for(self.options.dram_codec, draft.meta, self.catalog)
         if codec.is_plain:
             self.dram.commit(draft)
         else:
             payload = await asyncio.to_thread(codec.encode, draft.room.view, draft.layout)
             self.dram.commit_encoded(draft, codec, payload)
         self.counts.num_stored += 1
-        self._copies.enqueue(draft.meta.id)
+        self._copies.enqueue(draft.meta)
+        behind = left_behind(self.options.dram_codec, draft.meta, self.catalog)
+        if behind is not None:
+            await self._encode_anew(behind)
 
     def discard(self, draft: Draft) -> None:
         """Ends a draft that was not committed."""
@@ -210,6 +214,18 @@ class Pool:
             return _loan_of(self.dram.acquire(block, use=False))
         except HalfmoonError:  # there was no room for it
             return Loan(record, None)
+
+    async def _encode_anew(self, block: bytes) -> None:
+        """The prompt has gone on: a block in DRAM gets the tier's codec, if there is room for both for a moment."""
+        codec = self.options.dram_codec
+        with contextlib.suppress(NotFound, DataLoss, NoCapacity):
+            loan = _loan_of(self.dram.acquire(block, use=False))
+            try:
+                if loan.record.codec != codec and loan.record.meta.layout is not None:
+                    payload = await asyncio.to_thread(codec.encode, loan.cells(), loan.record.meta.layout)
+                    self.dram.insert(loan.record.meta, codec, payload)
+            finally:
+                self.give_back(loan)
 
     async def _is_whole(self, meta: BlockMeta, tier: Tier) -> bool:
         try:

@@ -31,7 +31,7 @@ class KVStoreSettings(BaseSettings):
     dram_policy: PolicyName = Field("lru", description="which block leaves memory first")
     disk_policy: PolicyName = Field("lru", description="which block leaves the disk first")
     cold_policy: PolicyName = Field("lru", description="which block leaves the cold tier first")
-    dram_codec: str = Field("raw", description="raw, int8, int4, fp8, lz4, zstd, or two of them as in int8+zstd")
+    dram_codec: str = Field("raw", description="raw, int8, int4, int2, fp8, lz4, zstd, or two of them as in int8+zstd")
     disk_codec: str = Field("raw", description="as --dram-codec, for the disk")
     cold_codec: str = Field("raw", description="as --dram-codec, for the cold tier")
     ttl_s: float | None = Field(None, gt=0, description="blocks are forgotten this long after they were stored")

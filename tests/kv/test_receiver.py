@@ -245,4 +245,10 @@ def test_a_shard_is_a_whole_transfer() -> None:
 
 
 def test_codecs_known_today() -> None:
-    assert [(codec.name, int(codec)) for codec in Codec] == [("RAW", 0), ("INT8", 1), ("INT4", 2), ("FP8", 3)]
+    assert [(codec.name, int(codec)) for codec in Codec] == [
+        ("RAW", 0),
+        ("INT8", 1),
+        ("INT4", 2),
+        ("FP8", 3),
+        ("INT2", 4),
+    ]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.kv.codec import fp8, int4, int8
+from halfmoon.kv.codec import fp8, int2, int4, int8
 from halfmoon.kv.codec.floats import UNSIGNED, Bits, convert
 from halfmoon.kv.codec.names import Codec
 from halfmoon.kv.layout import KVBytes, KVDtype
@@ -32,7 +32,7 @@ class _Quantiser(Protocol):
     def decode(self, payload: KVBytes, shape: Shape, dtype: KVDtype) -> Bits: ...
 
 
-_QUANTISERS: dict[Codec, _Quantiser] = {Codec.INT8: int8, Codec.INT4: int4, Codec.FP8: fp8}
+_QUANTISERS: dict[Codec, _Quantiser] = {Codec.INT8: int8, Codec.INT4: int4, Codec.FP8: fp8, Codec.INT2: int2}
 
 
 def encoded_bytes(codec: Codec, shape: Shape, dtype: KVDtype) -> int:

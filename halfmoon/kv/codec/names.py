@@ -12,3 +12,4 @@ class Codec(IntEnum):
     INT8 = 1
     INT4 = 2
     FP8 = 3
+    INT2 = 4  # the store's alone: not the last tokens of a prompt, `EntryCodec.residual_tokens`
