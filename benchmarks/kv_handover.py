@@ -69,7 +69,7 @@ async def hand_over(transports: Sequence[str], num_tokens: int, repeat: int, cod
     print(f"\nhand-over of {num_tokens} tokens, one thread a worker, median of {repeat}")
     print(f"{'transport':10}{'codec':>7}{'prefill s':>11}{'exposed ms':>12}{'share':>8}")
     for transport in transports:
-        async with process(WORKER, "prefill", transport) as (_, p), process(WORKER, "decode", transport) as (_, d):
+        async with process(WORKER, "decode", transport) as (_, d), process(WORKER, "prefill", transport) as (_, p):
             (prefill, fingerprint), decode = p.split(), d.split()[0]
             async with Peer(prefill) as to_prefill, Peer(decode) as to_decode:
                 tokens = decode_pb2_grpc.DecodeStub(to_decode.channel).Tokens

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 _WEIGHT_KEPT = 0.9  # of what is known, with each new period: about the last ten count
 _PERIOD_BYTES = 64 << 20  # a period that never ends is cut here
+_MOST_ROUND_TRIPS = 4.0  # that a frame's way and its credit may take; a line far above them went through noise
 _NUM_ROUND_TRIPS = 16  # the least of so many counts: others waited for a connection or a busy event loop
 
 
@@ -23,7 +24,7 @@ class LinkEstimator:
 
     A busy period begins when bytes are under way and ends when all have been consumed; its bytes and seconds are one
     sample. The estimate is the line through the samples, weighted exponentially. Where they say nothing of the latency,
-    having one size, it is the round trip of a message without KV.
+    having one size, or nothing that can be believed, it is the round trip of a message without KV.
     """
 
     def __init__(self) -> None:
@@ -65,10 +66,10 @@ class LinkEstimator:
             return None
         slope = self._covariance / self._variance if self._variance > (0.01 * self._mean_bytes) ** 2 else 0.0
         latency_s = self._mean_s - slope * self._mean_bytes
-        if slope > 0 and latency_s >= 0:
+        round_trip_s = min(self._round_trips_s, default=None)
+        if slope > 0 and 0 <= latency_s and (round_trip_s is None or latency_s <= _MOST_ROUND_TRIPS * round_trip_s):
             return LinkEstimate(1.0 / slope, latency_s)
-        latency_s = min(self._round_trips_s, default=0.0)
-        latency_s = min(latency_s, self._mean_s / 2)  # a link has a bandwidth, whatever the round trips say
+        latency_s = min(round_trip_s or 0.0, self._mean_s / 2)  # a link has a bandwidth, whatever the round trips say
         return LinkEstimate(self._mean_bytes / (self._mean_s - latency_s), latency_s)
 
     def _add(self, num_bytes: int, seconds: float) -> None:

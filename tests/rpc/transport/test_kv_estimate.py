@@ -58,6 +58,17 @@ def test_one_size_and_round_trips_say_both() -> None:
     assert found.latency_s == pytest.approx(latency_s)
 
 
+def test_a_latency_of_many_round_trips_is_not_believed() -> None:
+    estimator = LinkEstimator()
+    estimator.answered(0.002)
+    for number in range(20):  # a little less takes hardly less: what was slow was something else
+        transfer(estimator, (8 + number % 2) * MB, float(number), 0.1 + 0.001 * (number % 2))
+    found = estimator.estimate
+    assert found is not None
+    assert found.latency_s == pytest.approx(0.002)
+    assert found.bandwidth_bytes_per_s == pytest.approx(8.5 * MB / 0.0985, rel=0.02)
+
+
 def test_round_trips_alone_do_not_make_a_link_infinitely_fast() -> None:
     estimator = LinkEstimator()
     estimator.answered(1.0)
