@@ -10,8 +10,9 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -163,6 +164,22 @@ class AsyncEngine:
             return encode(codec, decode(Codec.RAW, read(), shape, layout.dtype), layout.dtype, out)
 
         return await self._copy(partial(read, out) if codec is Codec.RAW else read_encoded)
+
+    @asynccontextmanager
+    async def cached(self, keys: Sequence[bytes]) -> AsyncIterator[list[int]]:
+        """The blocks of the leading keys that the prefix cache has; inside they stay, for `read_block`."""
+        blocks: list[int] = []
+        try:
+            await self._call(lambda: blocks.extend(self.engine.hold_cached(keys)))
+            yield blocks
+        finally:
+            self._put(
+                lambda: self.engine.let_cached_go(blocks)
+            )  # after the call above, whether that was awaited or not
+
+    async def read_block(self, block: int) -> memoryview:
+        """As `Engine.read_block`, beside the steps."""
+        return await self._copy(partial(self.engine.read_block, block))
 
     def _on_loop(self, on_kv: OnKV | None) -> OnKV | None:
         """What the engine's thread may call."""

@@ -86,6 +86,15 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockChain:
+    """The leading full blocks of one request whose K and V are in the prefix cache now."""
+
+    request_id: str
+    keys: tuple[bytes, ...]
+    tenant_salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What one step did. `context_tokens` is the sum of the sequences' lengths after it."""
 
@@ -100,6 +109,7 @@ class StepResult:
     )  # by request that began in this step
     stored_keys: tuple[bytes, ...] = ()  # of blocks that the prefix cache got since the step before
     evicted_keys: tuple[bytes, ...] = ()
+    chains: tuple[BlockChain, ...] = ()  # of prompts that are computed now, and of outputs that filled a block
 
     @property
     def is_empty(self) -> bool:

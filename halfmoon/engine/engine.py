@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 import torch
 
 from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.checkpoint import Checkpoint
-from halfmoon.engine.config import EngineConfig, EngineStats, StepResult
+from halfmoon.engine.config import BlockChain, EngineConfig, EngineStats, StepResult
 from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.device_path import capture_decode, choose_path
 from halfmoon.engine.kv_access import KVAccess, KVMemory
@@ -74,12 +76,13 @@ class Engine:
         self.context_tokens = min(self._most_tokens, self.num_blocks * config.block_tokens)  # of prompt and output
         self._limits = RequestLimits(model_config.vocab_size, self._most_tokens, self.num_blocks, self.layout)
         self._pool = BlockPool(self.num_blocks)
-        root = root_key(checkpoint.fingerprint, self.layout) if config.prefix_cache else None
+        root = partial(root_key, checkpoint.fingerprint, self.layout) if config.prefix_cache else None
         self._cache = PrefixCache(self._pool, config.block_tokens, root)
         limits = SchedulerLimits(config.step_tokens, config.prefill_chunk_tokens, config.max_running)
         self._scheduler = Scheduler(self._cache, config.block_tokens, limits)
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
+        self._chains: list[BlockChain] = []  # of the step that is being booked
         self._step_s = 0.0  # duration of the last step that computed something
 
     def _one_device(self, on_progress: Progress | None) -> tuple[ModelRunner, KVArena]:
@@ -181,6 +184,18 @@ class Engine:
         for request_id in tuple(self._sequences):
             self.cancel(request_id)
 
+    def hold_cached(self, keys: SequenceOf[bytes]) -> list[int]:
+        """Keeps the blocks of the leading keys that the prefix cache has, for `read_block`, until `let_cached_go`."""
+        return self._cache.hold(keys)
+
+    def read_block(self, block: int) -> memoryview:
+        """Canonical KV bytes of a block that is held, all layers. Any thread."""
+        return self._kv.read_block(block, self.layout)
+
+    def let_cached_go(self, blocks: SequenceOf[int]) -> None:
+        """Ends a `hold_cached`."""
+        self._cache.release(blocks)
+
     def release(self, request_id: str) -> None:
         """Drops the KV of a prefill-only request that has its token. Raises NotFound."""
         self._remove(self._in_state(request_id, "held"))
@@ -216,6 +231,7 @@ class Engine:
             outputs = self._advance(schedule, sampled)
         self._step_s = time.perf_counter() - started
         changes = self._cache.take_changes()
+        chains, self._chains = self._chains, []
         return StepResult(
             outputs=tuple(outputs),
             num_prefill_tokens=sum(item.num_tokens for item in schedule.scheduled[schedule.num_decode_seqs :]),
@@ -226,6 +242,7 @@ class Engine:
             duration_s=self._step_s,
             stored_keys=changes.stored,
             evicted_keys=changes.evicted,
+            chains=tuple(chains),
         )
 
     def stats(self) -> EngineStats:
@@ -277,13 +294,23 @@ class Engine:
         for item in schedule.scheduled:
             samples = item.samples
             item.sequence.num_computed += item.num_tokens
-            self._cache.insert(item.sequence)
+            has_new = self._cache.insert(item.sequence)
             self._kv_watch.advance(item.sequence)
             if samples:
+                self._note_chain(item.sequence, has_new)
                 token = next(tokens)
                 failed = token.token_id == ERROR_TOKEN_ID
                 outputs.append(self._fail(item.sequence) if failed else self._append(item, token))
         return outputs
+
+    def _note_chain(self, sequence: Sequence, has_new: bool) -> None:
+        """Of a prompt once, then with each block that was computed here."""
+        is_first = sequence.num_output == len(sequence.request.output_token_ids)
+        num_full = sequence.num_computed // self.layout.block_tokens
+        is_own = num_full * self.layout.block_tokens > sequence.num_received
+        if (is_first or has_new) and is_own and len(sequence.block_keys) >= num_full:
+            keys = tuple(sequence.block_keys[:num_full])
+            self._chains.append(BlockChain(sequence.request_id, keys, sequence.request.tenant_salt))
 
     def _append(self, item: ScheduledSequence, token: SampledToken) -> TokenOutput:
         sequence = item.sequence

@@ -8,6 +8,7 @@ from typing import Protocol
 from halfmoon.engine.sequence import Sequence
 from halfmoon.errors import InvalidRequest, NotFound
 from halfmoon.kv.device_bytes import KVPlace, KVSource
+from halfmoon.kv.layout import KVLayout
 
 
 class NotWritten(NotFound):
@@ -55,6 +56,10 @@ class KVAccess:
             if sequence.state != "reserved":
                 raise NotFound(f"request {sequence.request_id} is not reserved here")
             self._memory.write(sequence.blocks, layer_start, layer_end, start, num_tokens, payload)
+
+    def read_block(self, block: int, layout: KVLayout) -> memoryview:
+        """All of one block that nobody gives back or writes meanwhile."""
+        return self._memory.read((block,), 0, layout.num_layers, 0, layout.block_tokens)
 
     def read(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -23,10 +24,11 @@ class PrefixCache:
     """Owns the map from block keys to blocks, and the order in which unused ones are evicted (least recently used).
 
     It holds one reference to each cached block. A block that nobody else references is idle: still found by `match`,
-    and evicted when `allocate` runs short. Only whole, computed blocks are cached. With `root` None nothing is.
+    and evicted when `allocate` runs short. Only whole, computed blocks are cached. `root` gives the parent of a
+    tenant's first blocks by its salt; with None nothing is cached.
     """
 
-    def __init__(self, pool: BlockPool, block_tokens: int, root: bytes | None) -> None:
+    def __init__(self, pool: BlockPool, block_tokens: int, root: Callable[[bytes], bytes] | None) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
         self._root = root
@@ -73,11 +75,25 @@ class PrefixCache:
             if block in self._keys and self._pool.references(block) == 1:
                 self._idle[block] = None
 
-    def insert(self, sequence: Sequence) -> None:
-        """Makes the sequence's computed full blocks known. Of two equal blocks the first stays."""
+    def hold(self, keys: SequenceOf[bytes]) -> list[int]:
+        """References to the blocks of the leading keys that are here, to be given back with `release`."""
+        blocks: list[int] = []
+        for key in keys:
+            if key not in self._blocks:
+                break
+            blocks.append(self._blocks[key])
+            self._idle.pop(blocks[-1], None)
+        self._pool.share(blocks)
+        return blocks
+
+    def insert(self, sequence: Sequence) -> bool:
+        """Makes the sequence's computed full blocks known. Of two equal blocks the first stays.
+
+        False: there are none.
+        """
         num_full = sequence.num_computed // self._block_tokens
         if self._root is None or num_full <= sequence.num_known_blocks:
-            return
+            return False
         for index in range(sequence.num_known_blocks, num_full):
             key, block = self._key(sequence, index), sequence.blocks[index]
             if key not in self._blocks:
@@ -86,6 +102,7 @@ class PrefixCache:
                 self._keys[block] = key
                 _note(key, self._stored, self._evicted)
         sequence.num_known_blocks = num_full
+        return True
 
     def take_changes(self) -> CacheChanges:
         """What changed since the last call; a block that went and came back did not."""
@@ -113,8 +130,8 @@ class PrefixCache:
         keys = sequence.block_keys
         while len(keys) <= index:
             start = len(keys) * self._block_tokens
-            parent = keys[-1] if keys else self._root
-            assert parent is not None
+            assert self._root is not None
+            parent = keys[-1] if keys else self._root(sequence.request.tenant_salt)
             keys.append(child_key(parent, sequence.token_ids[start : start + self._block_tokens]))
         return keys[index]
 

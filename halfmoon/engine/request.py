@@ -65,6 +65,7 @@ class EngineRequest:
     prefill_only: bool = False
     priority: int = 0  # smaller goes first
     arrival_s: float = 0.0
+    tenant_salt: bytes = b""  # prefixes are shared among requests of one salt
 
 
 @dataclass(frozen=True, slots=True)

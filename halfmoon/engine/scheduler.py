@@ -101,7 +101,7 @@ class Scheduler:
     def start(self, sequence: Sequence, first_token_id: int) -> None:
         """The reserved sequence's K and V are in place: it decodes from the next step on."""
         del self._reserved[sequence.request_id]
-        sequence.num_computed = len(sequence.token_ids)
+        sequence.num_computed = sequence.num_received = len(sequence.token_ids)
         sequence.token_ids.append(first_token_id)
         self._run(sequence)
 

@@ -23,6 +23,7 @@ class Sequence:
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_computed = 0  # leading tokens whose K and V are in `blocks`
         self.num_cached = 0  # of those, how many came from the prefix cache
+        self.num_received = 0  # of those, how many came from another worker
         self.blocks: list[int] = []
         self.block_keys: list[bytes] = []  # of the leading full blocks, as far as they were needed
         self.num_known_blocks = 0  # leading blocks that the prefix cache has seen

@@ -102,12 +102,15 @@ class FirstToken(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     COMPUTE_S_FIELD_NUMBER: _builtins.int
+    NUM_LOADED_TOKENS_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """prompt tokens whose KV was not computed again"""
     queue_s: _builtins.float
     """from arrival at this worker to its first forward pass"""
     compute_s: _builtins.float
     """from there to the token"""
+    num_loaded_tokens: _builtins.int
+    """of the cached ones, those that came from the store"""
     @_builtins.property
     def token(self) -> _types_pb2.Token: ...
     def __init__(
@@ -117,10 +120,11 @@ class FirstToken(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         queue_s: _builtins.float = ...,
         compute_s: _builtins.float = ...,
+        num_loaded_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "num_cached_tokens", b"num_cached_tokens", "queue_s", b"queue_s", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "queue_s", b"queue_s", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 
 import torch
 
@@ -17,11 +19,13 @@ from halfmoon.engine.cuda_memory import CudaMemory
 from halfmoon.engine.engine import Engine
 from halfmoon.errors import InvalidRequest
 from halfmoon.pb import gateway_pb2
+from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.server import advertised_address, running_server, until_told_to_stop
 from halfmoon.rpc.service import metrics_endpoint
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
+from halfmoon.worker.chain_queue import MAX_WAITING, ChainQueue
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
@@ -29,6 +33,8 @@ from halfmoon.worker.progress import loading_progress
 from halfmoon.worker.serving import ROLES, Serving, worker_services
 from halfmoon.worker.settings import WorkerSettings
 from halfmoon.worker.state import WorkerState
+from halfmoon.worker.store_link import StoreLink
+from halfmoon.worker.store_writer import StoreWriter
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +51,14 @@ async def serve(settings: WorkerSettings) -> None:
     engine = await loading
     metrics = WorkerMetrics()
     identity = gateway_pb2.WorkerIdentity()
-    state = WorkerState(identity, engine.layout, metrics)
+    chains = ChainQueue(MAX_WAITING if settings.kv_store else 0, metrics.store.put_chains_dropped.inc)
+    state = WorkerState(identity, engine.layout, metrics, chains)
     death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
     device = _device_memory(engine)
-    async with AsyncEngine(engine, state.on_step, death.set_result) as async_engine:
+    async with (
+        AsyncEngine(engine, state.on_step, death.set_result) as async_engine,
+        _store_link(settings) as store_link,
+    ):
         prefill = PrefillServicer(async_engine, state, metrics, kv_links, device)
         decode = DecodeServicer(async_engine, state, metrics, settings.lease_s, device)
         async with running_server(settings.listen, worker_services(prefill, decode), metrics.rpc) as server:
@@ -58,9 +68,29 @@ async def serve(settings: WorkerSettings) -> None:
             with metrics_endpoint(settings.metrics_port, metrics.registry):
                 log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
                 work = Serving(async_engine, state, lambda: state.load(async_engine, prefill.links()), death)
+                if store_link is not None:
+                    work.add(store_writer(async_engine, state, store_link, metrics).run())
                 await work.until_stopped(settings.gateway, settings.drain_s, stopping)
         await prefill.close()
         decode.close()
+
+
+@asynccontextmanager
+async def _store_link(settings: WorkerSettings) -> AsyncIterator[StoreLink | None]:
+    """The connection to the store, if there is one."""
+    if settings.kv_store is None:
+        yield None
+        return
+    bytes_per_s = None if settings.kv_store_mbps is None else settings.kv_store_mbps * 1e6
+    async with aclosing(
+        StoreLink(KVStoreClient(settings.kv_store, b"", LinkSettings(bytes_per_s=bytes_per_s)))
+    ) as link:
+        yield link
+
+
+def store_writer(engine: AsyncEngine, state: WorkerState, link: StoreLink, metrics: WorkerMetrics) -> StoreWriter:
+    """What puts this worker's blocks into the store."""
+    return StoreWriter(engine, link, state.chains, metrics.store, lambda: state.compute_rate.model)
 
 
 def _load_engine(settings: WorkerSettings) -> Engine:

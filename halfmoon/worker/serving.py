@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
 
 import grpc
 
@@ -50,6 +51,11 @@ class Serving:
         self._state = state
         self._load = load
         self._death = death
+        self._work: list[Coroutine[Any, Any, None]] = []
+
+    def add(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` meanwhile, whose end by an error is the worker's."""
+        self._work.append(work)
 
     async def until_stopped(self, gateways: str, drain_s: float, stopping: asyncio.Future[None]) -> None:
         """A member of `gateways` (host:port, by commas) until `stopping` is done, then `drain_s` more at most.
@@ -64,11 +70,15 @@ class Serving:
             tasks = [group.create_task(registration.run()) for registration in registrations]
             tasks.append(group.create_task(self._sweep()))
             tasks.append(group.create_task(self._watch()))
+            tasks.extend(map(group.create_task, self._work))
             await asyncio.wait({stopping})
             self._state.draining = True
             for registration in registrations:
                 registration.report_now()
-            await self._settle(drain_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(drain_s):
+                    await self._settle()
+                    await self._state.chains.settled()
             for task in tasks:
                 task.cancel()
 
@@ -86,9 +96,9 @@ class Serving:
         self._state.router.forget_all(error)
         raise error
 
-    async def _settle(self, patience_s: float) -> None:
-        """Returns when no request is left, or after `patience_s`."""
-        for _ in range(math.ceil(patience_s / _SETTLE_POLL_S)):
+    async def _settle(self) -> None:
+        """Returns when no request is left."""
+        while True:
             stats = self._engine.stats_now()
             if stats.num_running + stats.num_waiting + stats.num_reserved + stats.num_held == 0:
                 return

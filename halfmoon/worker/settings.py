@@ -51,6 +51,10 @@ class WorkerSettings(BaseSettings):
     kv_stall_s: float = Field(10.0, gt=0, description="a KV link without progress for this long has failed")
     kv_link_mbps: float | None = Field(None, gt=0, description="for experiments: KV goes so many megabytes a second")
     kv_link_delay_ms: float = Field(0.0, ge=0, description="for experiments: KV arrives this much later")
+    kv_store: str | None = Field(None, description="host:port of the store of KV blocks; none: nothing is kept there")
+    kv_store_mbps: float | None = Field(
+        None, gt=0, description="for experiments: so many megabytes a second to and from the store"
+    )
     drain_s: float = Field(2.0, ge=0, description="at SIGTERM, time that running requests get to finish")
     metrics_port: int | None = Field(None, ge=0, description="serve Prometheus metrics on this port")
     state_dir: Path = Field(Path(".halfmoon"), description="where a service may keep files")

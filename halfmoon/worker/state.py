@@ -12,6 +12,8 @@ from halfmoon.kv.layout import KVLayout
 from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.worker.block_feed import CachedBlocks
+from halfmoon.worker.chain_queue import ChainQueue
+from halfmoon.worker.compute_rate import ComputeRate
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.token_router import TokenRouter
@@ -23,12 +25,21 @@ _MAX_TIMINGS = 64  # of a report
 class WorkerState:
     """Owns the flags and counters of one worker. Event-loop thread only."""
 
-    def __init__(self, identity: gateway_pb2.WorkerIdentity, layout: KVLayout, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self,
+        identity: gateway_pb2.WorkerIdentity,
+        layout: KVLayout,
+        metrics: WorkerMetrics,
+        chains: ChainQueue | None = None,
+    ) -> None:
+        """chains: hears what the store may not have; None where there is no store."""
         self.identity = identity
         self.layout = layout
         self.router = TokenRouter()
         self.draining = False
         self.cached_blocks = CachedBlocks()
+        self.chains = chains or ChainQueue(0)
+        self.compute_rate = ComputeRate()
         self._metrics = metrics
         self._cancelled: OrderedDict[str, None] = OrderedDict()  # so that KV still on its way is refused
         self._num_loads = 0
@@ -66,6 +77,8 @@ class WorkerState:
         self._metrics.observe_step(result)
         self._note_timing(result)
         self.cached_blocks.change(result.stored_keys, result.evicted_keys)
+        self.chains.offer(result.chains)
+        self.compute_rate.observe(result)
         self.router.note_begun(result.num_cached_tokens, now_s() - result.duration_s)
         self.router.deliver(result.outputs)
 

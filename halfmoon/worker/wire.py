@@ -68,6 +68,7 @@ def request_from(message: pb.Generation, *, prefill_only: bool, arrival_s: float
         prefill_only=prefill_only,
         priority=message.priority,
         arrival_s=arrival_s,
+        tenant_salt=message.tenant_salt,
     )
 
 

@@ -12,9 +12,9 @@ import grpc
 
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.pb import kvstore_pb2_grpc
+from halfmoon.rpc.breaker import CircuitBreaker
 from halfmoon.rpc.transfer import KVIntake
 from halfmoon.rpc.transport.memfd import SharedSegment, host_id
-from services.kvstore.breaker import CircuitBreaker
 from services.kvstore.bytes_servicer import KVBytesServicer
 from services.kvstore.cold import ColdClient, ColdTier
 from services.kvstore.disk import DiskTier

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable
 from typing import Protocol, TypeVar
 
 from halfmoon.errors import NotFound, Unavailable
-from services.kvstore.breaker import CircuitBreaker
+from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.identity import ID_BYTES, TAG_BYTES, BlockMeta
 from services.kvstore.record import Record, decode_record
 

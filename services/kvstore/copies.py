@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from halfmoon.errors import HalfmoonError, Unavailable
-from services.kvstore.breaker import CircuitBreaker
+from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.catalog import Catalog
 from services.kvstore.cold import ColdTier
 from services.kvstore.counts import Counts

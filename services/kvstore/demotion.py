@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.layout import KVBytes
-from services.kvstore.breaker import CircuitBreaker
+from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.catalog import Catalog
 from services.kvstore.counts import Counts
 from services.kvstore.dram import Block, DramTier

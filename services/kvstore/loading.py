@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from halfmoon.errors import DataLoss, HalfmoonError, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.entry_codec import EntryCodec
-from services.kvstore.breaker import CircuitBreaker
+from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.catalog import Catalog
 from services.kvstore.cold import ColdTier
 from services.kvstore.counts import Counts

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, NoCapacity, NotFound
-from services.kvstore.breaker import CircuitBreaker
+from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.catalog import Catalog
 from services.kvstore.cold import ColdTier
 from services.kvstore.copies import Copies

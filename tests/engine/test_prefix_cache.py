@@ -37,7 +37,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PrefixCache(BlockPool(NUM_BLOCKS), BLOCK_TOKENS, b"root")
+        self.cache = PrefixCache(BlockPool(NUM_BLOCKS), BLOCK_TOKENS, lambda salt: b"root" + salt)
         self.content: dict[int, tuple[int, ...]] = {}  # block -> all tokens up to its end
         self.in_use: list[int] = []
         self.told: set[bytes] = set()  # by the changes
@@ -88,7 +88,7 @@ TestCache = CacheMachine.TestCase
 
 
 def test_a_prefix_is_shared_not_copied() -> None:
-    cache = PrefixCache(BlockPool(NUM_BLOCKS), BLOCK_TOKENS, b"root")
+    cache = PrefixCache(BlockPool(NUM_BLOCKS), BLOCK_TOKENS, lambda salt: b"root" + salt)
     one = computed(cache, [1, 2, 3, 4, 5])
     two = computed(cache, [1, 2, 3, 4, 6])
     assert one.blocks[:2] == two.blocks[:2]
@@ -97,7 +97,7 @@ def test_a_prefix_is_shared_not_copied() -> None:
 
 
 def test_least_recently_used_goes_first_and_ends_before_beginnings() -> None:
-    cache = PrefixCache(BlockPool(4), BLOCK_TOKENS, b"root")
+    cache = PrefixCache(BlockPool(4), BLOCK_TOKENS, lambda salt: b"root" + salt)
     for token_ids in ([1, 1, 1, 1], [2, 2, 2, 2]):
         cache.release(computed(cache, token_ids).blocks)
     cache.allocate(1)
@@ -106,7 +106,7 @@ def test_least_recently_used_goes_first_and_ends_before_beginnings() -> None:
 
 
 def test_a_referenced_block_is_never_evicted() -> None:
-    cache = PrefixCache(BlockPool(4), BLOCK_TOKENS, b"root")
+    cache = PrefixCache(BlockPool(4), BLOCK_TOKENS, lambda salt: b"root" + salt)
     used = computed(cache, [1, 1, 1, 1])
     cache.release(computed(cache, [2, 2, 2, 2]).blocks)
     assert not set(cache.allocate(2)) & set(used.blocks)
@@ -115,7 +115,7 @@ def test_a_referenced_block_is_never_evicted() -> None:
 
 def test_another_root_shares_nothing() -> None:
     pool = BlockPool(8)
-    one, two = (PrefixCache(pool, BLOCK_TOKENS, root) for root in (b"one", b"two"))
+    one, two = (PrefixCache(pool, BLOCK_TOKENS, root) for root in (lambda salt: b"one", lambda salt: b"two"))
     keys = [computed(cache, [1, 1, 1, 1]).block_keys for cache in (one, two)]
     assert not set(keys[0]) & set(keys[1])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -16,15 +16,20 @@ from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
+from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.link import LinkSettings
+from halfmoon.worker.beside import beside
+from halfmoon.worker.chain_queue import MAX_WAITING, ChainQueue
 from halfmoon.worker.decode_servicer import DecodeServicer
+from halfmoon.worker.main import store_writer
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import worker_services
 from halfmoon.worker.state import WorkerState
+from halfmoon.worker.store_link import StoreLink
 
 
 class RunningWorker:
@@ -90,12 +95,13 @@ async def start_worker(tiny: Checkpoint) -> AsyncIterator[Callable[..., object]]
             stall_s: float = 10.0,
             transports: tuple[str, ...] = ("shm",),
             device: DeviceMemory | None = None,
+            store: str | None = None,
             **options: Any,
         ) -> RunningWorker:
             settings: dict[str, Any] = {"dtype": "float32", "block_tokens": 8, "num_blocks": 32, **options}
             engine = Engine(tiny, EngineConfig(**settings))
             links = LinkSettings(transports=transports, stall_s=stall_s)
-            return await stack.enter_async_context(_worker(engine, role, lease_s, links, device))
+            return await stack.enter_async_context(_worker(engine, role, lease_s, links, device, store))
 
         yield start
 
@@ -105,7 +111,12 @@ _numbers = itertools.count()
 
 @asynccontextmanager
 async def _worker(
-    engine: Engine, role: str, lease_s: float, link_settings: LinkSettings, device: DeviceMemory | None
+    engine: Engine,
+    role: str,
+    lease_s: float,
+    link_settings: LinkSettings,
+    device: DeviceMemory | None,
+    store: str | None,
 ) -> AsyncIterator[RunningWorker]:
     metrics = WorkerMetrics()
     identity = gateway_pb2.WorkerIdentity(
@@ -114,8 +125,11 @@ async def _worker(
         model="tiny",
         model_fingerprint=engine.checkpoint.fingerprint,
     )
-    state = WorkerState(identity, engine.layout, metrics)
-    async with AsyncEngine(engine, state.on_step) as async_engine:
+    state = WorkerState(identity, engine.layout, metrics, ChainQueue(MAX_WAITING if store else 0))
+    async with AsyncEngine(engine, state.on_step) as async_engine, AsyncExitStack() as stack:
+        if store is not None:
+            link = await stack.enter_async_context(aclosing(StoreLink(KVStoreClient(store))))
+            await stack.enter_async_context(beside(store_writer(async_engine, state, link, metrics).run()))
         prefill = PrefillServicer(async_engine, state, metrics, link_settings, device)
         decode = DecodeServicer(async_engine, state, metrics, lease_s, device)
         services = worker_services(prefill, decode)

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from halfmoon.errors import InvalidRequest, NotFound, Unavailable
+from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.assembly import cold_client, running_store
-from services.kvstore.breaker import CircuitBreaker
 from services.kvstore.cold import PREFIX, ColdClient, ColdTier
 from services.kvstore.entry import Tier
 from services.kvstore.identity import block_id

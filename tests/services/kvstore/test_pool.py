@@ -13,7 +13,7 @@ import pytest
 from halfmoon.errors import DataLoss, Incompatible, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.layout import KVLayout
-from services.kvstore.breaker import CircuitBreaker
+from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.cold import ColdTier, object_name, parse_name
 from services.kvstore.counts import TierCount
 from services.kvstore.disk import DiskTier

@@ -10,7 +10,7 @@ import pytest
 
 from halfmoon.errors import HalfmoonError, NoCapacity, NotFound
 from halfmoon.kv.entry_codec import EntryCodec
-from services.kvstore.breaker import CircuitBreaker
+from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.cold import ColdTier
 from services.kvstore.disk import DiskTier
 from services.kvstore.identity import block_id

@@ -8,7 +8,7 @@ State = Literal["closed", "open", "trying"]
 
 
 class CircuitBreaker:
-    """Owns whether a tier is used. `max_failures` in a row open it for `pause_s`; then one attempt decides.
+    """Owns whether something is used. `max_failures` in a row open it for `pause_s`; then one attempt decides.
 
     Each further failure doubles the pause, up to 16 of them.
     """

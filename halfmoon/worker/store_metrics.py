@@ -1,0 +1,18 @@
+"""What a worker tells of its dealings with the store."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter
+
+
+class StoreMetrics:
+    """Declares the metrics in a worker's registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.put_blocks = Counter(
+            "halfmoon_store_put_blocks", "Blocks on their way to the store by outcome", ["outcome"], registry=registry
+        )
+        self.put_chains_dropped = Counter(
+            "halfmoon_store_put_chains_dropped", "Prompts not offered: too many waited", registry=registry
+        )
+        self.put_bytes = Counter("halfmoon_store_put_bytes", "KV sent to the store", registry=registry)

@@ -1,0 +1,81 @@
+"""What a worker computed on its way to the store, behind the requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from halfmoon.engine.async_engine import AsyncEngine
+from halfmoon.engine.config import BlockChain
+from halfmoon.errors import HalfmoonError
+from halfmoon.policy.latency import PrefillModel
+from halfmoon.rpc.kvstore_client import Chain, KVStoreClient
+from halfmoon.worker.chain_queue import ChainQueue
+from halfmoon.worker.store_link import StoreLink
+from halfmoon.worker.store_metrics import StoreMetrics
+
+log = logging.getLogger(__name__)
+
+_HELD_AT_ONCE = 4  # blocks that the prefix cache may not evict meanwhile
+_CALL_S = 5.0
+
+
+class StoreWriter:
+    """Puts what the prefix cache got into the store. Event-loop thread only.
+
+    Requests never wait for it: the blocks of a chain are read from the prefix cache when their turn comes, and what is
+    evicted by then, or finds the store full or away, is counted and forgotten. The next request with that prefix offers
+    it again.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        link: StoreLink,
+        chains: ChainQueue,
+        metrics: StoreMetrics,
+        prefill_model: Callable[[], PrefillModel],
+    ) -> None:
+        """prefill_model: what computing takes, for the store to know what its blocks are worth."""
+        self._engine = engine
+        self._link = link
+        self._chains = chains
+        self._metrics = metrics
+        self._prefill_model = prefill_model
+
+    async def run(self) -> None:
+        """Works as long as the worker."""
+        while True:
+            chain = await self._chains.take()
+            try:
+                await self._put(chain)
+            finally:
+                self._chains.done()
+
+    async def _put(self, chain: BlockChain) -> None:
+        try:
+            with self._link.use(chain.tenant_salt) as store:
+                depth = len(await store.match(chain.keys, deadline_s=_CALL_S))
+                while depth < len(chain.keys):
+                    num_put = await self._put_some(store, chain.keys, depth)
+                    depth += num_put
+                    if not num_put:
+                        self._metrics.put_blocks.labels("evicted").inc(len(chain.keys) - depth)
+                        return
+        except HalfmoonError as error:
+            self._metrics.put_blocks.labels("failed").inc()
+            log.debug("store.put_failed", extra={"reason": error.message})
+
+    async def _put_some(self, store: KVStoreClient, keys: Sequence[bytes], depth: int) -> int:
+        """The next blocks of a chain, as far as they are in the prefix cache still; how many."""
+        layout = self._engine.engine.layout
+        async with self._engine.cached(keys[depth : depth + _HELD_AT_ONCE]) as blocks:
+            for index, block in enumerate(blocks, depth):
+                cells = await self._engine.read_block(block)
+                start = index * layout.block_tokens
+                recompute_s = self._prefill_model().seconds(layout.block_tokens, start)
+                place = Chain(keys[index - 1] if index else b"", index, recompute_s)
+                await store.put(keys[index], layout, cells, place, deadline_s=_CALL_S)
+                self._metrics.put_blocks.labels("stored").inc()
+                self._metrics.put_bytes.inc(len(cells))
+            return len(blocks)
