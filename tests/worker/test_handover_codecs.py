@@ -15,6 +15,7 @@ from halfmoon.errors import Incompatible
 from halfmoon.kv.codec import Codec, encoded_bytes
 from halfmoon.kv.layout import KVDtype
 from halfmoon.pb import prefill_pb2, types_pb2
+from halfmoon.worker.wire import codec_from
 from tests.worker.conftest import RunningWorker
 from tests.worker.test_handover import generation, listening, prefilled, until
 
@@ -22,6 +23,7 @@ Start = Callable[..., Awaitable[RunningWorker]]
 DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 PROMPT = [(29 * i + 11) % 125 + 3 for i in range(75)]
 NUM_TOKENS = 16
+HANDED_OVER = [codec for codec in Codec if codec is not Codec.INT2]  # which is for stored blocks
 
 # Of the mean over the decoded tokens of |logprob - that of transformers in float32|.
 DTYPE_ERROR: dict[KVDtype, float] = {"float32": 0.0001, "float16": 0.02, "bfloat16": 0.1}
@@ -78,7 +80,7 @@ def error(checkpoint: Checkpoint, tokens: list[tuple[int, float]], prompt: list[
 
 
 @pytest.mark.parametrize(("sent", "kept"), list(itertools.product(DTYPES, DTYPES)))
-@pytest.mark.parametrize("codec", [codec for codec in Codec if codec is not Codec.INT2])
+@pytest.mark.parametrize("codec", HANDED_OVER)
 async def test_what_is_decoded_is_what_the_model_says(
     start_worker: Start, tiny: Checkpoint, codec: Codec, sent: KVDtype, kept: KVDtype
 ) -> None:
@@ -112,4 +114,9 @@ async def test_a_codec_of_a_later_release_is_refused(start_worker: Start, tiny: 
 
 
 def test_the_wire_has_the_codecs_numbers() -> None:
-    assert dict(prefill_pb2.KVCodec.items()) == {codec.name: int(codec) for codec in Codec}
+    assert dict(prefill_pb2.KVCodec.items()) == {codec.name: int(codec) for codec in HANDED_OVER}
+
+
+def test_a_codec_of_stored_blocks_is_refused() -> None:
+    with pytest.raises(Incompatible, match="stored blocks"):
+        codec_from(Codec.INT2)
