@@ -67,7 +67,7 @@ class LinkEstimator:
         slope = self._covariance / self._variance if self._variance > (0.01 * self._mean_bytes) ** 2 else 0.0
         latency_s = self._mean_s - slope * self._mean_bytes
         round_trip_s = min(self._round_trips_s, default=None)
-        if slope > 0 and 0 <= latency_s and (round_trip_s is None or latency_s <= _MOST_ROUND_TRIPS * round_trip_s):
+        if slope > 0 and latency_s >= 0 and (round_trip_s is None or latency_s <= _MOST_ROUND_TRIPS * round_trip_s):
             return LinkEstimate(1.0 / slope, latency_s)
         latency_s = min(round_trip_s or 0.0, self._mean_s / 2)  # a link has a bandwidth, whatever the round trips say
         return LinkEstimate(self._mean_bytes / (self._mean_s - latency_s), latency_s)
