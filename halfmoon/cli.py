@@ -12,12 +12,14 @@ from rich.console import Console
 import halfmoon
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv_commands import app as kv_app
+from halfmoon.replay.command import replay
 from halfmoon.sim.worker_profile import DEFAULT_PROFILE, PROFILES
 from halfmoon.simulated_up import SimulatedWorkers
 from halfmoon.up import UpOptions, run_up
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(kv_app, name="kv")
+app.command()(replay)
 
 
 class Device(StrEnum):

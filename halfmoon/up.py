@@ -90,10 +90,10 @@ async def _run(options: UpOptions, supervisor: Supervisor, terminal: Console, ba
 
 
 async def _start(options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress) -> None:
-    model = await _prepared(options.model, terminal)
+    model = await prepared_model(options.model, terminal)
     if options.simulation is not None:
-        model = _Model(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
-    gateway = await supervisor.start(_gateway_spec(options, model))
+        model = PreparedModel(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
+    gateway = await supervisor.start(gateway_spec(options, model))
     announced = await gateway.ready
     others = [await supervisor.start(spec) for spec in _other_specs(options, model, announced["address"])]
     await children_ready([child for child in others if child.spec.name != "console"])
@@ -103,12 +103,14 @@ async def _start(options: UpOptions, supervisor: Supervisor, terminal: Console, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class PreparedModel:
+    """A model directory that all services of a host can read."""
+
     path: str
     name: str  # as served
 
 
-async def _prepared(model: str, terminal: Console) -> _Model:
+async def prepared_model(model: str, terminal: Console) -> PreparedModel:
     """Downloads or converts the model in a process of its own, which ends with this call. Raises UnknownModel."""
     command = (sys.executable, "-m", "halfmoon.engine.prepare", model)
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, start_new_session=True)
@@ -126,10 +128,11 @@ async def _prepared(model: str, terminal: Console) -> _Model:
             await process.wait()
     if "path" not in said:
         raise UnknownModel(said.get("error", f"preparing the model ended with exit status {process.returncode}"))
-    return _Model(said["path"], "demo" if model == "demo" else said["name"])
+    return PreparedModel(said["path"], "demo" if model == "demo" else said["name"])
 
 
-def _gateway_spec(options: UpOptions, model: _Model) -> ServiceSpec:
+def gateway_spec(options: UpOptions, model: PreparedModel) -> ServiceSpec:
+    """The gateway as a child."""
     listen = ("--host", options.host, "--port", str(options.port), "--cluster-listen", "127.0.0.1:0")
     which = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
     codec = ("--handover-codec", options.handover_codec)
@@ -138,7 +141,7 @@ def _gateway_spec(options: UpOptions, model: _Model) -> ServiceSpec:
     return ServiceSpec("gateway", ("-m", "services.gateway", *listen, *which, *codec, *chosen), {})
 
 
-def _other_specs(options: UpOptions, model: _Model, cluster: str) -> list[ServiceSpec]:
+def _other_specs(options: UpOptions, model: PreparedModel, cluster: str) -> list[ServiceSpec]:
     which = ("--model", model.path, "--model-name", model.name)
     common = ("--gateway", cluster, "--device", options.device, "--dtype", options.dtype, *which)
     environment = {**_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false"}

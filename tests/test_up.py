@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.up import UpOptions, _gateway_spec, _Model, _other_specs
+from halfmoon.up import PreparedModel, UpOptions, _other_specs, gateway_spec
 
-MODEL = _Model("/models/m", "m")
+MODEL = PreparedModel("/models/m", "m")
 
 
 def names(options: UpOptions) -> list[str]:
@@ -30,7 +30,7 @@ def test_threads_spin_only_where_a_worker_is_alone(num_both: int, variable: str)
 
 
 def test_the_codec_of_hand_overs_is_the_gateways_setting() -> None:
-    arguments = _gateway_spec(UpOptions(handover_codec="int8"), MODEL).arguments
+    arguments = gateway_spec(UpOptions(handover_codec="int8"), MODEL).arguments
     assert arguments[arguments.index("--handover-codec") + 1] == "int8"
 
 

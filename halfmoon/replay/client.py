@@ -1,0 +1,121 @@
+"""One request of a replay: posted, streamed, timed."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from halfmoon.replay.outcome import Outcome
+
+_TAIL_BYTES = 4096  # of the stream: where usage and errors are
+_TIMEOUT = aiohttp.ClientTimeout(total=3600)
+_EVENT = b"data: "
+_CONTENT = b'"text"'  # in every event with tokens, and not in the last one, with the usage
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """What is replayed against. `speed`: its time runs so many times as fast as the trace's."""
+
+    url: str
+    model: str
+    context_tokens: int
+    hides_length: bool  # the request's seed is the answer's length, which the gateway cannot see
+    speed: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request as it is sent."""
+
+    prompt_token_ids: list[int]
+    output_tokens: int
+    most_output_tokens: int  # `max_tokens` where the length is hidden
+    due_s: float  # on `time.monotonic`
+
+
+async def asked(session: aiohttp.ClientSession, gateway: Gateway, ask: Ask) -> Outcome:
+    """Sends it now and reads the answer to its end. Never raises what the network or the gateway cause."""
+    body = json.dumps(_body(gateway, ask)).encode()
+    sent_s = time.monotonic()
+    late_s = (sent_s - ask.due_s) * gateway.speed
+    headers = {"Content-Type": "application/json"}
+    try:
+        async with session.post(
+            f"{gateway.url}/v1/completions", data=body, headers=headers, timeout=_TIMEOUT
+        ) as response:
+            if response.status != 200:
+                return _turned_away(response.status, await response.read(), late_s)
+            return await _streamed(response, gateway, sent_s, late_s)
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        return Outcome("failed", type(error).__name__, sent_late_s=late_s)
+
+
+def _body(gateway: Gateway, ask: Ask) -> dict[str, Any]:
+    hidden = gateway.hides_length
+    room = gateway.context_tokens - len(ask.prompt_token_ids)
+    most = max(min(ask.most_output_tokens, room), ask.output_tokens) if hidden else ask.output_tokens
+    how: dict[str, Any] = {"seed": ask.output_tokens} if hidden else {"ignore_eos": True}
+    return {
+        "model": gateway.model,
+        "prompt": ask.prompt_token_ids,
+        "max_tokens": most,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **how,
+    }
+
+
+async def _streamed(response: aiohttp.ClientResponse, gateway: Gateway, sent_s: float, late_s: float) -> Outcome:
+    first_s = last_s = 0.0
+    tail = b""
+    async for data in response.content.iter_any():
+        now_s = time.monotonic()
+        if _CONTENT in data:
+            first_s, last_s = first_s or now_s, now_s
+        tail = (tail + data)[-_TAIL_BYTES:]
+    usage = _usage(tail)
+    if usage is None:
+        return Outcome("failed", _code(tail.rpartition(_EVENT)[2]), sent_late_s=late_s)
+    num_tokens = int(usage["completion_tokens"])
+    return Outcome(
+        "answered",
+        ttft_s=(first_s - sent_s) * gateway.speed,
+        tbt_s=(last_s - first_s) * gateway.speed / max(num_tokens - 1, 1),
+        num_tokens=num_tokens,
+        num_prompt_tokens=int(usage["prompt_tokens"]),
+        num_cached_tokens=int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
+        sent_late_s=late_s,
+    )
+
+
+def _usage(tail: bytes) -> dict[str, Any] | None:
+    """What the last event of a whole stream says; None for a stream that broke off."""
+    for line in reversed(tail.split(b"\n")):
+        if line.startswith(_EVENT) and b'"completion_tokens"' in line:
+            found: dict[str, Any] = json.loads(line.removeprefix(_EVENT))["usage"]
+            return found
+    return None
+
+
+def _turned_away(status: int, body: bytes, late_s: float) -> Outcome:
+    error = _error(body)
+    is_refused = status == 429 and error.get("code") == "slo_would_be_missed"
+    reason = str(error.get("reason") if is_refused else error.get("code") or status)
+    return Outcome("refused" if is_refused else "failed", reason, sent_late_s=late_s)
+
+
+def _code(body: bytes) -> str:
+    return str(_error(body).get("code") or "broken stream")
+
+
+def _error(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,120 @@
+"""The system that a trace is replayed against: one that runs, or one started for it with simulated workers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+
+from halfmoon.errors import Unavailable
+from halfmoon.replay.client import Gateway
+from halfmoon.replay.outcome import Targets
+from halfmoon.simulated_up import simulated_model, simulation_specs
+from halfmoon.supervisor import Supervisor, children_ready
+from halfmoon.up import PreparedModel, UpOptions, gateway_spec
+
+_POLL_S = 0.1
+_START_S = 60.0
+_CALL = aiohttp.ClientTimeout(total=10)
+
+T = TypeVar("T")
+
+
+class SimulatedCluster:
+    """Owns the processes of one gateway and its simulated workers. `failing` runs work while they are well."""
+
+    def __init__(self, options: UpOptions, model: PreparedModel) -> None:
+        assert options.simulation is not None
+        self._options = options
+        self._simulation = options.simulation
+        path = simulated_model(Path(model.path), options.simulation, options.state_dir)
+        self._model = PreparedModel(str(path), model.name)
+        self._supervisor = Supervisor(options.state_dir / "logs", lambda service, event: None)
+
+    async def start(self, targets: Targets) -> Gateway:
+        """All of it, with `targets` (the trace's seconds) promised to everybody. Raises Unavailable."""
+        options, speed = self._options, self._simulation.time_scale
+        counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
+        which = ("--model", self._model.path, "--model-name", self._model.name)
+        announced = await (await self._supervisor.start(gateway_spec(options, self._model))).ready
+        specs = simulation_specs(self._simulation, counts, announced["address"], which)
+        await children_ready([await self._supervisor.start(spec) for spec in specs])
+        url: str = announced["http"]
+        await _until_joined(url, sum(counts.values()))
+        await _promise(url, targets, speed)
+        return await found_gateway(url, speed, hides_length=True)
+
+    async def while_well(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` gives. Raises ServiceFailed as soon as a process ends."""
+        working = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(self._supervisor.until_one_ends())
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                watching.result()
+            return await working
+        finally:
+            for task in (working, watching):
+                task.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """No process is left."""
+        await self._supervisor.stop()
+
+
+@asynccontextmanager
+async def simulated_cluster(options: UpOptions, model: PreparedModel) -> AsyncIterator[SimulatedCluster]:
+    """A cluster whose processes end with the block."""
+    cluster = SimulatedCluster(options, model)
+    try:
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
+async def found_gateway(url: str, speed: float = 1.0, *, hides_length: bool = False) -> Gateway:
+    """What there is to know of a gateway that runs. Raises Unavailable when it does not answer."""
+    cluster = await _cluster(url)
+    return Gateway(url, cluster["served_model"], cluster["context_tokens"], hides_length, speed)
+
+
+async def _until_joined(url: str, num_workers: int) -> None:
+    """Until so many workers are members, and those that decode are listened to."""
+    give_up_s = asyncio.get_running_loop().time() + _START_S
+    while True:
+        workers = (await _cluster(url))["workers"]
+        ready = [one for one in workers if one["role"] == "prefill" or one["listening"]]
+        if len(ready) >= num_workers:
+            return
+        if asyncio.get_running_loop().time() > give_up_s:
+            raise Unavailable(f"only {len(ready)} of {num_workers} simulated workers joined within {_START_S:g} s")
+        await asyncio.sleep(_POLL_S)
+
+
+async def _promise(url: str, targets: Targets, speed: float) -> None:
+    """Puts the targets in force, in the gateway's time. The class is called default: it is everybody's."""
+    times = {"ttft_s": targets.ttft_s, "tbt_s": targets.tbt_s}
+    body = {name: time_s / speed if math.isfinite(time_s) else None for name, time_s in times.items()}
+    async with (
+        aiohttp.ClientSession(timeout=_CALL, raise_for_status=True) as session,
+        session.put(f"{url}/halfmoon/v1/classes/default", json={"version": 0, **body}),
+    ):
+        pass
+
+
+async def _cluster(url: str) -> dict[str, Any]:
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=_CALL, raise_for_status=True) as session,
+            session.get(f"{url}/halfmoon/v1/cluster") as response,
+        ):
+            found: dict[str, Any] = await response.json()
+            return found
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise Unavailable(f"there is no halfmoon gateway at {url}: {error}") from error

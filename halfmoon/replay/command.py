@@ -1,0 +1,159 @@
+"""`halfmoon replay TRACE`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated, TypeVar, get_args
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
+from halfmoon.policy.admission import AdmissionMode
+from halfmoon.policy.placement import PlacementMode
+from halfmoon.replay.client import Gateway
+from halfmoon.replay.cluster import found_gateway, simulated_cluster
+from halfmoon.replay.outcome import Summary, Targets, summarized
+from halfmoon.replay.player import played
+from halfmoon.replay.report import report_table
+from halfmoon.sim.traces import read_workload
+from halfmoon.sim.worker_profile import DEFAULT_PROFILE, PROFILES
+from halfmoon.sim.workload import Workload
+from halfmoon.simulated_up import SimulatedWorkers
+from halfmoon.up import PreparedModel, UpOptions, prepared_model
+
+_SPEED = 4.0
+
+Mode = TypeVar("Mode", bound=str)
+Modes = tuple[PlacementMode, AdmissionMode]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What is replayed, how fast, against what, and what it is measured by (the trace's seconds)."""
+
+    speed: float
+    targets: Targets
+    url: str | None
+    cluster: UpOptions
+    modes: tuple[Modes, ...]
+
+
+def replay(
+    trace: Annotated[Path, typer.Argument(help="Mooncake or plain JSON lines, or Azure CSV")],
+    speed: Annotated[
+        float | None, typer.Option(help="arrivals and workers are so many times as fast (default 4, or 1 with --url)")
+    ] = None,
+    load: Annotated[float, typer.Option(help="arrivals alone are so many times as frequent as in the trace")] = 1.0,
+    requests: Annotated[int | None, typer.Option(min=1, help="only so many requests, from the first")] = None,
+    url: Annotated[str | None, typer.Option(help="a running gateway to replay against, as it is")] = None,
+    prefill: Annotated[int, typer.Option(min=1, help="simulated prefill workers")] = 8,
+    decode: Annotated[int, typer.Option(min=1, help="simulated decode workers")] = 8,
+    profile: Annotated[str, typer.Option(help=f"latencies: {', '.join(PROFILES)}, or a JSON file")] = DEFAULT_PROFILE,
+    placement: Annotated[str, typer.Option(help="modes, by commas")] = "kvcache-centric",
+    admission: Annotated[str, typer.Option(help="modes, by commas")] = "predicted",
+    slo_ttft: Annotated[float, typer.Option(help="target for the time to first token, s")] = 30.0,
+    slo_tbt: Annotated[float, typer.Option(help="target for a request's mean time between tokens, s")] = 0.1,
+    model: Annotated[str, typer.Option(help="whose tokenizer the gateway uses")] = "demo",
+    sim_processes: Annotated[int, typer.Option(min=1, help="processes that share the simulated workers")] = 1,
+    state_dir: Annotated[Path, typer.Option(help="logs and ledgers")] = Path(".halfmoon/replay"),
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures there")] = None,
+) -> None:
+    """Replays a trace and says how well it was served, for each placement and admission mode side by side.
+
+    Times in the report are the trace's. Against simulated workers, arrivals and modelled latencies run --speed times as
+    fast; what gateway and network take really is then counted --speed times as long as it is.
+    """
+    terminal = Console()
+    try:
+        workload = read_workload(trace).scaled(load)
+        workload = workload if requests is None else workload.first(requests)
+        speed = _positive(speed or (_SPEED if url is None else 1.0), "--speed")
+        options = ReplayOptions(
+            speed,
+            Targets(_positive(slo_ttft, "--slo-ttft"), _positive(slo_tbt, "--slo-tbt")),
+            url,
+            UpOptions(
+                model,
+                num_prefill=prefill,
+                num_decode=decode,
+                port=0,
+                console=False,
+                simulation=SimulatedWorkers(profile, speed, length="seed", num_processes=sim_processes),
+                state_dir=state_dir.absolute(),
+            ),
+            tuple(product(_chosen(placement, PlacementMode), _chosen(admission, AdmissionMode))),
+        )
+        summaries = asyncio.run(_replayed(workload, options, terminal))
+    except (HalfmoonError, ExceptionGroup) as err:
+        for error in leaf_errors(err):
+            if not isinstance(error, HalfmoonError):
+                raise
+            terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from err
+    terminal.print(report_table(summaries))
+    if json_file is not None:
+        rows = [{"placement": p, "admission": a, **found.as_json()} for (p, a), found in summaries.items()]
+        json_file.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+async def _replayed(workload: Workload, options: ReplayOptions, terminal: Console) -> dict[tuple[str, str], Summary]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    summaries: dict[tuple[str, str], Summary] = {}
+    with Progress(*columns, console=terminal, disable=not terminal.is_terminal) as bars:
+
+        def bar(title: str) -> Callable[[], None]:
+            task = bars.add_task(title, total=len(workload))
+            return lambda: bars.advance(task)
+
+        if options.url is not None:
+            gateway = await found_gateway(options.url, options.speed)
+            return {("as it is", "as it is"): await _played(workload, gateway, options.targets, bar(options.url))}
+        model = await prepared_model(options.cluster.model, terminal)
+        for placement, admission in options.modes:
+            cluster = replace(
+                options.cluster,
+                placement=placement,
+                admission=admission,
+                state_dir=options.cluster.state_dir / f"{placement}-{admission}",
+            )
+            done = bar(f"{placement}, {admission}")
+            summaries[placement, admission] = await _on_simulated(workload, cluster, model, options.targets, done)
+    return summaries
+
+
+async def _on_simulated(
+    workload: Workload, options: UpOptions, model: PreparedModel, targets: Targets, on_done: Callable[[], None]
+) -> Summary:
+    async def work() -> Summary:
+        gateway = await cluster.start(targets)
+        return await _played(workload, gateway, targets, on_done)
+
+    async with simulated_cluster(options, model) as cluster:
+        return await cluster.while_well(work())
+
+
+async def _played(workload: Workload, gateway: Gateway, targets: Targets, on_done: Callable[[], None]) -> Summary:
+    return summarized(await played(workload, gateway, on_done), targets, workload.duration_s)
+
+
+def _chosen(names: str, kind: object) -> tuple[Mode, ...]:
+    known = get_args(kind)
+    chosen = tuple(name.strip() for name in names.split(","))
+    for name in chosen:
+        if name not in known:
+            raise InvalidRequest(f"there is no mode {name!r}: there are {', '.join(known)}")
+    return chosen  # type: ignore[return-value]  # checked to be of that kind
+
+
+def _positive(value: float, name: str) -> float:
+    if not (value > 0 and math.isfinite(value)):
+        raise InvalidRequest(f"{name} must be above 0")
+    return value

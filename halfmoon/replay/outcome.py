@@ -1,0 +1,121 @@
+"""What became of a replayed workload: each request's outcome, and the figures of all of them. Pure.
+
+Every request has one of four ends:
+
+    in time   answered, within the targets for TTFT and for TBT
+    late      answered, and a target was missed: the work was wasted
+    refused   turned away before anything was computed (429), by reason
+    failed    anything else
+
+Mooncake (section 7.3) counts requests that are rejected or whose prefill was wasted: here, all but those in time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+End = Literal["answered", "refused", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The SLO, in the trace's seconds; infinite where nothing is promised."""
+
+    ttft_s: float = math.inf
+    tbt_s: float = math.inf  # mean of a request's
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One request, in the trace's seconds."""
+
+    end: End
+    reason: str = ""  # why it was refused or failed
+    ttft_s: float = math.nan
+    tbt_s: float = math.nan  # mean time between its tokens; 0 for a single token
+    num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    sent_late_s: float = 0.0  # after it was due: the replayer's own fault
+
+    def meets(self, targets: Targets) -> bool:
+        """Whether it was answered in time."""
+        return self.end == "answered" and self.ttft_s <= targets.ttft_s and self.tbt_s <= targets.tbt_s
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean and percentiles, in seconds; NaN where there is nothing."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One replay in figures, times in the trace's seconds."""
+
+    num_requests: int
+    num_in_time: int
+    num_late: int
+    num_late_ttft: int  # of those, the ones that missed the TTFT's target
+    num_refused: int
+    refused_by: dict[str, int]
+    num_failed: int
+    failed_by: dict[str, int]
+    attainment: float  # of all requests
+    goodput_per_s: float  # requests in time, over the time in which requests came
+    ttft_s: Spread  # of the answered
+    tbt_s: Spread
+    cached_share: float  # of their prompt tokens
+    sent_late_p99_s: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file; NaN as null."""
+        return {key: _jsonable(value) for key, value in asdict(self).items()}
+
+
+def summarized(outcomes: Sequence[Outcome], targets: Targets, duration_s: float) -> Summary:
+    """The figures of a replay whose requests came within `duration_s`."""
+    answered = [one for one in outcomes if one.end == "answered"]
+    in_time = sum(one.meets(targets) for one in answered)
+    refused = Counter(one.reason for one in outcomes if one.end == "refused")
+    failed = Counter(one.reason for one in outcomes if one.end == "failed")
+    prompt_tokens = sum(one.num_prompt_tokens for one in answered)
+    return Summary(
+        num_requests=len(outcomes),
+        num_in_time=in_time,
+        num_late=len(answered) - in_time,
+        num_late_ttft=sum(one.ttft_s > targets.ttft_s for one in answered),
+        num_refused=refused.total(),
+        refused_by=dict(refused),
+        num_failed=failed.total(),
+        failed_by=dict(failed),
+        attainment=in_time / len(outcomes) if outcomes else math.nan,
+        goodput_per_s=in_time / duration_s if duration_s > 0 else math.nan,
+        ttft_s=_spread([one.ttft_s for one in answered]),
+        tbt_s=_spread([one.tbt_s for one in answered if one.num_tokens > 1]),
+        cached_share=sum(one.num_cached_tokens for one in answered) / prompt_tokens if prompt_tokens else math.nan,
+        sent_late_p99_s=_spread([one.sent_late_s for one in outcomes]).p99,
+    )
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    if not values:
+        return Spread(math.nan, math.nan, math.nan, math.nan)
+    p50, p90, p99 = np.percentile(values, [50, 90, 99])
+    return Spread(float(np.mean(values)), float(p50), float(p90), float(p99))
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(one) for key, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

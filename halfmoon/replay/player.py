@@ -1,0 +1,37 @@
+"""Plays a workload: every request at its time, whatever became of those before (an open loop)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import aiohttp
+
+from halfmoon.replay.client import Ask, Gateway, asked
+from halfmoon.replay.outcome import Outcome
+from halfmoon.replay.prompts import Prompts
+from halfmoon.sim.workload import Workload
+
+_LEAD_S = 0.2  # before the first request
+
+
+async def played(workload: Workload, gateway: Gateway, on_done: Callable[[], None]) -> list[Outcome]:
+    """The outcome of each request; `on_done` hears of each end. The trace's second `t` is at `t / speed`."""
+    prompts = Prompts(workload)
+    most = int(workload.output_tokens.max(initial=1))
+    outcomes: list[Outcome | None] = [None] * len(workload)
+    started_s = time.monotonic() + _LEAD_S
+
+    async def one(session: aiohttp.ClientSession, index: int, due_s: float) -> None:
+        ask = Ask(prompts.of(index).tolist(), int(workload.output_tokens[index]), most, due_s)
+        outcomes[index] = await asked(session, gateway, ask)
+        on_done()
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as requests:
+        for index, start_s in enumerate((workload.start_s - workload.start_s[:1]).tolist()):
+            due_s = started_s + start_s / gateway.speed
+            await asyncio.sleep(max(due_s - time.monotonic(), 0.0))
+            requests.create_task(one(session, index, due_s))
+    return [outcome for outcome in outcomes if outcome is not None]

@@ -1,0 +1,45 @@
+"""Replays side by side, as a table: one column a replay, so that it fits a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from halfmoon.replay.outcome import Spread, Summary
+
+
+def report_table(summaries: Mapping[tuple[str, str], Summary]) -> Table:
+    """By placement and admission mode."""
+    table = Table("", *(f"{placement}\n{admission}" for placement, admission in summaries), highlight=False)
+    columns = [_figures(found) for found in summaries.values()]
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
+    return table
+
+
+def _figures(found: Summary) -> dict[str, str]:
+    return {
+        "requests": str(found.num_requests),
+        "in time": f"{found.num_in_time} ({found.attainment:.1%})",
+        "late (of them by TTFT)": f"{found.num_late} ({found.num_late_ttft})",
+        "refused": _counted(found.num_refused, found.refused_by),
+        "failed": _counted(found.num_failed, found.failed_by),
+        "goodput, requests/s": f"{found.goodput_per_s:.2f}",
+        "TTFT mean, s": f"{found.ttft_s.mean:.2f}",
+        "TTFT p50 / p90 / p99, s": _percentiles(found.ttft_s, 1, ".2f"),
+        "TBT mean, ms": f"{1000 * found.tbt_s.mean:.1f}",
+        "TBT p50 / p90 / p99, ms": _percentiles(found.tbt_s, 1000, ".1f"),
+        "prompt tokens cached": f"{found.cached_share:.1%}",
+        "sent late p99, s": f"{found.sent_late_p99_s:.2f}",
+    }
+
+
+def _percentiles(spread: Spread, factor: float, form: str) -> str:
+    return " / ".join(format(factor * one, form) for one in (spread.p50, spread.p90, spread.p99))
+
+
+def _counted(total: int, by_reason: Mapping[str, int]) -> str:
+    if not total:
+        return "0"
+    return f"{total} ({', '.join(f'{name} {number}' for name, number in sorted(by_reason.items()))})"
