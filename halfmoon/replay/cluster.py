@@ -101,20 +101,21 @@ async def _promise(url: str, targets: Targets, speed: float) -> None:
     """Puts the targets in force, in the gateway's time. The class is called default: it is everybody's."""
     times = {"ttft_s": targets.ttft_s, "tbt_s": targets.tbt_s}
     body = {name: time_s / speed if math.isfinite(time_s) else None for name, time_s in times.items()}
-    async with (
-        aiohttp.ClientSession(timeout=_CALL, raise_for_status=True) as session,
-        session.put(f"{url}/halfmoon/v1/classes/default", json={"version": 0, **body}),
-    ):
-        pass
+    await _controlled("PUT", f"{url}/halfmoon/v1/classes/default", json={"version": 0, **body})
 
 
 async def _cluster(url: str) -> dict[str, Any]:
+    return await _controlled("GET", f"{url}/halfmoon/v1/cluster")
+
+
+async def _controlled(method: str, url: str, **how: Any) -> dict[str, Any]:
+    """One call of the control API. Raises Unavailable when it is not answered well."""
     try:
         async with (
             aiohttp.ClientSession(timeout=_CALL, raise_for_status=True) as session,
-            session.get(f"{url}/halfmoon/v1/cluster") as response,
+            session.request(method, url, **how) as response,
         ):
             found: dict[str, Any] = await response.json()
             return found
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise Unavailable(f"there is no halfmoon gateway at {url}: {error}") from error
+        raise Unavailable(f"no halfmoon gateway answers at {url}: {error}") from error

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import product
 from pathlib import Path
 from typing import Annotated, TypeVar, get_args
@@ -107,6 +108,7 @@ def replay(
 async def _replayed(workload: Workload, options: ReplayOptions, terminal: Console) -> dict[tuple[str, str], Summary]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     summaries: dict[tuple[str, str], Summary] = {}
+    started = f"{datetime.now():%Y%m%d-%H%M%S}"  # every replay begins with an empty ledger
     with Progress(*columns, console=terminal, disable=not terminal.is_terminal) as bars:
 
         def bar(title: str) -> Callable[[], None]:
@@ -122,7 +124,7 @@ async def _replayed(workload: Workload, options: ReplayOptions, terminal: Consol
                 options.cluster,
                 placement=placement,
                 admission=admission,
-                state_dir=options.cluster.state_dir / f"{placement}-{admission}",
+                state_dir=options.cluster.state_dir / started / f"{placement}-{admission}",
             )
             done = bar(f"{placement}, {admission}")
             summaries[placement, admission] = await _on_simulated(workload, cluster, model, options.targets, done)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 
 from halfmoon.errors import Cancelled, DeadlineExceeded, HalfmoonError, Unavailable
@@ -20,7 +21,10 @@ _TEMPORARY = (Unavailable, DeadlineExceeded, Cancelled)
 
 
 class Registration:
-    """Owns the membership with one gateway. `run` lasts as long as the worker."""
+    """Owns the membership with one gateway. `run` lasts as long as the worker.
+
+    Reports come as often as the gateway wants them, or every `report_s` where that is more often.
+    """
 
     def __init__(
         self,
@@ -28,12 +32,14 @@ class Registration:
         identity: gateway_pb2.WorkerIdentity,
         load: Callable[[], gateway_pb2.WorkerLoad],
         blocks: BlockFeed,
+        report_s: float = math.inf,
     ) -> None:
         self._address = address
         self._identity = identity
         self._load = load
         self._blocks = blocks
-        self._interval_s = _FIRST_INTERVAL_S
+        self._report_s = report_s
+        self._interval_s = min(_FIRST_INTERVAL_S, report_s)
         self._hurry = asyncio.Event()
 
     def report_now(self) -> None:
@@ -59,7 +65,7 @@ class Registration:
         async with peer.stream(stub.Register, self._messages(), deadline_s=LONG_LIVED_S) as answers:
             async for answer in answers:
                 if answer.HasField("welcome"):
-                    self._interval_s = answer.welcome.heartbeat_interval_s
+                    self._interval_s = min(answer.welcome.heartbeat_interval_s, self._report_s)
                     log.info("registration.welcome", extra={"gateway_id": answer.welcome.gateway_id})
                 elif answer.HasField("resend_blocks"):
                     self._blocks.begin_anew()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -46,11 +47,14 @@ class Serving:
         state: WorkerState,
         load: Callable[[], gateway_pb2.WorkerLoad],
         death: asyncio.Future[BaseException],
+        report_s: float = math.inf,
     ) -> None:
+        """`report_s` is that of `Registration`."""
         self._engine = engine
         self._state = state
         self._load = load
         self._death = death
+        self._report_s = report_s
         self._work: list[Coroutine[Any, Any, None]] = []
 
     def add(self, work: Coroutine[Any, Any, None]) -> None:
@@ -63,7 +67,9 @@ class Serving:
         Raises what a gateway refuses it with, and Unavailable when the engine dies.
         """
         registrations = [
-            Registration(address.strip(), self._state.identity, self._load, self._state.cached_blocks.feed())
+            Registration(
+                address.strip(), self._state.identity, self._load, self._state.cached_blocks.feed(), self._report_s
+            )
             for address in gateways.split(",")
         ]
         async with asyncio.TaskGroup() as group:

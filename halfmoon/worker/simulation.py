@@ -56,6 +56,7 @@ class SimulatedCluster:
     host: str = "127.0.0.1"
     lease_s: float = LEASE_S
     drain_s: float = 0.0  # what running requests get when the simulation stops
+    report_s: float = 1.0  # loads are reported at least so often
 
 
 class SimulatedWorker:
@@ -116,7 +117,7 @@ class Simulation:
                 identity.CopyFrom(self._identity(worker, address, modelled.blocks.num_blocks))
                 await server.set_serving()
                 worker.address.set_result(address)
-                serving = Serving(engine, state, lambda: state.load(engine, {}), death)
+                serving = Serving(engine, state, lambda: state.load(engine, {}), death, self._cluster.report_s)
                 await serving.until_stopped(self._cluster.gateways, self._cluster.drain_s, self._stopping)
             decode.close()
 

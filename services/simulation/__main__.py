@@ -17,6 +17,9 @@ from services.simulation.settings import SimulationSettings
 
 log = logging.getLogger(__name__)
 
+_REPORT_S = 1.0  # in the workers' own time: what a gateway knows of them is as old as it would be of real ones
+_LEAST_REPORT_S = 0.1
+
 
 async def serve(settings: SimulationSettings) -> None:
     """Runs the workers until told to stop. Raises InvalidRequest for none at all, or an unknown profile."""
@@ -24,7 +27,8 @@ async def serve(settings: SimulationSettings) -> None:
     if not any(counts.values()):
         raise InvalidRequest("nothing is simulated: give --prefill, --decode or --both a number")
     stopping = asyncio.create_task(until_told_to_stop())
-    cluster = SimulatedCluster(settings.gateway, settings.host, settings.lease_s, settings.drain_s)
+    report_s = max(_REPORT_S / settings.time_scale, _LEAST_REPORT_S)
+    cluster = SimulatedCluster(settings.gateway, settings.host, settings.lease_s, settings.drain_s, report_s)
     async with running_simulation(_model(settings), cluster) as simulation:
         for role, count in counts.items():
             for _ in range(count):
