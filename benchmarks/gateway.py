@@ -47,6 +47,8 @@ _FEW_TOKENS = 8
 _TIMEOUT_S = 300
 _NUM_TTFT = 300
 _NUM_WARM = 20
+_PATIENT = ("--heartbeat-interval-s", "30")  # the machine may be busy
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}  # as in `halfmoon up`
 _EVENT = b"data: {"
 _USAGE = re.compile(rb'"completion_tokens":(\d+)')
 
@@ -174,21 +176,25 @@ async def added_ttft(target: Target) -> tuple[float, float]:
 
 @asynccontextmanager
 async def running_target(step_ms: float) -> AsyncIterator[Target]:
-    """A gateway on a core of its own, and its worker on the others."""
+    """A gateway on a core of its own, and its worker on the others. Raises ServiceFailed when one of them ends."""
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as state:
         supervisor = Supervisor(Path(state) / "logs", lambda service, event: None)
         try:
-            os.sched_setaffinity(0, cores[-1:])  # a child inherits it
-            options = ("--port", "0", "--model", "demo", "--model-name", "demo", "--state-dir", state)
-            gateway = await supervisor.start(ServiceSpec("gateway", ("-m", "services.gateway", *options), {}))
-            os.sched_setaffinity(0, cores[:-1] or cores)
-            ready = await gateway.ready
-            arguments = ("-m", "benchmarks.instant_worker", "--gateway", ready["address"], "--step-ms", str(step_ms))
-            await supervisor.start(ServiceSpec("worker", arguments, {}))
-            host, _, port = ready["http"].removeprefix("http://").rpartition(":")
-            worker = await _worker_address(ready["http"])
-            yield Target(host, int(port), worker, psutil.Process(gateway.process.pid))
+            async with asyncio.TaskGroup() as group:
+                os.sched_setaffinity(0, cores[-1:])  # a child inherits it
+                options = ("--port", "0", "--model-name", "demo", "--state-dir", state, *_PATIENT)
+                spec = ServiceSpec("gateway", ("-m", "services.gateway", *options), _ENVIRONMENT)
+                gateway = await supervisor.start(spec)
+                os.sched_setaffinity(0, cores[:-1] or cores)
+                watch = group.create_task(supervisor.until_one_ends())
+                ready = await gateway.ready
+                which = ("--gateway", ready["address"], "--step-ms", str(step_ms))
+                await supervisor.start(ServiceSpec("worker", ("-m", "benchmarks.instant_worker", *which), {}))
+                host, _, port = ready["http"].removeprefix("http://").rpartition(":")
+                worker = await _worker_address(ready["http"])
+                yield Target(host, int(port), worker, psutil.Process(gateway.process.pid))
+                watch.cancel()
         finally:
             os.sched_setaffinity(0, cores)
             await supervisor.stop()

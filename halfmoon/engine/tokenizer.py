@@ -14,6 +14,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import ByteLevel
 
 from halfmoon.engine.checkpoint import Checkpoint, read_json
 from halfmoon.errors import InvalidRequest
@@ -38,6 +39,8 @@ class Tokenizer:
         }
         self.chat_template = source = _chat_template(checkpoint.path, config)
         self._template = None if source is None else _environment().from_string(source)
+        self._whole_texts: dict[int, str | None] = {}
+        self._is_bytewise = type(self._fast.decoder) is ByteLevel
 
     @property
     def vocab_size(self) -> int:
@@ -96,6 +99,16 @@ class Tokenizer:
         """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
         return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def whole_text(self, token_id: int) -> str | None:
+        """The text of a token that reads the same after whatever characters; None where that is not certain.
+
+        It is certain where a text is the tokens' bytes in a row, for a token that begins and ends with a character.
+        """
+        if token_id not in self._whole_texts:
+            text = self.decode([token_id]) if self._is_bytewise else _REPLACEMENT
+            self._whole_texts[token_id] = None if _REPLACEMENT in text else text or None
+        return self._whole_texts[token_id]
+
 
 class Detokenizer:
     """Owns the undecided tail of one stream of token ids: text comes out in whole characters, special tokens never."""
@@ -108,6 +121,11 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that is certain now, perhaps none."""
+        if not self._held:
+            whole = self._tokenizer.whole_text(token_id)
+            if whole is not None:
+                self._context = [token_id]
+                return whole
         self._held.append(token_id)
         text = self._new_text()
         if not text.endswith(_REPLACEMENT) or len(self._held) >= _MOST_HELD_TOKENS:

@@ -23,6 +23,8 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """The text that is certain now. After the stop string that is complete first, `matched` is set: no more."""
+        if not self._stops:
+            return text
         text, self._held = self._held + text, ""
         ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:

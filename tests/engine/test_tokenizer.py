@@ -67,6 +67,27 @@ def test_pushed_text_is_the_decoded_text(text: str, tokenizer: Tokenizer) -> Non
         assert not any("\ufffd" in piece for piece in pieces)
 
 
+class Doubtful(Tokenizer):
+    """Never certain of a token alone."""
+
+    def whole_text(self, token_id: int) -> str | None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def doubtful(demo: Checkpoint) -> Tokenizer:
+    return Doubtful(demo)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ids=st.lists(st.one_of(st.integers(0, 400), st.integers(0, 49_151)), max_size=30))
+def test_texts_of_whole_tokens_change_nothing(ids: list[int], tokenizer: Tokenizer, doubtful: Tokenizer) -> None:
+    quick, slow = Detokenizer(tokenizer), Detokenizer(doubtful)
+    assert [quick.push(one) for one in ids] == [slow.push(one) for one in ids]
+    assert quick.flush() == slow.flush()
+    assert any(tokenizer.whole_text(one) for one in range(400))
+
+
 def test_half_a_character_waits_and_is_flushed_as_a_replacement(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🌍")
     assert len(ids) > 1
