@@ -13,7 +13,7 @@ from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.errors import HalfmoonError
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
 from halfmoon.pb import decode_pb2, prefill_pb2
-from halfmoon.rpc.transport import link as link_module
+from halfmoon.rpc.transport.window import Window
 from tests.worker.conftest import RunningWorker
 from tests.worker.test_handover import generation, listening, prefilled, until
 from tests.worker.test_stalls import nothing_is_left
@@ -29,7 +29,7 @@ async def test_nothing_is_left(start_worker: Start, tiny: Checkpoint, transport:
     prefill, decode = await start_worker("prefill", **options), await start_worker("decode", **options)
     rng = random.Random(transport)
     with prefill.servicer._channels.to(decode.peer.address) as link:
-        link.window = link_module.Window(3 * MAX_PAYLOAD_BYTES)
+        link.window = Window(3 * MAX_PAYLOAD_BYTES)
 
     async def cancel(worker: RunningWorker, name: str) -> None:
         request = decode_pb2.CancelRequest(request_ids=[name])

@@ -14,6 +14,7 @@ class Share:
     """What one transfer holds of a window."""
 
     held_bytes: int = 0
+    given_back_bytes: int = 0  # in all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +36,7 @@ class Window:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.free_bytes = limit_bytes
-        self.num_given_back = 0  # grows while the link makes progress
+        self.given_back_bytes = 0  # in all: grows while the link makes progress
         self._waiting: deque[_Waiter] = deque()
 
     async def take(self, share: Share, num_bytes: int, stall_s: float) -> None:
@@ -43,6 +44,7 @@ class Window:
 
         Raises what `fail` was told, and DeadlineExceeded when nothing at all was given back for `stall_s`, twice as
         long if `share` holds nothing: those who hold bytes fail first, as their room may be all that others wait for.
+        So does who got nothing back for `stall_s` while others passed with more than was under way before it.
         """
         assert num_bytes <= self.limit_bytes, "a frame that never fits would wait for ever"
         waiter = _Waiter(share, num_bytes, asyncio.get_running_loop().create_future())
@@ -63,7 +65,8 @@ class Window:
         assert num_bytes <= share.held_bytes
         share.held_bytes -= num_bytes
         self.free_bytes += num_bytes
-        self.num_given_back += 1
+        share.given_back_bytes += num_bytes
+        self.given_back_bytes += num_bytes
         self._serve()
 
     def fail(self, share: Share, error: HalfmoonError) -> None:
@@ -91,10 +94,18 @@ class Window:
         self.free_bytes -= num_bytes
 
     async def _wait(self, waiter: _Waiter, stall_s: float) -> None:
+        share = waiter.share
+        own_bytes, all_bytes = share.given_back_bytes, self.given_back_bytes
         while not waiter.granted.done():
-            before = self.num_given_back
-            patience_s = stall_s if waiter.share.held_bytes else 2 * stall_s
-            done, _ = await asyncio.wait({waiter.granted}, timeout=patience_s)
-            if not done and self.num_given_back == before:
+            before = self.given_back_bytes
+            patience_s = stall_s if share.held_bytes else 2 * stall_s
+            await asyncio.wait({waiter.granted}, timeout=patience_s)
+            if waiter.granted.done():
+                break
+            if self.given_back_bytes == before:
                 raise DeadlineExceeded(f"the KV link made no progress for {patience_s:g} s")
+            if not share.held_bytes or share.given_back_bytes != own_bytes:
+                own_bytes, all_bytes = share.given_back_bytes, self.given_back_bytes
+            elif self.given_back_bytes - all_bytes >= self.limit_bytes:
+                raise DeadlineExceeded(f"a KV transfer made no progress for {stall_s:g} s, while others passed it")
         waiter.granted.result()

@@ -133,6 +133,31 @@ async def test_of_two_that_stall_the_one_that_holds_bytes_fails() -> None:
     await first
 
 
+async def test_who_alone_stalls_fails_alone() -> None:
+    window, stalled, quick = Window(8), Share(), Share()
+    await window.take(stalled, 4, FOREVER_S)
+    sitting = await waits(window, stalled, 4, 0.01)
+    async with asyncio.timeout(20):
+        while not sitting.done():
+            await window.take(quick, 4, FOREVER_S)
+            await asyncio.sleep(0)
+            window.give_back(quick, 4)
+    with pytest.raises(DeadlineExceeded, match="others passed"):
+        await sitting
+
+
+async def test_who_waits_behind_others_on_a_slow_link_does_not_fail() -> None:
+    window, patient, others = Window(8), Share(), Share()
+    await window.take(patient, 4, FOREVER_S)
+    await window.take(others, 4, FOREVER_S)
+    waiting = await waits(window, patient, 4, 0.05)
+    for _ in range(4):  # less than a window, over several times the patience
+        await asyncio.wait({waiting}, timeout=0.03)
+        window.give_back(others, 1)
+    window.give_back(patient, 4)
+    await waiting
+
+
 @given(st.integers(4, 30), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=40))
 def test_takes_and_returns_in_any_order_add_up(limit: int, takes: list[tuple[int, int]]) -> None:
     async def run() -> None:
