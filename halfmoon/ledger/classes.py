@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from sqlalchemy import delete, insert, select, update
@@ -10,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.errors import Incompatible
 from halfmoon.ledger.database import Database
-from halfmoon.ledger.models import ClassRevisionRow, QosClassRow
+from halfmoon.ledger.models import ClassEditRow, ClassRevisionRow, QosClassRow
 
 
 class VersionConflict(Incompatible):
@@ -30,6 +31,17 @@ class ClassesAt(NamedTuple):
 
     revision: int
     classes: Sequence[StoredClass]
+
+
+class ClassEdit(NamedTuple):
+    """One edit. `before` and `definition` are None where the class was not there."""
+
+    revision: int
+    edited_at: datetime
+    name: str
+    version: int  # that the class has since; of a removed one its last
+    definition: dict[str, Any] | None
+    before: dict[str, Any] | None
 
 
 Check = Callable[[Sequence[StoredClass]], object]
@@ -57,6 +69,19 @@ class StoredClasses:
 
         return await self._database.run(work)
 
+    async def edits(self, limit: int) -> Sequence[ClassEdit]:
+        """The newest edits, newest first."""
+        newest = select(ClassEditRow).order_by(ClassEditRow.revision.desc()).limit(limit)
+
+        async def work(session: AsyncSession) -> list[ClassEdit]:
+            rows = await session.scalars(newest)
+            return [
+                ClassEdit(row.revision, row.edited_at, row.name, row.version, row.definition, row.before)
+                for row in rows
+            ]
+
+        return await self._database.run(work)
+
     async def put(self, name: str, definition: dict[str, Any], version: int, check: Check) -> ClassesAt:
         """Writes over `version`, 0 for a class that is not there yet; all classes as they are then.
 
@@ -81,7 +106,8 @@ class StoredClasses:
 async def _edited(session: AsyncSession, name: str, version: int, new: StoredClass | None, check: Check) -> ClassesAt:
     revision = await _next_revision(session)
     before = await _classes(session)
-    _check_version(name, version, next((one.version for one in before if one.name == name), 0))
+    old = next((one for one in before if one.name == name), None)
+    _check_version(name, version, old.version if old else 0)
     after = sorted([one for one in before if one.name != name] + ([new] if new else []))
     check(after)
     if new is None:
@@ -91,6 +117,15 @@ async def _edited(session: AsyncSession, name: str, version: int, new: StoredCla
     else:
         changed = update(QosClassRow).where(QosClassRow.name == name)
         await session.execute(changed.values(version=new.version, definition=new.definition))
+    edit = ClassEdit(
+        revision,
+        datetime.now(UTC),
+        name,
+        new.version if new else version,
+        new and new.definition,
+        old and old.definition,
+    )
+    await session.execute(insert(ClassEditRow).values(edit._asdict()))
     return ClassesAt(revision, after)
 
 

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from halfmoon.ledger.classes import StoredClasses
 from halfmoon.ledger.database import Database, open_database
 from halfmoon.ledger.models import RequestRow
+from halfmoon.ledger.outcomes import Outcomes
 from halfmoon.ledger.output_samples import OutputSamples
 from halfmoon.ledger.plans import Plans
 from halfmoon.ledger.profiles import Profiles
@@ -30,6 +31,7 @@ class Ledger:
         self.profiles = Profiles(database)
         self.plans = Plans(database)
         self.outputs = OutputSamples(database)
+        self.outcomes = Outcomes(database)
         self.rows = RowQueue[dict[str, Any]](self._insert)
         self._database = database
         self._gateway_id = gateway_id

@@ -56,6 +56,19 @@ class ClassRevisionRow(Base):
     revision: Mapped[int]
 
 
+class ClassEditRow(Base):
+    """One edit of a class: what it was and what it became, None where it was not there."""
+
+    __tablename__ = "class_edits"
+
+    revision: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    edited_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    name: Mapped[str] = mapped_column(String(64))
+    version: Mapped[int]  # that it has since; of a removed one the last
+    definition: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    before: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+
+
 class ProfileRow(Base):
     """What a worker of one kind measured of its own speed: the coefficients of its latency models."""
 

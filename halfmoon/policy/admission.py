@@ -6,7 +6,7 @@ Mooncake (section 7): early rejection by the load of now, or by the decode load 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, Protocol
 
 from halfmoon.errors import NoCapacity
 from halfmoon.policy.decode_forecast import DecodeForecast
@@ -34,7 +34,17 @@ class Refused(NoCapacity):
         self.tbt_s = placement.tbt_s
 
 
-def missed_target(placement: Placement, targets: Targets) -> Literal["ttft", "tbt"] | None:
+class Predicted(Protocol):
+    """What a placement, or the ledger, says of a request."""
+
+    @property
+    def ttft_s(self) -> float: ...
+
+    @property
+    def tbt_s(self) -> float: ...
+
+
+def missed_target(placement: Predicted, targets: Targets) -> Literal["ttft", "tbt"] | None:
     """Which target the placement's predictions miss; None where they meet both."""
     if targets.ttft_s is not None and placement.ttft_s > targets.ttft_s:
         return "ttft"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.policy.admission import AdmissionMode, Refused, missed_target, over_target
+from halfmoon.policy.candidates import Candidate, ranked_candidates
 from halfmoon.policy.classes import ClassTable, Degradation, QosClass
 from halfmoon.policy.cluster_view import ClusterView
 from halfmoon.policy.decode_forecast import DecodeForecast, DecodeLoads
@@ -96,6 +98,19 @@ class Gatekeeper:
         """Another placement for an admitted request. Raises what `place` raises."""
         loads_at = _LoadsAt(self._forecast, view.num_rows, now_s)
         return place(view, request, self._rules, now_s, self._rng, depths, loads_at)
+
+    def candidates(
+        self,
+        view: ClusterView,
+        num_prompt_tokens: int,
+        now_s: float,
+        depths: NDArray[np.int64],
+        limit: int,
+        chosen: Sequence[str] = (),
+    ) -> list[Candidate]:
+        """What `decide` chose among, for people: see `ranked_candidates`."""
+        threshold = self._rules.fetching_threshold
+        return ranked_candidates(view, num_prompt_tokens, depths, now_s, threshold, limit, chosen)
 
     def enter(
         self, request_id: str, view: ClusterView, admitted: Admitted, num_prompt_tokens: int, now_s: float

@@ -63,6 +63,11 @@ class PlacementRules:
     mode: PlacementMode = "kvcache-centric"
     balancing_threshold: float = 2.0  # best prefix / local prefix above which the best is fetched
 
+    @property
+    def fetching_threshold(self) -> float | None:
+        """None where nothing is fetched."""
+        return self.balancing_threshold if self.mode == "kvcache-centric" else None
+
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
@@ -102,7 +107,7 @@ def place(
     when a half is missing (now) and ContextLengthExceeded when no present worker can ever hold the request.
     """
     candidates = _candidates(view, request)
-    threshold = rules.balancing_threshold if rules.mode == "kvcache-centric" else None
+    threshold = rules.fetching_threshold
     ttft = predict_ttft(view, request.num_prompt_tokens, depths, now_s, threshold, request.fetch_factor)
     cost = _prefill_cost(view, rules.mode, ttft)
     prefill = _least(cost, candidates.prefill | candidates.both, rng)

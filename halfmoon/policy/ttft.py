@@ -41,7 +41,7 @@ def predict_ttft(
     num_rows = view.num_rows
     queue_s = np.maximum(view.column("prefill_free_s") - now_s, 0.0)
     prefixes = _prefixes(view, num_prompt_tokens, depths)
-    computed_s = queue_s + _prefill_s(view, prefixes.local, float(num_prompt_tokens))
+    computed_s = queue_s + prefill_seconds(view, prefixes.local, float(num_prompt_tokens))
     nothing = np.zeros(num_rows)
     if balancing_threshold is None or prefixes.best == 0:
         return TtftPrediction(computed_s, prefixes.local, nothing)
@@ -50,7 +50,7 @@ def predict_ttft(
         return TtftPrediction(computed_s, prefixes.local, nothing)
     restored_s = _restore_s(view, prefixes, queue_s, fetch_factor)
     best = np.full(num_rows, prefixes.best)
-    fetched_s = restored_s + _prefill_s(view, best, float(num_prompt_tokens))
+    fetched_s = restored_s + prefill_seconds(view, best, float(num_prompt_tokens))
     fetches = may_fetch & (fetched_s < computed_s)
     seconds = np.where(fetches, fetched_s, computed_s)
     return TtftPrediction(seconds, prefixes.local, np.where(fetches, prefixes.best - prefixes.local, 0.0))
@@ -66,7 +66,7 @@ def _prefixes(view: ClusterView, num_prompt_tokens: int, depths: NDArray[np.int6
     return _Prefixes(local, float(best.max(initial=0.0)))
 
 
-def _prefill_s(view: ClusterView, cached: Floats, num_tokens: float) -> Floats:
+def prefill_seconds(view: ClusterView, cached: Floats, num_tokens: float) -> Floats:
     """Seconds to compute the tokens after `cached` ones, up to `num_tokens`, on every row."""
     a, b, c = view.prefill_coefficients[: view.num_rows].T
     new = num_tokens - cached

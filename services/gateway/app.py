@@ -13,10 +13,12 @@ from halfmoon.rpc.context import request_scope
 from services.gateway.api_keys import ApiKeys
 from services.gateway.class_endpoints import ClassEndpoints
 from services.gateway.control import ControlEndpoints
+from services.gateway.control_console import ConsoleEndpoints
 from services.gateway.cors import Cors
 from services.gateway.endpoints import GenerationEndpoints
 from services.gateway.errors_http import error_response, http_error_response
 from services.gateway.event_body import ClientGone
+from services.gateway.operator_access import OperatorAccess
 from services.gateway.request_ids import HEADER, assign_request_id, request_id_of
 from services.gateway.tokenizing import TokenizerEndpoints
 
@@ -28,6 +30,7 @@ class Admittance:
     """Who may send what."""
 
     keys: ApiKeys
+    operators: OperatorAccess
     cors: Cors
     max_body_bytes: int
 
@@ -37,6 +40,7 @@ def make_app(
     tokenizing: TokenizerEndpoints,
     control: ControlEndpoints,
     classes: ClassEndpoints,
+    console: ConsoleEndpoints,
     admittance: Admittance,
 ) -> web.Application:
     """Every route of the gateway."""
@@ -55,6 +59,12 @@ def make_app(
     app.router.add_get("/metrics", control.metrics)
     app.router.add_get("/halfmoon/v1/cluster", control.cluster)
     app.router.add_get("/halfmoon/v1/requests", control.requests)
+    app.router.add_get("/halfmoon/v1/requests/{request_id}", console.request)
+    app.router.add_get("/halfmoon/v1/series", console.series)
+    app.router.add_get("/halfmoon/v1/placements", console.placements)
+    app.router.add_get("/halfmoon/v1/cache", console.cache)
+    app.router.add_get("/halfmoon/v1/class_edits", console.class_edits)
+    app.router.add_post("/halfmoon/v1/class_previews/{name}", console.class_preview)
     app.router.add_get("/halfmoon/v1/classes", classes.list)
     app.router.add_put("/halfmoon/v1/classes/{name}", classes.put)
     app.router.add_delete("/halfmoon/v1/classes/{name}", classes.delete)
@@ -69,7 +79,7 @@ def _outermost(admittance: Admittance) -> Middleware:
                 preflight = admittance.cors.preflight(request)
                 if preflight is not None:
                     return preflight
-                admittance.keys.check(request)
+                (admittance.operators if admittance.operators.governs(request) else admittance.keys).check(request)
                 return await handler(request)
             except HalfmoonError as error:
                 return error_response(error)

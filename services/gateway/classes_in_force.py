@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from halfmoon.errors import Incompatible
 from halfmoon.ledger.classes import ClassesAt, StoredClass, StoredClasses
 from halfmoon.policy.classes import NO_PROMISES, ClassTable, Degradation, MatchKind, MatchRule, QosClass
+from halfmoon.policy.feedback import Targets
 from halfmoon.policy.gatekeeper import Gatekeeper
 from services.gateway.strict_part import Items, Part
 
@@ -67,6 +68,14 @@ class ClassesInForce:
         async with self._turn:
             self._show(await self._stored.put(name, definition, body.version, _table))
         return StoredClass(name, body.version + 1, definition)
+
+    async def check(self, name: str, body: ClassBody) -> Targets:
+        """The targets in force under that name. Raises InvalidRequest where `put` would refuse the class."""
+        definition = body.model_dump(mode="json", exclude={"version"})
+        others = [one for one in await self.all() if one.name != name]
+        _table([*others, StoredClass(name, body.version + 1, definition)])
+        present = next((one for one in self._gatekeeper.classes.classes if one.name == name), NO_PROMISES)
+        return Targets(present.ttft_s, present.tbt_s)
 
     async def remove(self, name: str, version: int) -> None:
         """Raises VersionConflict or Unavailable; nothing has changed then."""

@@ -14,6 +14,7 @@ from services.gateway.cluster import Cluster
 from services.gateway.door import Door
 from services.gateway.membership import Member, Membership
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.observations import Observations
 from services.gateway.openapi import openapi_document
 from services.gateway.served_model import ServedModel
 
@@ -25,13 +26,20 @@ class ControlEndpoints:
     """Serves everything that generates nothing. Owns nothing."""
 
     def __init__(
-        self, model: ServedModel, cluster: Cluster, ledger: Ledger, metrics: GatewayMetrics, door: Door
+        self,
+        model: ServedModel,
+        cluster: Cluster,
+        ledger: Ledger,
+        metrics: GatewayMetrics,
+        door: Door,
+        observations: Observations,
     ) -> None:
         self._model = model
         self._cluster = cluster
         self._ledger = ledger
         self._metrics = metrics
         self._door = door
+        self._observations = observations
         self._started_s = cluster.clock()
 
     async def models(self, request: web.Request) -> web.Response:
@@ -73,6 +81,8 @@ class ControlEndpoints:
                 "context_tokens": membership.context_tokens(self._model.context_tokens),
                 "uptime_s": now_s - self._started_s,
                 "missing": list(membership.view().missing),
+                "heartbeat_interval_s": membership.heartbeat_interval_s,
+                "departed": self._observations.departures.shown(now_s),
                 "workers": [_worker(membership, member, now_s) for member in membership.members()],
             }
         )
@@ -116,12 +126,21 @@ def _worker(membership: Membership, member: Member, now_s: float) -> dict[str, A
         "cached_blocks": membership.index.num_blocks(member.holder),
         "prefill_model": member.latency.prefill._asdict(),
         "step_model": member.latency.step._asdict(),
+        "prefill_free_in_s": max(member.queue.free_s(now_s) - now_s, 0.0),
+        "predicted_step_s": _predicted_step_s(member),
+        "measured_step_s": sum(step.seconds for step in load.steps) / len(load.steps) if load.steps else None,
         "prediction_errors": {kind: figures._asdict() for kind, figures in member.latency.errors.items()},
         "links": [
             {"address": link.address, "bytes_per_s": link.bandwidth_bytes_per_s, "latency_s": link.latency_s}
             for link in load.links
         ],
     }
+
+
+def _predicted_step_s(member: Member) -> float | None:
+    """Of the batch that runs now; None where nothing runs or nothing is known."""
+    seconds = member.latency.step.seconds(member.load.num_running, member.load.context_tokens)
+    return seconds if member.load.num_running and seconds else None
 
 
 def _row(row: RequestRow) -> dict[str, Any]:

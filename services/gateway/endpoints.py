@@ -30,6 +30,7 @@ from services.gateway.intake import Intake, take_in_chat, take_in_completion
 from services.gateway.judge import Judge, caller_of
 from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.observations import Observations, refusal_of
 from services.gateway.received_body import receive_body
 from services.gateway.relay import Relay
 from services.gateway.replies import ChoiceSink, StreamReply, TakesPieces, WholeReply
@@ -60,6 +61,7 @@ class _Call:
     arrived_s: float  # on the gateway's monotonic clock
     choices: Choices = field(default_factory=Choices)
     labels: dict[str, Any] = field(default_factory=dict)
+    refusal: str = "bad request"  # in a word, should it be refused
 
 
 class GenerationEndpoints:
@@ -74,6 +76,7 @@ class GenerationEndpoints:
         ledger: Ledger,
         metrics: GatewayMetrics,
         door: Door,
+        observations: Observations,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
@@ -83,6 +86,7 @@ class GenerationEndpoints:
         self._ledger = ledger
         self._metrics = metrics
         self._door = door
+        self._observations = observations
         self._clock = clock
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -104,6 +108,7 @@ class GenerationEndpoints:
             with self._door.inside(), self._metrics.in_flight.track_inprogress():
                 response = await self._serve(request, call)
         except HalfmoonError as error:
+            call.refusal = refusal_of(error)
             rejected = isinstance(error, _REJECTIONS) and call.choices.ttft_s is None
             if isinstance(error, Refused):
                 self._metrics.refusals.labels(error.qos_class, error.reason).inc()
@@ -207,6 +212,7 @@ class GenerationEndpoints:
         )
         self._ledger.record(row)
         self._count(row, gaps_s)
+        self._observations.note_ended(row, choices, gaps_s, call.refusal, self._clock())
         fields = {**row.as_dict(), "created_at": call.created_at.isoformat()}
         log.info("request.ended", extra={**fields, "labels": shortened(json.dumps(call.labels))})
 

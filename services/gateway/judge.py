@@ -22,11 +22,14 @@ from halfmoon.policy.key_table import Keys
 from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules
 from halfmoon.policy.refinement import PredictionErrors
 from services.gateway.attempt import RelayRequest
+from services.gateway.decisions import Decision, Move
 from services.gateway.membership import Membership
+from services.gateway.observations import Observations
 from services.gateway.progress import Progress
 from services.gateway.token_flow import TokenSink
 
 _LOWER: dict[KVCodec.ValueType, KVCodec.ValueType] = {RAW: INT8, FP8: INT4, INT8: INT4, INT4: INT4}
+_SHOWN_CANDIDATES = 6  # of the workers that a prompt could have gone to
 _PRIORITIES_PER_CLASS = 1_000  # that a client may choose from: a class goes before all of the next one
 
 
@@ -34,18 +37,25 @@ class Judge:
     """Owns the gatekeeper, and how wrong its predictions of whole requests were."""
 
     def __init__(
-        self, membership: Membership, mode: AdmissionMode, rules: PlacementRules, clock: Callable[[], float]
+        self,
+        membership: Membership,
+        mode: AdmissionMode,
+        rules: PlacementRules,
+        clock: Callable[[], float],
+        observations: Observations,
     ) -> None:
         self.gatekeeper = Gatekeeper(mode, rules, random.Random())
         self.errors = {"ttft": PredictionErrors(), "tbt": PredictionErrors()}
         self._membership = membership
         self._clock = clock
+        self._observations = observations
         self._names = map(str, itertools.count())
 
     @contextmanager
     def case(self, request: RelayRequest, progress: Progress) -> Iterator[Case]:
         """One request as long as it is here."""
-        made = Case(next(self._names), request, progress, self.gatekeeper, self._membership, self._clock)
+        name = next(self._names)
+        made = Case(name, request, progress, self.gatekeeper, self._membership, self._clock, self._observations)
         try:
             yield made
         finally:
@@ -75,6 +85,7 @@ class Case:
         gatekeeper: Gatekeeper,
         membership: Membership,
         clock: Callable[[], float],
+        observations: Observations,
     ) -> None:
         self.request = request  # as admitted
         self._name = name
@@ -82,6 +93,7 @@ class Case:
         self._gatekeeper = gatekeeper
         self._membership = membership
         self._clock = clock
+        self._observations = observations
         self._admitted: Admitted | None = None
         self._keys: tuple[KVLayout, Keys] | None = None
 
@@ -103,6 +115,8 @@ class Case:
             return self._enter(wanted, now_s)
         placement = self._gatekeeper.place_again(view, wanted, now_s, self._depths())
         self._gatekeeper.move(self._name, view, placement, now_s)
+        move = Move(now_s, placement.prefill.worker_id, placement.decode.worker_id)
+        self._observations.decisions.note_move(self.request.request_id, move)
         return placement
 
     def codec(self, usual: KVCodec.ValueType) -> KVCodec.ValueType:
@@ -126,18 +140,49 @@ class Case:
     def _enter(self, wanted: PlacementRequest, now_s: float) -> Placement:
         view, progress, qos = self._membership.view(), self._progress, self.request.qos
         progress.qos_class = qos.name
+        depths = self._depths()
         try:
-            admitted = self._gatekeeper.decide(view, wanted, qos, now_s, self._depths())
+            admitted = self._gatekeeper.decide(view, wanted, qos, now_s, depths)
         except Refused as refusal:
+            self._note(wanted, depths, now_s, refusal)
             progress.predicted_ttft_s, progress.predicted_tbt_s = refusal.ttft_s, refusal.tbt_s
             raise
         waited_s = now_s - progress.arrived_s
         progress.predicted_ttft_s = waited_s + admitted.placement.ttft_s
         progress.predicted_tbt_s = admitted.placement.tbt_s
+        self._note(wanted, depths, now_s, admitted.placement)
         self.request = _as_admitted(self.request, admitted)
         self._admitted = admitted
         self._gatekeeper.enter(self._name, view, admitted, wanted.num_prompt_tokens, now_s)
         return admitted.placement
+
+    def _note(
+        self, wanted: PlacementRequest, depths: NDArray[np.int64], now_s: float, outcome: Placement | Refused
+    ) -> None:
+        """The decision with its reasons, for those who look on."""
+        request, placement = self.request, None if isinstance(outcome, Refused) else outcome
+        view, chosen = self._membership.view(), () if placement is None else (placement.prefill.worker_id,)
+        num_tokens = wanted.num_prompt_tokens
+        decision = Decision(
+            request_id=request.request_id,
+            at_s=now_s,
+            waited_s=now_s - self._progress.arrived_s,
+            qos_class=request.qos.name,
+            num_prompt_tokens=num_tokens,
+            candidates=self._gatekeeper.candidates(view, num_tokens, now_s, depths, _SHOWN_CANDIDATES, chosen),
+            prefill_worker=placement.prefill.worker_id if placement else None,
+            decode_worker=placement.decode.worker_id if placement else None,
+            ttft_s=outcome.ttft_s,
+            tbt_s=outcome.tbt_s,
+            refusal=outcome.reason if isinstance(outcome, Refused) else None,
+        )
+        self._observations.decisions.note(decision)
+        if decision.chosen is not None:
+            self._progress.predicted_queue_s = decision.chosen.queue_s
+            self._progress.predicted_prefill_s = decision.chosen.restore_s + decision.chosen.compute_s
+        if self._keys is not None:
+            layout, keys = self._keys
+            self._observations.prefixes.note(keys, depths, layout.block_tokens, now_s)
 
     def _depths(self) -> NDArray[np.int64]:
         """How much of the prompt each worker has."""

@@ -24,6 +24,7 @@ from services.gateway.class_endpoints import ClassEndpoints
 from services.gateway.classes_in_force import ClassesInForce
 from services.gateway.cluster import Cluster, running_cluster
 from services.gateway.control import ControlEndpoints
+from services.gateway.control_console import ConsoleEndpoints
 from services.gateway.cors import Cors
 from services.gateway.door import Door
 from services.gateway.endpoints import GenerationEndpoints
@@ -31,9 +32,12 @@ from services.gateway.judge import Judge
 from services.gateway.ledger_news import LedgerNews, following
 from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.observations import Observations, sampling
+from services.gateway.operator_access import OperatorAccess
 from services.gateway.relay import Relay
 from services.gateway.served_model import ServedModel
 from services.gateway.settings import GatewaySettings
+from services.gateway.store_view import StoreView
 from services.gateway.tokenizing import TokenizerEndpoints
 
 log = logging.getLogger(__name__)
@@ -50,6 +54,7 @@ class RunningGateway:
     address: str  # host:port where workers register
     cluster: Cluster
     judge: Judge
+    observations: Observations
 
 
 @asynccontextmanager
@@ -63,25 +68,34 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     async with open_ledger(settings.ledger, gateway_id) as ledger, running_cluster(gateway_id, membership) as cluster:
         rules = PlacementRules(settings.placement, settings.balancing_threshold)
-        judge = Judge(membership, settings.admission, rules, cluster.clock)
+        observations = Observations()
+        judge = Judge(membership, settings.admission, rules, cluster.clock, observations)
         metrics = GatewayMetrics(membership, ledger, judge)
         codec = KVCodec.Value(settings.handover_codec.upper())
         relay = Relay(
             cluster, judge, settings.request_deadline_s, settings.failover_wait_s, settings.return_wait_s, codec
         )
+        store = StoreView(settings.kvstore)
         classes = ClassesInForce(ledger.classes, judge.gatekeeper)
         news = LedgerNews(ledger, classes, judge.gatekeeper.lengths, gateway_id)
         await news.load()
         app = make_app(
-            GenerationEndpoints(model, membership, relay, judge, ledger, metrics, door),
+            GenerationEndpoints(model, membership, relay, judge, ledger, metrics, door, observations),
             TokenizerEndpoints(model, membership),
-            ControlEndpoints(model, cluster, ledger, metrics, door),
+            ControlEndpoints(model, cluster, ledger, metrics, door, observations),
             ClassEndpoints(classes),
-            Admittance(ApiKeys(settings.api_key), Cors(settings.allowed_origins), settings.max_body_bytes),
+            ConsoleEndpoints(cluster, ledger, classes, observations, store),
+            Admittance(
+                ApiKeys(settings.api_key),
+                OperatorAccess(settings.operator_token, settings.host),
+                Cors(settings.allowed_origins),
+                settings.max_body_bytes,
+            ),
         )
         add = partial(add_ClusterServicer_to_server, cluster)
         async with (
             following(news, settings.ledger_poll_s),
+            sampling(observations, membership, cluster.clock),
             running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2) as server,
         ):
             runner = web.AppRunner(
@@ -99,9 +113,10 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
                 port = await _listen(runner, settings)
                 await server.set_serving()
                 address = advertised_address(settings.cluster_listen, server.port, settings.advertise_cluster)
-                yield RunningGateway(f"http://{_url_host(settings.host)}:{port}", address, cluster, judge)
+                yield RunningGateway(f"http://{_url_host(settings.host)}:{port}", address, cluster, judge, observations)
             finally:
                 await _stop(door, cluster, server, runner, settings.shutdown_grace_s)
+                await store.close()
 
 
 async def _listen(runner: web.AppRunner, settings: GatewaySettings) -> int:

@@ -34,6 +34,7 @@ class GatewaySettings(BaseSettings):
     ledger_poll_s: float = Field(
         1.0, gt=0, description="how often to look for edits of classes that other gateways made"
     )
+    kvstore: str | None = Field(None, description="host:port of the store, whose figures the console shows")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     heartbeat_interval_s: float = Field(1.0, gt=0, description="workers report at least this often; 3 missed is dead")
     request_deadline_s: float = Field(600.0, gt=0, description="total time of one request")
@@ -61,6 +62,10 @@ class GatewaySettings(BaseSettings):
     max_header_bytes: int = Field(8_190, ge=256, description="longest accepted request line, and header of a request")
     max_headers: int = Field(100, ge=8, description="most headers of a request")
     api_key: tuple[str, ...] = Field((), description="a key that clients may use; repeat it for more; none: no key")
+    operator_token: str | None = Field(
+        None,
+        description="what the control API asks for; None: nothing on a loopback host, and no control API elsewhere",
+    )
     allowed_origins: tuple[str, ...] = Field((), description="origins whose pages browsers let use the API; * is all")
 
     @property
@@ -71,4 +76,6 @@ class GatewaySettings(BaseSettings):
     def as_logged(self) -> dict[str, Any]:
         """Every setting, without the ledger's password and the keys."""
         keys = ["***"] * len(self.api_key)
-        return {**self.model_dump(mode="json"), "ledger_url": mask_password(self.ledger), "api_key": keys}
+        token = None if self.operator_token is None else "***"
+        masked = {"ledger_url": mask_password(self.ledger), "api_key": keys, "operator_token": token}
+        return {**self.model_dump(mode="json"), **masked}

@@ -1,0 +1,62 @@
+"""What became of earlier requests, for those who look back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from halfmoon.ledger.database import Database
+from halfmoon.ledger.models import RequestRow
+
+
+class Outcome(NamedTuple):
+    """One request that admission decided about; times in seconds."""
+
+    status: str  # RequestStatus
+    predicted_ttft_s: float | None
+    predicted_tbt_s: float | None
+    ttft_s: float | None
+    mean_tbt_s: float | None
+
+
+class Outcomes:
+    """Reads them from the requests. Owns nothing. Raises Unavailable when the database does not answer."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def since(self, moment: datetime, qos_class: str, limit: int) -> Sequence[Outcome]:
+        """The newest `limit` requests of a class after a moment."""
+        columns = (
+            RequestRow.status,
+            RequestRow.predicted_ttft_s,
+            RequestRow.predicted_tbt_s,
+            RequestRow.ttft_s,
+            RequestRow.mean_tbt_s,
+        )
+        newest = (
+            select(*columns)
+            .where(RequestRow.created_at >= moment, RequestRow.qos_class == qos_class)
+            .where(RequestRow.predicted_ttft_s.is_not(None), RequestRow.predicted_tbt_s.is_not(None))
+            .order_by(RequestRow.id.desc())
+            .limit(limit)
+        )
+
+        async def work(session: AsyncSession) -> list[Outcome]:
+            return [Outcome._make(row) for row in await session.execute(newest)]
+
+        return await self._database.run(work)
+
+    async def of(self, request_id: str) -> RequestRow | None:
+        """The newest request of that id, once it has ended and is written."""
+        newest = select(RequestRow).where(RequestRow.request_id == request_id).order_by(RequestRow.id.desc()).limit(1)
+
+        async def work(session: AsyncSession) -> RequestRow | None:
+            found: RequestRow | None = await session.scalar(newest)
+            return found
+
+        return await self._database.run(work)
