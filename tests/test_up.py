@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.sim.worker_profile import PROFILES
+from halfmoon.simulated_up import SimulatedWorkers, simulated_model
 from halfmoon.up import PreparedModel, UpOptions, _other_specs, gateway_spec
 
 MODEL = PreparedModel("/models/m", "m")
@@ -45,3 +48,32 @@ def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(InvalidRequest, match="not a directory"):
         UpOptions(state_dir=file)
+
+
+def test_simulated_workers_are_shared_by_their_processes() -> None:
+    simulation = SimulatedWorkers("instant", time_scale=2.0, num_processes=3)
+    specs = _other_specs(UpOptions(num_prefill=4, num_decode=2, simulation=simulation), MODEL, "x:1")
+    processes = [spec for spec in specs if "services.simulation" in spec.arguments]
+    assert len(processes) == 3
+    for role, count in (("--prefill", 4), ("--decode", 2), ("--both", 0)):
+        shares = [int(spec.arguments[spec.arguments.index(role) + 1]) for spec in processes]
+        assert sum(shares) == count
+        assert max(shares) - min(shares) <= 1
+    assert not [spec for spec in specs if spec.name.startswith(("prefill", "decode"))]
+
+
+def test_the_model_of_simulated_workers_has_no_weights_and_their_context(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 8, "vocab_size": 5}))
+    for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors"):
+        (model / name).write_text("{}")
+    made = simulated_model(model, SimulatedWorkers("instant"), tmp_path / "state")
+    assert sorted(file.name for file in made.iterdir()) == ["chat_template.jinja", "config.json", "tokenizer.json"]
+    config = json.loads((made / "config.json").read_text())
+    assert config == {"max_position_embeddings": PROFILES["instant"].context_tokens, "vocab_size": 5}
+
+
+def test_an_unknown_profile_is_refused_before_anything_starts() -> None:
+    with pytest.raises(InvalidRequest, match="profile"):
+        SimulatedWorkers("nothing")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.policy.latency import NUM_COEFFICIENTS, PrefillModel, StepModel
 
 
 def _check(holds: bool, what: str, problem: str) -> None:
@@ -127,6 +127,8 @@ def _from_fields(given: dict[str, Any], source: str) -> WorkerProfile:
         raise InvalidRequest(f"{source} names {', '.join(unknown)}; a profile has {', '.join(sorted(known))}")
     try:
         values = {**asdict(PROFILES[like]), **given}
+        for model in ("prefill", "step"):
+            _check(len(values[model]) == NUM_COEFFICIENTS, model, "must have three coefficients")
         values["prefill"], values["step"] = PrefillModel(*values["prefill"]), StepModel(*values["step"])
         return WorkerProfile(**values)
     except TypeError as error:

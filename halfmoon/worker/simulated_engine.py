@@ -218,7 +218,9 @@ class SimulatedEngine:
                 self._tell(entry, num_tokens)
 
     def _tell(self, entry: _Entry, num_tokens: int) -> None:
-        if self._entries.get(entry.request.request_id) is entry and entry.on_kv is not None:
+        """Timers of one moment fire in any order: KV is never taken back."""
+        is_here = self._entries.get(entry.request.request_id) is entry
+        if is_here and entry.on_kv is not None and num_tokens > entry.num_sent:
             entry.num_sent = num_tokens
             entry.on_kv(Written(num_tokens))
 

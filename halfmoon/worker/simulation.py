@@ -6,7 +6,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 
 import halfmoon
@@ -86,6 +86,10 @@ class Simulation:
         await worker.address
         return worker
 
+    def workers(self) -> list[SimulatedWorker]:
+        """Those that run, in the order of their start."""
+        return list(self._tasks)
+
     async def kill(self, worker: SimulatedWorker) -> None:
         """Ends a worker without a word to anybody, as a crash would."""
         task = self._tasks.pop(worker)
@@ -108,18 +112,19 @@ class Simulation:
         state = WorkerState(identity, model.layout, metrics)
         root = None if worker.role == "decode" else root_key(model.fingerprint, model.layout)
         engine = SimulatedEngine(modelled, model.layout, root, model.answers, state.on_step)
-        async with engine.running() as death:
+        with closing(DecodeServicer(engine, state, metrics, self._cluster.lease_s)) as decode:
             prefill = PrefillServicer(engine, state, metrics, channels=self._channels)
-            decode = DecodeServicer(engine, state, metrics, self._cluster.lease_s)
             services = worker_services(prefill, decode)
-            async with running_server(f"{self._cluster.host}:0", services, metrics.rpc, _GRACE_S) as server:
+            async with (
+                engine.running() as death,
+                running_server(f"{self._cluster.host}:0", services, metrics.rpc, _GRACE_S) as server,
+            ):
                 address = f"{self._cluster.host}:{server.port}"
                 identity.CopyFrom(self._identity(worker, address, modelled.blocks.num_blocks))
                 await server.set_serving()
                 worker.address.set_result(address)
                 serving = Serving(engine, state, lambda: state.load(engine, {}), death, self._cluster.report_s)
                 await serving.until_stopped(self._cluster.gateways, self._cluster.drain_s, self._stopping)
-            decode.close()
 
     def _identity(self, worker: SimulatedWorker, address: str, num_blocks: int) -> gateway_pb2.WorkerIdentity:
         model = self._model
