@@ -86,6 +86,10 @@ def up(
     ] = HandoverCodec.RAW,
     host: Annotated[str, typer.Option(help="address of the HTTP server")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port of the HTTP server")] = 8000,
+    gateways: Annotated[int, typer.Option(min=1, help="gateways that share the port of the HTTP server")] = 1,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="a key that clients may use; repeat it for more; none: no key is needed")
+    ] = None,
     state_dir: Annotated[Path, typer.Option(help="logs and the ledger")] = Path(".halfmoon"),
     console: Annotated[bool, typer.Option(help="start the Streamlit console, if it is installed")] = True,
     console_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the console")] = 8501,
@@ -113,6 +117,8 @@ def up(
             handover_codec=handover_codec.value,
             host=host,
             port=port,
+            num_gateways=gateways,
+            api_keys=tuple(api_key or ()),
             state_dir=state_dir.absolute(),
             console=console,
             console_port=console_port,

@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,16 @@ class UpOptions:
     admission: AdmissionMode | None = None  # None: the gateway's own
     placement: PlacementMode | None = None
     simulation: SimulatedWorkers | None = None  # None: real engines
+    num_gateways: int = 1
+    api_keys: tuple[str, ...] = ()  # none: everybody may ask
 
     def __post_init__(self) -> None:
         if self.state_dir.exists() and not self.state_dir.is_dir():
             raise InvalidRequest(f"--state-dir {self.state_dir} is not a directory")
         if min(self.num_prefill, self.num_decode, self.num_both) < 0:
             raise InvalidRequest("numbers of workers cannot be negative")
+        if self.num_gateways < 1:
+            raise InvalidRequest("there has to be at least one gateway")
         if not self.num_both and not (self.num_prefill and self.num_decode):
             raise InvalidRequest(
                 "nothing could be served: start at least one --prefill and one --decode, or one --both"
@@ -93,13 +98,19 @@ async def _start(options: UpOptions, supervisor: Supervisor, terminal: Console, 
     model = await prepared_model(options.model, terminal)
     if options.simulation is not None:
         model = PreparedModel(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
-    gateway = await supervisor.start(gateway_spec(options, model))
-    announced = await gateway.ready
-    others = [await supervisor.start(spec) for spec in _other_specs(options, model, announced["address"])]
+    if options.num_gateways == 1:
+        specs = [gateway_spec(options, model)]
+    else:
+        options = replace(options, port=options.port or _free_port())
+        specs = [gateway_spec(options, model, number) for number in range(options.num_gateways)]
+    announced = await children_ready([await supervisor.start(spec) for spec in specs])
+    cluster = ",".join(one["address"] for one in announced)
+    others = [await supervisor.start(spec) for spec in _other_specs(options, model, cluster)]
     await children_ready([child for child in others if child.spec.name != "console"])
-    await _until_healthy(announced["http"])
+    url = announced[0]["http"]
+    await _until_healthy(url)
     bars.stop()
-    _print_ready(options, terminal, announced["http"], model.name, others)
+    _print_ready(options, terminal, url, model.name, others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +142,27 @@ async def prepared_model(model: str, terminal: Console) -> PreparedModel:
     return PreparedModel(said["path"], "demo" if model == "demo" else said["name"])
 
 
-def gateway_spec(options: UpOptions, model: PreparedModel) -> ServiceSpec:
-    """The gateway as a child."""
-    listen = ("--host", options.host, "--port", str(options.port), "--cluster-listen", "127.0.0.1:0")
+def gateway_spec(options: UpOptions, model: PreparedModel, number: int | None = None) -> ServiceSpec:
+    """The gateway as a child; with a `number`, one of several on one HTTP port.
+
+    Those come back at the same address when they die: the others serve meanwhile.
+    """
+    is_shared = number is not None
+    listen = ("--host", options.host, "--port", str(options.port), "--reuse-port", str(is_shared).lower())
+    cluster = ("--cluster-listen", f"127.0.0.1:{_free_port() if is_shared else 0}")
     which = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
     codec = ("--handover-codec", options.handover_codec)
     modes = {"--admission": options.admission, "--placement": options.placement}
     chosen = (part for name, mode in modes.items() if mode is not None for part in (name, mode))
-    return ServiceSpec("gateway", ("-m", "services.gateway", *listen, *which, *codec, *chosen), {})
+    keys = {"HALFMOON_GATEWAY_API_KEY": json.dumps(options.api_keys)} if options.api_keys else {}
+    arguments = ("-m", "services.gateway", *listen, *cluster, *which, *codec, *chosen)
+    return ServiceSpec(f"gateway-{number}" if is_shared else "gateway", arguments, keys, restarts=is_shared)
+
+
+def _free_port() -> int:
+    """A port that is free now; who takes it may still be too late."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _other_specs(options: UpOptions, model: PreparedModel, cluster: str) -> list[ServiceSpec]:
@@ -186,7 +210,10 @@ def _console_spec(options: UpOptions) -> ServiceSpec:
         "browser.gatherUsageStats": "false",
     }
     arguments = ("-m", "streamlit", "run", str(app), *(f"--{key}={value}" for key, value in flags.items()))
-    return ServiceSpec("console", arguments, {"HALFMOON_CONSOLE_GATEWAY_URL": _url(options)}, restarts=True)
+    environment = {"HALFMOON_CONSOLE_GATEWAY_URL": _url(options)}
+    if options.api_keys:
+        environment["HALFMOON_CONSOLE_API_KEY"] = options.api_keys[0]
+    return ServiceSpec("console", arguments, environment, restarts=True)
 
 
 async def _until_healthy(url: str) -> None:
@@ -205,7 +232,8 @@ def _print_ready(options: UpOptions, terminal: Console, url: str, name: str, oth
     terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)
     terminal.print(f"halfmoon is ready: {url}", highlight=False, style="bold", soft_wrap=True)
     body = f'{{"model": "{name}", "stream": true, "messages": [{{"role": "user", "content": "What is a half moon?"}}]}}'
-    command = f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    key = " -H 'Authorization: Bearer KEY'" if options.api_keys else ""
+    command = f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     terminal.print(command, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from numpy.typing import NDArray
 
 from halfmoon.engine.request import Constraint
+from halfmoon.engine.tokenizer import load_fast_tokenizer
 from halfmoon.errors import InvalidRequest
 
 _MOST_OUTPUTS = 1_024  # whose automata are kept; those of ended requests leave in their turn
@@ -117,9 +118,5 @@ class TokenMasks:
     @cached_property
     def _tokenizer(self) -> Any:
         """Of the vocabulary's bytes; most engines never need it."""
-        file = self._path / "tokenizer.json"
-        if not file.is_file():
-            raise InvalidRequest("structured output needs a tokenizer.json, which this model does not have")
-        return LLTokenizer(
-            file.read_text(encoding="utf-8"), n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids)
-        )
+        described = load_fast_tokenizer(self._path).to_str()
+        return LLTokenizer(described, n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids))

@@ -31,7 +31,7 @@ class Tokenizer:
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = read_json(checkpoint.path / "tokenizer_config.json")
         self.eos_token_ids = checkpoint.eos_token_ids
-        self._fast = _load(checkpoint.path)
+        self._fast = load_fast_tokenizer(checkpoint.path)
         self._special_tokens = {
             name: value["content"] if isinstance(value, dict) else value
             for name, value in config.items()
@@ -154,7 +154,8 @@ class Detokenizer:
         return rest
 
 
-def _load(path: Path) -> FastTokenizer:
+def load_fast_tokenizer(path: Path) -> FastTokenizer:
+    """The tokenizer of a checkpoint's directory, in whatever format. Raises InvalidRequest where there is none."""
     if (path / "tokenizer.json").is_file():
         return FastTokenizer.from_file(str(path / "tokenizer.json"))
     from transformers import AutoTokenizer  # imports torch; converts the older formats

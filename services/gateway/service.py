@@ -28,6 +28,7 @@ from services.gateway.control_console import ConsoleEndpoints
 from services.gateway.cors import Cors
 from services.gateway.door import Door
 from services.gateway.endpoints import GenerationEndpoints
+from services.gateway.http_faults import answer_faults_as_json
 from services.gateway.judge import Judge
 from services.gateway.ledger_news import LedgerNews, following
 from services.gateway.membership import Membership
@@ -109,6 +110,8 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
                 max_headers=settings.max_headers,
             )
             await runner.setup()
+            assert runner.server is not None
+            answer_faults_as_json(runner.server)
             try:
                 port = await _listen(runner, settings)
                 await server.set_serving()
@@ -120,7 +123,7 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
 
 
 async def _listen(runner: web.AppRunner, settings: GatewaySettings) -> int:
-    site = web.TCPSite(runner, settings.host, settings.port, backlog=_BACKLOG)
+    site = web.TCPSite(runner, settings.host, settings.port, backlog=_BACKLOG, reuse_port=settings.reuse_port)
     try:
         await site.start()
     except OSError as error:

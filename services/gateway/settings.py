@@ -21,6 +21,7 @@ class GatewaySettings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="where HTTP listens")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks one")
+    reuse_port: bool = Field(False, description="several gateways of one host share the HTTP port (SO_REUSEPORT)")
     cluster_listen: str = Field("127.0.0.1:0", description="host:port where workers register (gRPC)")
     advertise_cluster: str | None = Field(None, description="host:port that workers dial, if not cluster_listen")
     model: str = Field("demo", description="model whose tokenizer and chat template are used")

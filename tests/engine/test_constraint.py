@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -147,3 +149,16 @@ def test_what_does_not_go_with_a_constraint_is_named(demo: Checkpoint, name: str
     with pytest.raises(InvalidRequest) as caught:
         Speaker(demo).engine.add(EngineRequest("a", (5,), sampling))
     assert caught.value.param == name
+
+
+def test_a_tokenizer_of_an_older_format_will_do(demo: Checkpoint, tmp_path: Path) -> None:
+    described = json.loads((demo.path / "tokenizer.json").read_text())
+    vocabulary = {**described["model"]["vocab"], **{one["content"]: one["id"] for one in described["added_tokens"]}}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    merges = [one if isinstance(one, str) else " ".join(one) for one in described["model"]["merges"]]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    older = replace(demo, path=tmp_path)
+    whole = masks_of(demo).allowed(Constraint("choice", '["yes", "no"]'), [])
+    assert np.array_equal(masks_of(older).allowed(Constraint("choice", '["yes", "no"]'), []), whole)
+    assert whole.sum() < 20

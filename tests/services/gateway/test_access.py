@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +79,26 @@ async def test_long_and_many_headers_are_refused(tmp_path: Path) -> None:
     async with running_fleet(tmp_path, max_header_bytes=300, max_headers=20) as fleet:
         await fleet.pair()
         assert (await ask(fleet, "GET", "/health", headers={"X-A": "a" * 200}))[0] == 200
-        assert (await ask(fleet, "GET", "/health", headers={"X-A": "a" * 400}))[0] == 400
-        assert (await ask(fleet, "GET", "/health?" + "a" * 400))[0] == 400
-        assert (await ask(fleet, "GET", "/health", headers={f"X-{one}": "a" for one in range(30)}))[0] == 400
+        many = {f"X-{one}": "a" for one in range(30)}
+        for path, headers, limit in (
+            ("/health", {"X-A": "a" * 400}, "--max-header-bytes"),
+            ("/health?" + "a" * 400, {}, "--max-header-bytes"),
+            ("/health", many, "--max-headers"),
+        ):
+            status, _, answer = await ask(fleet, "GET", path, headers=headers)
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+            assert limit in answer["error"]["message"]
+
+
+async def test_what_is_not_http_is_told_so(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        host, _, port = fleet.http.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"\x16\x03\x01 what\r\n\r\n")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    assert head.startswith((b"HTTP/1.0 400", b"HTTP/1.1 400"))
+    assert json.loads(body)["error"]["message"] == "this is not a valid HTTP request"
 
 
 async def test_tokenize_and_detokenize(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""What is no HTTP request as the gateway takes it, such as one with a header too long, answered as JSON."""
+
+from __future__ import annotations
+
+import logging
+
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+
+from services.gateway.client_text import shortened
+from services.gateway.errors_http import http_error_response
+
+log = logging.getLogger(__name__)
+
+
+def answer_faults_as_json(server: web.Server) -> None:
+    """From now on `server` answers in the OpenAI API's shape what never becomes a request for the app.
+
+    aiohttp has a method to override for this, and no way to name the class that has it.
+    """
+    server.__class__ = _Server
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        handler = super().__call__()
+        handler.__class__ = _Handler
+        return handler
+
+
+class _Handler(web.RequestHandler):
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer, after which the connection is closed."""
+        if status >= 500:
+            return super().handle_error(request, status, exc, message)
+        log.info("http.fault", extra={"status": status, "reason": shortened(str(message))})
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of another response is out already")
+        response = http_error_response(_Fault(text=_told(exc)))
+        response.force_close()
+        return response
+
+
+class _Fault(web.HTTPBadRequest):
+    """Its text is for the client."""
+
+
+def _told(error: BaseException | None) -> str:
+    if isinstance(error, LineTooLong):
+        return "the request line or a header is longer than --max-header-bytes allows"
+    if "header" in str(error).lower():
+        return "the headers are not valid HTTP, or more than --max-headers allows"
+    return "this is not a valid HTTP request"
