@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import get_args
 
 import numpy as np
@@ -28,7 +28,6 @@ from halfmoon.policy.cluster_view import ClusterView, WorkerView
 from halfmoon.policy.gatekeeper import Admitted, Gatekeeper
 from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.policy.placement import PlacementRequest, PlacementRules
-from halfmoon.policy.prefill_queue import PrefillQueue
 
 NUM_PREFILL, NUM_DECODE = 128, 4
 PROMPT_TOKENS, OUTPUT_TOKENS = 16_000, 200
@@ -46,7 +45,7 @@ class Cluster:
     now_s: float = 0.0
     events: list[tuple[float, int, str, str]] = field(default_factory=list)
     running: dict[str, Admitted] = field(default_factory=dict)
-    queues: dict[str, PrefillQueue] = field(default_factory=dict)
+    free_s: dict[str, float] = field(default_factory=dict)  # of each prefill worker
     batches: dict[str, int] = field(default_factory=dict)
     began_s: dict[str, float] = field(default_factory=dict)
     num_refused: int = 0
@@ -64,7 +63,7 @@ class Cluster:
             WorkerView(f"d{i}", "decode", "", 1 << 20, 64, 1 << 20, 1 << 20, step_model=STEP) for i in range(NUM_DECODE)
         ]
         self.view = ClusterView([*prefills, *decodes])
-        self.queues = {one.worker_id: PrefillQueue() for one in prefills}
+        self.free_s = {one.worker_id: 0.0 for one in prefills}
         self.batches = {one.worker_id: 0 for one in decodes}
 
     def at(self, at_s: float, kind: str, name: str) -> None:
@@ -88,23 +87,20 @@ class Cluster:
         self.gate.enter(name, self.view, admitted, PROMPT_TOKENS, self.now_s)
         self.running[name] = admitted
         prefill = admitted.placement.prefill.worker_id
-        self.queues[prefill].add(name, PREFILL.seconds(PROMPT_TOKENS), self.now_s)
-        self.show(prefill)
-        self.at(self.queues[prefill].free_s(self.now_s), "prefilled", name)
+        self.free_s[prefill] = max(self.free_s[prefill], self.now_s) + PREFILL.seconds(PROMPT_TOKENS)
+        self.at(self.free_s[prefill], "prefilled", name)
 
     def on_prefilled(self, name: str) -> None:
         """The decode worker takes it, unless it is full by now."""
         admitted = self.running[name]
-        prefill, decode = admitted.placement.prefill.worker_id, admitted.placement.decode.worker_id
-        self.queues[prefill].remove(name, self.now_s)
-        self.show(prefill)
+        decode = admitted.placement.decode.worker_id
+        self.gate.begin_decode(name, self.now_s)
         if self.batches[decode] >= MAX_BATCH:
             self.num_dropped += 1
             self.leave(name, completed=False)
             return
         self.batches[decode] += 1
         self.began_s[name] = self.now_s
-        self.gate.begin_decode(name, self.now_s)
         self.at(self.now_s + OUTPUT_TOKENS * STEP.seconds(self.batches[decode], 0), "decoded", name)
 
     def on_decoded(self, name: str) -> None:
@@ -125,12 +121,6 @@ class Cluster:
         ttft_s = 1.0 if completed else None  # no feedback: the modes are compared by themselves
         self.gate.leave(name, self.now_s, num_output=OUTPUT_TOKENS, ttft_s=ttft_s, tbt_s=None)
         del self.running[name]
-
-    def show(self, worker_id: str) -> None:
-        """Puts a prefill worker's queue into the view."""
-        row = self.view.row(worker_id)
-        assert row is not None
-        self.view.put(replace(self.view.worker(row), prefill_free_s=self.queues[worker_id].free_s(self.now_s)))
 
 
 def run(mode: AdmissionMode, seconds: float, overload: float) -> Cluster:

@@ -100,8 +100,10 @@ class StepResult:
 
     outputs: tuple[TokenOutput, ...] = ()
     num_prefill_tokens: int = 0
+    num_prefill_pairs: float = 0.0  # each of those with the tokens that it attends to
     num_decode_seqs: int = 0
     context_tokens: int = 0
+    decode_context_tokens: int = 0  # of those that decode
     num_preempted: int = 0
     duration_s: float = 0.0
     num_cached_tokens: Mapping[str, int] = field(

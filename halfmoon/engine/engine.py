@@ -215,6 +215,9 @@ class Engine:
         if not schedule.scheduled:
             return StepResult(num_preempted=schedule.num_preempted)
         context_tokens = sum(item.sequence.num_computed + item.num_tokens for item in schedule.scheduled)
+        prefills = schedule.scheduled[schedule.num_decode_seqs :]
+        prefill_pairs = sum(item.num_tokens * (item.sequence.num_computed + item.num_tokens / 2) for item in prefills)
+        prefill_context_tokens = sum(item.sequence.num_computed + item.num_tokens for item in prefills)
         cached = {
             item.sequence.request_id: item.sequence.num_cached
             for item in schedule.scheduled
@@ -234,9 +237,11 @@ class Engine:
         chains, self._chains = self._chains, []
         return StepResult(
             outputs=tuple(outputs),
-            num_prefill_tokens=sum(item.num_tokens for item in schedule.scheduled[schedule.num_decode_seqs :]),
+            num_prefill_tokens=sum(item.num_tokens for item in prefills),
+            num_prefill_pairs=prefill_pairs,
             num_decode_seqs=schedule.num_decode_seqs,
             context_tokens=context_tokens,
+            decode_context_tokens=context_tokens - prefill_context_tokens,
             num_preempted=schedule.num_preempted,
             num_cached_tokens=cached,
             duration_s=self._step_s,

@@ -136,6 +136,7 @@ class WorkerIdentity(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    STEP_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _types_pb2.Role.ValueType
     address: _builtins.str
@@ -148,6 +149,8 @@ class WorkerIdentity(_message.Message):
     version: _builtins.str
     device: _builtins.str
     pid: _builtins.int
+    step_tokens: _builtins.int
+    """of one forward pass, at most; 0: not told, and `WorkerLoad.steps` has no prefills either"""
     @_builtins.property
     def layout(self) -> _types_pb2.KVLayout: ...
     def __init__(
@@ -164,10 +167,11 @@ class WorkerIdentity(_message.Message):
         version: _builtins.str = ...,
         device: _builtins.str = ...,
         pid: _builtins.int = ...,
+        step_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "context_tokens", b"context_tokens", "device", b"device", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "pid", b"pid", "role", b"role", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "context_tokens", b"context_tokens", "device", b"device", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "pid", b"pid", "role", b"role", "step_tokens", b"step_tokens", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -212,7 +216,7 @@ class WorkerLoad(_message.Message):
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTiming]:
-        """the latest steps since the last report that only decoded"""
+        """the latest steps since the last report"""
 
     def __init__(
         self,
@@ -246,21 +250,28 @@ class StepTiming(_message.Message):
     BATCH_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_PAIRS_FIELD_NUMBER: _builtins.int
     batch: _builtins.int
-    """sequences"""
+    """sequences that decode"""
     context_tokens: _builtins.int
     """of all of them"""
     seconds: _builtins.float
+    prefill_tokens: _builtins.int
+    prefill_pairs: _builtins.float
+    """each prefill token with those that it attends to"""
     def __init__(
         self,
         *,
         batch: _builtins.int = ...,
         context_tokens: _builtins.int = ...,
         seconds: _builtins.float = ...,
+        prefill_tokens: _builtins.int = ...,
+        prefill_pairs: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "context_tokens", b"context_tokens", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "context_tokens", b"context_tokens", "prefill_pairs", b"prefill_pairs", "prefill_tokens", b"prefill_tokens", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

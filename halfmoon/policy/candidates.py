@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.policy.cluster_view import ClusterView
-from halfmoon.policy.latency import Floats
-from halfmoon.policy.ttft import predict_ttft, prefill_seconds
+from halfmoon.policy.ttft import Waits, predict_ttft, prefill_seconds
 
 
 class Candidate(NamedTuple):
@@ -37,25 +36,25 @@ def ranked_candidates(
     balancing_threshold: float | None,
     limit: int,
     chosen: Sequence[str] = (),
+    waits: Waits | None = None,
 ) -> list[Candidate]:
     """Of the workers that take prompts now the `limit` with the least predicted TTFT, and those in `chosen` anyway.
 
     The arguments are those of `predict_ttft`, with which `place` ranks them.
     """
     num_rows = view.num_rows
-    ttft = predict_ttft(view, num_prompt_tokens, depths, now_s, balancing_threshold)
+    ttft = predict_ttft(view, num_prompt_tokens, depths, now_s, balancing_threshold, waits=waits)
     present = view.can_prefill[:num_rows] | view.can_do_both[:num_rows]
     seconds = np.where(present, ttft.seconds, np.inf)
     best = np.argsort(seconds, kind="stable")[: min(limit, int(present.sum()))]
     rows = dict.fromkeys([*map(int, best), *sorted(view.rows_of(tuple(chosen)))])
     known = ttft.cached_tokens + ttft.fetched_tokens
     compute_s = prefill_seconds(view, known, float(num_prompt_tokens))
-    queue_s: Floats = np.maximum(view.column("prefill_free_s") - now_s, 0.0)
     return [
         Candidate(
             view.worker(row).worker_id,
-            float(queue_s[row]),
-            float(max(ttft.seconds[row] - queue_s[row] - compute_s[row], 0.0)),
+            float(ttft.queue_s[row]),
+            float(max(ttft.seconds[row] - ttft.queue_s[row] - compute_s[row], 0.0)),
             float(compute_s[row]),
             int(ttft.cached_tokens[row]),
             int(ttft.fetched_tokens[row]),

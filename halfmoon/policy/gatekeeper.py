@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +16,11 @@ from halfmoon.policy.classes import ClassTable, Degradation, QosClass
 from halfmoon.policy.cluster_view import ClusterView
 from halfmoon.policy.decode_forecast import DecodeForecast, DecodeLoads
 from halfmoon.policy.feedback import Feedback
+from halfmoon.policy.latency import Floats
 from halfmoon.policy.output_lengths import OutputLengths
+from halfmoon.policy.overheads import Overhead
 from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules, place
+from halfmoon.policy.prefill_forecast import PrefillForecast
 from halfmoon.policy.reservations import Reservations
 
 _SHED_S = 5.0  # how long lower classes stay outside after one above them was refused
@@ -32,6 +36,7 @@ class Admitted:
     max_tokens: int
     lower_kv_precision: bool
     num_output: float  # predicted
+    priority: int = 0  # smaller goes first
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,7 @@ class _Running:
     num_prompt_tokens: int
     num_output: float
     reserved_tokens: int
+    priority: int
 
 
 class Gatekeeper:
@@ -57,6 +63,9 @@ class Gatekeeper:
         self._rules = rules
         self._rng = rng
         self._forecast = DecodeForecast()
+        self._prefills = PrefillForecast()
+        self._before_token = Overhead()
+        self._handover = Overhead()
         self._reservations = Reservations()
         self._feedback = Feedback()
         self._running: dict[str, _Running] = {}
@@ -97,20 +106,24 @@ class Gatekeeper:
     ) -> Placement:
         """Another placement for an admitted request. Raises what `place` raises."""
         loads_at = _LoadsAt(self._forecast, view.num_rows, now_s)
-        return place(view, request, self._rules, now_s, self._rng, depths, loads_at)
+        waits = _Waits(self._prefills, request.priority, now_s)
+        found = place(view, request, self._rules, now_s, self._rng, depths, loads_at, waits)
+        overhead_s = self._before_token.seconds
+        return replace(found, ttft_s=found.ttft_s + overhead_s, overhead_s=overhead_s)
 
     def candidates(
         self,
         view: ClusterView,
-        num_prompt_tokens: int,
+        request: PlacementRequest,
         now_s: float,
         depths: NDArray[np.int64],
         limit: int,
         chosen: Sequence[str] = (),
     ) -> list[Candidate]:
         """What `decide` chose among, for people: see `ranked_candidates`."""
-        threshold = self._rules.fetching_threshold
-        return ranked_candidates(view, num_prompt_tokens, depths, now_s, threshold, limit, chosen)
+        threshold, num_tokens = self._rules.fetching_threshold, request.num_prompt_tokens
+        waits = _Waits(self._prefills, request.priority, now_s)
+        return ranked_candidates(view, num_tokens, depths, now_s, threshold, limit, chosen, waits)
 
     def enter(
         self, request_id: str, view: ClusterView, admitted: Admitted, num_prompt_tokens: int, now_s: float
@@ -118,13 +131,19 @@ class Gatekeeper:
         """The request goes to its workers."""
         reserved = num_prompt_tokens + round(admitted.num_output)
         self._reservations.take(admitted.qos.name, reserved)
-        self._running[request_id] = _Running(admitted.qos, num_prompt_tokens, admitted.num_output, reserved)
+        running = _Running(admitted.qos, num_prompt_tokens, admitted.num_output, reserved, admitted.priority)
+        self._running[request_id] = running
         self.move(request_id, view, admitted.placement, now_s)
 
     def move(self, request_id: str, view: ClusterView, placement: Placement, now_s: float) -> None:
         """The request goes to these workers, from now on and nowhere else."""
         running, row = self._running[request_id], view.row(placement.decode.worker_id)
+        prefill, prefill_row = placement.prefill, view.row(placement.prefill.worker_id)
         assert row is not None
+        assert prefill_row is not None
+        step_s = prefill.prefill_model.seconds(prefill.step_tokens) or math.inf
+        self._prefills.leave(request_id, now_s)
+        self._prefills.join(request_id, prefill_row, placement.prefill_s, step_s, running.priority, now_s)
         joins_s = now_s + placement.ttft_s
         leaves_s = joins_s + running.num_output * placement.tbt_s
         self._forecast.leave(request_id)
@@ -132,13 +151,22 @@ class Gatekeeper:
 
     def begin_decode(self, request_id: str, now_s: float) -> None:
         """Its first token is there."""
+        self._prefills.leave(request_id, now_s)
         self._forecast.begin(request_id, now_s)
+
+    def note_overheads(self, before_token_s: float, handover_s: float | None) -> None:
+        """What a request took until its first token beside queue and prefill, and until its second one beside a step;
+        None where that is not known."""
+        self._before_token.add(before_token_s)
+        if handover_s is not None:
+            self._handover.add(handover_s)
 
     def leave(
         self, request_id: str, now_s: float, *, num_output: int, ttft_s: float | None, tbt_s: float | None
     ) -> None:
         """The request ended; `ttft_s` is None for one that did not end by itself, which teaches nothing."""
         running = self._running.pop(request_id)
+        self._prefills.leave(request_id, now_s)
         self._forecast.leave(request_id)
         self._reservations.give_back(running.qos.name, running.reserved_tokens)
         if ttft_s is not None:
@@ -160,7 +188,8 @@ class Gatekeeper:
         wanted = replace(request, max_tokens=capped, fetch_factor=factor)
         placement = self.place_again(view, wanted, now_s, depths)
         num_output = self.lengths.predict(qos.name, request.num_prompt_tokens, capped)
-        return Admitted(placement, qos, capped, lower, num_output)
+        placement = replace(placement, tbt_s=placement.tbt_s + self._handover.seconds / max(num_output - 1, 1))
+        return Admitted(placement, qos, capped, lower, num_output, request.priority)
 
     def _as_judged(self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float) -> Placement:
         """In mode `load` its TBT is that of a worker with an equal part of all that decodes now."""
@@ -183,6 +212,20 @@ class Gatekeeper:
         num_tokens = request.num_prompt_tokens + round(found.num_output)
         capacity = view.decode_tokens
         return self._reservations.may_use(found.qos, num_tokens, capacity, self.classes.classes, now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """Queues as they are for one priority, seen from now."""
+
+    prefills: PrefillForecast
+    priority: int
+    now_s: float
+
+    def __call__(self, reported_s: Floats, takes_s: Floats) -> Floats:
+        """What a worker has beyond ours is of other gateways, and ahead."""
+        others_s = np.maximum(reported_s - self.prefills.totals(len(takes_s), self.now_s), 0.0)
+        return others_s + self.prefills.waits(takes_s, self.priority, self.now_s)
 
 
 @dataclass(frozen=True, slots=True)

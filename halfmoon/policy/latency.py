@@ -45,11 +45,16 @@ class StepModel(NamedTuple):
 
 
 class PrefillSample(NamedTuple):
-    """One measured prefill."""
+    """One measured prefill. `cached_tokens` below 0 is what several prompts of one step do not see of each other."""
 
     new_tokens: float
     cached_tokens: float
     seconds: float
+
+
+def prefill_sample(num_tokens: int, num_pairs: float, seconds: float) -> PrefillSample:
+    """A measured step that computed parts of several prompts: so many tokens, each with those that it attends to."""
+    return PrefillSample(num_tokens, num_pairs / num_tokens - num_tokens / 2, seconds)
 
 
 class StepSample(NamedTuple):

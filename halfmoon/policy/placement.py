@@ -14,7 +14,7 @@ from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.policy.cluster_view import Bools, ClusterView, WorkerView
 from halfmoon.policy.decode_forecast import DecodeLoads
 from halfmoon.policy.latency import Floats
-from halfmoon.policy.ttft import TtftPrediction, predict_ttft
+from halfmoon.policy.ttft import TtftPrediction, Waits, predict_ttft
 
 PlacementMode = Literal["kvcache-centric", "cache-aware", "least-loaded", "random"]
 
@@ -38,11 +38,18 @@ class Placement:
     tbt_s: float = 0.0
     cached_tokens: int = 0
     fetched_tokens: int = 0  # of the prefix, from the best holder
+    queue_s: float = 0.0  # of `ttft_s`: until the prefill worker begins with it
+    overhead_s: float = 0.0  # of `ttft_s`: beside queue and prefill
 
     @property
     def decode_address(self) -> str:
         """Where the prefill worker sends the KV; empty when it keeps it."""
         return "" if self.is_colocated else self.decode.address
+
+    @property
+    def prefill_s(self) -> float:
+        """Of `ttft_s`: from the beginning on the prefill worker to the token, were it there alone."""
+        return max(self.ttft_s - self.queue_s - self.overhead_s, 0.0)
 
     @property
     def is_colocated(self) -> bool:
@@ -77,6 +84,7 @@ class PlacementRequest:
     max_tokens: int
     exclude: tuple[str, ...] = ()
     fetch_factor: float = 1.0  # of the time that fetching KV takes: below 1 at a lower precision
+    priority: int = 0  # smaller goes first
 
 
 class _Candidates(NamedTuple):
@@ -99,8 +107,10 @@ def place(
     rng: random.Random,
     depths: NDArray[np.int64] = NOTHING_CACHED,
     loads_at: Callable[[float], DecodeLoads] | None = None,
+    waits: Waits | None = None,
 ) -> Placement:
-    """The best placement. `depths` is `BlockIndex.match` of the prompt; `loads_at` predicts decode loads at a moment.
+    """The best placement. `depths` is `BlockIndex.match` of the prompt; `loads_at` predicts decode loads at a moment,
+    `waits` the queues of prefill workers.
 
     A decode worker with room for the prompt now goes before one without. Of workers that predict the same, chance
     takes one, so that equal workers share the load. Without `loads_at` the present loads count. Raises Unavailable
@@ -108,7 +118,7 @@ def place(
     """
     candidates = _candidates(view, request)
     threshold = rules.fetching_threshold
-    ttft = predict_ttft(view, request.num_prompt_tokens, depths, now_s, threshold, request.fetch_factor)
+    ttft = predict_ttft(view, request.num_prompt_tokens, depths, now_s, threshold, request.fetch_factor, waits)
     cost = _prefill_cost(view, rules.mode, ttft)
     prefill = _least(cost, candidates.prefill | candidates.both, rng)
     loads = loads_at(now_s + float(ttft.seconds[prefill])) if loads_at else _present_loads(view)
@@ -124,6 +134,7 @@ def place(
         float(tbt_s[decode]),
         int(ttft.cached_tokens[prefill]),
         int(ttft.fetched_tokens[prefill]),
+        float(ttft.queue_s[prefill]),
     )
 
 

@@ -21,11 +21,14 @@ from halfmoon.policy.latency import (
     step_equations,
 )
 
-_FORGETTING = 0.998  # weight of a measurement once there is a next one: about the last 500 count
+# Weight of a measurement once there is a next one: about the last 20 prefill steps and the last 50 decode steps count,
+# seconds of them, for a machine that others use is as fast as it was a moment ago.
+_PREFILL_FORGETTING, _STEP_FORGETTING = 0.95, 0.98
 _PRIOR_SAMPLES = 0.5  # how many measurements the shape of the model at the start is worth, for ever
 _PRIOR_PREFILLS = tuple((new, cached) for new in (64, 512, 4096) for cached in (0, 4096))  # where it is believed
 _PRIOR_STEPS = tuple((batch, batch * context) for batch in (1, 8, 64) for context in (128, 4096))
 _ERROR_WINDOW = 500
+_SURPRISE = 2.0  # times the prediction: what took longer counts as that; the typical one is predicted, not the mean
 _OUTLIER = 8.0  # times the prediction: what took longer may have been a pause of the machine
 _MAX_OUTLIERS = 5  # one after the other: it was the model that was wrong
 
@@ -66,7 +69,7 @@ class RecursiveFit:
     others would take.
     """
 
-    def __init__(self, start: tuple[Floats, Floats] | None, forgetting: float = _FORGETTING) -> None:
+    def __init__(self, start: tuple[Floats, Floats] | None, forgetting: float) -> None:
         self._forgetting = forgetting
         self._start_gram, self._start_moment = _start_equations(start)
         self._start_model = np.array(least_squares(self._start_gram, self._start_moment))
@@ -77,10 +80,15 @@ class RecursiveFit:
         self._gram = np.zeros((NUM_COEFFICIENTS, NUM_COEFFICIENTS))
         self._moment = np.zeros(NUM_COEFFICIENTS)
 
-    def add(self, features: Floats, seconds: Floats) -> None:
-        """Measurements in their order: features [n, 3], seconds [n], all positive."""
+    def add(self, features: Floats, seconds: Floats, expected: Floats) -> None:
+        """Measurements in their order: features [n, 3], seconds [n] and what was expected of them, all positive.
+
+        Errors count relative to what was expected: relative to what came, the fit of values that scatter would be
+        far below their mean.
+        """
         ages: Floats = np.arange(len(seconds) - 1, -1, -1, dtype=np.float64)
-        gram, moment = normal_equations(features, seconds, np.power(self._forgetting, ages))
+        weights = np.power(self._forgetting, ages) * (seconds / expected) ** 2
+        gram, moment = normal_equations(features, seconds, weights)
         decay = self._forgetting ** len(seconds)
         self._gram = self._gram * decay + gram
         self._moment = self._moment * decay + moment
@@ -99,8 +107,8 @@ class RecursiveFit:
 class RefinedModel:
     """Owns one model's coefficients, their refinement and their errors. Measurements come as equations."""
 
-    def __init__(self, start: tuple[Floats, Floats] | None) -> None:
-        self._fit = RecursiveFit(start)
+    def __init__(self, start: tuple[Floats, Floats] | None, forgetting: float) -> None:
+        self._fit = RecursiveFit(start, forgetting)
         self.coefficients = self._fit.coefficients()
         self.errors = PredictionErrors()
         self._num_outliers = 0  # one after the other
@@ -112,7 +120,9 @@ class RefinedModel:
             if predicted_s > 0:  # a model without measurements has predicted nothing
                 self.errors.add(predicted_s, measured_s)
         real = self._without_pauses(predicted, seconds)
-        self._fit.add(features[real], seconds[real])
+        expected = np.where(predicted > 0, predicted, seconds)
+        counted = np.minimum(seconds, _SURPRISE * expected)
+        self._fit.add(features[real], counted[real], expected[real])
         self.coefficients = self._fit.coefficients()
 
     def _without_pauses(self, predicted: Floats, seconds: Floats) -> list[int]:
@@ -133,8 +143,8 @@ class WorkerLatency:
     """Owns the two models of one worker."""
 
     def __init__(self, prefill: PrefillModel | None = None, step: StepModel | None = None) -> None:
-        self._prefill = RefinedModel(prefill and prefill_equations(_prefills_by(prefill)))
-        self._step = RefinedModel(step and step_equations(_steps_by(step)))
+        self._prefill = RefinedModel(prefill and prefill_equations(_prefills_by(prefill)), _PREFILL_FORGETTING)
+        self._step = RefinedModel(step and step_equations(_steps_by(step)), _STEP_FORGETTING)
 
     @property
     def prefill(self) -> PrefillModel:

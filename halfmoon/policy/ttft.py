@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,11 @@ class TtftPrediction(NamedTuple):
     seconds: Floats  # from now; of rows without a prefill worker it means nothing
     cached_tokens: Floats  # that the worker need not compute or fetch
     fetched_tokens: Floats  # of the prefix, to be brought from the best holder
+    queue_s: Floats  # of `seconds`: until the worker begins with this prompt
+
+
+Waits = Callable[[Floats, Floats], Floats]
+"""By what each row said that it has to compute, and what it would take for the prompt: seconds until it begins."""
 
 
 class _Prefixes(NamedTuple):
@@ -31,29 +37,32 @@ def predict_ttft(
     now_s: float,
     balancing_threshold: float | None,
     fetch_factor: float = 1.0,
+    waits: Waits | None = None,
 ) -> TtftPrediction:
     """Predictions for a prompt whose blocks are held to `depths` ([holder number], and a last 0 for -1).
 
     Where another holder's prefix is more than `balancing_threshold` times the local one (any prefix is, where there
     is none), it is fetched if that is quicker than computing, at `fetch_factor` of the usual time a token. With None
-    nothing is fetched.
+    nothing is fetched. `waits` knows what is ahead of the prompt; without it that is what each worker said last.
     """
     num_rows = view.num_rows
-    queue_s = np.maximum(view.column("prefill_free_s") - now_s, 0.0)
+    reported_s = np.maximum(view.column("prefill_free_s") - now_s, 0.0)
     prefixes = _prefixes(view, num_prompt_tokens, depths)
-    computed_s = queue_s + prefill_seconds(view, prefixes.local, float(num_prompt_tokens))
+    prefill_s = prefill_seconds(view, prefixes.local, float(num_prompt_tokens))
+    queue_s = waits(reported_s, prefill_s) if waits else reported_s
+    computed_s = queue_s + prefill_s
     nothing = np.zeros(num_rows)
     if balancing_threshold is None or prefixes.best == 0:
-        return TtftPrediction(computed_s, prefixes.local, nothing)
+        return TtftPrediction(computed_s, prefixes.local, nothing, queue_s)
     may_fetch = np.isfinite(view.column("fetch_s_per_token")) & (prefixes.best > balancing_threshold * prefixes.local)
     if not may_fetch.any():
-        return TtftPrediction(computed_s, prefixes.local, nothing)
+        return TtftPrediction(computed_s, prefixes.local, nothing, queue_s)
     restored_s = _restore_s(view, prefixes, queue_s, fetch_factor)
     best = np.full(num_rows, prefixes.best)
     fetched_s = restored_s + prefill_seconds(view, best, float(num_prompt_tokens))
     fetches = may_fetch & (fetched_s < computed_s)
     seconds = np.where(fetches, fetched_s, computed_s)
-    return TtftPrediction(seconds, prefixes.local, np.where(fetches, prefixes.best - prefixes.local, 0.0))
+    return TtftPrediction(seconds, prefixes.local, np.where(fetches, prefixes.best - prefixes.local, 0.0), queue_s)
 
 
 def _prefixes(view: ClusterView, num_prompt_tokens: int, depths: NDArray[np.int64]) -> _Prefixes:

@@ -155,4 +155,5 @@ def _identity(settings: WorkerSettings, engine: Engine, address: str) -> gateway
         version=halfmoon.__version__,
         device=engine.config.device,
         pid=os.getpid(),
+        step_tokens=engine.config.step_tokens,
     )

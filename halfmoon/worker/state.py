@@ -110,12 +110,15 @@ class WorkerState:
         )
 
     def _note_timing(self, result: StepResult) -> None:
-        """Of steps that only decode: what prefills take, each of them reports with its first token."""
         self._context_tokens = result.context_tokens
-        if result.num_decode_seqs and not result.num_prefill_tokens:
+        if not result.is_empty:
             self._timings.append(
                 gateway_pb2.StepTiming(
-                    batch=result.num_decode_seqs, context_tokens=result.context_tokens, seconds=result.duration_s
+                    batch=result.num_decode_seqs,
+                    context_tokens=result.decode_context_tokens,
+                    seconds=result.duration_s,
+                    prefill_tokens=result.num_prefill_tokens,
+                    prefill_pairs=result.num_prefill_pairs,
                 )
             )
 

@@ -75,7 +75,6 @@ class Attempt:
         )
         self._order = TokenOrder(len(progress.output_token_ids))
         self._handed_over = False
-        self._num_cached = placement.cached_tokens
         progress.prefill_worker = placement.prefill.worker_id
         progress.decode_worker = placement.decode.worker_id
 
@@ -92,7 +91,7 @@ class Attempt:
         route = Route(frozenset((prefill.worker_id, decode.worker_id)), flow.put)
         with self._cluster.router.route(self._wire_id, route):
             now_s = self._cluster.clock()
-            membership.note_placed(self._wire_id, prefill, decode, num_prompt, self._num_cached, now_s)
+            membership.note_placed(self._wire_id, prefill, decode, num_prompt, now_s)
             call = self._cluster.spawn(_call_prefill(self._prefill, self._message, route, self._cluster))
             complete = False
             try:

@@ -95,6 +95,7 @@ class Case:
         self._clock = clock
         self._observations = observations
         self._admitted: Admitted | None = None
+        self._waited_s = 0.0  # until it was admitted
         self._keys: tuple[KVLayout, Keys] | None = None
 
     def name_blocks(self) -> None:
@@ -109,7 +110,8 @@ class Case:
         """Where to try next. Raises Refused the first time, if the class forbids it, and what `place` raises."""
         num_output = len(self._progress.output_token_ids)
         num_prompt = len(self.request.prompt_token_ids) + num_output
-        wanted = PlacementRequest(num_prompt, self.request.sampling.max_tokens - num_output, tuple(exclude))
+        room = self.request.sampling.max_tokens - num_output
+        wanted = PlacementRequest(num_prompt, room, tuple(exclude), priority=self._priority())
         view, now_s = self._membership.view(), self._clock()
         if self._admitted is None:
             return self._enter(wanted, now_s)
@@ -131,11 +133,21 @@ class Case:
         """It is over, in whatever way."""
         if self._admitted is not None:
             progress = self._progress
+            self._note_overheads()
             ttft_s = progress.ttft_s if progress.is_complete else None
             num_output = len(progress.output_token_ids)
             self._gatekeeper.leave(
                 self._name, self._clock(), num_output=num_output, ttft_s=ttft_s, tbt_s=progress.mean_tbt_s
             )
+
+    def _note_overheads(self) -> None:
+        """Of a request that needed one attempt."""
+        progress = self._progress
+        if progress.num_retries or None in (progress.ttft_s, progress.queue_s, progress.prefill_s):
+            return
+        worker_s = (progress.queue_s or 0.0) + (progress.prefill_s or 0.0)
+        before_token_s = (progress.ttft_s or 0.0) - self._waited_s - worker_s
+        self._gatekeeper.note_overheads(before_token_s, progress.handover_s)
 
     def _enter(self, wanted: PlacementRequest, now_s: float) -> Placement:
         view, progress, qos = self._membership.view(), self._progress, self.request.qos
@@ -147,8 +159,10 @@ class Case:
             self._note(wanted, depths, now_s, refusal)
             progress.predicted_ttft_s, progress.predicted_tbt_s = refusal.ttft_s, refusal.tbt_s
             raise
-        waited_s = now_s - progress.arrived_s
-        progress.predicted_ttft_s = waited_s + admitted.placement.ttft_s
+        self._waited_s = now_s - progress.arrived_s
+        progress.predicted_ttft_s = self._waited_s + admitted.placement.ttft_s
+        progress.predicted_queue_s = admitted.placement.queue_s
+        progress.predicted_prefill_s = admitted.placement.prefill_s
         progress.predicted_tbt_s = admitted.placement.tbt_s
         self._note(wanted, depths, now_s, admitted.placement)
         self.request = _as_admitted(self.request, admitted)
@@ -169,7 +183,7 @@ class Case:
             waited_s=now_s - self._progress.arrived_s,
             qos_class=request.qos.name,
             num_prompt_tokens=num_tokens,
-            candidates=self._gatekeeper.candidates(view, num_tokens, now_s, depths, _SHOWN_CANDIDATES, chosen),
+            candidates=self._gatekeeper.candidates(view, wanted, now_s, depths, _SHOWN_CANDIDATES, chosen),
             prefill_worker=placement.prefill.worker_id if placement else None,
             decode_worker=placement.decode.worker_id if placement else None,
             ttft_s=outcome.ttft_s,
@@ -177,12 +191,16 @@ class Case:
             refusal=outcome.reason if isinstance(outcome, Refused) else None,
         )
         self._observations.decisions.note(decision)
-        if decision.chosen is not None:
-            self._progress.predicted_queue_s = decision.chosen.queue_s
-            self._progress.predicted_prefill_s = decision.chosen.restore_s + decision.chosen.compute_s
         if self._keys is not None:
             layout, keys = self._keys
             self._observations.prefixes.note(keys, depths, layout.block_tokens, now_s)
+
+    def _priority(self) -> int:
+        """As workers order requests: by class first, then by what the client asked for."""
+        if self._admitted is not None:
+            return self._admitted.priority
+        half, request = _PRIORITIES_PER_CLASS // 2, self.request
+        return request.qos.priority * _PRIORITIES_PER_CLASS + max(-half, min(request.priority, half - 1))
 
     def _depths(self) -> NDArray[np.int64]:
         """How much of the prompt each worker has."""
@@ -215,8 +233,7 @@ def caller_of(headers: Mapping[str, str], model: str) -> Caller:
 
 
 def _as_admitted(request: RelayRequest, admitted: Admitted) -> RelayRequest:
-    within = max(-_PRIORITIES_PER_CLASS // 2, min(request.priority, _PRIORITIES_PER_CLASS // 2 - 1))
-    request = replace(request, priority=admitted.qos.priority * _PRIORITIES_PER_CLASS + within)
+    request = replace(request, priority=admitted.priority)
     if admitted.max_tokens == request.sampling.max_tokens:
         return request
     sampling = type(request.sampling)()

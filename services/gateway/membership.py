@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.kv import layout
 from halfmoon.pb.gateway_pb2 import BlockEvents as PbBlockEvents
-from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
+from halfmoon.pb.gateway_pb2 import StepTiming, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL, KVLayout
 from halfmoon.pb.types_pb2 import Role as PbRole
 from halfmoon.policy.block_index import BlockEvents, BlockIndex, unpack_keys
 from halfmoon.policy.cluster_view import ClusterView, LinkView, Role, WorkerView
 from halfmoon.policy.kinship import Kinship
-from halfmoon.policy.latency import PrefillModel, PrefillSample, StepModel, StepSample
-from halfmoon.policy.prefill_queue import PrefillQueue
+from halfmoon.policy.latency import PrefillModel, PrefillSample, StepModel, StepSample, prefill_sample
 from halfmoon.policy.refinement import WorkerLatency
 from halfmoon.rpc.layout_message import layout_from
 
@@ -35,7 +34,6 @@ class Member:
     load: WorkerLoad
     latency: WorkerLatency
     holder: int  # its number in the block index
-    queue: PrefillQueue = field(default_factory=PrefillQueue)
     listening: bool = False
     prefilling: dict[str, int] = field(default_factory=dict)  # sent since the last report: prompt tokens by request
     decoding: set[str] = field(default_factory=set)  # placed since the last report
@@ -55,7 +53,7 @@ class Member:
         """Workers of one kind are about equally fast."""
         return f"{self.role} {self.identity.device}"
 
-    def view(self, now_s: float, prefill: PrefillModel, step: StepModel) -> WorkerView:
+    def view(self, prefill: PrefillModel, step: StepModel) -> WorkerView:
         """What the policies see of it, with the models to be believed of it."""
         identity, load = self.identity, self.load
         return WorkerView(
@@ -79,7 +77,8 @@ class Member:
                 if link.bandwidth_bytes_per_s > 0
             ),
             context_in_use_tokens=load.context_tokens,
-            prefill_free_s=max(self.queue.free_s(now_s), self.heard_s + prefill.b * load.waiting_prefill_tokens),
+            prefill_free_s=self.heard_s + prefill.b * load.waiting_prefill_tokens,
+            step_tokens=identity.step_tokens,
             prefill_model=prefill,
             step_model=step,
             holder=self.holder,
@@ -135,9 +134,7 @@ class Membership:
         member.load = load
         member.prefilling.clear()
         member.decoding.clear()
-        if load.steps:
-            member.latency.observe_steps(StepSample(one.batch, one.context_tokens, one.seconds) for one in load.steps)
-            self._step_models.note(member.worker_id, member.kind, member.latency.step, len(load.steps), now_s)
+        self._learn(member, load.steps, now_s)
         self._show(now_s, member)
 
     def set_listening(self, member: Member, listening: bool) -> None:
@@ -153,28 +150,25 @@ class Membership:
         return self.index.apply(member.holder, BlockEvents(events.sequence, stored, evicted, events.is_snapshot))
 
     def note_placed(
-        self, request_id: str, prefill: Member, decode: Member, num_prompt_tokens: int, num_cached: int, now_s: float
+        self, request_id: str, prefill: Member, decode: Member, num_prompt_tokens: int, now_s: float
     ) -> None:
         """Counts a request against both its workers, its decoding and its tokens until their next report."""
         prefill.prefilling[request_id] = num_prompt_tokens
         decode.decoding.add(request_id)
-        prefill_s = self._prefill_model(prefill, now_s).seconds(num_prompt_tokens - num_cached, num_cached)
-        prefill.queue.add(request_id, prefill_s, now_s)
         self._show(now_s, prefill, decode)
 
     def note_prefilled(self, request_id: str, prefill: Member, sample: PrefillSample, now_s: float) -> None:
-        """The prompt is computed."""
+        """The prompt is computed. `sample` teaches only where the worker does not report its steps: others may have
+        been computed in the same ones."""
         prefill.prefilling.pop(request_id, None)
-        prefill.queue.remove(request_id, now_s)
-        prefill.latency.observe_prefills([sample])
-        self._prefill_models.note(prefill.worker_id, prefill.kind, prefill.latency.prefill, 1, now_s)
+        if not prefill.identity.step_tokens:
+            self._learn_prefills(prefill, [sample], now_s)
         self._show(now_s, prefill)
 
     def note_ended(self, request_id: str, prefill: Member, decode: Member, now_s: float) -> None:
         """The request is on none of its workers any more."""
         prefill.prefilling.pop(request_id, None)
         decode.decoding.discard(request_id)
-        prefill.queue.remove(request_id, now_s)
         self._show(now_s, prefill, decode)
 
     def leave(self, member: Member, now_s: float) -> bool:
@@ -215,12 +209,31 @@ class Membership:
         capacity_tokens = self._capacity_tokens() if self._members else self._last_capacity_tokens
         return model_context_tokens if capacity_tokens is None else min(model_context_tokens, capacity_tokens)
 
+    def _learn(self, member: Member, steps: Sequence[StepTiming], now_s: float) -> None:
+        """Of a step that does both, prefill is what the decodes do not explain."""
+        decodes = [StepSample(one.batch, one.context_tokens, one.seconds) for one in steps if not one.prefill_tokens]
+        if decodes:
+            member.latency.observe_steps(decodes)
+            self._step_models.note(member.worker_id, member.kind, member.latency.step, len(decodes), now_s)
+        model = member.latency.step
+        prefills = [
+            prefill_sample(one.prefill_tokens, one.prefill_pairs, one.seconds - _decoding_s(one, model))
+            for one in steps
+            if one.prefill_tokens
+        ]
+        if prefills:
+            self._learn_prefills(member, prefills, now_s)
+
+    def _learn_prefills(self, member: Member, samples: Sequence[PrefillSample], now_s: float) -> None:
+        member.latency.observe_prefills(samples)
+        self._prefill_models.note(member.worker_id, member.kind, member.latency.prefill, len(samples), now_s)
+
     def _show(self, now_s: float, *members: Member) -> None:
         """Puts what is new of them into the view; what comes from one that left already is too late."""
         for member in members:
             if self._members.get(member.worker_id) is member:
                 step = self._step_models.believed(member.worker_id, member.kind, member.latency.step, now_s)
-                self._view.put(member.view(now_s, self._prefill_model(member, now_s), step))
+                self._view.put(member.view(self._prefill_model(member, now_s), step))
 
     def _prefill_model(self, member: Member, now_s: float) -> PrefillModel:
         return self._prefill_models.believed(member.worker_id, member.kind, member.latency.prefill, now_s)
@@ -248,6 +261,10 @@ class Membership:
                     "workers that exchange KV must agree in it"
                 )
         layout_from(identity.layout)
+
+
+def _decoding_s(step: StepTiming, model: StepModel) -> float:
+    return model.seconds(step.batch, step.context_tokens) if step.batch else 0.0
 
 
 def _differing(one: KVLayout, other: KVLayout) -> list[str]:

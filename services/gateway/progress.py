@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from halfmoon.pb.prefill_pb2 import FirstToken
+
+_MIN_GAPS = 4
 
 
 class Progress:
@@ -50,6 +53,11 @@ class Progress:
     def mean_tbt_s(self) -> float | None:
         """TPOT: mean gap between tokens; None with fewer than two."""
         return sum(self.gaps_s) / len(self.gaps_s) if self.gaps_s else None
+
+    @property
+    def handover_s(self) -> float | None:
+        """What the second token came later than the next ones do; None where there are too few to tell."""
+        return self.gaps_s[0] - median(self.gaps_s[1:]) if len(self.gaps_s) >= _MIN_GAPS else None
 
     @property
     def max_tbt_s(self) -> float | None:

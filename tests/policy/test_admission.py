@@ -15,7 +15,6 @@ from halfmoon.policy.decode_forecast import DecodeForecast
 from halfmoon.policy.gatekeeper import Admitted, Gatekeeper
 from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.policy.placement import PlacementRequest, PlacementRules
-from halfmoon.policy.prefill_queue import PrefillQueue
 
 PREFILL, STEP = PrefillModel(0.0, 1e-2, 0.0), StepModel(0.0, 1e-2, 0.0)  # 100 tokens a second; 10 ms a sequence
 REQUEST = PlacementRequest(100, 200)
@@ -170,19 +169,3 @@ def test_the_forecast() -> None:
         forecast.leave(f"r{number}")
     assert len(forecast) == 0
     assert forecast.loads(6.0, 0.0, 3).batch.tolist() == [0, 0, 0]
-
-
-def test_the_prefill_queue() -> None:
-    queue = PrefillQueue()
-    assert queue.free_s(3.0) == 3.0
-    for name, predicted_s in (("a", 2.0), ("b", 3.0), ("c", 4.0)):
-        queue.add(name, predicted_s, 10.0)
-    assert queue.free_s(10.0) == 19.0
-    assert queue.free_s(15.0) == 22.0  # the first is overdue
-    queue.remove("a", 11.0)
-    assert queue.free_s(11.0) == 18.0
-    queue.remove("c", 12.0)
-    queue.remove("c", 12.0)
-    assert queue.free_s(12.0) == 14.0
-    queue.remove("b", 13.0)
-    assert queue.free_s(13.0) == 13.0

@@ -202,8 +202,8 @@ def test_what_was_sent_counts_until_the_next_report() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     member = membership.join(identity(), 0.0)
     membership.report(member, WorkerLoad(waiting_prefill_tokens=5), 1.0)
-    membership.note_placed("r1", member, member, 100, 0, 3.0)
-    membership.note_placed("r2", member, member, 10, 0, 3.0)
+    membership.note_placed("r1", member, member, 100, 3.0)
+    membership.note_placed("r2", member, member, 10, 3.0)
     assert (shown(membership).waiting_prefill_tokens, shown(membership).num_placed) == (115, 2)
     membership.note_prefilled("r1", member, PrefillSample(100, 0, 0.5), 3.5)
     assert (shown(membership).waiting_prefill_tokens, shown(membership).num_placed) == (15, 2)
@@ -213,19 +213,27 @@ def test_what_was_sent_counts_until_the_next_report() -> None:
     assert shown(membership).num_requests == 1
 
 
-def test_speeds_and_queues_follow_what_is_measured() -> None:
+def test_speeds_follow_what_is_measured() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     member = membership.join(identity(), 0.0)
-    membership.note_placed("r1", member, member, 100, 20, 1.0)
-    assert shown(membership).prefill_free_s == 1.0  # nothing is known yet
     membership.note_prefilled("r1", member, PrefillSample(80, 20, 0.8), 2.0)
-    membership.report(member, WorkerLoad(steps=[StepTiming(batch=2, context_tokens=50, seconds=0.01)] * 3), 2.0)
+    steps = [StepTiming(batch=2, context_tokens=50, seconds=0.01)] * 3
+    membership.report(member, WorkerLoad(steps=steps, waiting_prefill_tokens=80), 2.0)
     assert shown(membership).prefill_model.seconds(80, 20) == pytest.approx(0.8)
     assert shown(membership).step_model.seconds(2, 50) == pytest.approx(0.01)
-    membership.note_placed("r2", member, member, 100, 20, 3.0)
-    assert shown(membership).prefill_free_s == pytest.approx(3.8)
-    membership.note_ended("r2", member, member, 3.1)
-    assert shown(membership).prefill_free_s == 3.1
+    assert shown(membership).prefill_free_s == pytest.approx(2.0 + 80 * shown(membership).prefill_model.b)
+
+
+def test_steps_tell_what_prefills_take_where_a_worker_reports_them() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    member = membership.join(identity(step_tokens=512), 0.0)
+    membership.note_prefilled("r1", member, PrefillSample(100, 0, 0.8), 2.0)  # it shared its steps
+    assert not any(shown(membership).prefill_model)
+    decode = StepTiming(batch=2, context_tokens=50, seconds=0.01)
+    mixed = StepTiming(batch=2, context_tokens=50, seconds=0.31, prefill_tokens=300, prefill_pairs=30_000)
+    membership.report(member, WorkerLoad(steps=[decode] * 20 + [mixed] * 20), 2.0)
+    assert shown(membership).step_model.seconds(2, 50) == pytest.approx(0.01)
+    assert shown(membership).prefill_model.seconds(300, -50) == pytest.approx(0.3)
 
 
 def test_a_worker_is_taken_for_one_of_its_kind_while_little_is_known_of_it() -> None:

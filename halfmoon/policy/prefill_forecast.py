@@ -1,0 +1,143 @@
+"""How long a prompt will wait on each prefill worker: what is ahead of it there by priority, and what lets it pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfmoon.policy.latency import Floats
+
+
+class PrefillForecast:
+    """Owns the prompts of this gateway that are not computed yet, each with the seconds that it takes alone.
+
+    A worker computes by rank: smaller priority first, then as they came. While its first prompt is longer than a step,
+    shorter ones of the same priority share each step with it, half and half, the shortest first, as
+    `engine/scheduler.py` has it. Workers are rows of the cluster view.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}  # in the order of coming
+        self._free: list[int] = list(range(63, -1, -1))
+        self._rows: NDArray[np.int64] = np.full(64, -1)  # -1: nobody is in this slot
+        self._orders: NDArray[np.int64] = np.zeros(64, dtype=np.int64)
+        self._priorities: NDArray[np.int64] = np.zeros(64, dtype=np.int64)
+        self._left_s: Floats = np.zeros(64)
+        self._steps_s: Floats = np.zeros(64)  # a step's length there
+        self._updated_s: Floats = np.zeros(64)  # by row: until when work is taken off
+        self._num_joined = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def join(self, request_id: str, row: int, takes_s: float, step_s: float, priority: int, now_s: float) -> None:
+        """A prompt that takes `takes_s` alone, on a worker whose full steps take `step_s`."""
+        self._advance(row, now_s)
+        if not self._free:
+            self._double()
+        slot = self._slots[request_id] = self._free.pop()
+        self._num_joined += 1
+        self._rows[slot], self._orders[slot], self._priorities[slot] = row, self._num_joined, priority
+        self._left_s[slot], self._steps_s[slot] = takes_s, step_s
+
+    def leave(self, request_id: str, now_s: float) -> None:
+        """It is computed, or will not be; nothing where it never was."""
+        slot = self._slots.pop(request_id, None)
+        if slot is not None:
+            self._advance(int(self._rows[slot]), now_s)
+            self._rows[slot] = -1
+            self._free.append(slot)
+
+    def totals(self, num_rows: int, now_s: float) -> Floats:
+        """Seconds of work that each row has."""
+        there, left_s = self._now(now_s)
+        return _sums(self._rows[there], left_s, num_rows)
+
+    def waits(self, takes_s: Floats, priority: int, now_s: float) -> Floats:
+        """For every row, where a prompt would take `takes_s` alone: seconds of others' work until it is done."""
+        num_rows = len(takes_s)
+        there, left_s = self._now(now_s)
+        if not len(there):
+            return np.zeros(num_rows)
+        rows, priorities, steps_s = self._rows[there], self._priorities[there], self._steps_s[there]
+        equal, later = priorities == priority, priorities > priority
+        ahead_s = _sums(rows[priorities < priority], left_s[priorities < priority], num_rows)
+        under_way_s = np.zeros(num_rows)  # of a step that is not ours to share: half of it, on average
+        under_way_s[rows[later]] = np.minimum(left_s, steps_s)[later] / 2
+        if not equal.any():
+            return ahead_s + np.where(ahead_s > 0, 0.0, under_way_s)
+        first = np.flatnonzero(equal)[_first_of_each(rows[equal])]
+        is_shorter = equal & (left_s < takes_s[rows])
+        is_shorter[first] = False
+        shorter_s = _sums(rows[is_shorter], left_s[is_shorter], num_rows)
+        first_s, step_s = np.zeros(num_rows), np.zeros(num_rows)
+        first_s[rows[first]], step_s[rows[first]] = left_s[first], steps_s[first]
+        in_order_s = _sums(rows[equal], left_s[equal], num_rows)
+        shared_s = shorter_s + np.minimum(first_s, shorter_s + takes_s) + step_s / 2
+        shares = (first_s > step_s) & (takes_s < first_s)
+        waits: Floats = ahead_s + np.where(shares, np.minimum(in_order_s, shared_s), in_order_s)
+        return waits + np.where(waits > 0, 0.0, under_way_s)
+
+    def _now(self, now_s: float) -> tuple[NDArray[np.int64], Floats]:
+        """The slots in use, by rank within each row, and what is left of them: the first of a row is being computed."""
+        used = np.flatnonzero(self._rows >= 0)
+        there = used[np.lexsort((self._orders[used], self._priorities[used], self._rows[used]))]
+        left_s: Floats = self._left_s[there]  # a copy
+        if len(there):
+            first = _first_of_each(self._rows[there])
+            rows = self._rows[there[first]]
+            left_s[first] = np.maximum(left_s[first] - np.maximum(now_s - self._updated_s[rows], 0.0), 0.0)
+        return there, left_s
+
+    def _advance(self, row: int, now_s: float) -> None:
+        """Takes the work off that the row did since the last time."""
+        while row >= len(self._updated_s):
+            self._updated_s = np.concatenate([self._updated_s, np.zeros_like(self._updated_s)])
+        passed_s, self._updated_s[row] = max(now_s - self._updated_s[row], 0.0), now_s
+        slots = np.flatnonzero(self._rows == row)
+        slots = slots[np.lexsort((self._orders[slots], self._priorities[slots]))]
+        waiting = [int(slot) for slot in slots if self._left_s[slot] > 0]
+        while waiting and passed_s > 0:
+            passed_s -= self._work_off(waiting, passed_s)
+            waiting = [slot for slot in waiting if self._left_s[slot] > 0]
+
+    def _work_off(self, waiting: list[int], passed_s: float) -> float:
+        """Until one of them is done, or `passed_s`; the seconds that went by."""
+        first, left_s = waiting[0], self._left_s
+        shortest = min(self._sharing(waiting), key=lambda slot: left_s[slot], default=None)
+        if shortest is None:
+            took_s = min(passed_s, float(left_s[first]))
+            left_s[first] -= took_s
+        else:
+            took_s = min(passed_s, 2 * float(left_s[shortest]))
+            left_s[first] -= took_s / 2
+            left_s[shortest] -= took_s / 2
+        return took_s
+
+    def _sharing(self, waiting: list[int]) -> Iterable[int]:
+        """Those who share the steps of the first one."""
+        first, *others = waiting
+        if self._left_s[first] <= self._steps_s[first]:
+            return ()
+        longest_s, priority = self._left_s[first], self._priorities[first]
+        return [slot for slot in others if self._priorities[slot] == priority and self._left_s[slot] < longest_s]
+
+    def _double(self) -> None:
+        num = len(self._rows)
+        self._rows = np.concatenate([self._rows, np.full(num, -1)])
+        self._orders = np.concatenate([self._orders, np.zeros(num, dtype=np.int64)])
+        self._priorities = np.concatenate([self._priorities, np.zeros(num, dtype=np.int64)])
+        self._left_s = np.concatenate([self._left_s, np.zeros(num)])
+        self._steps_s = np.concatenate([self._steps_s, np.zeros(num)])
+        self._free.extend(range(2 * num - 1, num - 1, -1))
+
+
+def _sums(rows: NDArray[np.int64], seconds: Floats, num_rows: int) -> Floats:
+    return np.bincount(rows, weights=seconds, minlength=num_rows)[:num_rows].astype(np.float64)
+
+
+def _first_of_each(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each row's run begins; `rows` are sorted."""
+    return np.flatnonzero(np.concatenate([[True], rows[1:] != rows[:-1]]))
