@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 from aiohttp import web
@@ -10,6 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.models import RequestRow
+from halfmoon.policy.cluster_view import WorkerView
 from services.gateway.cluster import Cluster
 from services.gateway.door import Door
 from services.gateway.membership import Member, Membership
@@ -109,6 +111,7 @@ def _limit(given: str) -> int:
 
 def _worker(membership: Membership, member: Member, now_s: float) -> dict[str, Any]:
     identity, load = member.identity, member.load
+    decodes_s = [step.seconds for step in load.steps if not step.prefill_tokens]
     return {
         "worker_id": identity.worker_id,
         "role": member.role,
@@ -126,15 +129,21 @@ def _worker(membership: Membership, member: Member, now_s: float) -> dict[str, A
         "cached_blocks": membership.index.num_blocks(member.holder),
         "prefill_model": member.latency.prefill._asdict(),
         "step_model": member.latency.step._asdict(),
-        "prefill_free_in_s": max(member.queue.free_s(now_s) - now_s, 0.0),
+        "prefill_free_in_s": max(_view(membership, member).prefill_free_s - now_s, 0.0),
         "predicted_step_s": _predicted_step_s(member),
-        "measured_step_s": sum(step.seconds for step in load.steps) / len(load.steps) if load.steps else None,
+        "measured_step_s": fmean(decodes_s) if decodes_s else None,
         "prediction_errors": {kind: figures._asdict() for kind, figures in member.latency.errors.items()},
         "links": [
             {"address": link.address, "bytes_per_s": link.bandwidth_bytes_per_s, "latency_s": link.latency_s}
             for link in load.links
         ],
     }
+
+
+def _view(membership: Membership, member: Member) -> WorkerView:
+    row = membership.view().row(member.worker_id)
+    assert row is not None
+    return membership.view().worker(row)
 
 
 def _predicted_step_s(member: Member) -> float | None:

@@ -125,4 +125,4 @@ def test_a_timeline_of_what_went_wrong(changed: dict[str, float | None], names: 
     row = ROW | changed
     spans = timeline(row, 0.1)
     assert [span.name for span in spans] == names
-    assert all(0 <= span.start_s <= span.end_s <= float(row["e2e_s"] or 0) for span in spans)
+    assert all(0 <= span.start_s <= span.end_s <= float(str(row["e2e_s"] or 0)) for span in spans)
