@@ -33,7 +33,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.kv": frozenset({"halfmoon.errors"}),
     "halfmoon.policy": frozenset({"halfmoon.errors"}),
     "halfmoon.ledger": frozenset({"halfmoon.errors"}),
-    "halfmoon.engine": frozenset({"halfmoon.errors", "halfmoon.kv"}),
+    "halfmoon.engine": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
     "halfmoon.rpc": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.pb"}),
     "halfmoon.sim": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
     "halfmoon.worker": frozenset(

@@ -11,7 +11,18 @@ from typing import Literal
 from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import Incompatible
 
+OffloadSchedule = Literal["latency", "throughput"]
 Kernels = Literal["torch", "native", "triton"]  # whose code computes what lies between matrix products
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """KV that the device's KV memory does not hold lies on the host, and comes layer by layer (`offload/`)."""
+
+    host_bytes: int
+    schedule: OffloadSchedule = "latency"
+    recompute: Literal["auto", "never"] = "auto"  # instead of loading, where measured rates say that it pays
+    link_bytes_per_s: float | None = None  # for experiments on a CPU: no faster than this
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +47,7 @@ class EngineConfig:
     cuda_graphs: bool = True  # decode steps are captured at start, where triton computes on a CUDA device
     tensor_parallel: int = 1  # ranks that share every layer; with more than one rank, num_threads is each one's
     pipeline_parallel: int = 1  # stages, each with some of the layers
+    offload: OffloadConfig | None = None  # None: all KV is on the device
 
     def __post_init__(self) -> None:
         for name in (
@@ -54,6 +66,8 @@ class EngineConfig:
                 f"engine: gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}",
                 param="gpu_memory_utilization",
             )
+        if self.offload is not None and self.num_ranks > 1:
+            raise Incompatible("engine: KV on the host needs a worker of one rank", param="offload")
         if self.step_tokens <= self.max_running:
             raise Incompatible(
                 f"engine: max_batch_tokens ({self.step_tokens}) must exceed max_running ({self.max_running})",
@@ -111,6 +125,9 @@ class StepResult:
     )  # by request that began in this step
     stored_keys: tuple[bytes, ...] = ()  # of blocks that the prefix cache got since the step before
     evicted_keys: tuple[bytes, ...] = ()
+    num_staged: Mapping[str, int] = field(
+        default_factory=lambda: MappingProxyType({})
+    )  # groups of sequences with KV on the host, by how their KV came to the device (`policy/offload.Kind`)
     chains: tuple[BlockChain, ...] = ()  # of prompts that are computed now, and of outputs that filled a block
 
     @property

@@ -25,6 +25,8 @@ from halfmoon.engine.memory import kv_budget_bytes
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import build_model
 from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_weights
+from halfmoon.engine.offload.build import Offload
+from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.parallel.runner import ParallelRunner
 from halfmoon.engine.prefix_cache import PrefixCache
 from halfmoon.engine.request import EngineRequest, TokenOutput
@@ -64,7 +66,7 @@ class Engine:
         self.layout = KVLayout(
             model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype, config.block_tokens
         )
-        self._runner: ModelRunner | ParallelRunner
+        self._runner: ModelRunner | OffloadRunner | ParallelRunner
         memory: KVMemory
         if config.num_ranks == 1:
             self._runner, memory = self._one_device(on_progress)
@@ -85,7 +87,7 @@ class Engine:
         self._chains: list[BlockChain] = []  # of the step that is being booked
         self._step_s = 0.0  # duration of the last step that computed something
 
-    def _one_device(self, on_progress: Progress | None) -> tuple[ModelRunner, KVArena]:
+    def _one_device(self, on_progress: Progress | None) -> tuple[ModelRunner | OffloadRunner, KVMemory]:
         config, dtype = self.config, _DTYPES[self.layout.dtype]
         model_config = self.checkpoint.model_config
         num_blocks = config.num_blocks or kv_budget_bytes(config, model_config, dtype) // self.layout.block_bytes
@@ -97,13 +99,18 @@ class Engine:
             fill_dummy_weights(model)
         else:
             load_weights(model, self.checkpoint.weight_files, on_progress)
+        offload = None
+        if config.offload is not None:
+            offload = Offload(config.offload, self.layout, model, model_config, num_blocks, self._most_tokens)
+            num_blocks = offload.rooms.device
         with torch.no_grad():
             model.pack(path.pack_weight)
         arena = KVArena(self.layout, num_blocks, dtype, config.device, path.kernels)
         recorded = capture_decode(config, model, arena, path.attention)
         eos_token_ids = self.checkpoint.eos_token_ids
         masks = TokenMasks(self.checkpoint.path, model_config.vocab_size, eos_token_ids)
-        return ModelRunner(model, arena, path.attention, eos_token_ids, recorded, masks), arena
+        runner = ModelRunner(model, arena, path.attention, eos_token_ids, recorded, masks)
+        return (runner, arena) if offload is None else offload.around(runner, path.attention, arena)
 
     def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
         """Queues a request. `on_kv` hears what of a prefill-only one's KV is written, on this thread or the device's.
@@ -247,6 +254,7 @@ class Engine:
             duration_s=self._step_s,
             stored_keys=changes.stored,
             evicted_keys=changes.evicted,
+            num_staged=self._runner.take_num_staged() if isinstance(self._runner, OffloadRunner) else {},
             chains=tuple(chains),
         )
 
@@ -276,7 +284,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the other ranks' processes. Idempotent; afterwards nothing can be computed or copied."""
-        if isinstance(self._runner, ParallelRunner):
+        if isinstance(self._runner, ParallelRunner | OffloadRunner):
             self._runner.close()
 
     def check_integrity(self) -> None:

@@ -44,11 +44,14 @@ class KVArena:
         dtype: torch.dtype,
         device: str,
         kernels: Kernels = "torch",
+        pinned: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self._layout = layout
         shape = (layout.num_layers, 2, layout.num_kv_heads, num_blocks * layout.block_tokens, layout.head_dim)
-        self.tensor = torch.empty(shape, dtype=dtype, device=device)  # [layers, 2, kv_heads, slots, head_dim]
+        self.tensor = torch.empty(
+            shape, dtype=dtype, device=device, pin_memory=pinned
+        )  # [layers, 2, kv_heads, slots, head_dim]
         self._canonical = CanonicalKV(layout)
         # The same memory as 2- or 4-byte integers: numpy has no bfloat16, and copies without torch's threads.
         self._integers = torch.int16 if layout.item_bytes == 2 else torch.int32

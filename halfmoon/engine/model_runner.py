@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention_backend import AttentionBackend, Span
+from halfmoon.engine.attention_backend import AttentionBackend, Span, StepAttention
 from halfmoon.engine.chunk import Chunk, chunk_of
 from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.kv_arena import KVArena
@@ -87,8 +87,8 @@ class ModelRunner:
         rows = [_sampling_row(item) for item in scheduled if item.samples]
         return sample(logits, rows, self._eos_token_ids, self._masks) if rows else []
 
-    def batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
-        """The tensors of one forward pass over `chunks`."""
+    def batch(self, chunks: Sequence[Chunk], attention: StepAttention | None = None) -> ForwardBatch:
+        """The tensors of one forward pass over `chunks`, with an attention of its own, if given."""
         token_ids: list[int] = []
         positions: list[range] = []
         spans: list[Span] = []
@@ -103,7 +103,7 @@ class ModelRunner:
             token_ids=self._tensor(token_ids),
             positions=self._tensor(list(chain.from_iterable(positions))),
             logit_rows=self._tensor(logit_rows),
-            attention=self._attention.step(spans),
+            attention=attention or self._attention.step(spans),
         )
 
     def _tensor(self, values: list[int]) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import halfmoon
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint import prepare_checkpoint
-from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.config import EngineConfig, OffloadConfig
 from halfmoon.engine.cuda_memory import CudaMemory
 from halfmoon.engine.engine import Engine
 from halfmoon.errors import InvalidRequest
@@ -107,6 +107,7 @@ def _load_engine(settings: WorkerSettings) -> Engine:
         max_running=settings.max_running,
         max_context_tokens=settings.max_context_tokens,
         attention=settings.attention,
+        offload=_offload(settings),
         cuda_graphs=settings.cuda_graphs,
         num_threads=settings.num_threads,
         tensor_parallel=settings.tensor_parallel,
@@ -114,6 +115,12 @@ def _load_engine(settings: WorkerSettings) -> Engine:
     )
     with loading_progress(f"{settings.role}: weights") as on_progress:
         return Engine(checkpoint, config, on_progress)
+
+
+def _offload(settings: WorkerSettings) -> OffloadConfig | None:
+    if settings.offload_kv == "none":
+        return None
+    return OffloadConfig(host_bytes=int(settings.offload_bytes), schedule=settings.offload_schedule)
 
 
 def link_settings(settings: WorkerSettings) -> LinkSettings:
@@ -138,7 +145,8 @@ def _device(wanted: str) -> str:
 def _device_memory(engine: Engine) -> CudaMemory | None:
     """What KV can be gathered into and scattered out of on the device; None where nothing copies there."""
     config = engine.config
-    can_copy = config.device.startswith("cuda") and config.num_ranks == 1 and config.attention_backend == "triton"
+    is_plain = config.num_ranks == 1 and config.offload is None
+    can_copy = config.device.startswith("cuda") and is_plain and config.attention_backend == "triton"
     return CudaMemory(engine.layout) if can_copy else None
 
 

@@ -25,6 +25,12 @@ class WorkerMetrics:
             "halfmoon_engine_prefill_tokens", "Prompt tokens computed", registry=self.registry
         )
         self._output_tokens = Counter("halfmoon_engine_output_tokens", "Tokens generated", registry=self.registry)
+        self._staged = Counter(
+            "halfmoon_engine_staged",
+            "Groups of sequences whose KV came from host memory in a step: loaded, or in part computed again",
+            ["kind"],
+            registry=self.registry,
+        )
         self._preemptions = Counter("halfmoon_engine_preemptions", "Sequences preempted", registry=self.registry)
         self._sequences = Gauge("halfmoon_engine_sequences", "Sequences by state", ["state"], registry=self.registry)
         self._blocks = Gauge("halfmoon_engine_blocks", "KV blocks by state", ["state"], registry=self.registry)
@@ -55,6 +61,8 @@ class WorkerMetrics:
         self._prefill_tokens.inc(result.num_prefill_tokens)
         self._output_tokens.inc(len(result.outputs))
         self._preemptions.inc(result.num_preempted)
+        for kind, num_groups in result.num_staged.items():
+            self._staged.labels(kind).inc(num_groups)
 
     def observe_stats(self, stats: EngineStats) -> None:
         """With each load report."""

@@ -33,6 +33,13 @@ class WorkerSettings(BaseSettings):
     max_batch_tokens: int | None = Field(None, ge=2, description="tokens in one forward pass; default: by device")
     chunk_tokens: int | None = Field(None, ge=1, description="prompt tokens beside running decodes; default: by device")
     max_running: int = Field(64, ge=1, description="sequences in one batch")
+    offload_kv: Literal["none", "host"] = Field(
+        "none", description="'host': KV that --kv-memory does not hold lies in host memory and comes layer by layer"
+    )
+    offload_bytes: ByteSize = Field(ByteSize(4 << 30), gt=0, description="host memory for --offload-kv host")
+    offload_schedule: Literal["latency", "throughput"] = Field(
+        "latency", description="groups of such sequences one after the other, or all of them in each layer"
+    )
     max_context_tokens: int | None = Field(None, ge=1, description="limit on prompt + output; default: the model's")
     attention: Literal["auto", "sdpa", "native", "triton"] = Field(
         "auto",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +26,9 @@ class ForwardBatch:
     positions: Tensor  # [num_tokens] int64
     logit_rows: Tensor  # [num_logits] int64, the rows whose logits are wanted
     attention: StepAttention
+    on_inputs: Callable[[Tensor], None] | None = (
+        None  # hears what each OPT layer makes Q, K and V of, before it attends
+    )
 
 
 class Model(Protocol):

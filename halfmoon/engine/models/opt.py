@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfmoon.engine.attention_backend import StepAttention
 from halfmoon.engine.model_config import Activation, ModelConfig
 from halfmoon.engine.models import ForwardBatch
 from halfmoon.engine.models.linear import Linear, PackWeight, split_rows
@@ -70,12 +69,21 @@ class OPTModel:
         for layer in self._layers:
             layer.pack(pack_weight)
 
+    def keep_kv_projections(self) -> None:
+        """Before `pack`: `keys_values` will be asked for. Costs another copy of K's and V's weights."""
+        for layer in self._layers:
+            layer.keep_kv_projection()
+
+    def keys_values(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V, each [num_tokens, num_heads, head_dim], from what `on_inputs` heard of a layer's tokens."""
+        return self._layers[layer].keys_values(x)
+
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """As `Model.forward`."""
         if hidden is None:
             hidden = self._embed(batch)
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
-            hidden = layer.forward(hidden, layer_kv, batch.attention)
+            hidden = layer.forward(hidden, layer_kv, batch)
         if not self._part.is_last:
             return hidden
         hidden = hidden[batch.logit_rows]
@@ -101,6 +109,7 @@ class _Layer:
         self._up = Linear.empty(inner, hidden, config.mlp_bias, dtype, device)
         self._down = part.summed(Linear.empty(hidden, inner, config.mlp_bias, dtype, device))
         self._activation = _activation(config.activation)
+        self._kv: Linear | None = None  # the rows of `_qkv` that are K's and V's, where they are needed alone
 
     def parameters(self) -> dict[str, Tensor]:
         hidden = self._config.hidden_size
@@ -112,20 +121,32 @@ class _Layer:
         return named | self._mlp_norm.parameters("final_layer_norm")
 
     def pack(self, pack_weight: PackWeight) -> None:
-        for linear in (self._qkv, self._output, self._up, self._down):
-            linear.pack(pack_weight)
+        for linear in (self._qkv, self._output, self._up, self._down, self._kv):
+            if linear is not None:
+                linear.pack(pack_weight)
 
-    def forward(self, hidden: Tensor, layer_kv: Tensor, batch: StepAttention) -> Tensor:
+    def keep_kv_projection(self) -> None:
+        first, bias = self._config.q_size, self._qkv.bias
+        self._kv = Linear(self._qkv.weight[first:].clone(), None if bias is None else bias[first:].clone())
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._kv is not None, "keep_kv_projection was not asked for"
+        k, v = self._kv(x).view(x.shape[0], 2, -1, self._config.head_dim).unbind(1)
+        return k, v
+
+    def forward(self, hidden: Tensor, layer_kv: Tensor, batch: ForwardBatch) -> Tensor:
         if self._config.norm_before:
             hidden = hidden + self._attention(self._attention_norm(hidden), layer_kv, batch)
             return hidden + self._mlp(self._mlp_norm(hidden))
         hidden = self._attention_norm(hidden + self._attention(hidden, layer_kv, batch))
         return self._mlp_norm(hidden + self._mlp(hidden))
 
-    def _attention(self, x: Tensor, layer_kv: Tensor, batch: StepAttention) -> Tensor:
+    def _attention(self, x: Tensor, layer_kv: Tensor, batch: ForwardBatch) -> Tensor:
+        if batch.on_inputs is not None:
+            batch.on_inputs(x)
         head_dim = self._config.head_dim
         q, k, v = self._qkv(x).view(x.shape[0], 3, -1, head_dim).unbind(1)  # each [num_tokens, num_heads, head_dim]
-        return self._output(batch.attend(q, k, v, layer_kv, head_dim**-0.5))
+        return self._output(batch.attention.attend(q, k, v, layer_kv, head_dim**-0.5))
 
     def _mlp(self, x: Tensor) -> Tensor:
         return self._down(self._activation(self._up(x)))

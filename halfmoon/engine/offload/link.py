@@ -1,0 +1,117 @@
+"""The way from host memory to the device: one copy after another, beside what the device computes.
+
+On a CPU, where "device" is a budget, a thread copies; on CUDA a stream does (not run on a GPU yet).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Copy(NamedTuple):
+    """Views of one shape; their last two axes are contiguous."""
+
+    source: Tensor
+    target: Tensor
+
+
+class Fetch(Protocol):
+    """Copies under way."""
+
+    def wait(self) -> None:
+        """The computing that follows sees what was copied."""
+        ...
+
+
+class Link(Protocol):
+    """Copies in the order in which they are asked for."""
+
+    def fetch(self, copies: Sequence[Copy]) -> Fetch:
+        """Begins; the targets are free, as far as what was asked of the device before goes."""
+        ...
+
+    def close(self) -> None:
+        """Ends it."""
+        ...
+
+
+class ThreadLink:
+    """Owns a thread that copies, no faster than `bytes_per_s` (for experiments)."""
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at_s = 0.0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-offload")
+
+    def fetch(self, copies: Sequence[Copy]) -> Fetch:
+        """As `Link.fetch`."""
+        return _Copied(self._thread.submit(self._copy, copies))
+
+    def close(self) -> None:
+        """As `Link.close`."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        started_s = time.monotonic()
+        num_bytes = 0
+        for source, target in copies:
+            np.copyto(_bits(target), _bits(source))  # without torch's threads: those compute
+            num_bytes += source.nbytes
+        if self._bytes_per_s is not None:
+            self._free_at_s = max(self._free_at_s, started_s) + num_bytes / self._bytes_per_s
+            time.sleep(max(0.0, self._free_at_s - time.monotonic()))
+
+
+class _Copied:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+class StreamLink:
+    """Owns a stream of a CUDA device. Host memory is pinned. Not run on a GPU yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def fetch(self, copies: Sequence[Copy]) -> Fetch:
+        """As `Link.fetch`."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for source, target in copies:
+                runs = zip(source.flatten(0, -3), target.flatten(0, -3), strict=True) if source.dim() > 2 else ()
+                for run, into in runs or ((source, target),):
+                    into.copy_(run, non_blocking=True)  # contiguous at both ends, so no copy in between
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return _Streamed(event)
+
+    def close(self) -> None:
+        """As `Link.close`."""
+        self._stream.synchronize()
+
+
+class _Streamed:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+def _bits(tensor: Tensor) -> NDArray[np.signedinteger[Any]]:
+    """numpy has no bfloat16."""
+    integers: NDArray[np.signedinteger[Any]] = tensor.view(
+        torch.int16 if tensor.element_size() == 2 else torch.int32
+    ).numpy()
+    return integers
