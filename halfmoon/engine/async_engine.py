@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from halfmoon.engine.config import EngineStats, StepResult
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
+from halfmoon.engine.restoring import OnProgress, RestoreOrder
 from halfmoon.errors import Incompatible, Unavailable
 from halfmoon.kv.codec import Codec, decode, encode
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
@@ -83,9 +84,11 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._copies.shutdown)
 
-    async def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
-        """As `Engine.add`; `on_kv` hears on the loop, in order. If the wait is cancelled, so is the request."""
-        await self._call_or_cancel(partial(self.engine.add, request, self._on_loop(on_kv)), request.request_id)
+    async def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
+        """As `Engine.add`; who listens hears on the loop, in order. If the wait is cancelled, so is the request."""
+        if order is not None:
+            order = replace(order, on_progress=partial(self._tell_progress, order.on_progress))
+        await self._call_or_cancel(partial(self.engine.add, request, self._on_loop(on_kv), order), request.request_id)
 
     async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
         """As `Engine.reserve`; `on_kv` hears on the loop. If the wait is cancelled, so is the reservation."""
@@ -164,6 +167,18 @@ class AsyncEngine:
             return encode(codec, decode(Codec.RAW, read(), shape, layout.dtype), layout.dtype, out)
 
         return await self._copy(partial(read, out) if codec is Codec.RAW else read_encoded)
+
+    async def load_block(self, request_id: str, block: int, payload: KVSource) -> None:
+        """As `Engine.load_block`, beside the steps. `payload` must not change until this returns."""
+        await self._copy(partial(self.engine.load_block, request_id, block, payload))
+
+    def note_loaded(self, request_id: str, loaded: Sequence[int], given_up: Sequence[int] = ()) -> None:
+        """As `Engine.note_loaded`, before the next step."""
+        self._put(partial(self.engine.note_loaded, request_id, loaded, given_up))
+
+    async def move_fence(self, request_id: str, fence: int) -> int:
+        """As `Engine.move_fence`."""
+        return await self._call(partial(self.engine.move_fence, request_id, fence))
 
     @asynccontextmanager
     async def cached(self, keys: Sequence[bytes]) -> AsyncIterator[list[int]]:
@@ -271,6 +286,9 @@ class AsyncEngine:
             self._deliver(command.answer, None, error)
         else:
             self._deliver(command.answer, result, None)
+
+    def _tell_progress(self, on_progress: OnProgress, num_tokens: int, num_loaded: int) -> None:
+        self._loop.call_soon_threadsafe(on_progress, num_tokens, num_loaded)
 
     def _tell(self, on_kv: OnKV, written: Written | None) -> None:
         self._loop.call_soon_threadsafe(on_kv, written)

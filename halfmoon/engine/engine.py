@@ -31,6 +31,7 @@ from halfmoon.engine.parallel.runner import ParallelRunner
 from halfmoon.engine.prefix_cache import PrefixCache
 from halfmoon.engine.request import EngineRequest, TokenOutput
 from halfmoon.engine.request_check import RequestLimits
+from halfmoon.engine.restoring import OnProgress, Restore, RestoreOrder
 from halfmoon.engine.sampler import ERROR_TOKEN_ID, SampledToken
 from halfmoon.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerLimits
 from halfmoon.engine.sequence import Sequence
@@ -84,6 +85,7 @@ class Engine:
         self._scheduler = Scheduler(self._cache, config.block_tokens, limits)
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
+        self._restoring: dict[str, OnProgress] = {}  # who hears of requests that load a part of their prompt
         self._chains: list[BlockChain] = []  # of the step that is being booked
         self._step_s = 0.0  # duration of the last step that computed something
 
@@ -112,15 +114,17 @@ class Engine:
         runner = ModelRunner(model, arena, path.attention, eos_token_ids, recorded, masks)
         return (runner, arena) if offload is None else offload.around(runner, path.attention, arena)
 
-    def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
+    def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
         """Queues a request. `on_kv` hears what of a prefill-only one's KV is written, on this thread or the device's.
 
-        Raises InvalidRequest when it can never run here.
+        With `order`, blocks behind the fence are not computed but waited for: `load_block`, `note_loaded` and
+        `move_fence`. Raises InvalidRequest when it can never run here.
         """
-        sequence = self._admit(request)
+        sequence = self._admit(request, order)
         if on_kv is not None:
             self._kv_watch.add(request.request_id, on_kv)
         self._scheduler.add(sequence)
+        self._tell_progress(sequence)
 
     def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
         """Blocks for a request whose KV comes from another worker: `kv_write` it all, then `start`.
@@ -191,6 +195,43 @@ class Engine:
         for request_id in tuple(self._sequences):
             self.cancel(request_id)
 
+    def load_block(self, request_id: str, block: int, payload: KVSource) -> None:
+        """Canonical KV bytes of one block behind the fence of a request that was added with an order. Any thread.
+
+        They count once `note_loaded` says so. Raises NotFound when the block is not waited for (any more).
+        """
+        self._kv.load(self._find(request_id), block, self.layout, payload)
+
+    def note_loaded(self, request_id: str, loaded: SequenceOf[int], given_up: SequenceOf[int] = ()) -> None:
+        """`loaded` were loaded, and are right: computing skips them; `given_up` are computed here.
+
+        Where nobody waits for them any more it means nothing.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.restore is None:
+            return
+        with sequence.kv_lock:
+            for block in loaded:
+                sequence.restore.note_loaded(block)
+            sequence.restore.give_up(given_up)
+            sequence.skip_loaded(self.layout.block_tokens)
+        self._cache.insert(sequence)
+        self._kv_watch.loaded(sequence)
+        self._tell_progress(sequence)
+
+    def move_fence(self, request_id: str, fence: int) -> int:
+        """Blocks below `fence` are computed after all, the others waited for; gives where it is now.
+
+        That is not below what is computed. Raises NotFound for a request that waits for nothing to be loaded.
+        """
+        sequence = self._find(request_id)
+        if sequence.restore is None:
+            raise NotFound(f"request {request_id} waits for nothing to be loaded")
+        with sequence.kv_lock:
+            computed = -(-sequence.num_computed // self.layout.block_tokens)
+            sequence.restore.move_fence(max(fence, computed))
+            return sequence.restore.fence
+
     def hold_cached(self, keys: SequenceOf[bytes]) -> list[int]:
         """Keeps the blocks of the leading keys that the prefix cache has, for `read_block`, until `let_cached_go`."""
         return self._cache.hold(keys)
@@ -228,8 +269,10 @@ class Engine:
         cached = {
             item.sequence.request_id: item.sequence.num_cached
             for item in schedule.scheduled
-            if item.sequence.num_computed == item.sequence.num_cached
+            if not item.sequence.has_begun
         }
+        for item in schedule.scheduled:
+            self._tell_progress(item.sequence)  # it may just have got its blocks
         try:
             sampled = self._runner.run(schedule.scheduled, self._kv_watch.begin(schedule.scheduled))
         except ServiceFailed:
@@ -291,11 +334,13 @@ class Engine:
         """Asserts that block counts and the cache agree with each other."""
         self._cache.check_integrity()
 
-    def _admit(self, request: EngineRequest) -> Sequence:
+    def _admit(self, request: EngineRequest, order: RestoreOrder | None = None) -> Sequence:
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request {request.request_id} is here already", param="request_id")
-        sequence = Sequence(request, self._num_added)
+        sequence = Sequence(request, self._num_added, None if order is None else Restore(order))
         self._limits.check(sequence)
+        if order is not None:
+            self._restoring[request.request_id] = order.on_progress
         self._num_added += 1
         self._sequences[request.request_id] = sequence
         return sequence
@@ -307,6 +352,8 @@ class Engine:
         for item in schedule.scheduled:
             samples = item.samples
             item.sequence.num_computed += item.num_tokens
+            item.sequence.skip_loaded(self.layout.block_tokens)
+            self._tell_progress(item.sequence)
             has_new = self._cache.insert(item.sequence)
             self._kv_watch.advance(item.sequence)
             if samples:
@@ -315,6 +362,11 @@ class Engine:
                 failed = token.token_id == ERROR_TOKEN_ID
                 outputs.append(self._fail(item.sequence) if failed else self._append(item, token))
         return outputs
+
+    def _tell_progress(self, sequence: Sequence) -> None:
+        on_progress = self._restoring.get(sequence.request_id) if sequence.blocks else None
+        if on_progress is not None:
+            on_progress(sequence.num_computed, sequence.num_loaded)
 
     def _note_chain(self, sequence: Sequence, has_new: bool) -> None:
         """Of a prompt once, then with each block that was computed here."""
@@ -347,6 +399,7 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
+        self._restoring.pop(sequence.request_id, None)
         self._kv_watch.remove(sequence.request_id)
 
     def _find(self, request_id: str) -> Sequence:

@@ -57,6 +57,14 @@ class KVAccess:
                 raise NotFound(f"request {sequence.request_id} is not reserved here")
             self._memory.write(sequence.blocks, layer_start, layer_end, start, num_tokens, payload)
 
+    def load(self, sequence: Sequence, block: int, layout: KVLayout, payload: KVSource) -> None:
+        """As `Engine.load_block`: nobody computes a block behind the fence."""
+        with sequence.kv_lock:
+            if sequence.restore is None or not sequence.blocks or not sequence.restore.is_waited_for(block):
+                raise NotFound(f"block {block} of request {sequence.request_id} is not to be loaded (any more)")
+            start = block * layout.block_tokens
+            self._memory.write(sequence.blocks, 0, layout.num_layers, start, layout.block_tokens, payload)
+
     def read_block(self, block: int, layout: KVLayout) -> memoryview:
         """All of one block that nobody gives back or writes meanwhile."""
         return self._memory.read((block,), 0, layout.num_layers, 0, layout.block_tokens)
@@ -75,7 +83,7 @@ class KVAccess:
             if sequence.state == "removed" or not sequence.request.prefill_only:
                 raise NotFound(f"request {sequence.request_id} is not held here")
             num_written = sequence.written.num_tokens_of(layer_end - 1)
-            if start + num_tokens > num_written:
+            if not sequence.written.has(layer_end - 1, start, start + num_tokens):
                 if sequence.state == "held":
                     raise InvalidRequest(f"KV of {num_written} tokens is here, not {start + num_tokens}")
                 raise NotWritten(f"KV of {num_written} tokens is written so far, not {start + num_tokens}")

@@ -46,7 +46,7 @@ class KVWatch:
             if sequence.request_id in self._listeners:
                 start = sequence.num_computed
                 watched.append((sequence, start, start + item.num_tokens))
-                if start == sequence.num_cached > 0:
+                if start > 0 and not sequence.has_begun:
                     self._tell(sequence, Written(start))
         if not watched:
             return None
@@ -62,6 +62,10 @@ class KVWatch:
         if sequence.request.prefill_only:
             self._tell(sequence, Written(sequence.num_computed))
 
+    def loaded(self, sequence: Sequence) -> None:
+        """Some of its blocks were loaded."""
+        self._tell(sequence, Written(sequence.num_computed))
+
     def forget(self, request_id: str) -> None:
         """Its listener hears nothing more."""
         self._listeners.pop(request_id, None)
@@ -73,6 +77,10 @@ class KVWatch:
             on_kv(None)
 
     def _tell(self, sequence: Sequence, written: Written) -> None:
+        if sequence.restore is not None:
+            block_tokens = self._layout.block_tokens
+            runs = sequence.restore.runs(sequence.num_computed // block_tokens)
+            written = written._replace(loaded=tuple((a * block_tokens, b * block_tokens) for a, b in runs))
         sequence.written = written
         on_kv = self._listeners.get(sequence.request_id)
         if on_kv is not None:

@@ -81,8 +81,16 @@ class Scheduler:
         return len(self._held)
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence to be computed here from its first token."""
+        """Queues a sequence to be computed here from its first token.
+
+        One that loads a part of its prompt gets its blocks now, if they are nobody else's: loading can begin.
+        """
         self._waiting.append(sequence)
+        if sequence.restore is not None and not self._is_short:
+            wanted = sum(self._blocks_for(len(other.token_ids)) for other in self._waiting)
+            places = self._limits.max_running - len(self._running) - len(self._reserved)
+            if wanted <= self._cache.num_available and len(self._waiting) <= places:
+                self._admit(sequence)
 
     def reserve(self, sequence: Sequence) -> None:
         """Blocks for all its tokens and the next one, now.
@@ -153,20 +161,23 @@ class Scheduler:
 
         After the first sequence that cannot be admitted no other is: none starves.
         """
-        queue = _by_rank([sequence for sequence in self._running if sequence.num_uncomputed > 1] + self._waiting)
+        running = [one for one in self._running if one.num_uncomputed > 1 and one.num_ready(self._block_tokens)]
+        queue = _by_rank(running + self._waiting)
         while queue and budget > 0:
             sequence = queue.pop(0)
             if sequence.state == "waiting":
                 self._is_short = self._is_short or not self._admit(sequence)
                 if self._is_short:
                     continue
-            room = budget
-            if sequence.num_uncomputed > budget:
+            num_ready, room = sequence.num_ready(self._block_tokens), budget
+            if not num_ready:
+                continue
+            if num_ready > budget:
                 shorter = self._shorter(sequence, queue)
-                room -= min(sum(other.num_uncomputed for other in shorter), budget // 2)
+                room -= min(sum(other.num_ready(self._block_tokens) for other in shorter), budget // 2)
                 overtaking = set(shorter)
                 queue = shorter + [other for other in queue if other not in overtaking]
-            num_tokens = min(sequence.num_uncomputed, room)
+            num_tokens = min(num_ready, room)
             budget -= num_tokens
             yield ScheduledSequence(sequence, num_tokens)
 
@@ -202,6 +213,10 @@ class Scheduler:
         )
         sequence.num_known_blocks = len(matched)
         sequence.num_computed = sequence.num_cached = len(matched) * self._block_tokens
+        sequence.num_loaded = 0
+        if sequence.restore is not None:
+            sequence.restore.move_fence(max(sequence.restore.fence, len(matched)))
+            sequence.skip_loaded(self._block_tokens)
         self._waiting.remove(sequence)
         self._run(sequence)
         return True
@@ -224,6 +239,7 @@ class Scheduler:
             self._free(victim)
             victim.written = Written()
             victim.state = "waiting"
+            victim.restore = None
         victim.num_computed = 0
         self._waiting.append(victim)
 

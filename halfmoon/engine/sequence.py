@@ -6,6 +6,7 @@ import threading
 from typing import Literal
 
 from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams
+from halfmoon.engine.restoring import Restore
 from halfmoon.kv.frame_plan import Written
 
 SequenceState = Literal["waiting", "running", "reserved", "held", "removed"]
@@ -17,13 +18,15 @@ class Sequence:
     `blocks` are references that the scheduler took from the pool. `held` is a prefill-only sequence that has its token.
     """
 
-    def __init__(self, request: EngineRequest, order: int) -> None:
+    def __init__(self, request: EngineRequest, order: int, restore: Restore | None = None) -> None:
         self.request = request
         self.rank = (request.priority, request.arrival_s, order)  # smaller goes first; unique
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_computed = 0  # leading tokens whose K and V are in `blocks`
         self.num_cached = 0  # of those, how many came from the prefix cache
         self.num_received = 0  # of those, how many came from another worker
+        self.num_loaded = 0  # of those, how many were loaded while others were computed
+        self.restore = restore  # what else is to be loaded
         self.blocks: list[int] = []
         self.block_keys: list[bytes] = []  # of the leading full blocks, as far as they were needed
         self.num_known_blocks = 0  # leading blocks that the prefix cache has seen
@@ -55,6 +58,29 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens still to run before the next one can be drawn: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
+
+    def num_ready(self, block_tokens: int) -> int:
+        """Of the uncomputed tokens the leading ones that can be computed now: the others wait for what is loaded."""
+        stop = None if self.restore is None else self.restore.stop(self.num_computed // block_tokens)
+        return self.num_uncomputed if stop is None else max(0, stop * block_tokens - self.num_computed)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of it was computed here."""
+        return self.num_computed > self.num_cached + self.num_loaded
+
+    def skip_loaded(self, block_tokens: int) -> None:
+        """What was loaded right behind the computed tokens need not be computed."""
+        restore = self.restore
+        while restore is not None and self.num_computed % block_tokens == 0:
+            block = self.num_computed // block_tokens
+            if block >= restore.num_blocks:
+                self.restore = restore = None
+            elif restore.is_loaded(block):
+                self.num_computed += block_tokens
+                self.num_loaded += block_tokens
+            else:
+                return
 
     @property
     def max_tokens_ever(self) -> int:

@@ -7,6 +7,8 @@ section 5.2; collated into larger messages because small ones cost more than the
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from halfmoon.kv.frame import KVRange, plan_frames
@@ -23,6 +25,13 @@ class Written(NamedTuple):
     num_tokens: int = 0  # in all layers
     chunk_end: int = 0  # tokens below this one, too, in the first `num_layers` layers
     num_layers: int = 0
+    loaded: tuple[tuple[int, int], ...] = ()  # runs of tokens behind those, in all layers, that came from elsewhere
+
+    def has(self, layer: int, start: int, end: int) -> bool:
+        """Whether K and V of `layer` of tokens `start` to `end` are in memory."""
+        if end <= self.num_tokens_of(layer):
+            return True
+        return any(first <= start and end <= last for first, last in self.loaded)
 
     def num_tokens_of(self, layer: int) -> int:
         """Leading tokens whose K and V of `layer` are in memory."""
@@ -30,17 +39,22 @@ class Written(NamedTuple):
 
 
 class FramePlan:
-    """Owns how many tokens of each layer have been sent of one sequence's KV, which is sent from front to back."""
+    """Owns what has been sent of one sequence's KV: of each layer the leading tokens, and runs that came ahead of them.
+
+    What is computed goes from front to back; what is loaded goes as it comes, and the front skips it later.
+    """
 
     def __init__(self, layout: KVLayout, num_tokens: int) -> None:
         self._layout = layout
         self._num_tokens = num_tokens
         self._sent = [0] * layout.num_layers  # leading tokens of each layer
+        self._ahead: list[tuple[int, int]] = []  # runs of tokens that go, or went, before their turn
+        self._due: deque[KVRange] = deque()  # frames of those
 
     @property
     def is_done(self) -> bool:
         """Whether everything has been sent."""
-        return all(sent == self._num_tokens for sent in self._sent)
+        return not self._due and all(sent == self._num_tokens for sent in self._sent)
 
     def next(self, written: Written) -> KVRange | None:
         """The next frame that is worth sending, or None until more is written.
@@ -49,13 +63,16 @@ class FramePlan:
         layers or tokens. Near the end, whatever is as much as all that is still to come is enough, so that what is left
         when the last layer is written is little. The same again until `sent` is called.
         """
+        self._take_ahead(written)
+        if self._due:
+            return self._due[0]
         num_layers = self._layout.num_layers
         is_final = written.num_tokens_of(num_layers - 1) == self._num_tokens
         first = 0
         while first < num_layers:
-            sent, here = self._sent[first], written.num_tokens_of(first)
+            sent, here = self._sent[first], self._here(first, written)
             end = first + 1
-            while end < num_layers and (self._sent[end], written.num_tokens_of(end)) == (sent, here):
+            while end < num_layers and (self._sent[end], self._here(end, written)) == (sent, here):
                 end += 1
             if here > sent:
                 shard = Shard(first, end, 0, self._layout.num_kv_heads)
@@ -67,9 +84,34 @@ class FramePlan:
 
     def sent(self, part: KVRange) -> None:
         """`part`, as `next` gave it, is on its way."""
+        if self._due and part == self._due[0]:
+            self._due.popleft()
+            return
         for layer in range(part.layer_start, part.layer_end):
             assert self._sent[layer] == part.token_start, "frames are sent in another order than they were planned"
             self._sent[layer] += part.num_tokens
+        self._skip()
+
+    def _here(self, layer: int, written: Written) -> int:
+        """How far the front of a layer can go: to what is not written, or goes apart."""
+        ahead = min((start for start, _ in self._ahead if start >= self._sent[layer]), default=self._num_tokens)
+        return min(written.num_tokens_of(layer), ahead)
+
+    def _take_ahead(self, written: Written) -> None:
+        """What was loaded since the last word gets frames of its own."""
+        for start, end in written.loaded:
+            for first, last in _without(start, end, self._ahead):
+                self._due.extend(plan_frames(self._layout, self._layout.whole(), first, last - first))
+                self._ahead.append((first, last))
+        self._skip()
+
+    def _skip(self) -> None:
+        """The front of each layer passes what goes apart."""
+        ends = dict(self._ahead)
+        for layer, sent in enumerate(self._sent):
+            while sent in ends:
+                sent = ends[sent]
+            self._sent[layer] = sent
 
     def _is_worth(self, part: KVRange, start: int, end: int) -> bool:
         if end - start < MIN_FRAME_TOKENS and end < self._num_tokens:
@@ -79,4 +121,17 @@ class FramePlan:
 
     def _rest_bytes(self) -> int:
         """What has not been sent, written or not."""
-        return sum(self._num_tokens - sent for sent in self._sent) * self._layout.token_layer_bytes
+        apart = sum(end - start for start, end in self._ahead if start >= min(self._sent))
+        num_cells = sum(self._num_tokens - sent - apart for sent in self._sent)
+        return num_cells * self._layout.token_layer_bytes
+
+
+def _without(start: int, end: int, taken: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The parts of a run that are in none of the disjoint runs `taken`."""
+    for first, last in sorted(taken):
+        if first < end and start < last:
+            if start < first:
+                yield start, first
+            start = last
+    if start < end:
+        yield start, end

@@ -29,6 +29,7 @@ from halfmoon.rpc.layout_message import layout_from, layout_message
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
 from halfmoon.rpc.status import in_our_tree
 from halfmoon.rpc.transfer import transfer_to
+from halfmoon.rpc.transport.limiter import LinkLimiter
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
 from halfmoon.rpc.transport.memfd import host_id, receive_segment
 
@@ -76,6 +77,8 @@ class KVStoreClient:
         self._link = KVLink(Peer(address), link_settings)  # bulk bytes do not delay control
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._peer.channel)
         self._salt = tenant_salt
+        settings = self._link.settings
+        self._inbound = LinkLimiter(settings.bytes_per_s, settings.delay_s)  # its own direction of a slower link
         self._segments: dict[str, tuple[memoryview, socket.socket]] = {}
 
     def of_tenant(self, salt: bytes) -> KVStoreClient:
@@ -156,6 +159,7 @@ class KVStoreClient:
                     coverage.add(frame.range)
                     into = out[_slices(_from_start(frame.range, wanted))]
                     np.copyto(into, np.frombuffer(frame.payload, np.uint8).reshape(into.shape))
+                    await self._arrival(into.nbytes)
         finally:
             call.cancel()
         if not coverage.is_whole():
@@ -177,12 +181,22 @@ class KVStoreClient:
             requests.put_nowait(None)
             await _next_of(responses)
 
+    async def read(self, lent: Lent) -> memoryview:
+        """`lent.cells()` beside the event loop; over a link made slow on purpose, when it would have arrived."""
+        cells = await asyncio.to_thread(lent.cells)
+        await self._arrival(lent.stored.nbytes)
+        return cells
+
     @asynccontextmanager
     async def watch(self) -> AsyncIterator[AsyncIterator[kvstore_pb2.WatchResponse]]:
         """A snapshot, then what changes; see kvstore.proto. Leaving the block ends it."""
         request = kvstore_pb2.WatchRequest()
         async with self._peer.stream(self._stub.Watch, request, deadline_s=LONG_LIVED_S) as responses:
             yield responses
+
+    async def _arrival(self, num_bytes: int) -> None:
+        clock = self._link.clock
+        await clock.sleep(max(0.0, self._inbound.arrival_s(num_bytes, clock.time()) - clock.time()))
 
     async def _memory(self, segment: str) -> memoryview:
         host, _, name = segment.partition("/")

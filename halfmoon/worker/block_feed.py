@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from halfmoon.pb.gateway_pb2 import BlockEvents
 
@@ -26,6 +26,10 @@ class CachedBlocks:
         self._keys.update(dict.fromkeys(new))
         for feed in self._feeds:
             feed.note(new, gone)
+
+    def depth(self, keys: Sequence[bytes]) -> int:
+        """How many of the leading keys are there."""
+        return next((i for i, key in enumerate(keys) if key[:_SHORT_KEY_BYTES] not in self._keys), len(keys))
 
     def feed(self) -> BlockFeed:
         """What one more gateway is told."""

@@ -17,6 +17,7 @@ from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig, OffloadConfig
 from halfmoon.engine.cuda_memory import CudaMemory
 from halfmoon.engine.engine import Engine
+from halfmoon.engine.first_steps import first_steps
 from halfmoon.errors import InvalidRequest
 from halfmoon.pb import gateway_pb2
 from halfmoon.rpc.kvstore_client import KVStoreClient
@@ -30,6 +31,7 @@ from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.progress import loading_progress
+from halfmoon.worker.restoring import Restorer
 from halfmoon.worker.serving import ROLES, Serving, worker_services
 from halfmoon.worker.settings import WorkerSettings
 from halfmoon.worker.state import WorkerState
@@ -53,13 +55,17 @@ async def serve(settings: WorkerSettings) -> None:
     identity = gateway_pb2.WorkerIdentity()
     chains = ChainQueue(MAX_WAITING if settings.kv_store else 0, metrics.store.put_chains_dropped.inc)
     state = WorkerState(identity, engine.layout, metrics, chains)
+    if settings.kv_store is not None and settings.role != "decode":
+        for result in await asyncio.to_thread(first_steps, engine):
+            state.compute_rate.observe(result)
     death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
     device = _device_memory(engine)
     async with (
         AsyncEngine(engine, state.on_step, death.set_result) as async_engine,
         _store_link(settings) as store_link,
     ):
-        prefill = PrefillServicer(async_engine, state, metrics, kv_links, device)
+        restorer = None if store_link is None else Restorer(async_engine, state, store_link, metrics.store)
+        prefill = PrefillServicer(async_engine, state, metrics, kv_links, device, restorer=restorer)
         decode = DecodeServicer(async_engine, state, metrics, settings.lease_s, device)
         async with running_server(settings.listen, worker_services(prefill, decode), metrics.rpc) as server:
             address = advertised_address(settings.listen, server.port, settings.advertise)
@@ -81,11 +87,13 @@ async def _store_link(settings: WorkerSettings) -> AsyncIterator[StoreLink | Non
     if settings.kv_store is None:
         yield None
         return
-    bytes_per_s = None if settings.kv_store_mbps is None else settings.kv_store_mbps * 1e6
-    async with aclosing(
-        StoreLink(KVStoreClient(settings.kv_store, b"", LinkSettings(bytes_per_s=bytes_per_s)))
-    ) as link:
+    async with aclosing(StoreLink(store_client(settings.kv_store, settings.kv_store_mbps))) as link:
         yield link
+
+
+def store_client(address: str, mbps: float | None) -> KVStoreClient:
+    """The client of the store there, over a link that is not faster than `mbps` megabytes a second."""
+    return KVStoreClient(address, b"", LinkSettings(bytes_per_s=None if mbps is None else mbps * 1e6))
 
 
 def store_writer(engine: AsyncEngine, state: WorkerState, link: StoreLink, metrics: WorkerMetrics) -> StoreWriter:

@@ -22,6 +22,7 @@ from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.kv_outflow import KVOutflow
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefilling import Prefilling
+from halfmoon.worker.restoring import Restorer
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
 from halfmoon.worker.wire import codec_from
@@ -42,11 +43,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         link_settings: LinkSettings | None = None,
         device: DeviceMemory | None = None,
         channels: KVChannels | None = None,
+        restorer: Restorer | None = None,
     ) -> None:
-        """`channels`: those of the process, where several workers share them; else its own, made with the others."""
+        """`channels`: those of the process, where several workers share them; else its own, made with the others.
+
+        `restorer` brings known prefixes from a store, where there is one.
+        """
         self._engine = engine
         self._state = state
         self._metrics = metrics
+        self._restorer = restorer
         self._channels = channels or KVChannels(
             link_settings, lambda transport: metrics.kv_fallbacks.labels(transport).inc(), device
         )
@@ -76,7 +82,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     async def _first_only(self, generation: types_pb2.Generation) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """A request for a single token never needs a decode worker."""
-        async with Prefilling(self._engine, self._state, generation) as prefilling:
+        async with Prefilling(self._engine, self._state, generation, restorer=self._restorer) as prefilling:
             yield prefilling.event(await prefilling.first)
 
     async def _hand_over(
@@ -95,7 +101,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 opened_s = now_s()
                 outflow = KVOutflow(self._engine, transfer, layout, generation.request_id, num_tokens, codec)
                 async with (
-                    Prefilling(self._engine, self._state, generation, on_kv=outflow.on_kv) as prefilling,
+                    Prefilling(
+                        self._engine, self._state, generation, on_kv=outflow.on_kv, restorer=self._restorer
+                    ) as prefilling,
                     beside(_keep_lease(transfer)) as lease,
                     outflow.running() as sending,
                 ):
@@ -124,7 +132,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def _keep(self, generation: types_pb2.Generation) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """Role "both": the request goes on here, its further tokens on the gateway's token stream."""
         self._state.router.check_listening(generation.gateway_id)
-        async with Prefilling(self._engine, self._state, generation, prefill_only=False) as prefilling:
+        async with Prefilling(
+            self._engine, self._state, generation, prefill_only=False, restorer=self._restorer
+        ) as prefilling:
             first = await prefilling.first
             yield prefilling.event(first)
             prefilling.let_go()

@@ -7,6 +7,8 @@ import asyncio
 from halfmoon.engine.kv_watch import OnKV
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb import prefill_pb2, types_pb2
+from halfmoon.worker.beside import cancelled
+from halfmoon.worker.restoring import Restorer, Restoring
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
 from halfmoon.worker.token_router import FirstOutput
@@ -24,13 +26,17 @@ class Prefilling:
         *,
         prefill_only: bool = True,
         on_kv: OnKV | None = None,
+        restorer: Restorer | None = None,
     ) -> None:
-        """`on_kv` hears what of its KV is written, as `AsyncEngine.add` has it."""
+        """`on_kv` hears what of its KV is written, as `AsyncEngine.add` has it; `restorer` knows a store."""
         self._engine = engine
         self._state = state
         self._arrival_s = now_s()
         self._request = request_from(generation, prefill_only=prefill_only, arrival_s=self._arrival_s)
         self._on_kv = on_kv
+        self._restorer = restorer
+        self._restoring: Restoring | None = None
+        self._loading: asyncio.Task[None] | None = None
         self._kept = True
         self.first: asyncio.Future[FirstOutput] = state.router.expect_first(
             generation.request_id, generation.gateway_id
@@ -38,14 +44,25 @@ class Prefilling:
 
     async def __aenter__(self) -> Prefilling:
         try:
-            await self._engine.add(self._request, self._on_kv)
+            await self._add()
         except BaseException:
             self.first.cancel()
             self._state.router.forget(self._request.request_id)
             raise
         return self
 
+    async def _add(self) -> None:
+        if self._restorer is not None:
+            self._restoring = await self._restorer.plan(self._request)
+        if self._restoring is None:
+            await self._engine.add(self._request, self._on_kv)
+            return
+        await self._restoring.add(self._on_kv)
+        self._loading = asyncio.create_task(self._restoring.run())
+
     async def __aexit__(self, *exc: object) -> None:
+        if self._loading is not None:
+            await cancelled(self._loading)
         if self._kept:
             self.first.cancel()
             self._state.router.forget(self._request.request_id)
@@ -59,10 +76,14 @@ class Prefilling:
         """The gateway's FirstToken. Raises HalfmoonError when there is none."""
         if first.output.finish_reason == "error":
             raise HalfmoonError("the worker failed while computing this prompt: see its log")
+        num_loaded = 0 if self._restoring is None else self._restoring.num_loaded_tokens
+        num_tokens = len(self._request.prompt_token_ids) + len(self._request.output_token_ids)
+        self._state.note_prompt(num_tokens, first.num_cached_tokens, num_loaded)
         return prefill_pb2.PrefillEvent(
             first_token=prefill_pb2.FirstToken(
                 token=token_message(first.output),
-                num_cached_tokens=first.num_cached_tokens,
+                num_cached_tokens=first.num_cached_tokens + num_loaded,
+                num_loaded_tokens=num_loaded,
                 queue_s=max(0.0, first.began_s - self._arrival_s),
                 compute_s=first.ended_s - first.began_s,
             )

@@ -82,6 +82,12 @@ class WorkerState:
         self.router.note_begun(result.num_cached_tokens, now_s() - result.duration_s)
         self.router.deliver(result.outputs)
 
+    def note_prompt(self, num_tokens: int, num_cached: int, num_loaded: int) -> None:
+        """A prompt is here: so much of it was in the prefix cache, and so much came from the store."""
+        sources = {"cache": num_cached, "store": num_loaded, "computed": num_tokens - num_cached - num_loaded}
+        for source, count in sources.items():
+            self._metrics.store.restored_tokens.labels(source).inc(count)
+
     def load(self, engine: ServingEngine, links: Mapping[str, LinkEstimate]) -> gateway_pb2.WorkerLoad:
         """The next load report. links: by the receiver's address."""
         stats = engine.stats_now()  # not between steps: a heartbeat must not wait for a long one

@@ -15,4 +15,19 @@ class StoreMetrics:
         self.put_chains_dropped = Counter(
             "halfmoon_store_put_chains_dropped", "Prompts not offered: too many waited", registry=registry
         )
+        self.restored_tokens = Counter(
+            "halfmoon_restored_tokens",
+            "Prompt tokens by where their KV came from: cache, store or computed",
+            ["source"],
+            registry=registry,
+        )
+        self.restore_decisions = Counter(
+            "halfmoon_restore_decisions", "Prompts by what was decided for them", ["method"], registry=registry
+        )
+        self.loaded_bytes = Counter(
+            "halfmoon_store_loaded_bytes", "KV brought from the store by tier", ["tier"], registry=registry
+        )
+        self.missed_blocks = Counter(
+            "halfmoon_store_missed_blocks", "Blocks that the store promised and did not give whole", registry=registry
+        )
         self.put_bytes = Counter("halfmoon_store_put_bytes", "KV sent to the store", registry=registry)

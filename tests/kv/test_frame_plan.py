@@ -132,3 +132,32 @@ def test_a_frame_is_repeated_until_it_was_sent() -> None:
     assert plan.next(Written(256)) == part
     plan.sent(part)
     assert plan.next(Written(256)) != part
+
+
+@given(st.integers(1, 30), st.data())
+def test_what_is_loaded_leaves_as_it_comes_and_once(num_blocks: int, data: st.DataObject) -> None:
+    layout = KVLayout(data.draw(st.integers(1, 6)), 2, 64, "float32")
+    num_tokens = num_blocks * 64 + data.draw(st.integers(1, 64))
+    plan, coverage = FramePlan(layout, num_tokens), Coverage(KVRange(0, layout.num_layers, 0, 2, 0, num_tokens))
+    loaded: set[int] = set()
+    computed = 0  # blocks
+    while computed < num_blocks:
+        ahead = [block for block in range(computed, num_blocks) if block not in loaded]
+        loads: bool = data.draw(st.booleans())
+        if ahead and loads:
+            loaded.add(data.draw(st.sampled_from(ahead)))
+        else:
+            stop = min((one for one in loaded if one > computed), default=num_blocks)
+            computed = data.draw(st.integers(computed + 1, stop))
+        while computed in loaded:
+            computed += 1
+        runs = tuple((one * 64, one * 64 + 64) for one in sorted(loaded) if one >= computed)
+        written = Written(computed * 64, loaded=runs)
+        for part in sent_by(plan, written):
+            assert written.has(part.layer_end - 1, part.token_start, part.token_start + part.num_tokens)
+            coverage.add(part)
+        assert all(not list(sent_by(plan, written)) for _ in runs)
+    for part in sent_by(plan, Written(num_tokens)):
+        coverage.add(part)
+    assert plan.is_done
+    assert coverage.is_whole()

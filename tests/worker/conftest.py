@@ -16,7 +16,6 @@ from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
-from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
@@ -24,9 +23,10 @@ from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.beside import beside
 from halfmoon.worker.chain_queue import MAX_WAITING, ChainQueue
 from halfmoon.worker.decode_servicer import DecodeServicer
-from halfmoon.worker.main import store_writer
+from halfmoon.worker.main import store_client, store_writer
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
+from halfmoon.worker.restoring import Restorer
 from halfmoon.worker.serving import worker_services
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store_link import StoreLink
@@ -42,6 +42,7 @@ class RunningWorker:
         metrics: WorkerMetrics,
         peer: Peer,
         servicer: PrefillServicer,
+        restorer: Restorer | None,
     ) -> None:
         self.async_engine = async_engine
         self.engine = async_engine.engine
@@ -49,6 +50,7 @@ class RunningWorker:
         self.metrics = metrics
         self.peer = peer
         self.servicer = servicer
+        self.restorer = restorer
         self.prefill = prefill_pb2_grpc.PrefillStub(peer.channel)
         self.decode = decode_pb2_grpc.DecodeStub(peer.channel)
 
@@ -96,12 +98,13 @@ async def start_worker(tiny: Checkpoint) -> AsyncIterator[Callable[..., object]]
             transports: tuple[str, ...] = ("shm",),
             device: DeviceMemory | None = None,
             store: str | None = None,
+            link_mbps: float | None = None,
             **options: Any,
         ) -> RunningWorker:
             settings: dict[str, Any] = {"dtype": "float32", "block_tokens": 8, "num_blocks": 32, **options}
             engine = Engine(tiny, EngineConfig(**settings))
             links = LinkSettings(transports=transports, stall_s=stall_s)
-            return await stack.enter_async_context(_worker(engine, role, lease_s, links, device, store))
+            return await stack.enter_async_context(_worker(engine, role, lease_s, links, device, store, link_mbps))
 
         yield start
 
@@ -117,6 +120,7 @@ async def _worker(
     link_settings: LinkSettings,
     device: DeviceMemory | None,
     store: str | None,
+    link_mbps: float | None,
 ) -> AsyncIterator[RunningWorker]:
     metrics = WorkerMetrics()
     identity = gateway_pb2.WorkerIdentity(
@@ -127,17 +131,19 @@ async def _worker(
     )
     state = WorkerState(identity, engine.layout, metrics, ChainQueue(MAX_WAITING if store else 0))
     async with AsyncEngine(engine, state.on_step) as async_engine, AsyncExitStack() as stack:
+        restorer: Restorer | None = None
         if store is not None:
-            link = await stack.enter_async_context(aclosing(StoreLink(KVStoreClient(store))))
+            link = await stack.enter_async_context(aclosing(StoreLink(store_client(store, link_mbps))))
+            restorer = Restorer(async_engine, state, link, metrics.store)
             await stack.enter_async_context(beside(store_writer(async_engine, state, link, metrics).run()))
-        prefill = PrefillServicer(async_engine, state, metrics, link_settings, device)
+        prefill = PrefillServicer(async_engine, state, metrics, link_settings, device, restorer=restorer)
         decode = DecodeServicer(async_engine, state, metrics, lease_s, device)
         services = worker_services(prefill, decode)
         async with (
             running_server("127.0.0.1:0", services, metrics.rpc, grace_s=0) as server,
             Peer(f"127.0.0.1:{server.port}") as peer,
         ):
-            yield RunningWorker(async_engine, state, metrics, peer, prefill)
+            yield RunningWorker(async_engine, state, metrics, peer, prefill, restorer)
         await prefill.close()
         decode.close()
     engine.check_integrity()

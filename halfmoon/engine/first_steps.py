@@ -1,0 +1,27 @@
+"""What computing takes on this machine, before anybody has asked for anything."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from halfmoon.engine.config import StepResult
+from halfmoon.engine.engine import Engine
+from halfmoon.engine.request import EngineRequest, SamplingParams
+
+_SHARES = (1 / 8, 1 / 8, 1 / 4, 1 / 2)  # of a whole step's tokens; the first one wakes everything up and does not count
+_SALT = b"halfmoon first steps"  # nobody finds these prompts in the prefix cache
+
+
+def first_steps(engine: Engine) -> list[StepResult]:
+    """The results of a few prefill steps of made-up prompts, computed one after the other. Nothing of them is left."""
+    most = min(engine.config.step_tokens, engine.context_tokens - 1)
+    results = []
+    for number, share in zip(count(), _SHARES, strict=False):
+        length = max(1, int(most * share))
+        prompt = tuple((31 * number + 7 * token) % 97 for token in range(length))
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        request = EngineRequest(f"first-{number}", prompt, sampling, prefill_only=True, tenant_salt=_SALT)
+        engine.add(request)
+        results.append(engine.step())
+        engine.cancel(request.request_id)
+    return results[1:]

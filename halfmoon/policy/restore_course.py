@@ -1,0 +1,124 @@
+"""One restore on its way: what to load next, and where computing is to stop. No clock, no I/O.
+
+`restore.py` says where both sides should meet; here that is asked again with what was measured since.
+"""
+
+from __future__ import annotations
+
+import math
+
+from halfmoon.policy.latency import PrefillModel
+from halfmoon.policy.restore import RestoreCosts, plan_restore
+
+_AT_ONCE_S = 0.05  # of loading in one piece: as far as a decision can be off
+_MOST_AT_ONCE = 8
+_STALLED = 4.0  # times longer than expected: what is on its way is not counted on any more
+_LEAST_STALL_S = 0.2
+
+
+class RestoreCourse:
+    """Owns how far both sides of one restore are. Blocks below `fence` are computed, the others loaded."""
+
+    def __init__(
+        self, num_blocks: int, block_tokens: int, chunk_tokens: int, model: PrefillModel, load_s_per_block: float
+    ) -> None:
+        """chunk_tokens: of one step; model: of steps; load_s_per_block: expected."""
+        self.num_blocks = num_blocks
+        self.fence = num_blocks
+        self._block_tokens = block_tokens
+        self._chunk_tokens = chunk_tokens
+        self._model = model
+        self._expected_s = load_s_per_block
+        self._num_computed = 0  # tokens
+        self._progress_s: float | None = None
+        self._lowest = num_blocks  # blocks from here on were asked for
+        self._loaded: set[int] = set()
+        self._under_way: set[int] = set()
+        self._since_s = 0.0  # when the last ones came, or were asked for while nothing else was
+        self._busy_s = 0.0  # of the link, up to then
+
+    @property
+    def is_over(self) -> bool:
+        """Whether both sides have met."""
+        return not self._under_way and self._num_done >= min(self.fence, self.num_blocks)
+
+    @property
+    def num_loaded(self) -> int:
+        """Blocks that came."""
+        return len(self._loaded)
+
+    @property
+    def load_s_per_block(self) -> float:
+        """Measured; expected before anything came."""
+        return self._busy_s / len(self._loaded) if self._loaded else self._expected_s
+
+    @property
+    def patience_s(self) -> float:
+        """When to ask again although nothing was heard."""
+        return max(2 * self.load_s_per_block, 0.02)
+
+    def progress(self, num_tokens: int, now_s: float) -> None:
+        """So many leading tokens are here."""
+        if num_tokens != self._num_computed or self._progress_s is None:
+            self._progress_s = now_s
+        self._num_computed = num_tokens
+
+    def claim(self, now_s: float) -> list[int]:
+        """The next blocks to ask for, last first; they are under way from now on. Few, before the link is known."""
+        in_time = int(_AT_ONCE_S / self.load_s_per_block) if self.load_s_per_block > 0 else _MOST_AT_ONCE
+        most = max(1, min(in_time, len(self._loaded), _MOST_AT_ONCE))
+        claimed = list(range(self._lowest - 1, max(self.fence, self._num_done, self._lowest - most) - 1, -1))
+        if claimed:
+            self._since_s = self._since_s if self._under_way else now_s
+            self._lowest = claimed[-1]
+            self._under_way.update(claimed)
+        return claimed
+
+    def came(self, blocks: list[int], now_s: float) -> None:
+        """Claimed blocks that were loaded."""
+        self._under_way.difference_update(blocks)
+        self._loaded.update(blocks)
+        self._busy_s += now_s - self._since_s
+        self._since_s = now_s
+
+    def failed(self, blocks: list[int]) -> None:
+        """Claimed blocks that will not come."""
+        self._under_way.difference_update(blocks)
+
+    def wanted_fence(self, now_s: float) -> int:
+        """Where both sides would meet, by what is known now."""
+        below, above = self._reach(now_s), self._lowest
+        load_s, waited_s = self.load_s_per_block, now_s - self._since_s
+        queue_s = max(0.0, len(self._under_way) * load_s - waited_s)
+        if self._under_way and waited_s > max(_STALLED * load_s * len(self._under_way), _LEAST_STALL_S):
+            load_s = max(load_s, waited_s)
+            queue_s = load_s
+            above = min(self._loaded, default=self.num_blocks)
+        if above <= below:
+            return self.fence
+        costs = self.costs(below * self._block_tokens, load_s, queue_s)
+        return below + plan_restore(costs, above - below, self._block_tokens).num_compute_blocks
+
+    def costs(self, num_before: int, load_s_per_block: float, load_queue_s: float) -> RestoreCosts:
+        """Of what follows the first `num_before` tokens."""
+        a, b, c = self._model
+        return RestoreCosts(
+            compute_s_per_token=(b + a / self._chunk_tokens + c * num_before) or math.inf,
+            load_s_per_token=load_s_per_block / self._block_tokens,
+            compute_s_per_token2=c,
+            load_queue_s=load_queue_s,
+        )
+
+    @property
+    def _num_done(self) -> int:
+        """Leading blocks that are here."""
+        return self._num_computed // self._block_tokens
+
+    def _reach(self, now_s: float) -> int:
+        """The first block that the step which may be running leaves alone."""
+        costs = self.costs(self._num_computed, 0.0, 0.0)
+        here = -(-self._num_computed // self._block_tokens)
+        if self.fence <= here or self._progress_s is None:
+            return here
+        since = min((now_s - self._progress_s) / costs.compute_s_per_token, self._chunk_tokens)
+        return min(self.fence, -(-int(self._num_computed + since) // self._block_tokens))

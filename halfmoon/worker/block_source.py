@@ -1,0 +1,65 @@
+"""Blocks of the store into the engine: lent where they lie, or through gRPC where the store is elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from halfmoon.errors import DataLoss, Incompatible, NotFound
+from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.rpc.kvstore_client import KVStoreClient
+
+log = logging.getLogger(__name__)
+
+Write = Callable[[int, KVBytes], Awaitable[None]]  # a block's number in its prompt, its cells
+
+_DEADLINE_S = 30.0
+
+
+class BlockSource:
+    """Owns whether the store's memory can be read in place. Knows nothing of requests."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._lends = True
+
+    async def load(self, store: KVStoreClient, keys: Mapping[int, bytes], write: Write) -> list[int]:
+        """Writes the leading blocks of `keys` that the store gives whole; which those are.
+
+        What was written for the others is not to be believed. Raises Unavailable and DeadlineExceeded when the store is
+        away, and what `write` raises.
+        """
+        if self._lends:
+            try:
+                return await self._borrow(store, keys, write)
+            except Incompatible as error:
+                self._lends = False
+                log.info("store.not_lending", extra={"reason": error.message})
+        return await self._get(store, keys, write)
+
+    async def _borrow(self, store: KVStoreClient, keys: Mapping[int, bytes], write: Write) -> list[int]:
+        written: list[int] = []
+        async with store.borrow(list(keys.values()), deadline_s=_DEADLINE_S) as lent:
+            for index, block in zip(keys, lent, strict=False):
+                try:
+                    cells = await store.read(block)
+                except DataLoss:
+                    break
+                await write(index, cells)
+                written.append(index)
+        if len(written) < len(keys):  # the others may be where nothing can be lent
+            left = {index: key for index, key in keys.items() if index not in written}
+            written += await self._get(store, left, write)
+        return written
+
+    async def _get(self, store: KVStoreClient, keys: Mapping[int, bytes], write: Write) -> list[int]:
+        written: list[int] = []
+        for index, key in keys.items():
+            try:
+                cells = await store.get(key, self._layout, deadline_s=_DEADLINE_S)
+            except (NotFound, DataLoss) as error:
+                log.debug("store.miss", extra={"reason": error.message})
+                break
+            await write(index, cells)
+            written.append(index)
+        return written

@@ -1,0 +1,29 @@
+"""How fast blocks come from the store to this worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from halfmoon.rpc.kvstore_client import TierName
+
+# Seconds a byte before anything was measured: what a slow disk and a slow network have at least.
+_START_S_PER_BYTE: dict[TierName, float] = {"dram": 1e-9, "disk": 4e-9, "cold": 2e-8}
+_WEIGHT = 0.3  # of the newest measurement
+
+
+class LoadRate:
+    """Owns the measured rate of each tier, and how much is on its way. Event-loop thread only."""
+
+    def __init__(self) -> None:
+        self._s_per_byte = dict(_START_S_PER_BYTE)
+        self.bytes_under_way = 0  # of all requests
+
+    def s_per_byte(self, tiers: Sequence[TierName]) -> float:
+        """Expected of blocks that are in these tiers."""
+        return sum(self._s_per_byte[tier] for tier in tiers) / len(tiers)
+
+    def observe(self, tier: TierName, num_bytes: int, seconds: float) -> None:
+        """So many bytes took so long, at the pace at which they followed each other."""
+        if num_bytes:
+            known = self._s_per_byte[tier]
+            self._s_per_byte[tier] = known + _WEIGHT * (seconds / num_bytes - known)
