@@ -16,11 +16,13 @@ Model = TypeVar("Model")
 class Kinship(Generic[Model]):
     """Owns the newest settled model of each kind of worker, such as a role on a device, and who is settled since when.
 
-    Knows nothing of what a model is.
+    As long as nobody of a kind is settled, any model of it counts for all: a worker without one would look infinitely
+    fast. Knows nothing of what a model is.
     """
 
     def __init__(self) -> None:
         self._newest: dict[str, Model] = {}
+        self._unsettled: dict[str, Model] = {}
         self._num_measured: dict[str, int] = {}
         self._measured_s: dict[str, float] = {}
 
@@ -28,8 +30,8 @@ class Kinship(Generic[Model]):
         """`num_new` measurements of the worker made its model this."""
         self._num_measured[worker_id] = self._num_measured.get(worker_id, 0) + num_new
         self._measured_s[worker_id] = now_s
-        if self._num_measured[worker_id] >= _MIN_MEASUREMENTS:
-            self._newest[kind] = model
+        models = self._newest if self._num_measured[worker_id] >= _MIN_MEASUREMENTS else self._unsettled
+        models[kind] = model
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone; what is known of its kind stays."""
@@ -41,4 +43,4 @@ class Kinship(Generic[Model]):
         is_known = self._num_measured.get(worker_id, 0) >= _MIN_MEASUREMENTS
         if is_known and now_s - self._measured_s[worker_id] <= _STALE_S:
             return own
-        return self._newest.get(kind, own)
+        return self._newest.get(kind, self._unsettled.get(kind, own))

@@ -86,8 +86,10 @@ class StepOutcome:
     seconds: float
     tokens: list[ModelledToken]
     num_prefill_tokens: int
+    num_prefill_pairs: float  # each of those with the tokens that it attends to
     num_decodes: int
     context_tokens: int  # of its sequences, after it
+    decode_context_tokens: int  # of those that decode
     num_preempted: int
     began: dict[str, int]  # requests of which the first tokens were computed: how many were cached
     computed: dict[str, int]  # prompts of which something was computed: tokens whose KV is there now
@@ -211,18 +213,20 @@ class ModelledEngine:
         tokens: list[ModelledToken] = []
         began: dict[str, int] = {}
         computed: dict[str, int] = {}
-        context_tokens = 0
+        num_pairs, context_tokens = 0.0, 0
         for sequence in step.decodes:
             if sequence.state == "decoding":
                 context_tokens += sequence.num_tokens
                 sequence.num_computed += 1
                 self._decode_tokens += 1
                 tokens.append(self._append(sequence))
+        decode_context_tokens = context_tokens
         for sequence, num_tokens in step.chunks:
             if sequence.state != "prefilling":
                 continue
             if sequence.num_computed == sequence.num_cached:
                 began[sequence.request.request_id] = sequence.num_cached
+            num_pairs += num_tokens * (sequence.num_computed + num_tokens / 2)
             sequence.num_computed += num_tokens
             context_tokens += sequence.num_computed
             computed[sequence.request.request_id] = sequence.num_computed
@@ -234,8 +238,10 @@ class ModelledEngine:
             step.seconds,
             tokens,
             sum(chunk.num_tokens for chunk in step.chunks),
+            num_pairs,
             len(step.decodes),
             context_tokens,
+            decode_context_tokens,
             step.num_preempted,
             began,
             computed,
@@ -260,14 +266,12 @@ class ModelledEngine:
         return sequence
 
     def _seconds(self, chunks: tuple[Chunk, ...], num_decodes: int) -> float:
-        """Chunks of one prompt take together what all of it would take at once."""
+        """Chunks share the cost of a pass; decodes beside them add what they take alone."""
         prefill, step = self.profile.prefill, self.profile.step
         seconds = step.seconds(num_decodes, self._decode_tokens) if num_decodes else 0.0
         for sequence, num_tokens in chunks:
             seconds += prefill.seconds(num_tokens, sequence.num_computed)
-            if sequence.num_computed > sequence.num_cached:
-                seconds -= prefill.a
-        return seconds
+        return seconds - prefill.a * max(len(chunks) - 1, 0)
 
     def _chunks(self, budget: int) -> Iterator[Chunk]:
         for sequence in merge(tuple(self._prefilling), tuple(self._waiting)):

@@ -228,8 +228,10 @@ class SimulatedEngine:
         return StepResult(
             outputs=tuple(self._output(token) for token in outcome.tokens),
             num_prefill_tokens=outcome.num_prefill_tokens,
+            num_prefill_pairs=outcome.num_prefill_pairs,
             num_decode_seqs=outcome.num_decodes,
             context_tokens=outcome.context_tokens,
+            decode_context_tokens=outcome.decode_context_tokens,
             num_preempted=outcome.num_preempted,
             duration_s=max(outcome.seconds, _LEAST_STEP_S),
             num_cached_tokens=outcome.began,

@@ -140,6 +140,7 @@ class Simulation:
             version=halfmoon.__version__,
             device=f"simulated {model.profile.name}",
             pid=os.getpid(),
+            step_tokens=model.profile.max_batch_tokens,
         )
 
 

@@ -20,3 +20,12 @@ def test_its_own_once_enough_was_measured_lately() -> None:
     kin.forget("a")
     assert kin.believed("a", "gpu", "own", 3.0) == "newest"
     assert kin.believed("d", "tpu", "own", 3.0) == "own"
+
+
+def test_the_first_measurement_of_a_kind_counts_for_all_of_it() -> None:
+    kin = Kinship[str]()
+    kin.note("a", "gpu", "first", 1, 0.0)
+    assert kin.believed("b", "gpu", "own", 0.0) == "first"
+    kin.note("a", "gpu", "settled", 7, 1.0)
+    kin.note("b", "gpu", "hasty", 1, 1.0)
+    assert kin.believed("c", "gpu", "own", 1.0) == "settled"

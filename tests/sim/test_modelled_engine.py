@@ -39,13 +39,22 @@ def run(engine: ModelledEngine) -> list[StepOutcome]:
     return outcomes
 
 
-def test_a_prompt_in_chunks_takes_what_the_model_says_of_all_of_it() -> None:
+def test_a_prompt_in_chunks_takes_what_the_model_says_and_each_further_pass() -> None:
     engine = ModelledEngine(PROFILE, BLOCK)
     engine.add(ModelledRequest("r", 600, 1))
     outcomes = run(engine)
     assert [one.num_prefill_tokens for one in outcomes] == [256, 256, 88]
-    assert sum(one.seconds for one in outcomes) == pytest.approx(PROFILE.prefill.seconds(600))
+    assert sum(one.seconds for one in outcomes) == pytest.approx(PROFILE.prefill.seconds(600) + 2 * PROFILE.prefill.a)
+    assert sum(one.num_prefill_pairs for one in outcomes) == 600**2 / 2
     assert outcomes[-1].tokens == [ModelledToken("r", 0, True)]
+
+
+def test_short_prompts_share_a_pass() -> None:
+    engine = ModelledEngine(PROFILE, BLOCK)
+    for name in ("one", "two"):
+        engine.add(ModelledRequest(name, 50, 1))
+    (outcome,) = run(engine)
+    assert outcome.seconds == pytest.approx(2 * PROFILE.prefill.seconds(50) - PROFILE.prefill.a)
 
 
 def test_a_known_prefix_is_not_computed_again() -> None:
