@@ -248,6 +248,11 @@ class Engine:
         """Drops the KV of a prefill-only request that has its token. Raises NotFound."""
         self._remove(self._in_state(request_id, "held"))
 
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache, but for what requests use; nobody is told of what was in it."""
+        self._cache.forget_idle()
+        self._cache.take_changes()
+
     def has_work(self) -> bool:
         """Whether `step` could have something to compute. It computes nothing while all work waits for blocks."""
         return self._scheduler.has_work()

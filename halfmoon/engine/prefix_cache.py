@@ -104,6 +104,11 @@ class PrefixCache:
         sequence.num_known_blocks = num_full
         return True
 
+    def forget_idle(self) -> None:
+        """Evicts every block that nobody uses."""
+        while self._idle:
+            self._evict()
+
     def take_changes(self) -> CacheChanges:
         """What changed since the last call; a block that went and came back did not."""
         changes = CacheChanges(tuple(self._stored), tuple(self._evicted))

@@ -137,6 +137,7 @@ class WorkerIdentity(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _types_pb2.Role.ValueType
     address: _builtins.str
@@ -153,6 +154,10 @@ class WorkerIdentity(_message.Message):
     """of one forward pass, at most; 0: not told, and `WorkerLoad.steps` has no prefills either"""
     @_builtins.property
     def layout(self) -> _types_pb2.KVLayout: ...
+    @_builtins.property
+    def profile(self) -> Global___LatencyProfile:
+        """what it measured of itself before it joined"""
+
     def __init__(
         self,
         *,
@@ -168,14 +173,49 @@ class WorkerIdentity(_message.Message):
         device: _builtins.str = ...,
         pid: _builtins.int = ...,
         step_tokens: _builtins.int = ...,
+        profile: Global___LatencyProfile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "context_tokens", b"context_tokens", "device", b"device", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "pid", b"pid", "role", b"role", "step_tokens", b"step_tokens", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "context_tokens", b"context_tokens", "device", b"device", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "pid", b"pid", "profile", b"profile", "role", b"role", "step_tokens", b"step_tokens", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerIdentity: _TypeAlias = WorkerIdentity  # noqa: Y015
+
+@_typing.final
+class LatencyProfile(_message.Message):
+    """Coefficients of halfmoon.policy.latency: all zero where nothing was measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """workers of one kind are equally fast"""
+    @_builtins.property
+    def prefill(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """PrefillModel"""
+
+    @_builtins.property
+    def step(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """StepModel"""
+
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        prefill: _abc.Iterable[_builtins.float] | None = ...,
+        step: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "prefill", b"prefill", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LatencyProfile: _TypeAlias = LatencyProfile  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):

@@ -26,6 +26,7 @@ from halfmoon.rpc.server import advertised_address, running_server, until_told_t
 from halfmoon.rpc.service import metrics_endpoint
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
+from halfmoon.worker.calibration import Profile, calibrated
 from halfmoon.worker.chain_queue import MAX_WAITING, ChainQueue
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.metrics import WorkerMetrics
@@ -50,7 +51,7 @@ async def serve(settings: WorkerSettings) -> None:
     await asyncio.wait({stopping, loading}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         os._exit(0)  # a thread in the middle of reading weights cannot be stopped in any other way
-    engine = await loading
+    engine, profile = await loading
     metrics = WorkerMetrics()
     identity = gateway_pb2.WorkerIdentity()
     chains = ChainQueue(MAX_WAITING if settings.kv_store else 0, metrics.store.put_chains_dropped.inc)
@@ -69,7 +70,7 @@ async def serve(settings: WorkerSettings) -> None:
         decode = DecodeServicer(async_engine, state, metrics, settings.lease_s, device)
         async with running_server(settings.listen, worker_services(prefill, decode), metrics.rpc) as server:
             address = advertised_address(settings.listen, server.port, settings.advertise)
-            identity.CopyFrom(_identity(settings, engine, address))
+            identity.CopyFrom(_identity(settings, engine, profile, address))
             await server.set_serving()
             with metrics_endpoint(settings.metrics_port, metrics.registry):
                 log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
@@ -101,7 +102,7 @@ def store_writer(engine: AsyncEngine, state: WorkerState, link: StoreLink, metri
     return StoreWriter(engine, link, state.chains, metrics.store, lambda: state.compute_rate.model)
 
 
-def _load_engine(settings: WorkerSettings) -> Engine:
+def _load_engine(settings: WorkerSettings) -> tuple[Engine, Profile | None]:
     checkpoint = prepare_checkpoint(settings.model)
     config = EngineConfig(
         device=_device(settings.device),
@@ -122,7 +123,8 @@ def _load_engine(settings: WorkerSettings) -> Engine:
         pipeline_parallel=settings.pipeline_parallel,
     )
     with loading_progress(f"{settings.role}: weights") as on_progress:
-        return Engine(checkpoint, config, on_progress)
+        engine = Engine(checkpoint, config, on_progress)
+    return engine, calibrated(engine, settings.role, settings.calibrate, settings.calibrate_s, settings.state_dir)
 
 
 def _offload(settings: WorkerSettings) -> OffloadConfig | None:
@@ -158,7 +160,9 @@ def _device_memory(engine: Engine) -> CudaMemory | None:
     return CudaMemory(engine.layout) if can_copy else None
 
 
-def _identity(settings: WorkerSettings, engine: Engine, address: str) -> gateway_pb2.WorkerIdentity:
+def _identity(
+    settings: WorkerSettings, engine: Engine, profile: Profile | None, address: str
+) -> gateway_pb2.WorkerIdentity:
     return gateway_pb2.WorkerIdentity(
         worker_id=f"{settings.role}-{uuid.uuid4().hex[:8]}",
         role=ROLES[settings.role],
@@ -172,4 +176,9 @@ def _identity(settings: WorkerSettings, engine: Engine, address: str) -> gateway
         device=engine.config.device,
         pid=os.getpid(),
         step_tokens=engine.config.step_tokens,
+        profile=None if profile is None else _profile_message(profile),
     )
+
+
+def _profile_message(profile: Profile) -> gateway_pb2.LatencyProfile:
+    return gateway_pb2.LatencyProfile(kind=profile.kind, prefill=profile.prefill_model, step=profile.step_model)

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import ByteSize, Field
 from pydantic_settings import BaseSettings
 
+Calibrate = Literal["auto", "always", "never"]
 RoleName = Literal["prefill", "decode", "both"]
 
 
@@ -62,6 +63,12 @@ class WorkerSettings(BaseSettings):
     kv_store_mbps: float | None = Field(
         None, gt=0, description="for experiments: so many megabytes a second to and from the store"
     )
+    calibrate: Calibrate = Field(
+        "auto",
+        description="measure a few prefills and decode steps before joining, so that the gateway predicts from the "
+        "first request on: auto uses what an earlier start measured (in --state-dir), never joins at once",
+    )
+    calibrate_s: float = Field(3.0, gt=0, description="how long that may take, about")
     drain_s: float = Field(2.0, ge=0, description="at SIGTERM, time that running requests get to finish")
     metrics_port: int | None = Field(None, ge=0, description="serve Prometheus metrics on this port")
     state_dir: Path = Field(Path(".halfmoon"), description="where a service may keep files")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from halfmoon.pb.types_pb2 import Role as PbRole
 from halfmoon.policy.block_index import BlockEvents, BlockIndex, unpack_keys
 from halfmoon.policy.cluster_view import ClusterView, LinkView, Role, WorkerView
 from halfmoon.policy.kinship import Kinship
-from halfmoon.policy.latency import PrefillModel, PrefillSample, StepModel, StepSample, prefill_sample
+from halfmoon.policy.latency import NUM_COEFFICIENTS, PrefillModel, PrefillSample, StepModel, StepSample, prefill_sample
 from halfmoon.policy.refinement import WorkerLatency
 from halfmoon.rpc.layout_message import layout_from
 
@@ -122,7 +123,8 @@ class Membership:
         load = WorkerLoad(free_blocks=identity.total_blocks)
         self._members.pop(identity.worker_id, None)
         holder = self.index.number(identity.worker_id)
-        member = Member(identity, now_s, now_s, load, WorkerLatency(), holder)
+        latency = WorkerLatency(PrefillModel(*identity.profile.prefill), StepModel(*identity.profile.step))
+        member = Member(identity, now_s, now_s, load, latency, holder)
         self._members[identity.worker_id] = member
         self._view.remove(identity.worker_id)  # so that the order is that of joining
         self._show(now_s, member)
@@ -261,6 +263,9 @@ class Membership:
                     "workers that exchange KV must agree in it"
                 )
         layout_from(identity.layout)
+        for coefficients in (identity.profile.prefill, identity.profile.step):
+            if len(coefficients) not in (0, NUM_COEFFICIENTS) or not all(0 <= one < math.inf for one in coefficients):
+                raise InvalidRequest("a latency profile has three coefficients, none below 0", param="profile")
 
 
 def _decoding_s(step: StepTiming, model: StepModel) -> float:

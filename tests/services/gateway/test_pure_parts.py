@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest
-from halfmoon.pb.gateway_pb2 import BlockEvents, LinkSpeed, StepTiming, WorkerIdentity, WorkerLoad
+from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, LinkSpeed, StepTiming, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import (
     BOTH,
     LENGTH,
@@ -316,3 +318,14 @@ def test_silence_that_is_ours_is_excused() -> None:
     membership.excuse(9.0)
     assert membership.overdue(12.0) == []
     assert membership.overdue(12.1) == [member]
+
+
+def test_a_worker_that_measured_itself_is_predicted_from_the_first_request_on() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    profile = LatencyProfile(kind="k", prefill=[0.01, 1e-3, 0.0], step=[0.02, 0.0, 0.0])
+    membership.join(identity(profile=profile), 0.0)
+    assert shown(membership).prefill_model.seconds(100) == pytest.approx(0.11)
+    assert shown(membership).step_model.seconds(3, 70) == pytest.approx(0.02)
+    for wrong in ([1.0], [1.0, -1.0, 0.0], [math.nan, 0.0, 0.0]):
+        with pytest.raises(InvalidRequest, match="latency profile"):
+            membership.join(identity("v", profile=LatencyProfile(prefill=wrong)), 0.0)

@@ -1,0 +1,194 @@
+"""A worker measures itself before it joins: a few prefills and decode steps, kept for its next start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import halfmoon
+from halfmoon.engine.config import StepResult
+from halfmoon.engine.engine import Engine
+from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.policy.latency import (
+    PrefillModel,
+    PrefillSample,
+    StepModel,
+    StepSample,
+    fit_prefill,
+    fit_step,
+    prefill_sample,
+)
+from halfmoon.worker.settings import Calibrate
+
+log = logging.getLogger(__name__)
+
+_FOLDER = "profiles"  # of the state directory
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Sequences that are computed together: prompts of so many tokens, and so many decode steps."""
+
+    num_sequences: int
+    num_prompt_tokens: int
+    num_steps: int = 0
+
+
+@dataclass(slots=True)
+class Profile:
+    """What one kind of worker measured of itself."""
+
+    kind: str
+    prefills: list[PrefillSample] = field(default_factory=list)
+    steps: list[StepSample] = field(default_factory=list)
+
+    @property
+    def prefill_model(self) -> PrefillModel:
+        """Zeros where nothing was measured."""
+        return fit_prefill(self.prefills)
+
+    @property
+    def step_model(self) -> StepModel:
+        """Zeros where nothing was measured."""
+        return fit_step(self.steps)
+
+
+def calibrated(engine: Engine, role: str, how: Calibrate, seconds: float, state_dir: Path) -> Profile | None:
+    """The profile of an earlier start, or one measured now within about `seconds`; None where neither may be."""
+    if how == "never":
+        return None
+    kind = kind_of(engine, role)
+    file = state_dir / _FOLDER / f"{hashlib.blake2b(kind.encode(), digest_size=8).hexdigest()}.json"
+    found = _load(file, kind) if how == "auto" else None
+    if found is None:
+        found = measure(engine, role, kind, seconds)
+        _keep(file, found, engine)
+    log.info(
+        "worker.calibrated",
+        extra={"kind": kind, "prefill": found.prefill_model._asdict(), "step": found.step_model._asdict()},
+    )
+    return found
+
+
+def kind_of(engine: Engine, role: str) -> str:
+    """What has to be the same for a profile to hold."""
+    config = engine.config
+    parts = (
+        role,
+        engine.checkpoint.fingerprint,
+        _device_name(engine.config.device),
+        engine.layout.dtype,
+        config.attention_backend,
+        f"TP{config.tensor_parallel} PP{config.pipeline_parallel}",
+        f"{config.num_threads or 'all'} threads",
+        f"steps of {config.step_tokens}",
+        f"halfmoon {halfmoon.__version__}",
+    )
+    return ", ".join(parts)
+
+
+def _device_name(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"{device} {platform.processor() or platform.machine()} x{os.cpu_count()}"
+
+
+def measure(engine: Engine, role: str, kind: str, seconds: float) -> Profile:
+    """Runs trials on an engine that nobody else uses yet, until `seconds` are over. It is left as it was."""
+    give_up_s = time.monotonic() + seconds
+    profile = Profile(kind)
+    _run(engine, _Trial(1, 8, 2), give_up_s)  # memory, threads and caches wake up
+    for trial in _trials(engine, role):
+        for result in _run(engine, trial, give_up_s):
+            _note(profile, trial, result, role)
+        if time.monotonic() > give_up_s:
+            break
+    engine.forget_prefixes()
+    return profile
+
+
+def _trials(engine: Engine, role: str) -> Iterator[_Trial]:
+    """The most telling ones first; those that do not fit into the engine are left out."""
+    step = engine.config.step_tokens
+    prompts = (_Trial(1, step // 8), _Trial(1, step), _Trial(1, step // 2), _Trial(1, 2 * step))
+    batches = (_Trial(1, 64, 8), _Trial(4, 32, 8), _Trial(1, step, 6), _Trial(16, 16, 4))
+    room = engine.stats().num_free_blocks * engine.layout.block_tokens
+    for trial in (*(prompts if role != "decode" else ()), *(batches if role != "prefill" else ())):
+        num_tokens = trial.num_prompt_tokens + trial.num_steps + engine.layout.block_tokens
+        fits = num_tokens <= engine.context_tokens and trial.num_sequences * num_tokens <= room
+        if fits and trial.num_prompt_tokens > 0 and trial.num_sequences <= engine.config.max_running:
+            yield trial
+
+
+def _run(engine: Engine, trial: _Trial, give_up_s: float) -> Sequence[StepResult]:
+    """The steps of one trial."""
+    vocabulary = engine.checkpoint.model_config.vocab_size
+    for number in range(trial.num_sequences):
+        prompt = tuple((7 + 13 * number + 31 * place) % vocabulary for place in range(trial.num_prompt_tokens))
+        sampling = SamplingParams(max_tokens=trial.num_steps + 1, temperature=0.0, ignore_eos=True)
+        engine.add(EngineRequest(f"calibration-{number}", prompt, sampling))
+    results = []
+    while engine.has_work() and time.monotonic() <= give_up_s:
+        results.append(engine.step())
+    engine.cancel_all()
+    engine.forget_prefixes()  # the next trial computes all of its prompts
+    return results
+
+
+def _note(profile: Profile, trial: _Trial, result: StepResult, role: str) -> None:
+    """Of prefills those of one prompt alone."""
+    is_prefill = result.num_prefill_tokens and not result.num_decode_seqs
+    if is_prefill and trial.num_sequences == 1 and role != "decode":
+        sample = prefill_sample(result.num_prefill_tokens, result.num_prefill_pairs, result.duration_s)
+        profile.prefills.append(sample)
+    elif result.num_decode_seqs and not result.num_prefill_tokens and role != "prefill":
+        profile.steps.append(StepSample(result.num_decode_seqs, result.decode_context_tokens, result.duration_s))
+
+
+def _load(file: Path, kind: str) -> Profile | None:
+    """None where there is none, or none that can be read."""
+    try:
+        stored: Mapping[str, Any] = json.loads(file.read_text())
+        if stored["kind"] != kind:
+            return None
+        prefills = [PrefillSample(*map(float, one.values())) for one in stored["prefill"]]
+        steps = [StepSample(*map(float, one.values())) for one in stored["step"]]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("profile.unreadable", extra={"file": str(file), "reason": str(error)})
+        return None
+    return Profile(kind, prefills, steps)
+
+
+def _keep(file: Path, profile: Profile, engine: Engine) -> None:
+    """In the form that `halfmoon.sim.profile` reads. A directory that cannot be written costs the next start time."""
+    config = engine.config
+    stored = {
+        "kind": profile.kind,
+        "model": engine.checkpoint.name,
+        "device": _device_name(config.device),
+        "tensor_parallel": config.tensor_parallel,
+        "pipeline_parallel": config.pipeline_parallel,
+        "kv_tokens": engine.num_blocks * engine.layout.block_tokens,
+        "kv_bytes_per_token": engine.layout.block_bytes / engine.layout.block_tokens,
+        "prefill": [one._asdict() for one in profile.prefills],
+        "step": [one._asdict() for one in profile.steps],
+    }
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(stored, indent=1))
+        part.replace(file)
+    except OSError as error:
+        log.warning("profile.not_kept", extra={"file": str(file), "reason": str(error)})

@@ -1,0 +1,81 @@
+"""A worker measures itself before it joins, once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.engine import Engine
+from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.sim.profile import read_profile
+from halfmoon.worker.calibration import calibrated, kind_of, measure
+
+
+@pytest.fixture
+def engine(tiny: Checkpoint) -> Engine:
+    return Engine(tiny, EngineConfig(num_blocks=64, block_tokens=8, max_batch_tokens=80, max_running=8, num_threads=1))
+
+
+@pytest.mark.parametrize(
+    ("role", "measures"), [("prefill", (True, False)), ("decode", (False, True)), ("both", (True, True))]
+)
+def test_each_role_measures_what_it_does(engine: Engine, role: str, measures: tuple[bool, bool]) -> None:
+    profile = measure(engine, role, "k", 60)
+    assert (any(profile.prefill_model), any(profile.step_model)) == measures
+    assert (bool(profile.prefills), bool(profile.steps)) == measures
+    if role != "prefill":
+        assert max(one.batch for one in profile.steps) == 4  # sixteen do not fit
+    if role != "decode":
+        assert {one.new_tokens for one in profile.prefills} >= {10, 40, 80}
+
+
+def test_the_engine_is_left_as_it_was(engine: Engine) -> None:
+    before = engine.stats()
+    measure(engine, "both", "k", 60)
+    assert engine.stats() == before
+    engine.check_integrity()
+    engine.add(EngineRequest("r", tuple(range(3, 20)), SamplingParams(max_tokens=1)))
+    assert engine.step().evicted_keys == ()
+
+
+def test_it_takes_no_longer_than_it_may(engine: Engine) -> None:
+    profile = measure(engine, "both", "k", 0.0)
+    assert (profile.prefills, profile.steps) == ([], [])
+    assert engine.stats().num_running == 0
+
+
+def test_a_restart_measures_nothing(engine: Engine, tmp_path: Path) -> None:
+    first = calibrated(engine, "both", "auto", 60, tmp_path)
+    again = calibrated(engine, "both", "auto", 0.0, tmp_path)
+    assert first is not None
+    assert again is not None
+    assert again.prefill_model == pytest.approx(first.prefill_model)
+    assert again.step_model == pytest.approx(first.step_model)
+    assert calibrated(engine, "both", "never", 60, tmp_path) is None
+    (file,) = (tmp_path / "profiles").iterdir()
+    read_profile(file)  # the simulator takes it as it is
+    other = calibrated(engine, "both", "always", 60, tmp_path)
+    assert other is not None
+    assert other.prefills != first.prefills
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"kind": "another"}', '{"prefill": 3}'])
+def test_a_file_that_is_no_profile_is_made_anew(engine: Engine, tmp_path: Path, content: str) -> None:
+    calibrated(engine, "decode", "auto", 60, tmp_path)
+    (file,) = (tmp_path / "profiles").iterdir()
+    file.write_text(content)
+    profile = calibrated(engine, "decode", "auto", 60, tmp_path)
+    assert profile is not None
+    assert json.loads(file.read_text())["kind"] == kind_of(engine, "decode")
+
+
+def test_a_directory_that_cannot_be_written_is_no_reason_to_fail(
+    engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "profiles").write_text("in the way")
+    assert calibrated(engine, "decode", "auto", 60, tmp_path) is not None
+    assert "profile.not_kept" in [record.message for record in caplog.records]
