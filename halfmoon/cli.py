@@ -15,6 +15,7 @@ from halfmoon.kv_commands import app as kv_app
 from halfmoon.replay.command import replay
 from halfmoon.sim.worker_profile import DEFAULT_PROFILE, PROFILES
 from halfmoon.simulated_up import SimulatedWorkers
+from halfmoon.store_up import StoreOptions
 from halfmoon.up import UpOptions, run_up
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -84,6 +85,19 @@ def up(
     handover_codec: Annotated[
         HandoverCodec, typer.Option(help="of KV on its way to decode: smaller than raw, and a little less exact")
     ] = HandoverCodec.RAW,
+    dram_bytes: Annotated[str, typer.Option(help="memory of the store of KV blocks")] = "512MiB",
+    disk_dir: Annotated[
+        Path | None, typer.Option(help="where the store keeps blocks on disk; default: in the state directory")
+    ] = None,
+    disk_bytes: Annotated[str, typer.Option(help="most that the blocks on disk may take")] = "8GiB",
+    cold_url: Annotated[
+        str | None, typer.Option(help="where the store keeps blocks for other hosts: s3://, file://, redis://, …")
+    ] = None,
+    dram_codec: Annotated[
+        str, typer.Option(help="of blocks in memory: raw, int8, int4, lz4, zstd, int8+zstd, …")
+    ] = "raw",
+    disk_codec: Annotated[str, typer.Option(help="of blocks on disk")] = "raw",
+    cold_codec: Annotated[str, typer.Option(help="of blocks in the cold store")] = "raw",
     host: Annotated[str, typer.Option(help="address of the HTTP server")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port of the HTTP server")] = 8000,
     gateways: Annotated[int, typer.Option(min=1, help="gateways that share the port of the HTTP server")] = 1,
@@ -120,6 +134,15 @@ def up(
             num_gateways=gateways,
             api_keys=tuple(api_key or ()),
             state_dir=state_dir.absolute(),
+            store=StoreOptions(
+                dram_bytes,
+                None if disk_dir is None else disk_dir.absolute(),
+                disk_bytes,
+                cold_url,
+                dram_codec,
+                disk_codec,
+                cold_codec,
+            ),
             console=console,
             console_port=console_port,
             simulation=(

@@ -6,11 +6,10 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from halfmoon.gpus import GPUShares, visible_gpus
 from halfmoon.policy.admission import AdmissionMode
 from halfmoon.policy.placement import PlacementMode
 from halfmoon.simulated_up import SimulatedWorkers, simulated_model, simulation_specs
+from halfmoon.store_up import StoreOptions, free_port, store_spec
 from halfmoon.supervisor import Child, ServiceSpec, Supervisor, children_ready
 
 _HEALTH_POLL_S = 0.1
@@ -48,6 +48,7 @@ class UpOptions:
     admission: AdmissionMode | None = None  # None: the gateway's own
     placement: PlacementMode | None = None
     simulation: SimulatedWorkers | None = None  # None: real engines
+    store: StoreOptions = field(default_factory=StoreOptions)
     num_gateways: int = 1
     api_keys: tuple[str, ...] = ()  # none: everybody may ask
 
@@ -101,7 +102,7 @@ async def _start(options: UpOptions, supervisor: Supervisor, terminal: Console, 
     if options.num_gateways == 1:
         specs = [gateway_spec(options, model)]
     else:
-        options = replace(options, port=options.port or _free_port())
+        options = replace(options, port=options.port or free_port())
         specs = [gateway_spec(options, model, number) for number in range(options.num_gateways)]
     announced = await children_ready([await supervisor.start(spec) for spec in specs])
     cluster = ",".join(one["address"] for one in announced)
@@ -149,7 +150,7 @@ def gateway_spec(options: UpOptions, model: PreparedModel, number: int | None = 
     """
     is_shared = number is not None
     listen = ("--host", options.host, "--port", str(options.port), "--reuse-port", str(is_shared).lower())
-    cluster = ("--cluster-listen", f"127.0.0.1:{_free_port() if is_shared else 0}")
+    cluster = ("--cluster-listen", f"127.0.0.1:{free_port() if is_shared else 0}")
     which = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
     codec = ("--handover-codec", options.handover_codec)
     modes = {"--admission": options.admission, "--placement": options.placement}
@@ -159,19 +160,14 @@ def gateway_spec(options: UpOptions, model: PreparedModel, number: int | None = 
     return ServiceSpec(f"gateway-{number}" if is_shared else "gateway", arguments, keys, restarts=is_shared)
 
 
-def _free_port() -> int:
-    """A port that is free now; who takes it may still be too late."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def _other_specs(options: UpOptions, model: PreparedModel, cluster: str) -> list[ServiceSpec]:
     which = ("--model", model.path, "--model-name", model.name)
     common = ("--gateway", cluster, "--device", options.device, "--dtype", options.dtype, *which)
     environment = {**_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false"}
-    state = ("--state-dir", str(options.state_dir))
+    store = f"127.0.0.1:{free_port()}"
+    state = ("--state-dir", str(options.state_dir), "--kv-store", store)
     specs = [
-        ServiceSpec("kvstore", ("-m", "services.kvstore"), {}, restarts=True),
+        store_spec(options.store, options.state_dir, store),
         ServiceSpec("planner", ("-m", "services.planner"), {}, restarts=True),
     ]
     counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}

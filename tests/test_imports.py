@@ -19,6 +19,7 @@ COMMAND_LINE = (
     "kv_commands",
     "up",
     "simulated_up",
+    "store_up",
     "replay",
     "supervisor",
     "gpus",

@@ -10,6 +10,7 @@ import pytest
 from halfmoon.errors import InvalidRequest
 from halfmoon.sim.worker_profile import PROFILES
 from halfmoon.simulated_up import SimulatedWorkers, simulated_model
+from halfmoon.store_up import StoreOptions
 from halfmoon.up import PreparedModel, UpOptions, _other_specs, gateway_spec
 
 MODEL = PreparedModel("/models/m", "m")
@@ -77,3 +78,22 @@ def test_the_model_of_simulated_workers_has_no_weights_and_their_context(tmp_pat
 def test_an_unknown_profile_is_refused_before_anything_starts() -> None:
     with pytest.raises(InvalidRequest, match="profile"):
         SimulatedWorkers("nothing")
+
+
+def test_workers_find_the_store_wherever_its_tiers_are(tmp_path: Path) -> None:
+    store = StoreOptions(cold_url="s3://key:secret@bucket", dram_bytes="1GiB", disk_codec="int8+zstd")
+    specs = _other_specs(UpOptions(console=False, store=store, state_dir=tmp_path), MODEL, "x:1")
+    kvstore = next(spec for spec in specs if spec.name == "kvstore")
+    given = dict(zip(kvstore.arguments[2::2], kvstore.arguments[3::2], strict=True))
+    assert (given["--dram-bytes"], given["--disk-dir"]) == ("1GiB", str(tmp_path / "kvstore"))
+    assert given["--disk-codec"] == "int8+zstd"
+    assert kvstore.environment == {"HALFMOON_KVSTORE_COLD_URL": "s3://key:secret@bucket"}
+    assert "secret" not in " ".join(kvstore.arguments)
+    for spec in specs:
+        if spec.name.startswith(("prefill", "decode")):
+            assert spec.arguments[spec.arguments.index("--kv-store") + 1] == given["--listen"]
+
+
+def test_a_codec_that_there_is_not_is_refused_at_once() -> None:
+    with pytest.raises(InvalidRequest, match="int7"):
+        StoreOptions(dram_codec="int7")
