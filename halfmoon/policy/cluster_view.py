@@ -187,6 +187,23 @@ class ClusterView:
         self.step_coefficients[row] = worker.step_model
         self.holders[row] = worker.holder
 
+    def note_load(
+        self,
+        row: int,
+        *,
+        free_blocks: float,
+        num_requests: float,
+        waiting_prefill_tokens: float,
+        context_in_use_tokens: float,
+        prefill_free_s: float,
+    ) -> None:
+        """A member's load in the columns, which decisions read, without a new `WorkerView`: its view stays older.
+
+        For who has many members report often; `put` says the same, and more.
+        """
+        load = (free_blocks, num_requests, waiting_prefill_tokens, context_in_use_tokens, prefill_free_s)
+        self.figures[row, _LOAD] = load
+
     def remove(self, worker_id: str) -> None:
         """Takes a member out, if it is one."""
         row = self._rows.pop(worker_id, None)
@@ -242,3 +259,5 @@ FIGURES = {
     )
 }
 """Columns of `ClusterView.figures`, named as in `WorkerView`, and the tokens of all its blocks."""
+
+_LOAD = slice(FIGURES["free_blocks"], FIGURES["prefill_free_s"] + 1)

@@ -184,8 +184,9 @@ class Gatekeeper:
     ) -> Admitted:
         capped = min(request.max_tokens, qos.capped_tokens) if "cap_max_tokens" in steps else request.max_tokens
         lower = "lower_kv_precision" in steps
-        factor = _PRECISION_FACTOR if lower else 1.0
-        wanted = replace(request, max_tokens=capped, fetch_factor=factor)
+        wanted = request
+        if steps:
+            wanted = replace(request, max_tokens=capped, fetch_factor=_PRECISION_FACTOR if lower else 1.0)
         placement = self.place_again(view, wanted, now_s, depths)
         num_output = self.lengths.predict(qos.name, request.num_prompt_tokens, capped)
         placement = replace(placement, tbt_s=placement.tbt_s + self._handover.seconds / max(num_output - 1, 1))

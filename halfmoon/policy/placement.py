@@ -146,24 +146,29 @@ def predict_tbt(view: ClusterView, loads: DecodeLoads, num_prompt_tokens: int) -
 
 
 def _candidates(view: ClusterView, request: PlacementRequest) -> _Candidates:
-    if view.missing:
-        raise Unavailable(f"no {' and no '.join(view.missing)} is ready", retry_after_ms=_RETRY_AFTER_MS)
     num_rows, capacity = view.num_rows, view.column("capacity_tokens")
     present = _Candidates(view.can_prefill[:num_rows], view.can_decode[:num_rows], view.can_do_both[:num_rows])
     holds_prompt = capacity >= request.num_prompt_tokens + 1
     holds_all = capacity >= request.num_prompt_tokens + request.max_tokens
     fitting = _Candidates(present.prefill & holds_prompt, present.decode & holds_all, present.both & holds_all)
     if not fitting.is_any:
+        if view.missing:
+            raise Unavailable(f"no {' and no '.join(view.missing)} is ready", retry_after_ms=_RETRY_AFTER_MS)
         raise ContextLengthExceeded(
             f"{request.num_prompt_tokens} tokens of prompt and {request.max_tokens} of output are more than any "
             f"worker can hold: together at most {_most(present, capacity)} tokens fit"
         )
-    allowed = np.ones(num_rows, dtype=np.bool_)
-    allowed[view.rows_of(request.exclude)] = False
+    left = _without(fitting, view.rows_of(request.exclude)) if request.exclude else fitting
+    return left if left.decode.any() else left._replace(prefill=np.zeros_like(left.prefill))
+
+
+def _without(fitting: _Candidates, rows: list[int]) -> _Candidates:
+    allowed = np.ones(len(fitting.both), dtype=np.bool_)
+    allowed[rows] = False
     left = _Candidates(fitting.prefill & allowed, fitting.decode & allowed, fitting.both & allowed)
     if not left.is_any:
         raise Unavailable("every worker that could serve the request refused it", retry_after_ms=_RETRY_AFTER_MS)
-    return left if left.decode.any() else left._replace(prefill=np.zeros_like(left.prefill))
+    return left
 
 
 def _most(present: _Candidates, capacity: Floats) -> int:

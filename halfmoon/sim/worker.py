@@ -1,0 +1,382 @@
+"""One simulated worker: what it computes next, how long that takes, and what is there at its end."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from halfmoon.sim.cluster import WorkerGroup
+from halfmoon.sim.decode_batch import DecodeBatch
+from halfmoon.sim.job import Job
+from halfmoon.sim.kv_memory import KvMemory
+from halfmoon.sim.latency import Cycle
+from halfmoon.sim.prompt_queue import Chunk, PromptQueue
+
+
+class Finished(NamedTuple):
+    """What the end of a step brings."""
+
+    prompts: list[Job]  # have a token more, and all their K and V
+    ended: list[Job]  # have all their tokens
+
+
+class SimWorker:
+    """Owns one worker's queues, memory and steps. Knows nothing of other workers and of the gateway.
+
+    While it only decodes, one event covers all steps until somebody comes or goes: `wake_s` is when, and `interrupt`
+    brings it forward to the end of the step that is under way. The pages that these steps need are taken at their
+    beginning, and given back where fewer steps are done.
+    """
+
+    def __init__(self, number: int, group: WorkerGroup, node: int, page_tokens: int, unit_pages: int) -> None:
+        self.number = number
+        self.name = f"{group.role}-{number}"
+        self.group = group
+        self.node = node
+        self.page_tokens = page_tokens
+        kv_tokens = group.latency.kv_tokens if group.kv_tokens is None else group.kv_tokens
+        can_cache = group.prefix_cache and group.role != "decode"
+        self.kv = KvMemory(kv_tokens // page_tokens, unit_pages, is_cache=can_cache)
+        self.is_alive = True
+        self.version = 0  # of `wake_s`: an event of another one is stale
+        self.busy_s = 0.0
+        self.num_steps = 0
+        self.num_preempted = 0
+        self.peak_pages = 0
+        self.prompts = PromptQueue(self)
+        self.decodes = DecodeBatch(page_tokens)
+        self.backlog: deque[Job] = deque()  # their KV waits at a prefill worker for room here
+        self.arrived: list[Job] = []  # their KV is here; they join with the next step
+        self.num_reserved = 0
+        self.wake_s: float | None = None  # when `finish` is due; None: idle
+        self.passage_s = 0.0  # when the chunks that entered a pipeline last are through
+        self._begun_s = 0.0
+        self._num_planned = 0  # decode steps until `wake_s`, where it takes no prompts
+        self._chunks: list[Chunk] = []
+        self._does_decode = False
+        self._cycles: dict[int, Cycle] = {}
+        self._cycle = Cycle(0.0, 0.0)
+        self._stage_free_s = [0.0] * group.latency.num_stages
+
+    # memory
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-num_tokens // self.page_tokens)
+
+    @property
+    def places(self) -> int:
+        """Sequences that may still be taken."""
+        running = len(self.prompts.prefilling) + self.decodes.size
+        return self.group.limits.max_running - running - self.num_reserved
+
+    def room(self) -> tuple[int, int]:
+        """Pages available and places free."""
+        return self.kv.available, self.places
+
+    def admit(self, job: Job) -> bool:
+        """Takes memory for all that the job has to compute here, less what the prefix cache has."""
+        if self.places <= 0:
+            return False
+        unit_tokens = self.kv.unit_pages * self.page_tokens
+        matched = self.kv.match(job.units, (job.target - 1) // unit_tokens)
+        num_pages = self.pages_for(job.target) - len(matched) * self.kv.unit_pages
+        if num_pages > self.kv.available:
+            self.kv.release(matched)
+            return False
+        self._take(num_pages)
+        job.cached_units, job.known_units, job.pages = matched, len(matched), num_pages
+        job.computed = len(matched) * unit_tokens
+        if not job.generated:
+            job.cached_tokens = job.computed
+        if job.front_end >= 0:  # a prefix that is being fetched
+            job.front_end = max(job.front_end, job.computed)
+            job.load_end = max(job.load_end, job.front_end)
+        return True
+
+    def reserve(self, job: Job, now_s: float) -> bool:
+        """Room for a job whose KV comes from another worker, and for its next token; False while others wait."""
+        waiting = self.prompts.waiting
+        if waiting and (self.prompts.is_short or any(one.generated for one in waiting)):
+            return False
+        num_pages = self.pages_for(job.target + 1)
+        if self.places <= 0 or (num_pages > self.kv.available and not self._has_after_interrupt(num_pages, now_s)):
+            return False
+        self._take(num_pages)
+        job.reserved = num_pages
+        self.num_reserved += 1
+        return True
+
+    def unreserve(self, job: Job) -> None:
+        """Its KV does not come."""
+        if job in self.arrived:
+            self.arrived.remove(job)
+        self.kv.give(job.reserved)
+        job.reserved = 0
+        self.num_reserved -= 1
+
+    def release(self, job: Job) -> None:
+        """Gives back what a prompt holds that was computed here."""
+        self.kv.give(job.pages)
+        self.kv.release(job.cached_units)
+        job.pages, job.cached_units = 0, []
+
+    def withdraw(self, job: Job) -> None:
+        """A job that waits here, is computed here or is held here goes away."""
+        if job.state != "held":
+            self.prompts.remove(job)
+        self.release(job)
+
+    @property
+    def num_requests(self) -> int:
+        """Running, waiting and reserved."""
+        prompts = self.prompts
+        return len(prompts.waiting) + len(prompts.prefilling) + self.decodes.size + self.num_reserved
+
+    def waiting_tokens(self) -> int:
+        """Of prompts, accepted and not computed."""
+        jobs = [*self.prompts.waiting, *self.prompts.prefilling]
+        return sum(job.target - job.computed for job in jobs)
+
+    def progress(self, now_s: float) -> tuple[int, int]:
+        """Tokens of all decoding sequences and pages available, within the steps under way."""
+        if not self._num_planned:
+            return self.decodes.context, self.kv.available
+        num = min(self.decodes.steps_begun(now_s - self._begun_s, self._cycle), self._num_planned)
+        context = self.decodes.context + (num - 1) * self.decodes.size
+        return context, self.kv.available + self.decodes.new_pages(num, self._num_planned)
+
+    # steps
+
+    def interrupt(self, now_s: float) -> bool:
+        """Ends a run of decode steps with the one that is under way; whether that brings `wake_s` forward."""
+        if self._num_planned <= 1:
+            return False
+        num = self.decodes.steps_begun(now_s - self._begun_s, self._cycle)
+        if num >= self._num_planned:
+            return False
+        self.kv.give(self.decodes.new_pages(num, self._num_planned))
+        self._wake_after(num)
+        return True
+
+    def start(self, now_s: float) -> list[Chunk]:
+        """Begins the next step, if there is work: `wake_s` says until when.
+
+        Returns the chunks that entered a pipeline and are through at `passage_s`; elsewhere `finish` brings them.
+        """
+        assert self.wake_s is None, "a step is under way"
+        self._begun_s = now_s
+        self.prompts.is_short = False
+        self._join()
+        limits = self.group.limits
+        if limits.batching == "prefill-first":
+            sets = self._next_prompts(0, now_s)
+            if not sets and self.decodes.size:
+                self._take_step_pages()
+        else:
+            if self.decodes.size:
+                self._take_step_pages()
+            sets = self._next_prompts(self.decodes.size, now_s)
+        self._does_decode = bool(self.decodes.size) and (limits.batching == "chunked" or not sets)
+        if sets:
+            return self._begin_prompts(sets, now_s)
+        if self._does_decode:
+            self._begin_decodes()
+        return []
+
+    def finish(self, now_s: float) -> Finished:
+        """The step that `start` began is done."""
+        self.wake_s = None
+        self.busy_s += now_s - self._begun_s
+        num = self._num_planned or 1
+        self.num_steps += num
+        ended = self.decodes.advance(num) if self._does_decode else []
+        self._num_planned = 0
+        for job in ended:
+            self._leave(job)
+        chunks, self._chunks = self._chunks, []
+        return Finished(self.computed(chunks), ended)
+
+    def computed(self, chunks: list[Chunk]) -> list[Job]:
+        """Prompts that these chunks complete: each has one token more, and the worker holds it until it is told."""
+        done = []
+        for job, attempt, cached, num_tokens in chunks:
+            if job.attempt != attempt or job.state != "prefilling":
+                continue
+            self._make_known(job, cached + num_tokens)
+            if cached + num_tokens == job.target:
+                self.prompts.remove(job)
+                job.generated += 1
+                job.state = "held"
+                done.append(job)
+        return done
+
+    def decode(self, job: Job) -> None:
+        """A prompt that was computed here decodes here, from the next step on."""
+        job.state = "decoding"
+        self.decodes.add(job, job.target + 1)
+
+    def die(self, now_s: float) -> None:
+        """All is lost but the tokens of the steps that are done."""
+        if self._num_planned:
+            num = min(self.decodes.steps_begun(now_s - self._begun_s, self._cycle), self._num_planned)
+            self.decodes.advance(num - 1)
+        for job in list(self.decodes.jobs.values()):
+            self.decodes.drop(job)
+        self.is_alive = False
+        self.kv.clear()
+        self.prompts = PromptQueue(self)
+        self.backlog.clear()
+        self.arrived.clear()
+        self.num_reserved = 0
+        self.wake_s = None
+        self.version += 1
+        self._num_planned = 0
+        self._chunks = []
+        self._stage_free_s = [0.0] * len(self._stage_free_s)
+
+    def _join(self) -> None:
+        for job in self.arrived:
+            self.num_reserved -= 1
+            job.pages, job.reserved = job.reserved, 0
+            job.state = "decoding"
+            if job.target % self.page_tokens == 0:  # its next token's page is taken with its step
+                self.kv.give(1)
+            self.decodes.add(job, job.target + 1)
+        self.arrived.clear()
+
+    def _take_step_pages(self) -> None:
+        """Pages for one step of all that decode; the last in rank are preempted while there are not enough."""
+        num_pages = self.decodes.new_pages(0, 1)
+        if num_pages <= self.kv.available:
+            self._take(num_pages)
+            return
+        served: set[int] = set()
+        for rank in sorted(self.decodes.jobs):
+            job = self.decodes.jobs.get(rank)
+            if job is None or not self.decodes.needs_page(job):
+                continue
+            while not self.kv.available and rank in self.decodes.jobs:
+                self._preempt(served)
+            if rank in self.decodes.jobs:
+                self._take(1)
+                served.add(rank)
+
+    def _preempt(self, served: set[int]) -> None:
+        """Back to the queue with its tokens, to be computed again. `served` have their step's page already."""
+        prefilling = self.prompts.prefilling
+        last = max(self.decodes.jobs)
+        if prefilling and prefilling[-1].index > last:
+            job = prefilling[-1]
+            self.prompts.remove(job)
+            self.release(job)
+        else:
+            job = self.decodes.jobs[last]
+            self.decodes.drop(job)
+            self.kv.give(1 if last in served else 0)
+            self._leave(job)
+            job.target = job.join_length
+        job.computed, job.known_units, job.front_end = 0, 0, -1
+        job.attempt += 1
+        self.num_preempted += 1
+        self.prompts.is_short = True
+        self.prompts.add(job)
+
+    def _leave(self, job: Job) -> None:
+        """Gives back what a job holds that decoded here: pages for all tokens but the newest."""
+        self.kv.give(self.pages_for(job.join_length - 1) - len(job.cached_units) * self.kv.unit_pages)
+        self.kv.release(job.cached_units)
+        job.pages, job.cached_units = 0, []
+
+    def _next_prompts(self, num_decodes: int, now_s: float) -> list[list[Chunk]]:
+        """Chunks for the next step: one set for each group of decodes that is in a pipeline at a time."""
+        limits, prompts = self.group.limits, self.prompts
+        if not prompts.prefilling and not prompts.waiting:
+            return []
+        sets = []
+        for _ in range(self.group.latency.num_stages if self.group.role != "prefill" else 1):
+            chunks = prompts.last_tokens(now_s)
+            together = num_decodes + len(chunks)
+            most = limits.max_batch_tokens - together
+            chunks += prompts.chunks(min(most, limits.chunk_tokens) if together else most, now_s)
+            if not chunks:
+                break
+            sets.append(chunks)
+        return sets
+
+    def _begin_prompts(self, sets: list[list[Chunk]], now_s: float) -> list[Chunk]:
+        batch, context = (self.decodes.size, self.decodes.context) if self._does_decode else (0, 0)
+        self.version += 1
+        if self.group.role == "prefill" and len(self._stage_free_s) > 1:
+            self._enter_pipeline(sets[0], now_s)
+            return sets[0]
+        self._chunks = [chunk for chunks in sets for chunk in chunks]
+        self.wake_s = now_s + self._step_s(sets, batch, context)
+        return []
+
+    def _begin_decodes(self) -> None:
+        """As many steps as there are until somebody ends, or as there are pages for; those of the first are taken."""
+        decodes = self.decodes
+        self._cycle = self._cycles.get(decodes.size) or self._new_cycle(decodes.size)
+        num = decodes.affordable_steps(decodes.steps_left(), self.kv.available)
+        self._take(decodes.new_pages(1, num))
+        self._wake_after(num)
+
+    def _wake_after(self, num_steps: int) -> None:
+        self._num_planned = num_steps
+        self.wake_s = self._begun_s + self.decodes.duration_s(num_steps, self._cycle)
+        self.version += 1
+
+    def _step_s(self, sets: list[list[Chunk]], batch: int, context: int) -> float:
+        """A step with prompts. In a pipeline each set goes with its part of the batch, one behind the other."""
+        latency = self.group.latency
+        stages = latency.num_stages
+        longest_s = first_stage_s = 0.0
+        for chunks in sets:
+            new, pairs, seen = _work(chunks)
+            stage_s = latency.stage_s(new, pairs, batch / stages, context / stages)
+            longest_s = max(longest_s, stages * stage_s + latency.launching_s(seen + context / stages))
+            first_stage_s += stage_s + latency.launching_s(seen + context / stages)
+        return max(longest_s, first_stage_s)
+
+    def _enter_pipeline(self, chunks: list[Chunk], now_s: float) -> None:
+        """Each stage takes them when the one before is done with them and it is done with those before them."""
+        latency, free_s = self.group.latency, self._stage_free_s
+        new, pairs, seen = _work(chunks)
+        stage_s = latency.stage_s(new, pairs, 0, 0)
+        at_s = now_s + latency.launching_s(seen)
+        for stage, stage_free_s in enumerate(free_s):
+            at_s = free_s[stage] = max(at_s, stage_free_s) + stage_s
+        self.wake_s, self.passage_s = free_s[0], at_s
+
+    def _make_known(self, job: Job, num_computed: int) -> None:
+        """Computed full units enter the prefix cache; their pages are the cache's from now on."""
+        full = min(num_computed // (self.kv.unit_pages * self.page_tokens), len(job.units))
+        if full > job.known_units:
+            new = self.kv.insert(job.units[job.known_units : full])
+            job.cached_units = job.cached_units + new
+            job.pages -= len(new) * self.kv.unit_pages
+            job.known_units = full
+
+    def _take(self, num_pages: int) -> None:
+        self.kv.take(num_pages)
+        self.peak_pages = max(self.peak_pages, self.kv.num_pages - self.kv.available)
+
+    def _has_after_interrupt(self, num_pages: int, now_s: float) -> bool:
+        """Pages of decode steps to come are nobody's yet."""
+        self.interrupt(now_s)
+        return num_pages <= self.kv.available
+
+    def _new_cycle(self, batch: int) -> Cycle:
+        cycle = self._cycles[batch] = self.group.latency.cycle(batch)
+        return cycle
+
+
+def _work(chunks: list[Chunk]) -> tuple[int, float, int]:
+    """New tokens, pairs of them with those before, and tokens of the sequences so far."""
+    new, pairs, seen = 0, 0.0, 0
+    for _, _, cached, num_tokens in chunks:
+        new += num_tokens
+        pairs += num_tokens * (cached + num_tokens / 2)
+        seen += cached + num_tokens
+    return new, pairs, seen

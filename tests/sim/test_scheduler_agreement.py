@@ -1,0 +1,93 @@
+"""The simulated worker and the engine's scheduler take the same steps: one clock tick each."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfmoon.engine.block_pool import BlockPool
+from halfmoon.engine.prefix_cache import PrefixCache
+from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.scheduler import Scheduler, SchedulerLimits
+from halfmoon.engine.sequence import Sequence
+from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.sim.cluster import BatchLimits, ClusterSpec, WorkerGroup
+from halfmoon.sim.latency import LatencyModel, PrefillPiece, StepPiece
+from halfmoon.sim.simulation import simulate
+from halfmoon.sim.workload import Workload
+
+BLOCK_TOKENS = 4
+TICK = LatencyModel(  # every step takes a second
+    (PrefillPiece(0, PrefillModel(1.0, 0.0, 0.0)),), (StepPiece(0, StepModel(1.0, 0.0, 0.0)),), 0, 1.0, "test"
+)
+
+Rows = list[tuple[int, int, int]]  # arrival, prompt, output
+
+
+def engine_times(rows: Rows, limits: BatchLimits, num_blocks: int) -> list[tuple[int, int]]:
+    """When each request gets its first and its last token, by the engine's scheduler."""
+    cache = PrefixCache(BlockPool(num_blocks), BLOCK_TOKENS, root=None)
+    scheduler = Scheduler(
+        cache, BLOCK_TOKENS, SchedulerLimits(limits.max_batch_tokens, limits.chunk_tokens, limits.max_running)
+    )
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    now, following = 0, 0
+    while len(last) < len(rows):
+        while following < len(rows) and rows[following][0] <= now:
+            at, prompt, output = rows[following]
+            sampling = SamplingParams(max_tokens=output, ignore_eos=True)
+            request = EngineRequest(str(following), tuple([1] * prompt), sampling, arrival_s=float(at))
+            scheduler.add(Sequence(request, following))
+            following += 1
+        schedule = scheduler.schedule()
+        now += 1
+        for part in schedule.scheduled:
+            sequence, samples = part.sequence, part.samples
+            sequence.num_computed += part.num_tokens
+            if not samples:
+                continue
+            sequence.token_ids.append(1)
+            number = int(sequence.request_id)
+            first.setdefault(number, now)
+            if sequence.num_output == rows[number][2]:
+                last[number] = now
+                scheduler.remove(sequence)
+    return [(first[number], last[number]) for number in range(len(rows))]
+
+
+def simulated_times(rows: Rows, limits: BatchLimits, num_blocks: int) -> list[tuple[int, int]]:
+    group = WorkerGroup("both", 1, TICK, limits, kv_tokens=num_blocks * BLOCK_TOKENS)
+    starts, prompts, outputs = (np.array(column) for column in zip(*rows, strict=True))
+    workload = Workload(starts.astype(float), prompts, outputs)
+    found = simulate(ClusterSpec((group,), block_tokens=BLOCK_TOKENS), workload)
+    first_s = found.start_s + found.ttft_s
+    return [(round(one), round(other)) for one, other in zip(first_s, found.end_s, strict=True)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Rows, BatchLimits, int]:
+    num = draw(st.integers(1, 14))
+    arrivals = list(accumulate(draw(st.lists(st.integers(1, 4), min_size=num, max_size=num))))
+    rows = [(at, draw(st.integers(1, 40)), draw(st.integers(1, 16))) for at in arrivals]
+    limits = BatchLimits(draw(st.integers(10, 30)), draw(st.integers(2, 16)), draw(st.integers(1, 8)))
+    return rows, limits, draw(st.sampled_from([15, 20, 40, 200]))  # 15 blocks hold the longest request
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_both_take_the_same_steps(case: tuple[Rows, BatchLimits, int]) -> None:
+    assert simulated_times(*case) == engine_times(*case)
+
+
+def test_the_cases_preempt() -> None:
+    """Else the test above would prove less than it says."""
+    rows = [(number + 1, 20, 16) for number in range(8)]
+    group = WorkerGroup("both", 1, TICK, BatchLimits(30, 16, 8), kv_tokens=20 * BLOCK_TOKENS)
+    starts, prompts, outputs = (np.array(column) for column in zip(*rows, strict=True))
+    spec = ClusterSpec((group,), block_tokens=BLOCK_TOKENS)
+    found = simulate(spec, Workload(starts.astype(float), prompts, outputs))
+    assert found.workers.num_preempted[0] > 0

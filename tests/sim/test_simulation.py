@@ -1,0 +1,277 @@
+"""The simulated cluster: arithmetic by hand, conservation, determinism, memory, hand-over, prefixes, failures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.policy.placement import PlacementMode
+from halfmoon.sim.cluster import BatchLimits, ClusterSpec, Failure, Network, Targets, WorkerGroup
+from halfmoon.sim.distserve import DistServeCoefficients
+from halfmoon.sim.latency import LatencyModel, PrefillPiece, StepPiece
+from halfmoon.sim.result import SimResult
+from halfmoon.sim.simulation import simulate
+from halfmoon.sim.workload import Prefixes, Workload
+
+# a prompt token takes 1 ms, a step 10 ms and 1 ms for each sequence
+MODEL = LatencyModel(
+    (PrefillPiece(0, PrefillModel(0.0, 1e-3, 0.0)),),
+    (StepPiece(0, StepModel(0.01, 1e-3, 0.0)),),
+    kv_tokens=64 * 200,
+    kv_bytes_per_token=1e6,
+    source="test",
+)
+FAST = Network(bytes_per_s=1e15, node_bytes_per_s=1e15, latency_s=0.0)
+
+
+def group(role: str, count: int = 1, **changes: object) -> WorkerGroup:
+    return replace(WorkerGroup("both", count, MODEL), role=role, **changes)  # type: ignore[arg-type]
+
+
+def pair(network: Network = FAST, **changes: object) -> ClusterSpec:
+    return replace(ClusterSpec((group("prefill"), group("decode")), network), **changes)  # type: ignore[arg-type]
+
+
+def work(*rows: tuple[float, int, int], ids: list[list[int]] | None = None, unit: int = 64) -> Workload:
+    start_s, prompt, output = zip(*rows, strict=True)
+    prefixes = None
+    if ids is not None:
+        offsets = np.concatenate([[0], np.cumsum([len(one) for one in ids])])
+        prefixes = Prefixes(unit, np.array([one for some in ids for one in some], dtype=np.int64), offsets)
+    return Workload(np.array(start_s, dtype=float), np.array(prompt), np.array(output), prefixes)
+
+
+def test_two_requests_by_hand() -> None:
+    """Prompts of 100 and 50 tokens, one after the other; then they decode together for a while.
+
+    The first decodes from 0.1 s at 11 ms a step. The second one's token is there at 0.15 s, in the first one's fifth
+    step, which ends at 0.155 s. From there steps take 12 ms: three of them finish the first one's nine tokens.
+    """
+    found = simulate(pair(), work((0.0, 100, 9), (0.0, 50, 5)))
+    assert found.ttft_s == pytest.approx([0.1, 0.15])
+    assert found.end_s == pytest.approx([0.155 + 3 * 0.012, 0.155 + 3 * 0.012 + 0.011])
+    assert found.tpot_s == pytest.approx([(0.191 - 0.1) / 8, (0.202 - 0.15) / 4])
+
+
+def test_a_transfer_that_waits_for_the_prefill_and_one_that_went_along() -> None:
+    """100 tokens are 100 MB: 100 ms at 1 GB/s, all of it behind the prefill, or all but the last frame beside it."""
+    slow = Network(bytes_per_s=1e9, latency_s=0.005)
+    pulled = simulate(pair(replace(slow, handover="pull")), work((0.0, 100, 2)))
+    pushed = simulate(pair(slow), work((0.0, 100, 2)))
+    assert pulled.end_s[0] == pytest.approx(0.1 + 0.1 + 0.005 + 0.011)
+    assert pushed.end_s[0] == pytest.approx(0.1 + 0.002097152 + 0.005 + 0.011)
+    assert pulled.ttft_s[0] == pushed.ttft_s[0] == pytest.approx(0.1)
+
+
+def test_transfers_share_the_port_of_the_receiver() -> None:
+    spec = ClusterSpec((group("prefill", 2), group("decode")), Network(bytes_per_s=1e9, latency_s=0.0, handover="pull"))
+    found = simulate(spec, work((0.0, 100, 2), (0.0, 100, 2)))
+    assert sorted(found.end_s) == pytest.approx([0.1 + 0.1 + 0.011, 0.1 + 0.2 + 0.011])
+
+
+def test_a_colocated_step_computes_a_chunk_beside_decodes() -> None:
+    """The second prompt comes while the first one decodes: 16 tokens a step of it, beside which the step is longer."""
+    spec = ClusterSpec((group("both", limits=BatchLimits(chunk_tokens=16)),), FAST)
+    found = simulate(spec, work((0.0, 10, 100), (0.05, 32, 2)))
+    first_decode_s = 0.01 + 4 * 0.011  # 0.054 is the end of the step under way
+    step_s = max(0.017, 0.011)  # 16 tokens and one
+    assert found.ttft_s[1] == pytest.approx(first_decode_s + 2 * step_s - 0.05)
+
+
+def test_prefill_first_stops_decodes_meanwhile() -> None:
+    limits = BatchLimits(chunk_tokens=16, batching="prefill-first")
+    found = simulate(ClusterSpec((group("both", limits=limits),), FAST), work((0.0, 10, 100), (0.05, 32, 2)))
+    assert found.ttft_s[1] == pytest.approx(0.054 + 0.032 - 0.05)
+
+
+@pytest.mark.parametrize(("pp", "ttft_s"), [(1, 0.0752), (2, 0.0782)])
+def test_distserves_low_rate(pp: int, ttft_s: float) -> None:
+    model = DistServeCoefficients("opt-13b").model(None, 1, pp)
+    limits = BatchLimits(model.kv_tokens, model.kv_tokens, 1 << 20)
+    groups = tuple(WorkerGroup(role, 1, model, limits) for role in ("prefill", "decode"))
+    found = simulate(ClusterSpec(groups, FAST), work(*((10.0 * number, 512, 64) for number in range(5))))
+    assert found.ttft_s == pytest.approx([ttft_s] * 5, abs=5e-5)
+
+
+def test_a_pipeline_takes_the_next_prompt_before_the_last_one_is_through() -> None:
+    """Four stages of 0.1 s for 100 tokens: the second prompt follows a stage behind."""
+    groups = (group("prefill", latency=replace(MODEL, num_stages=4), limits=BatchLimits(100)), group("decode"))
+    found = simulate(ClusterSpec(groups, FAST), work((0.0, 100, 1), (0.0, 100, 1)))
+    assert found.ttft_s == pytest.approx([0.4, 0.5])
+
+
+def test_a_stage_waits_for_a_slower_prompt_ahead() -> None:
+    """The bubble: 50 tokens behind 100 leave each stage as the longer ones let them."""
+    groups = (group("prefill", latency=replace(MODEL, num_stages=4), limits=BatchLimits(100)), group("decode"))
+    found = simulate(ClusterSpec(groups, FAST), work((0.0, 100, 1), (0.0, 50, 1)))
+    assert found.ttft_s == pytest.approx([0.4, 0.45])
+
+
+def test_a_known_prefix_is_not_computed_again() -> None:
+    spec = ClusterSpec((group("both"),), FAST)
+    found = simulate(spec, work((0.0, 130, 1), (10.0, 130, 1), ids=[[1, 2, 3], [1, 2, 4]]))
+    assert found.cached_tokens.tolist() == [0, 128]
+    assert found.ttft_s == pytest.approx([0.130, 0.002])
+
+
+def test_the_least_recently_used_prefix_is_evicted() -> None:
+    """Memory for one prompt and a block: what is left of an older one is its beginning."""
+    small = group("both", kv_tokens=64 * 4)
+    ids = [[1, 2], [3, 4], [5, 6], [1, 2], [5, 6]]
+    rows = [(10.0 * number, 129, 1) for number in range(5)]
+    found = simulate(ClusterSpec((small,), FAST), work(*rows, ids=ids))
+    assert found.cached_tokens.tolist() == [0, 0, 0, 0, 64]
+    roomy = simulate(ClusterSpec((group("both", kv_tokens=64 * 9),), FAST), work(*rows, ids=ids))
+    assert roomy.cached_tokens.tolist() == [0, 0, 0, 128, 128]
+
+
+def test_a_prefix_is_fetched_where_that_is_quicker() -> None:
+    """One worker is busy with a long prompt and has the prefix; the other one gets it over the network."""
+    ids = [[1, 2, 3, 4], [1, 2, 3, 4, 9], [1, 2, 3, 4]]
+    rows = work((0.0, 256, 1), (5.0, 5_000, 1), (5.1, 257, 1), ids=ids)
+    groups = (group("prefill", 2), group("decode"))
+    times = {}
+    for can_fetch in (False, True):
+        found = simulate(ClusterSpec(groups, replace(FAST, bytes_per_s=1e12, can_fetch=can_fetch)), rows, seed=3)
+        times[can_fetch] = found.ttft_s[2]
+    assert times[True] < 0.05 < times[False]
+
+
+def test_unequal_blocks_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no multiple"):
+        simulate(ClusterSpec((group("both"),), FAST), work((0.0, 100, 1), ids=[[1]], unit=100))
+
+
+def test_a_request_that_no_worker_can_hold_is_refused() -> None:
+    found = simulate(pair(), work((0.0, 64 * 300, 2), (0.0, 10, 2)))
+    assert found.outcome.tolist() == [1, 0]
+    assert np.isnan(found.ttft_s[0])
+
+
+def test_push_refuses_what_finds_no_room_and_pull_lets_it_wait() -> None:
+    rows = [(0.001 * number, 64 * 60, 200) for number in range(20)]
+    pushed = simulate(pair(), work(*rows))
+    pulled = simulate(pair(replace(FAST, handover="pull")), work(*rows))
+    assert (pushed.outcome == 1).any()
+    assert (pulled.outcome == 0).all()
+
+
+def test_admission_refuses_before_anything_is_computed() -> None:
+    spec = pair(admission="predicted", targets=Targets(ttft_s=0.5))
+    found = simulate(spec, work(*((0.001 * number, 200, 2) for number in range(20))))
+    refused = found.outcome == 1
+    assert refused.any()
+    assert np.isnan(found.ttft_s[refused]).all()
+    assert found.ttft_s[~refused].max() < 0.6
+
+
+def test_attainment_joint_and_marginal() -> None:
+    found = simulate(pair(), work((0.0, 100, 9), (0.0, 50, 5)))
+    targets = Targets(ttft_s=0.12, tpot_s=0.0115)  # the first request meets both, the second neither
+    assert found.attainment(targets) == (0.5, 0.5, 0.5)
+    crossed = Targets(ttft_s=0.12, tpot_s=0.011)
+    assert found.attainment(crossed).value("joint") == 0
+    assert found.attainment(Targets()).value("marginal") == 1
+
+
+# what holds of any run
+
+ROWS = st.lists(st.tuples(st.floats(0, 3), st.integers(1, 900), st.integers(1, 120)), min_size=1, max_size=40)
+
+
+def drawn(rows: list[tuple[float, int, int]]) -> Workload:
+    return work(*sorted(rows))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> ClusterSpec:
+    limits = BatchLimits(
+        draw(st.sampled_from([64, 200, 2048])),
+        draw(st.sampled_from([16, 512])),
+        draw(st.sampled_from([2, 8, 64])),
+        draw(st.sampled_from(["chunked", "prefill-first"])),
+    )
+    latency = replace(MODEL, num_stages=draw(st.sampled_from([1, 2, 4])))
+    one = {"limits": limits, "latency": latency, "kv_tokens": 64 * draw(st.sampled_from([18, 40, 200]))}
+    num = draw(st.integers(1, 3))
+    groups: tuple[WorkerGroup, ...] = (group("both", num, **one),)
+    if draw(st.booleans()):
+        groups = (group("prefill", num, **one), group("decode", draw(st.integers(1, 2)), **one))
+    network = replace(Network(bytes_per_s=1e10), handover=draw(st.sampled_from(["push", "pull"])))
+    placement = draw(st.sampled_from(get_args(PlacementMode)))
+    return ClusterSpec(groups, network, placement)
+
+
+@settings(max_examples=60, deadline=None)
+@given(clusters(), ROWS, st.integers(0, 5))
+def test_every_request_ends_memory_holds_and_no_law_of_time_is_broken(
+    spec: ClusterSpec, rows: list[tuple[float, int, int]], seed: int
+) -> None:
+    workload = drawn(rows)
+    found = simulate(spec, workload, seed)
+    done = found.is_completed
+    may_refuse = spec.network.handover == "push"
+    assert may_refuse or done.all()
+    assert (found.workers.peak_kv <= 1).all()
+    latency = spec.groups[0].latency
+    least_s = np.array([latency.stage_s(int(new), 0, 0, 0) for new in workload.prompt_tokens])
+    assert (found.ttft_s[done] >= least_s[done] - 1e-9).all()
+    assert (found.wait_s[done] >= -1e-12).all()
+    several = done & (workload.output_tokens > 1)
+    assert (found.tpot_s[several] >= latency.cycle(1).base_s - 1e-9).all()
+    assert np.isnan(found.tpot_s[done & (workload.output_tokens == 1)]).all()
+
+
+@settings(max_examples=15, deadline=None)
+@given(clusters(), ROWS, st.integers(0, 5))
+def test_a_seed_repeats_itself(spec: ClusterSpec, rows: list[tuple[float, int, int]], seed: int) -> None:
+    one, other = (simulate(spec, drawn(rows), seed) for _ in range(2))
+    for name in ("ttft_s", "tpot_s", "end_s", "outcome"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=30))
+def test_equal_prompts_get_their_first_tokens_in_the_order_of_arrival(starts_s: list[float]) -> None:
+    rows = [(at_s, 100, 3) for at_s in sorted(starts_s)]
+    found = simulate(pair(), work(*rows))
+    first_s = found.start_s + found.ttft_s
+    assert (np.diff(first_s) >= -1e-12).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(clusters(), ROWS, st.lists(st.tuples(st.integers(0, 9), st.floats(0, 3), st.booleans()), max_size=4))
+def test_every_request_ends_where_workers_die(
+    spec: ClusterSpec, rows: list[tuple[float, int, int]], deaths: list[tuple[int, float, bool]]
+) -> None:
+    failures = tuple(
+        Failure(worker % spec.num_workers, at_s, at_s + 0.5 if returns else None) for worker, at_s, returns in deaths
+    )
+    found = simulate(replace(spec, failures=failures), drawn(rows))
+    assert (found.workers.peak_kv <= 1).all()
+    assert (found.end_s >= found.start_s).all()
+    if all(returns for _, _, returns in deaths) and spec.network.handover == "pull" and len(deaths) <= 2:
+        assert found.is_completed.all()
+
+
+def test_a_request_goes_on_elsewhere_with_the_tokens_it_has() -> None:
+    """It decodes for 0.1 s when its worker dies: nine steps of 11 ms are done, and 110 tokens are computed again."""
+    spec = ClusterSpec((group("both", 2),), FAST, failures=(Failure(0, 0.2, None), Failure(1, 0.2, 0.3)))
+    found = simulate(spec, work((0.0, 100, 20)))
+    assert found.ttft_s[0] == pytest.approx(0.1)
+    assert found.num_retries.tolist() == [1]
+    assert found.end_s[0] == pytest.approx(0.3 + 0.110 + 9 * 0.011)
+
+
+def test_progress_is_told_to_the_end() -> None:
+    told: list[tuple[int, int]] = []
+    result: SimResult = simulate(pair(), work((0.0, 10, 1)), on_progress=lambda done, total: told.append((done, total)))
+    assert told[-1] == (1, 1)
+    assert result.num_devices == 2
