@@ -127,7 +127,8 @@ class Simulation:
                 await serving.until_stopped(self._cluster.gateways, self._cluster.drain_s, self._stopping)
 
     def _identity(self, worker: SimulatedWorker, address: str, num_blocks: int) -> gateway_pb2.WorkerIdentity:
-        model = self._model
+        model, profile = self._model, self._model.profile
+        device = f"simulated {profile.name}"
         return gateway_pb2.WorkerIdentity(
             worker_id=worker.worker_id,
             role=ROLES[worker.role],
@@ -135,12 +136,13 @@ class Simulation:
             model=model.name,
             model_fingerprint=model.fingerprint,
             layout=layout_message(model.layout),
-            context_tokens=model.profile.context_tokens,
+            context_tokens=profile.context_tokens,
             total_blocks=num_blocks,
             version=halfmoon.__version__,
-            device=f"simulated {model.profile.name}",
+            device=device,
             pid=os.getpid(),
-            step_tokens=model.profile.max_batch_tokens,
+            step_tokens=profile.max_batch_tokens,
+            profile=gateway_pb2.LatencyProfile(kind=device, prefill=profile.prefill, step=profile.step),
         )
 
 
