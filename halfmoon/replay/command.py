@@ -8,13 +8,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, TypeVar, get_args
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.policy.admission import AdmissionMode
@@ -24,8 +25,9 @@ from halfmoon.replay.cluster import found_gateway, simulated_cluster
 from halfmoon.replay.outcome import Summary, Targets, summarized
 from halfmoon.replay.player import played
 from halfmoon.replay.report import report_table
+from halfmoon.replay.virtual import simulated
 from halfmoon.sim.traces import read_workload
-from halfmoon.sim.worker_profile import DEFAULT_PROFILE, PROFILES
+from halfmoon.sim.worker_profile import DEFAULT_PROFILE, PROFILES, load_profile
 from halfmoon.sim.workload import Workload
 from halfmoon.simulated_up import SimulatedWorkers
 from halfmoon.up import PreparedModel, UpOptions, prepared_model
@@ -34,6 +36,7 @@ _SPEED = 4.0
 
 Mode = TypeVar("Mode", bound=str)
 Modes = tuple[PlacementMode, AdmissionMode]
+Summaries = dict[tuple[str, str], Summary]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +67,17 @@ def replay(
     slo_tbt: Annotated[float, typer.Option(help="target for a request's mean time between tokens, s")] = 0.1,
     model: Annotated[str, typer.Option(help="whose tokenizer the gateway uses")] = "demo",
     sim_processes: Annotated[int, typer.Option(min=1, help="processes that share the simulated workers")] = 1,
+    virtual: Annotated[
+        bool, typer.Option("--virtual", help="on a fake clock, in the simulator: same policies, no processes")
+    ] = False,
     state_dir: Annotated[Path, typer.Option(help="logs and ledgers")] = Path(".halfmoon/replay"),
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures there")] = None,
 ) -> None:
     """Replays a trace and says how well it was served, for each placement and admission mode side by side.
 
     Times in the report are the trace's. Against simulated workers, arrivals and modelled latencies run --speed times as
-    fast; what gateway and network take really is then counted --speed times as long as it is.
+    fast; what gateway and network take really is then counted --speed times as long as it is. With --virtual nothing
+    runs and --speed does not matter: the whole trace takes about a minute.
     """
     terminal = Console()
     try:
@@ -92,7 +99,11 @@ def replay(
             ),
             tuple(product(_chosen(placement, PlacementMode), _chosen(admission, AdmissionMode))),
         )
-        summaries = asyncio.run(_replayed(workload, options, terminal))
+        if virtual and url is not None:
+            raise InvalidRequest("--virtual replays in the simulator, --url against a running gateway: choose one")
+        summaries = (
+            _simulated(workload, options, terminal) if virtual else asyncio.run(_replayed(workload, options, terminal))
+        )
     except (HalfmoonError, ExceptionGroup) as err:
         for error in leaf_errors(err):
             if not isinstance(error, HalfmoonError):
@@ -105,11 +116,32 @@ def replay(
         json_file.write_text(json.dumps(rows, indent=2) + "\n")
 
 
-async def _replayed(workload: Workload, options: ReplayOptions, terminal: Console) -> dict[tuple[str, str], Summary]:
+def _bars(terminal: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    summaries: dict[tuple[str, str], Summary] = {}
+    return Progress(*columns, console=terminal, disable=not terminal.is_terminal)
+
+
+def _simulated(workload: Workload, options: ReplayOptions, terminal: Console) -> Summaries:
+    assert options.cluster.simulation is not None
+    profile = load_profile(options.cluster.simulation.profile)
+    counts = options.cluster.num_prefill, options.cluster.num_decode
+    summaries: Summaries = {}
+    with _bars(terminal) as bars:
+        for modes in options.modes:
+            on_progress = partial(_show, bars, bars.add_task(", ".join(modes), total=len(workload)))
+            outcomes = simulated(workload, profile, counts, modes, options.targets, on_progress)
+            summaries[modes] = summarized(outcomes, options.targets, workload.duration_s)
+    return summaries
+
+
+def _show(bars: Progress, task: TaskID, num_done: int, num: int) -> None:
+    bars.update(task, completed=num_done, total=num)
+
+
+async def _replayed(workload: Workload, options: ReplayOptions, terminal: Console) -> Summaries:
+    summaries: Summaries = {}
     started = f"{datetime.now():%Y%m%d-%H%M%S}"  # every replay begins with an empty ledger
-    with Progress(*columns, console=terminal, disable=not terminal.is_terminal) as bars:
+    with _bars(terminal) as bars:
 
         def bar(title: str) -> Callable[[], None]:
             task = bars.add_task(title, total=len(workload))

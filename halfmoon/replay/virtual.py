@@ -1,0 +1,68 @@
+"""A replay on a fake clock: the simulator's cluster with the same policies, in place of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from halfmoon.policy.admission import AdmissionMode
+from halfmoon.policy.placement import PlacementMode
+from halfmoon.replay.outcome import End, Outcome, Targets
+from halfmoon.sim import cluster
+from halfmoon.sim.latency import LatencyModel, PrefillPiece, StepPiece
+from halfmoon.sim.result import OUTCOMES, SimResult
+from halfmoon.sim.simulation import simulate
+from halfmoon.sim.worker_profile import WorkerProfile
+from halfmoon.sim.workload import Workload
+
+_ENDS: dict[str, End] = {"completed": "answered", "refused": "refused", "failed": "failed"}
+
+
+def simulated(
+    workload: Workload,
+    profile: WorkerProfile,
+    counts: tuple[int, int],
+    modes: tuple[PlacementMode, AdmissionMode],
+    targets: Targets,
+    on_progress: Callable[[int, int], None],
+) -> list[Outcome]:
+    """The outcome of each request on `counts` prefill and decode workers of one profile."""
+    spec = cluster_spec(profile, counts, modes, targets)
+    return _outcomes(simulate(spec, workload, on_progress=on_progress), workload)
+
+
+def cluster_spec(
+    profile: WorkerProfile, counts: tuple[int, int], modes: tuple[PlacementMode, AdmissionMode], targets: Targets
+) -> cluster.ClusterSpec:
+    """The cluster that `halfmoon up --engine sim` would start."""
+    latency = LatencyModel(
+        (PrefillPiece(0, profile.prefill),),
+        (StepPiece(0, profile.step),),
+        profile.kv_tokens,
+        profile.kv_token_bytes,
+        profile.name,
+    )
+    limits = cluster.BatchLimits(profile.max_batch_tokens, profile.chunk_tokens, profile.max_running)
+    prefill = cluster.WorkerGroup("prefill", counts[0], latency, limits)
+    decode = cluster.WorkerGroup("decode", counts[1], latency, limits, prefix_cache=False)
+    return cluster.ClusterSpec(
+        (prefill, decode),
+        cluster.Network(profile.link_bytes_per_s or math.inf, profile.link_latency_s),
+        modes[0],
+        admission=modes[1],
+        targets=cluster.Targets(*(one if math.isfinite(one) else None for one in (targets.ttft_s, targets.tbt_s))),
+    )
+
+
+def _outcomes(result: SimResult, workload: Workload) -> list[Outcome]:
+    return [
+        Outcome(
+            _ENDS[OUTCOMES[result.outcome[index]]],
+            ttft_s=float(result.ttft_s[index]),
+            tbt_s=float(0.0 if math.isnan(result.tpot_s[index]) else result.tpot_s[index]),
+            num_tokens=int(workload.output_tokens[index]),
+            num_prompt_tokens=int(workload.prompt_tokens[index]),
+            num_cached_tokens=int(result.cached_tokens[index]),
+        )
+        for index in range(len(workload))
+    ]
