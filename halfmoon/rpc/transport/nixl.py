@@ -13,6 +13,9 @@ import struct
 import time
 import uuid
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from halfmoon.errors import DeadlineExceeded, HalfmoonError, Incompatible, Unavailable
@@ -28,6 +31,7 @@ _REGION = struct.Struct("<QQ")  # an offer: address and size of the sender's mem
 _PULL_S = 10.0
 _POLL_S = 50e-6
 _MAX_SENDERS = 64  # known at once; addresses change when workers restart
+_MAX_PULLS = 16  # at once; one whose sender stands still has its thread until it gives up
 
 
 class _Registered:
@@ -47,7 +51,7 @@ class NixlOutlet:
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         """Raises Incompatible without the extra, Unavailable where NIXL cannot work. Takes some tenths of a second."""
-        self._agent = _new_agent(has_progress_thread=True)
+        self._agent: Any = _new_agent(has_progress_thread=True)
         self._region = _Registered(self._agent, num_slots * slot_bytes)
         self._slots = Slots(self._region.memory, slot_bytes)
 
@@ -73,7 +77,8 @@ class NixlOutlet:
         self._slots.reuse(buffer)
 
     def close(self) -> None:
-        """The agent and its memory go with the link."""
+        """The agent goes, and before the memory, which its own thread may be reading for a receiver."""
+        self._agent = None
 
 
 class NixlInlet:
@@ -87,6 +92,7 @@ class NixlInlet:
         self._senders: OrderedDict[bytes, Any] = OrderedDict()  # agents' names by metadata, least recent first
         self._rooms: list[_Registered] = []
         self._lost: list[_Registered] = []
+        self._threads = ThreadPoolExecutor(_MAX_PULLS, thread_name_prefix="nixl-pull")
 
     async def join(self, parameters: bytes) -> _Puller:
         """Gets to know the sender's agent. Raises Incompatible without the extra, Unavailable if it fails."""
@@ -107,9 +113,14 @@ class NixlInlet:
         """The end of its use. What may still be written to is neither used again nor freed."""
         (self._lost if is_written else self._rooms).append(room)
 
+    def pulling(self, pull: Callable[[], None]) -> asyncio.Future[None]:
+        """Runs one of a transfer's pulls on a thread of its own."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, pull)
+
     def close(self) -> None:
         """The agent and its memory go with the last transfer."""
         self._rooms.clear()
+        self._threads.shutdown(wait=False)
 
     async def _sender(self, metadata: bytes) -> Any:
         if metadata not in self._senders:
@@ -133,19 +144,19 @@ class _Puller:
         self._address = address  # of the sender's memory
         self._num_bytes = num_bytes
         self._room = inlet.room()
-        self._is_written = False
+        self._pulling: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the latest
+        self._pulling.set_result(None)
 
     async def fetch(self, reference: bytes, num_bytes: int) -> KVBytes:
         """The payload, until the next is fetched. Raises Unavailable if the sender is gone, DeadlineExceeded."""
         offset = offset_of(reference, num_bytes, self._num_bytes)
-        self._is_written = True
-        await asyncio.to_thread(self._pull, self._address + offset, num_bytes)
-        self._is_written = False
+        self._pulling = self._inlet.pulling(partial(self._pull, self._address + offset, num_bytes))
+        await asyncio.shield(self._pulling)  # its thread cannot be stopped
         return self._room.memory[:num_bytes]
 
     def close(self) -> None:
-        """The room is for the next transfer, unless something may still come."""
-        self._inlet.leave(self._room, self._is_written)
+        """The room is for the next transfer once nothing comes any more, if that can be known."""
+        self._pulling.add_done_callback(lambda done: self._inlet.leave(self._room, done.exception() is not None))
 
     def _pull(self, address: int, num_bytes: int) -> None:
         try:
@@ -175,12 +186,15 @@ class _Puller:
 def _new_agent(*, has_progress_thread: bool) -> Any:
     """A sender needs the thread where its memory is served by software; a receiver makes progress where it polls."""
     try:
-        from nixl._api import nixl_agent, nixl_agent_config
+        from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
     except ImportError as err:
         raise Incompatible(f"nixl is not installed: pip install 'halfmoon[nixl]' ({err})") from err
+    config = nixl_agent_config(
+        enable_prog_thread=has_progress_thread,
+        backends=["UCX"],
+        sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # several transfers pull at once, and nothing else locks
+    )
     try:
-        return nixl_agent(
-            f"halfmoon-{uuid.uuid4().hex}", nixl_agent_config(enable_prog_thread=has_progress_thread, backends=["UCX"])
-        )
+        return nixl_agent(f"halfmoon-{uuid.uuid4().hex}", config)
     except Exception as err:  # the bindings have classes of their own
         raise Unavailable(f"nixl cannot work here: {err}") from err

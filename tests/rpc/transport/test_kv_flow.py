@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -28,10 +29,13 @@ async def send_layers(transfer: TransferSender, sent: list[int], num_layers: int
         sent.append(layer)
 
 
-async def stalled(it: Ends, transfer: TransferSender, name: bytes) -> tuple[asyncio.Task[None], list[int]]:
-    """A transfer whose receiver takes nothing; gives the sender and what it got rid of."""
+async def stalled(
+    it: Ends, transfer: TransferSender, name: bytes, stall_s: float = 1000
+) -> tuple[asyncio.Task[None], list[int]]:
+    """A transfer whose receiver takes nothing; gives the sender and what it got rid of. `stall_s` counts from OPEN."""
     it.sink.gates[name] = asyncio.Event()
     await transfer.open(WHOLE, name)
+    it.link.settings = replace(it.link.settings, stall_s=stall_s)
     sent: list[int] = []
     return asyncio.create_task(send_layers(transfer, sent, 64)), sent
 
@@ -62,11 +66,11 @@ async def test_a_slow_receiver_slows_its_sender_and_nobody_else(transports: tupl
 
 @BOTH
 async def test_a_link_that_stalls_fails_at_both_ends(transports: tuple[str, ...]) -> None:
-    settings = LinkSettings(transports=transports, window_bytes=2 * MAX_PAYLOAD_BYTES, stall_s=0.2)
+    settings = LinkSettings(transports=transports, window_bytes=2 * MAX_PAYLOAD_BYTES)
     async with ends(settings) as it:
         it.sink.layout = LAYOUT
         async with transfer_to(it.link, LAYOUT, deadline_s=60) as transfer:
-            sending, _ = await stalled(it, transfer, b"1")
+            sending, _ = await stalled(it, transfer, b"1", stall_s=0.2)
             with raising(DeadlineExceeded, "no progress"):
                 await sending
         await until(lambda: not it.sink.running)
@@ -75,7 +79,7 @@ async def test_a_link_that_stalls_fails_at_both_ends(transports: tuple[str, ...]
 
 @BOTH
 async def test_who_waits_for_the_window_hears_that_the_receiver_has_gone(transports: tuple[str, ...]) -> None:
-    settings = LinkSettings(transports=transports, window_bytes=2 * MAX_PAYLOAD_BYTES, stall_s=1000)
+    settings = LinkSettings(transports=transports, window_bytes=2 * MAX_PAYLOAD_BYTES)
     async with ends(settings) as it:
         it.sink.layout = LAYOUT
         async with transfer_to(it.link, LAYOUT, deadline_s=60) as transfer:
@@ -88,11 +92,12 @@ async def test_who_waits_for_the_window_hears_that_the_receiver_has_gone(transpo
 
 
 async def test_a_receiver_that_never_answers_is_a_stall() -> None:
-    async with ends(LinkSettings(stall_s=0.05)) as it:
+    async with ends() as it:
         it.sink.layout = LAYOUT
         it.sink.gates[b"1"] = asyncio.Event()
         async with transfer_to(it.link, LAYOUT, deadline_s=60) as transfer:
             await transfer.open(KVRange(0, 1, 0, 1, 0, TOKENS), b"1")
+            it.link.settings = replace(it.link.settings, stall_s=0.05)
             await transfer.data(KVRange(0, 1, 0, 1, 0, TOKENS), bytes(LAYER_BYTES))
             with raising(DeadlineExceeded, "did not answer"):
                 await transfer.commit(b"")
