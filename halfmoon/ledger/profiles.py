@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import NamedTuple
 
 from sqlalchemy import delete, select
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.ledger.database import Database
@@ -38,7 +40,7 @@ class Profiles:
         return await self._database.run(work)
 
     async def put(self, profile: StoredProfile) -> None:
-        """In the place of its kind's."""
+        """In the place of its kind's; nothing where somebody else writes one for that kind at this moment."""
 
         async def work(session: AsyncSession) -> None:
             await session.execute(delete(ProfileRow).where(ProfileRow.kind == profile.kind))
@@ -51,4 +53,5 @@ class Profiles:
                 )
             )
 
-        await self._database.run(work)
+        with suppress(IntegrityError):
+            await self._database.run(work)

@@ -23,6 +23,7 @@ from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementReques
 from halfmoon.policy.prefill_forecast import PrefillForecast
 from halfmoon.policy.reservations import Reservations
 
+_PROBE_S = 10.0  # an idle cluster refuses everybody for so long; then one request shows whether it is right to
 _SHED_S = 5.0  # how long lower classes stay outside after one above them was refused
 _PRECISION_FACTOR = 0.5  # of the bytes of KV that are fetched, at the lower precision
 
@@ -69,6 +70,7 @@ class Gatekeeper:
         self._reservations = Reservations()
         self._feedback = Feedback()
         self._running: dict[str, _Running] = {}
+        self._idle_refusal_s: float | None = None  # the first one since somebody ran, or was let in to see
         self._shed: tuple[int, float] | None = None  # classes below this priority, until when
 
     def decide(
@@ -92,6 +94,8 @@ class Gatekeeper:
             reason = missed_target(judged, targets)
             if reason is None and self._has_share(view, request, found, now_s):
                 return found
+        if reason is not None and self._is_probe(now_s):
+            return plain
         if "shed_lowest_class" in qos.degradation:
             self._shed = (qos.priority, now_s + _SHED_S)
         if reason is None:
@@ -100,6 +104,15 @@ class Gatekeeper:
         row = view.row(judged.decode.worker_id)
         assert row is not None
         raise over_target(qos.name, reason, judged, targets, self._forecast, row, now_s)
+
+    def _is_probe(self, now_s: float) -> bool:
+        """Whether a refused request is let in because nothing ran for long: what is predicted too high for all would
+        else never be measured again."""
+        if self._running:
+            return False
+        if self._idle_refusal_s is None:
+            self._idle_refusal_s = now_s
+        return now_s - self._idle_refusal_s >= _PROBE_S
 
     def place_again(
         self, view: ClusterView, request: PlacementRequest, now_s: float, depths: NDArray[np.int64] = NOTHING_CACHED
@@ -133,6 +146,7 @@ class Gatekeeper:
         self._reservations.take(admitted.qos.name, reserved)
         running = _Running(admitted.qos, num_prompt_tokens, admitted.num_output, reserved, admitted.priority)
         self._running[request_id] = running
+        self._idle_refusal_s = None
         self.move(request_id, view, admitted.placement, now_s)
 
     def move(self, request_id: str, view: ClusterView, placement: Placement, now_s: float) -> None:

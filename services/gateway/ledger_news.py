@@ -1,4 +1,4 @@
-"""What others write into the ledger reaches this gateway: edits of classes, and how long outputs were."""
+"""What others write into the ledger reaches this gateway; what its workers measured of themselves goes there."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.ledger.ledger import Ledger
+from halfmoon.ledger.profiles import StoredProfile
 from halfmoon.policy.output_lengths import OutputLengths
 from services.gateway.classes_in_force import ClassesInForce
+from services.gateway.membership import Membership
 
 log = logging.getLogger(__name__)
 
@@ -21,11 +24,20 @@ _LENGTHS_EVERY = 10  # looks at the classes
 class LedgerNews:
     """Owns how far this gateway has read the ledger. Who serves requests never waits for it."""
 
-    def __init__(self, ledger: Ledger, classes: ClassesInForce, lengths: OutputLengths, gateway_id: str) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        classes: ClassesInForce,
+        lengths: OutputLengths,
+        membership: Membership,
+        gateway_id: str,
+    ) -> None:
         self._ledger = ledger
         self._classes = classes
         self._lengths = lengths
         self._gateway_id = gateway_id
+        self._membership = membership
+        self._kept: set[str] = set()  # kinds of workers
         self._last_row_id = 0
         self._is_failing = False
 
@@ -40,6 +52,15 @@ class LedgerNews:
             self._lengths.add(sample.qos_class, sample.prompt_tokens, sample.output_tokens)
             self._last_row_id = sample.row_id
 
+    async def keep_profiles(self) -> None:
+        """Writes down what workers of a kind that is new here measured of themselves. Raises Unavailable."""
+        for member in self._membership.members():
+            told = member.identity.profile
+            if told.kind and told.kind not in self._kept:
+                profile = StoredProfile(told.kind, datetime.now(UTC), tuple(told.prefill), tuple(told.step))
+                await self._ledger.profiles.put(profile)
+                self._kept.add(told.kind)
+
     async def follow(self, interval_s: float) -> None:
         """For ever. While the ledger does not answer, what is known stays in force."""
         looks = 0
@@ -50,6 +71,7 @@ class LedgerNews:
                 await self._classes.refresh()
                 if looks % _LENGTHS_EVERY == 0:
                     await self.load_lengths()
+                    await self.keep_profiles()
             except HalfmoonError as error:
                 self._note_failure(error.message)
             except Exception:  # nothing that stands in a ledger may end it

@@ -78,7 +78,7 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
         )
         store = StoreView(settings.kvstore)
         classes = ClassesInForce(ledger.classes, judge.gatekeeper)
-        news = LedgerNews(ledger, classes, judge.gatekeeper.lengths, gateway_id)
+        news = LedgerNews(ledger, classes, judge.gatekeeper.lengths, membership, gateway_id)
         await news.load()
         app = make_app(
             GenerationEndpoints(model, membership, relay, judge, ledger, metrics, door, observations),

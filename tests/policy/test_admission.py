@@ -169,3 +169,43 @@ def test_the_forecast() -> None:
         forecast.leave(f"r{number}")
     assert len(forecast) == 0
     assert forecast.loads(6.0, 0.0, 3).batch.tolist() == [0, 0, 0]
+
+
+def test_an_idle_cluster_that_refuses_everybody_lets_one_in_to_see() -> None:
+    strict, slow = QosClass("x", ttft_s=0.1), ClusterView((P, D))  # a wrong profile, which nobody would correct
+    gate = keeper("predicted", strict)
+    for now_s in (5.0, 9.0, 14.9):
+        with pytest.raises(Refused):
+            gate.decide(slow, REQUEST, strict, now_s)
+    enter(gate, slow, "probe", strict, 15.0)
+    for now_s in (15.0, 40.0):
+        with pytest.raises(Refused):
+            gate.decide(slow, REQUEST, strict, now_s)  # the probe runs
+    leave(gate, "probe")
+    for now_s in (41.0, 50.9):
+        with pytest.raises(Refused):
+            gate.decide(slow, REQUEST, strict, now_s)
+    gate.decide(slow, REQUEST, strict, 51.0)
+
+
+def test_a_first_class_prompt_does_not_wait_for_those_behind_it() -> None:
+    lead, rest = QosClass("lead", -1, ttft_s=1.5), QosClass("rest", 1, ttft_s=1.5)
+    gate, view = keeper("predicted", lead, rest), ClusterView((P, D))
+    crowd = replace(REQUEST, priority=1_000)
+    for number in range(5):
+        admitted = gate.decide(view, crowd, QosClass("patient", 1), 0.0)
+        gate.enter(f"r{number}", view, admitted, crowd.num_prompt_tokens, 0.0)
+    with pytest.raises(Refused, match="would be 6 s"):
+        gate.decide(view, crowd, rest, 0.0)
+    assert gate.decide(view, replace(REQUEST, priority=-1_000), lead, 0.0).placement.ttft_s <= 1.5
+
+
+def test_what_lies_between_workers_is_learned_and_counts() -> None:
+    gate, view = keeper(), ClusterView((P, D))
+    plain = gate.decide(view, REQUEST, QosClass("x"), 0.0).placement
+    for _ in range(8):
+        gate.note_overheads(0.25, 2.0)
+    later = gate.decide(view, REQUEST, QosClass("x"), 0.0).placement
+    assert later.ttft_s == pytest.approx(plain.ttft_s + 0.25)
+    assert later.tbt_s == pytest.approx(plain.tbt_s + 2.0 / (REQUEST.max_tokens - 1))
+    assert (later.prefill_s, later.queue_s) == (plain.prefill_s, 0.0)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+
+from halfmoon.ledger.ledger import open_ledger
+from halfmoon.pb.gateway_pb2 import LatencyProfile
 
 from .fakes import Fleet, Script, running_fleet
 from .test_judgement import PROMPT, complete, measured
@@ -112,3 +116,13 @@ async def test_outputs_of_before_are_known_after_a_restart(tmp_path: Path) -> No
             assert (await complete(fleet, max_tokens=64))[0] == 200
     async with running_fleet(tmp_path) as fleet:
         assert fleet.gateway.judge.gatekeeper.lengths.predict("default", len(PROMPT), 64) == 6  # with its end
+
+
+async def test_what_workers_measured_of_themselves_is_kept(tmp_path: Path) -> None:
+    profile = LatencyProfile(kind="prefill cpu", prefill=[0.1, 0.2, 0.3])
+    async with running_fleet(tmp_path, ledger_poll_s=0.001) as fleet:
+        await fleet.add("p0", "prefill", profile=profile)
+        async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger, asyncio.timeout(20):
+            while not (stored := await ledger.profiles.all()):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    assert [(one.kind, one.prefill, one.step) for one in stored] == [("prefill cpu", (0.1, 0.2, 0.3), ())]

@@ -42,11 +42,11 @@ def measured(fleet: Fleet, worker: FakeWorker, seconds_per_token: float) -> None
 
 async def test_a_class_over_its_target_is_refused_and_no_worker_hears_of_it(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
-        prefill, _ = await fleet.pair()
+        prefill, decode = await fleet.pair()
         measured(fleet, prefill, 1.0)
         fleet.gateway.judge.gatekeeper.classes = ClassTable((STRICT,))
         status, headers, body = await complete(fleet, "strict")
-        assert prefill.calls.prefills == []
+        assert (prefill.calls.prefills, prefill.calls.cancelled, decode.calls.cancelled) == ([], [], [])
         assert (await complete(fleet))[0] == 200  # nobody promised it anything
         metrics = await fleet.metrics()
     error = body["error"]
