@@ -59,7 +59,7 @@ def random_case(rng: random.Random, model: str, num_tokens: int) -> Case:
 
 
 async def send_and_leave(host: str, port: int, case: Case, rng: random.Random, most_s: float) -> None:
-    """Leaves within about `most_s`, by a reset every other time."""
+    """Leaves within about `most_s` or, to read, within so much after the first byte; by a reset every other time."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         head = f"POST {case.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(case.body)}\r\n\r\n".encode()
@@ -67,9 +67,9 @@ async def send_and_leave(host: str, port: int, case: Case, rng: random.Random, m
         until = rng.randrange(1, len(whole)) if case.leaves == "sending" else len(whole)
         writer.write(whole[:until])
         await writer.drain()
-        if case.leaves == "reading":
-            await reader.read(1)
         with suppress(TimeoutError):
+            if case.leaves == "reading":
+                await asyncio.wait_for(reader.read(1), 5 * most_s)  # a whole answer takes its time
             async with asyncio.timeout(rng.random() * most_s):
                 while await reader.read(1 << 16):
                     pass

@@ -7,8 +7,10 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import jsonschema
 import psutil
 import pytest
 
@@ -48,23 +50,52 @@ async def test_services_stop_when_their_supervisor_is_killed(tmp_path: Path) -> 
         assert not alive
 
 
-async def test_a_killed_decode_worker_only_pauses_the_stream(tmp_path: Path) -> None:
-    async with running_system(tmp_path, "--dtype", "float32") as system, aiohttp.ClientSession(system.url) as http:
-        body = {"model": "demo", "prompt": "The moon is", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
-        async with http.post("/v1/completions", json=body) as response:
-            undisturbed = (await response.json())["choices"][0]["text"]
-        parts: list[str] = []
-        async with http.post("/v1/completions", json=body | {"stream": True}) as response:
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
+NUMBERS = {
+    "type": "array",
+    "minItems": 25,
+    "maxItems": 25,
+    "items": {"type": "integer", "minimum": 100, "maximum": 9999},
+}
+PLAIN = {"model": "demo", "prompt": "The moon is", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+CONSTRAINED = {
+    "model": "demo",
+    "prompt": "Numbers:",
+    "max_tokens": 600,
+    "seed": 4,
+    "structured_outputs": {"json": NUMBERS},
+}
+
+
+async def streamed(http: aiohttp.ClientSession, body: dict[str, Any], well_begun: asyncio.Event) -> str:
+    parts: list[str] = []
+    async with http.post("/v1/completions", json=body | {"stream": True}) as response:
+        async for line in response.content:
+            if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
                 assert "error" not in event, event
                 parts.append(event["choices"][0]["text"])
-                if len(parts) == 5:
-                    (pid,) = [worker["pid"] for worker in await system.cluster(http) if worker["role"] == "decode"]
-                    os.kill(pid, signal.SIGKILL)
-        assert "".join(parts) == undisturbed
+            if len(parts) == 5:
+                well_begun.set()
+    return "".join(parts)
+
+
+async def test_a_killed_decode_worker_only_pauses_the_streams(tmp_path: Path) -> None:
+    async with running_system(tmp_path, "--dtype", "float32") as system, aiohttp.ClientSession(system.url) as http:
+        undisturbed = []
+        for body in (PLAIN, CONSTRAINED):
+            async with http.post("/v1/completions", json=body) as response:
+                undisturbed.append((await response.json())["choices"][0]["text"])
+        begun = [asyncio.Event(), asyncio.Event()]
+        streams = [
+            asyncio.create_task(streamed(http, body, one))
+            for body, one in zip((PLAIN, CONSTRAINED), begun, strict=True)
+        ]
+        await asyncio.gather(*(one.wait() for one in begun))
+        (pid,) = [worker["pid"] for worker in await system.cluster(http) if worker["role"] == "decode"]
+        assert not any(one.done() for one in streams)
+        os.kill(pid, signal.SIGKILL)
+        assert await asyncio.gather(*streams) == undisturbed
+        jsonschema.validate(json.loads(undisturbed[1]), NUMBERS)  # its automaton was made anew from the tokens
     assert any("Starting it again" in line for line in system.printed)
 
 
