@@ -14,6 +14,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.kv_commands import app as kv_app
 from halfmoon.replay.command import replay
 from halfmoon.sim.worker_profile import DEFAULT_PROFILE, PROFILES
+from halfmoon.sim_command import simulate
 from halfmoon.simulated_up import SimulatedWorkers
 from halfmoon.store_up import StoreOptions
 from halfmoon.up import UpOptions, run_up
@@ -21,6 +22,7 @@ from halfmoon.up import UpOptions, run_up
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(kv_app, name="kv")
 app.command()(replay)
+app.command()(simulate)
 
 
 class Device(StrEnum):

@@ -17,6 +17,7 @@ SERVICES = ("gateway", "prefill", "decode", "kvstore", "planner", "simulation")
 COMMAND_LINE = (
     "cli",
     "kv_commands",
+    "sim_command",
     "up",
     "simulated_up",
     "store_up",

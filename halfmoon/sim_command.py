@@ -1,0 +1,181 @@
+"""`halfmoon simulate`: one cluster under one workload, without any of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.sim.cluster import ClusterSpec, Targets
+from halfmoon.sim.lengths import KNOWN_LENGTHS, named_lengths
+from halfmoon.sim.result import OUTCOMES, SimResult, quantiles
+from halfmoon.sim.simulation import simulate as run_simulation
+from halfmoon.sim.spec_file import read_cluster
+from halfmoon.sim.synthetic import synthetic_workload
+from halfmoon.sim.traces import read_workload
+from halfmoon.sim.workload import Workload
+
+
+class Criterion(StrEnum):
+    """joint: a request counts when it meets both targets. marginal: the smaller of both shares."""
+
+    JOINT = "joint"
+    MARGINAL = "marginal"
+
+
+class Arrivals(StrEnum):
+    """The process of a drawn workload."""
+
+    POISSON = "poisson"
+    GAMMA = "gamma"
+    CONSTANT = "constant"
+
+
+def simulate(
+    cluster: Annotated[Path, typer.Option(help="YAML or JSON: workers, network, policies")],
+    workload: Annotated[str, typer.Option(help=f"a trace's path, or {'|'.join(KNOWN_LENGTHS)}|in=512,out=64")],
+    latency: Annotated[str | None, typer.Option(help="a profile's path, distserve:MODEL or roofline:MODEL@GPU")] = None,
+    rate: Annotated[float | None, typer.Option(help="requests a second; a trace keeps its own without it")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="how many; of a trace the first")] = None,
+    arrivals: Annotated[Arrivals, typer.Option(help="of a drawn workload")] = Arrivals.POISSON,
+    cv: Annotated[float, typer.Option(help="variation of gamma's gaps")] = 1.0,
+    ttft: Annotated[float | None, typer.Option(help="target, seconds")] = None,
+    tpot: Annotated[float | None, typer.Option(help="target, seconds")] = None,
+    attainment: Annotated[float, typer.Option(min=0, max=1, help="share of requests that must meet them")] = 0.9,
+    criterion: Annotated[Criterion, typer.Option(help="what meeting them is")] = Criterion.JOINT,
+    seed: Annotated[int, typer.Option(help="of all that is drawn")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="prints every request's times as JSON")] = False,
+) -> None:
+    """Simulates a cluster: every request's TTFT and TPOT, and how many meet their targets."""
+    try:
+        spec = read_cluster(cluster, latency)
+        wanted = Targets(spec.targets.ttft_s if ttft is None else ttft, spec.targets.tpot_s if tpot is None else tpot)
+        asked = _workload(workload, rate, requests, arrivals, cv, seed)
+        found = _run(spec, asked, seed)
+    except InvalidRequest as error:
+        raise typer.BadParameter(error.message) from error
+    summary = _summary(spec, found, wanted, attainment, criterion)
+    if as_json:
+        print(json.dumps({**summary, "requests": _rows(asked, found)}))
+    else:
+        _print(spec, summary)
+
+
+def _workload(text: str, rate: float | None, num: int | None, process: Arrivals, cv: float, seed: int) -> Workload:
+    if Path(text).is_file() or Path(text).suffix in (".json", ".jsonl", ".csv"):
+        found = read_workload(Path(text))
+        found = found if num is None else found.first(num)
+        return found if rate is None else found.at_rate(rate)
+    lengths = named_lengths(text)
+    if rate is None:
+        raise InvalidRequest(f"workload {text} needs --rate, the requests that arrive a second", param="rate")
+    return synthetic_workload(lengths, num or 1_000, rate, seed=seed, process=process.value, cv=cv)
+
+
+def _run(spec: ClusterSpec, workload: Workload, seed: int) -> SimResult:
+    console = Console(stderr=True)
+    columns = TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(workload))
+        return run_simulation(spec, workload, seed, lambda done, total: bar.update(task, completed=done))
+
+
+def _summary(
+    spec: ClusterSpec, found: SimResult, targets: Targets, attainment: float, criterion: Criterion
+) -> dict[str, Any]:
+    shares = found.attainment(targets)
+    goodput = found.goodput_per_s(targets)
+    return {
+        "num_requests": len(found.start_s),
+        "outcomes": {name: int((found.outcome == index).sum()) for index, name in enumerate(OUTCOMES)},
+        "duration_s": found.duration_s,
+        "ttft_s": quantiles(found.ttft_s),
+        "tpot_s": quantiles(found.tpot_s),
+        "targets": {"ttft_s": targets.ttft_s, "tpot_s": targets.tpot_s},
+        "criterion": criterion.value,
+        "attainment": shares.value(criterion.value),
+        "attainment_ttft": shares.ttft,
+        "attainment_tpot": shares.tpot,
+        "is_met": shares.value(criterion.value) >= attainment,
+        "goodput_per_s": goodput,
+        "goodput_per_s_per_gpu": goodput / spec.num_devices,
+        "num_gpus": spec.num_devices,
+        "price_per_hour": spec.price_per_hour,
+        "cached_tokens": int(found.cached_tokens.sum()),
+        "handover_bytes": found.handover_bytes,
+        "workers": [
+            {
+                "name": name,
+                "busy": float(busy_s / found.duration_s) if found.duration_s else 0.0,
+                "num_steps": int(num_steps),
+                "num_preempted": int(num_preempted),
+                "peak_kv": float(peak_kv),
+            }
+            for name, busy_s, num_steps, num_preempted, peak_kv in zip(*_columns(found), strict=True)
+        ],
+        "latency": [
+            {"source": group.latency.source, "fit_error": group.latency.error._asdict()} for group in spec.groups
+        ],
+    }
+
+
+def _columns(found: SimResult) -> tuple[Any, ...]:
+    workers = found.workers
+    return workers.names, workers.busy_s, workers.num_steps, workers.num_preempted, workers.peak_kv
+
+
+def _rows(workload: Workload, found: SimResult) -> list[dict[str, Any]]:
+    """By arrival; null where there is no such time."""
+    names = "start_time", "prompt_len", "output_len", "ttft_s", "tpot_s", "end_s", "wait_s", "cached_tokens"
+    columns = (
+        workload.start_s,
+        workload.prompt_tokens,
+        workload.output_tokens,
+        found.ttft_s,
+        found.tpot_s,
+        found.end_s,
+        found.wait_s,
+        found.cached_tokens,
+    )
+    rows = zip(*(column.tolist() for column in columns), found.outcome.tolist(), strict=True)
+    return [
+        {**{name: _number(value) for name, value in zip(names, row, strict=False)}, "outcome": OUTCOMES[row[-1]]}
+        for row in rows
+    ]
+
+
+def _number(value: float) -> float | None:
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _print(spec: ClusterSpec, summary: dict[str, Any]) -> None:
+    console = Console()
+    table = Table("", "mean", "p50", "p90", "p99", "target", "met by")
+    for name, share in (("ttft", "attainment_ttft"), ("tpot", "attainment_tpot")):
+        target_s = summary["targets"][f"{name}_s"]
+        shown = [_milliseconds(one) for one in summary[f"{name}_s"].values()]
+        table.add_row(name.upper(), *shown, _milliseconds(target_s), f"{summary[share]:.1%}")
+    console.print(table)
+    outcomes = ", ".join(f"{num} {name}" for name, num in summary["outcomes"].items() if num)
+    console.print(f"{summary['num_requests']} requests in {summary['duration_s']:.1f} s: {outcomes}")
+    met = "" if summary["is_met"] else ", which is less than asked for"
+    console.print(f"attainment ({summary['criterion']}) {summary['attainment']:.1%}{met}")
+    per_gpu = summary["goodput_per_s_per_gpu"]
+    console.print(
+        f"goodput {summary['goodput_per_s']:.3g} requests/s on {spec.num_devices} GPUs, {per_gpu:.3g} on each"
+    )
+    busy = np.array([one["busy"] for one in summary["workers"]])
+    console.print(f"workers are busy {busy.min():.0%} to {busy.max():.0%} of the time")
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{1000 * seconds:.1f} ms"

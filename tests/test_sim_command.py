@@ -1,0 +1,87 @@
+"""`halfmoon simulate`: what it prints, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from halfmoon.cli import app
+
+CLUSTER = """
+latency: distserve:opt-13b
+workers:
+  - {role: prefill, max_batch_tokens: 60000}
+  - {role: decode, max_running: 200}
+network: {handover: pull, bytes_per_s: 600e9, latency_s: 0}
+admission: off
+targets: {ttft_s: 0.2, tpot_s: 0.1}
+"""
+
+
+def run(tmp_path: Path, *options: str, cluster: str = CLUSTER, rows: Any = None) -> tuple[int, str, str]:
+    path, workload = tmp_path / "cluster.yaml", tmp_path / "w.json"
+    path.write_text(cluster)
+    default = [{"start_time": 10.0 * number, "prompt_len": 512, "output_len": 64} for number in range(5)]
+    workload.write_text(json.dumps(default if rows is None else rows))
+    command = ["simulate", "--cluster", str(path), "--workload", str(workload), *options]
+    done = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, command)
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_json_has_every_request(tmp_path: Path) -> None:
+    code, text, _ = run(tmp_path, "--json")
+    assert code == 0
+    found = json.loads(text)
+    assert found["ttft_s"]["p50"] == pytest.approx(0.0752, abs=5e-5)
+    assert [row["start_time"] for row in found["requests"]] == [0.0, 10.0, 20.0, 30.0, 40.0]
+    assert all(row["ttft_s"] == pytest.approx(0.0752, abs=5e-5) for row in found["requests"])
+    assert found["attainment"] == 1.0
+    assert found["is_met"]
+    assert found["goodput_per_s"] == pytest.approx(5 / 40)
+
+
+def test_a_request_without_a_second_token_has_no_tpot(tmp_path: Path) -> None:
+    _, text, _ = run(tmp_path, "--json", rows=[{"start_time": 0, "prompt_len": 10, "output_len": 1}])
+    assert json.loads(text)["requests"][0]["tpot_s"] is None
+
+
+def test_the_table_says_what_is_missed(tmp_path: Path) -> None:
+    code, text, _ = run(tmp_path, "--ttft", "0.01")
+    assert code == 0
+    assert "attainment (joint) 0.0%, which is less than asked for" in text
+
+
+def test_marginal_takes_each_target_for_itself(tmp_path: Path) -> None:
+    _, text, _ = run(tmp_path, "--ttft", "0.01", "--criterion", "marginal", "--json")
+    found = json.loads(text)
+    assert (found["attainment_ttft"], found["attainment_tpot"], found["attainment"]) == (0.0, 1.0, 0.0)
+
+
+def test_drawn_workloads_repeat_with_their_seed(tmp_path: Path) -> None:
+    options = ["--workload", "chat", "--rate", "1", "--requests", "50", "--json", "--seed"]
+    texts = [run(tmp_path, *options, seed)[1] for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "cluster", "says"),
+    [
+        (["--workload", "chat"], CLUSTER, "needs --rate"),
+        (["--workload", "nonsense"], CLUSTER, "known are chat"),
+        (["--latency", "roofline:opt-13b@v100"], CLUSTER, "known are a100-80g"),
+        ([], CLUSTER.replace("latency: distserve:opt-13b", ""), "give --latency"),
+        ([], CLUSTER + "colour: red", "unknown field 'colour': known are admission"),
+        ([], CLUSTER.replace("handover: pull", "handover: throw"), "network.handover"),
+        ([], CLUSTER.replace("role: decode", "role: prefill"), "workers that decode"),
+        ([], CLUSTER.replace("role: decode", "role: baker"), "workers.1.role"),
+        ([], "]", "cannot be read"),
+    ],
+)
+def test_bad_input_is_explained(tmp_path: Path, options: list[str], cluster: str, says: str) -> None:
+    code, _, error = run(tmp_path, *options, cluster=cluster)
+    assert code == 2
+    assert says in " ".join(error.replace("│", " ").split())
