@@ -38,9 +38,8 @@ class Ledger:
 
     def record(self, row: RequestRow) -> bool:
         """Accepts a row to write later. False, and counted as lost, when too many are waiting."""
-        values = row.as_dict() | {"gateway_id": self._gateway_id}
-        del values["id"]
-        return self.rows.put(values)
+        values = {name: _storable(value) for name, value in row.as_dict().items() if name != "id"}
+        return self.rows.put(values | {"gateway_id": self._gateway_id})
 
     async def recent(self, limit: int) -> list[RequestRow]:
         """The newest written rows, newest first. Raises Unavailable when the database does not answer."""
@@ -58,6 +57,13 @@ class Ledger:
             await session.execute(insert(RequestRow), list(rows))
 
         await self._database.run(work, deadline_s=None)
+
+
+def _storable(value: Any) -> Any:
+    """A client's words may hold what no database takes: zero bytes, halves of surrogate pairs."""
+    if not isinstance(value, str):
+        return value
+    return value.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 @asynccontextmanager

@@ -83,6 +83,11 @@ class ClassTable:
         _check(sum(one.reserved for one in self.classes) <= 1, "reserved", "must not add up to more than 1")
         self._default = next((one for one in self.classes if one.name == DEFAULT_CLASS), NO_PROMISES)
 
+    @property
+    def priorities(self) -> set[int]:
+        """Of all classes, and of requests that are of none."""
+        return {one.priority for one in self.classes} | {self._default.priority}
+
     def of(self, caller: Caller) -> QosClass:
         """The class of a request. Where no rule holds it is the one named default, else one that promises nothing."""
         for one in self.classes:

@@ -38,7 +38,7 @@ class Feedback:
         """One ended request: its TTFT and its mean TBT, None for one token."""
         for kind, measured_s, target_s in (("ttft", ttft_s, qos.ttft_s), ("tbt", tbt_s, qos.tbt_s)):
             if measured_s is not None and target_s is not None:
-                self._scales.setdefault((qos.name, kind), _Scale()).add(measured_s / target_s, now_s)
+                self._scales.setdefault((qos.name, kind), _Scale()).add(measured_s, now_s)
 
     def targets(self, qos: QosClass, now_s: float) -> Targets:
         """The class's targets as admission should see them now: at most its own, at least half of them."""
@@ -48,33 +48,36 @@ class Feedback:
 
     def _scaled(self, name: str, kind: str, target_s: float | None, now_s: float) -> float | None:
         scale = self._scales.get((name, kind))
-        return target_s if target_s is None or scale is None else target_s * scale.value(now_s)
+        return target_s if target_s is None or scale is None else target_s * scale.value(target_s, now_s)
 
 
 class _Scale:
-    """Owns measured / target of one class and kind, and the factor that follows from them."""
+    """Owns what was measured of one class and kind, and the factor that follows from it. A new target begins at 1."""
 
     def __init__(self) -> None:
-        self._ratios: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)  # when, ratio
+        self._measured: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)  # when, seconds
+        self._target_s = 0.0
         self._value = 1.0
         self._adjusted_s = -np.inf
 
-    def add(self, ratio: float, now_s: float) -> None:
-        self._ratios.append((now_s, ratio))
+    def add(self, measured_s: float, now_s: float) -> None:
+        self._measured.append((now_s, measured_s))
 
-    def value(self, now_s: float) -> float:
+    def value(self, target_s: float, now_s: float) -> float:
+        if target_s != self._target_s:
+            self._target_s, self._value = target_s, 1.0
         if now_s - self._adjusted_s >= _INTERVAL_S:
             self._adjusted_s = now_s
             self._adjust(now_s)
         return self._value
 
     def _adjust(self, now_s: float) -> None:
-        while self._ratios and now_s - self._ratios[0][0] > _WINDOW_S:
-            self._ratios.popleft()
-        if len(self._ratios) < _MIN_SAMPLES:
+        while self._measured and now_s - self._measured[0][0] > _WINDOW_S:
+            self._measured.popleft()
+        if len(self._measured) < _MIN_SAMPLES:
             self._value = min(1.0, self._value * _RELAX)  # where nobody is let in nothing is measured
             return
-        high = float(np.quantile([ratio for _, ratio in self._ratios], _QUANTILE))
+        high = float(np.quantile([seconds for _, seconds in self._measured], _QUANTILE)) / self._target_s
         if high > _NEAR:
             self._value = max(_LEAST, self._value * _TIGHTEN)
         elif high < _FAR:

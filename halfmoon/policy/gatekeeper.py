@@ -22,9 +22,9 @@ from halfmoon.policy.overheads import Overhead
 from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules, place
 from halfmoon.policy.prefill_forecast import PrefillForecast
 from halfmoon.policy.reservations import Reservations
+from halfmoon.policy.shedding import Shedding
 
 _PROBE_S = 10.0  # an idle cluster refuses everybody for so long; then one request shows whether it is right to
-_SHED_S = 5.0  # how long lower classes stay outside after one above them was refused
 _PRECISION_FACTOR = 0.5  # of the bytes of KV that are fetched, at the lower precision
 
 
@@ -71,7 +71,7 @@ class Gatekeeper:
         self._feedback = Feedback()
         self._running: dict[str, _Running] = {}
         self._idle_refusal_s: float | None = None  # the first one since somebody ran, or was let in to see
-        self._shed: tuple[int, float] | None = None  # classes below this priority, until when
+        self._shedding = Shedding()
 
     def decide(
         self,
@@ -97,7 +97,7 @@ class Gatekeeper:
         if reason is not None and self._is_probe(now_s):
             return plain
         if "shed_lowest_class" in qos.degradation:
-            self._shed = (qos.priority, now_s + _SHED_S)
+            self._shedding.shed(qos.priority, self.classes.priorities, now_s)
         if reason is None:
             message = f"class {qos.name} has used its share of the cluster, and others need theirs"
             raise Refused(qos.name, "reservation", message, judged, 0.0)
@@ -217,11 +217,10 @@ class Gatekeeper:
         return replace(placement, tbt_s=step.seconds(batch.sum() / num_workers + 1, mean_context))
 
     def _check_not_shed(self, found: Admitted, now_s: float) -> None:
-        if self._shed is None or now_s >= self._shed[1]:
-            self._shed = None
-        elif found.qos.priority > self._shed[0]:
+        left_s = self._shedding.left_s(found.qos.priority, now_s)
+        if left_s > 0:
             message = f"class {found.qos.name} waits while classes before it cannot be served"
-            raise Refused(found.qos.name, "shed", message, found.placement, self._shed[1] - now_s)
+            raise Refused(found.qos.name, "shed", message, found.placement, left_s)
 
     def _has_share(self, view: ClusterView, request: PlacementRequest, found: Admitted, now_s: float) -> bool:
         num_tokens = request.num_prompt_tokens + round(found.num_output)

@@ -53,6 +53,13 @@ async def test_a_row_that_the_database_refuses_is_lost_alone(ledger_url: str) ->
         assert [one.request_id for one in await again.recent(9)] == ["r7", "r4", "r3", "r1", "r0"]
 
 
+async def test_what_no_database_takes_is_replaced(ledger_url: str) -> None:
+    async with open_ledger(ledger_url) as ledger:
+        ledger.record(row(1, error="a\0b \ud800"))
+    async with open_ledger(ledger_url) as again:
+        assert [one.error for one in await again.recent(9)] == ["a\N{REPLACEMENT CHARACTER}b ?"]
+
+
 async def test_rows_survive_a_block_that_fails(ledger_url: str) -> None:
     async def fail() -> None:
         async with open_ledger(ledger_url) as ledger:

@@ -129,15 +129,21 @@ def test_a_share_that_is_used_up() -> None:
 
 def test_lower_classes_wait_while_one_above_cannot_be_served() -> None:
     gold = QosClass("gold", 0, ttft_s=2.0, degradation=("shed_lowest_class",))
-    gate, view = keeper(), ClusterView((replace(P, prefill_free_s=10.0), D))
-    low = QosClass("low", 5)
-    gate.decide(view, REQUEST, low, 0.0)
+    low, lower = QosClass("low", 5), QosClass("lower", 9)
+    gate, view = keeper("predicted", gold, low, lower), ClusterView((replace(P, prefill_free_s=10.0), D))
+    gate.decide(view, REQUEST, lower, 0.0)
     with pytest.raises(Refused):
         gate.decide(view, REQUEST, gold, 0.0)
     with pytest.raises(Refused) as caught:
-        gate.decide(view, REQUEST, low, 1.0)
+        gate.decide(view, REQUEST, lower, 1.0)
     assert (caught.value.reason, caught.value.retry_after_ms) == ("shed", 4000)
-    gate.decide(view, REQUEST, low, 5.0)
+    gate.decide(view, REQUEST, low, 1.0)  # only the lowest, as long as that may be enough
+    with pytest.raises(Refused, match="first token"):
+        gate.decide(view, REQUEST, gold, 2.0)
+    with pytest.raises(Refused, match="waits while"):
+        gate.decide(view, REQUEST, low, 2.0)
+    gate.decide(view, REQUEST, low, 7.0)
+    gate.decide(view, REQUEST, lower, 7.0)
 
 
 def test_a_request_that_moved_counts_where_it_is() -> None:

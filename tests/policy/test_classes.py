@@ -117,6 +117,15 @@ def test_fast_requests_loosen_what_was_tightened() -> None:
     assert feedback.targets(tight, 83.0).tbt_s == 0.1
 
 
+def test_a_new_target_is_not_tightened_by_what_came_near_the_old_one() -> None:
+    feedback, tight = Feedback(), QosClass("tight", ttft_s=1.0)
+    for _ in range(30):
+        feedback.add(tight, 1.2, None, 0.0)
+    assert [feedback.targets(tight, now_s).ttft_s for now_s in (0.0, 1.0)] == pytest.approx([0.9, 0.81])
+    assert feedback.targets(QosClass("tight", ttft_s=2.0), 2.0).ttft_s == 2.0
+    assert feedback.targets(QosClass("tight", ttft_s=1.3), 3.0).ttft_s == pytest.approx(0.9 * 1.3)  # near again
+
+
 def test_output_lengths() -> None:
     lengths = OutputLengths(window=16)
     assert lengths.predict("a", 100, 50) == 50
