@@ -341,6 +341,59 @@ class BlockPlace(_message.Message):
 Global___BlockPlace: _TypeAlias = BlockPlace  # noqa: Y015
 
 @_typing.final
+class ReplicateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """host:port of the store that has them"""
+    tenant_salt: _builtins.bytes
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """of a prompt, from its first block on"""
+
+    @_builtins.property
+    def layout(self) -> _types_pb2.KVLayout: ...
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        tenant_salt: _builtins.bytes = ...,
+        layout: _types_pb2.KVLayout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "layout", b"layout", "source", b"source", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicateRequest: _TypeAlias = ReplicateRequest  # noqa: Y015
+
+@_typing.final
+class ReplicateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_COMING_FIELD_NUMBER: _builtins.int
+    num_coming: _builtins.int
+    """that are not here yet; fewer may arrive"""
+    def __init__(
+        self,
+        *,
+        num_coming: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_coming", b"num_coming"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicateResponse: _TypeAlias = ReplicateResponse  # noqa: Y015
+
+@_typing.final
 class DeleteRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -414,6 +467,10 @@ class StatsResponse(_message.Message):
     NUM_EXPIRED_TOTAL_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    NUM_REPLICAS_FIELD_NUMBER: _builtins.int
+    NUM_REPLICATED_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_UNREPLICATED_TOTAL_FIELD_NUMBER: _builtins.int
+    NUM_COOLED_TOTAL_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """in DRAM; blocks still arriving are not counted"""
     used_bytes: _builtins.int
@@ -435,6 +492,14 @@ class StatsResponse(_message.Message):
     num_expired_total: _builtins.int
     sequence: _builtins.int
     """of the last event"""
+    num_replicas: _builtins.int
+    """blocks that are copies of another store's"""
+    num_replicated_total: _builtins.int
+    """such copies made"""
+    num_unreplicated_total: _builtins.int
+    """asked for, and not copied"""
+    num_cooled_total: _builtins.int
+    """copies dropped because nobody used them"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStats]:
         """those that there are"""
@@ -454,10 +519,14 @@ class StatsResponse(_message.Message):
         num_expired_total: _builtins.int = ...,
         sequence: _builtins.int = ...,
         tiers: _abc.Iterable[Global___TierStats] | None = ...,
+        num_replicas: _builtins.int = ...,
+        num_replicated_total: _builtins.int = ...,
+        num_unreplicated_total: _builtins.int = ...,
+        num_cooled_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_blocks", b"num_blocks", "num_corrupted_total", b"num_corrupted_total", "num_evicted_total", b"num_evicted_total", "num_expired_total", b"num_expired_total", "num_hits_total", b"num_hits_total", "num_misses_total", b"num_misses_total", "num_stored_total", b"num_stored_total", "reserved_bytes", b"reserved_bytes", "sequence", b"sequence", "tiers", b"tiers", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_blocks", b"num_blocks", "num_cooled_total", b"num_cooled_total", "num_corrupted_total", b"num_corrupted_total", "num_evicted_total", b"num_evicted_total", "num_expired_total", b"num_expired_total", "num_hits_total", b"num_hits_total", "num_misses_total", b"num_misses_total", "num_replicas", b"num_replicas", "num_replicated_total", b"num_replicated_total", "num_stored_total", b"num_stored_total", "num_unreplicated_total", b"num_unreplicated_total", "reserved_bytes", b"reserved_bytes", "sequence", b"sequence", "tiers", b"tiers", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

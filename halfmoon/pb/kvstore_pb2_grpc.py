@@ -47,6 +47,11 @@ class KVStoreStub:
                 request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.PrefetchRequest.SerializeToString,
                 response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.PrefetchResponse.FromString,
                 _registered_method=True)
+        self.Replicate = channel.unary_unary(
+                '/halfmoon.KVStore/Replicate',
+                request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.ReplicateRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.ReplicateResponse.FromString,
+                _registered_method=True)
         self.Borrow = channel.stream_stream(
                 '/halfmoon.KVStore/Borrow',
                 request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.BorrowRequest.SerializeToString,
@@ -84,6 +89,14 @@ class KVStoreServicer:
 
     def Prefetch(self, request, context):
         """Begins to bring leading blocks to DRAM; returns at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Replicate(self, request, context):
+        """Has leading blocks copied here from another store, behind the call. Copies that nobody uses for a while are dropped.
+        RESOURCE_EXHAUSTED if enough is to be copied already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,6 +141,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Prefetch,
                     request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.PrefetchRequest.FromString,
                     response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.PrefetchResponse.SerializeToString,
+            ),
+            'Replicate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replicate,
+                    request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.ReplicateRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.ReplicateResponse.SerializeToString,
             ),
             'Borrow': grpc.stream_stream_rpc_method_handler(
                     servicer.Borrow,
@@ -207,6 +225,33 @@ class KVStore:
             '/halfmoon.KVStore/Prefetch',
             halfmoon_dot_pb_dot_kvstore__pb2.PrefetchRequest.SerializeToString,
             halfmoon_dot_pb_dot_kvstore__pb2.PrefetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replicate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/halfmoon.KVStore/Replicate',
+            halfmoon_dot_pb_dot_kvstore__pb2.ReplicateRequest.SerializeToString,
+            halfmoon_dot_pb_dot_kvstore__pb2.ReplicateResponse.FromString,
             options,
             channel_credentials,
             insecure,

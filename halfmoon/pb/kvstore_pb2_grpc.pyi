@@ -40,6 +40,10 @@ class KVStoreStub:
     """How many leading keys of the chain are here: a prefix is only worth its first gap."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PrefetchRequest, _kvstore_pb2.PrefetchResponse]
     """Begins to bring leading blocks to DRAM; returns at once."""
+    Replicate: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReplicateRequest, _kvstore_pb2.ReplicateResponse]
+    """Has leading blocks copied here from another store, behind the call. Copies that nobody uses for a while are dropped.
+    RESOURCE_EXHAUSTED if enough is to be copied already.
+    """
     Borrow: _grpc.StreamStreamMultiCallable[_kvstore_pb2.BorrowRequest, _kvstore_pb2.BorrowResponse]
     """For readers on the store's host: where blocks lie in its memory. The blocks stay as they are while the call lasts:
     the reader ends its side when it is done, and what it has read is right if the store's last message follows.
@@ -61,6 +65,10 @@ class KVStoreAsyncStub(KVStoreStub):
     """How many leading keys of the chain are here: a prefix is only worth its first gap."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PrefetchRequest, _kvstore_pb2.PrefetchResponse]  # type: ignore[assignment]
     """Begins to bring leading blocks to DRAM; returns at once."""
+    Replicate: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReplicateRequest, _kvstore_pb2.ReplicateResponse]  # type: ignore[assignment]
+    """Has leading blocks copied here from another store, behind the call. Copies that nobody uses for a while are dropped.
+    RESOURCE_EXHAUSTED if enough is to be copied already.
+    """
     Borrow: _aio.StreamStreamMultiCallable[_kvstore_pb2.BorrowRequest, _kvstore_pb2.BorrowResponse]  # type: ignore[assignment]
     """For readers on the store's host: where blocks lie in its memory. The blocks stay as they are while the call lasts:
     the reader ends its side when it is done, and what it has read is right if the store's last message follows.
@@ -91,6 +99,16 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.PrefetchResponse, _abc.Awaitable[_kvstore_pb2.PrefetchResponse]]:
         """Begins to bring leading blocks to DRAM; returns at once."""
+
+    @_abc_1.abstractmethod
+    def Replicate(
+        self,
+        request: _kvstore_pb2.ReplicateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.ReplicateResponse, _abc.Awaitable[_kvstore_pb2.ReplicateResponse]]:
+        """Has leading blocks copied here from another store, behind the call. Copies that nobody uses for a while are dropped.
+        RESOURCE_EXHAUSTED if enough is to be copied already.
+        """
 
     @_abc_1.abstractmethod
     def Borrow(

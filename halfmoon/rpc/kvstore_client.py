@@ -105,6 +105,16 @@ class KVStoreClient:
         request = kvstore_pb2.PrefetchRequest(keys=keys, tenant_salt=self._salt)
         return int((await self._peer.call(self._stub.Prefetch, request, deadline_s=deadline_s)).num_coming)
 
+    async def replicate(self, source: str, keys: Sequence[bytes], layout: KVLayout, *, deadline_s: float) -> int:
+        """Has this store copy a prompt's blocks from the store at `source`, behind the call; gives how many it lacks.
+
+        Raises NoCapacity if it has enough to copy.
+        """
+        request = kvstore_pb2.ReplicateRequest(
+            source=source, keys=keys, tenant_salt=self._salt, layout=layout_message(layout)
+        )
+        return int((await self._peer.call(self._stub.Replicate, request, deadline_s=deadline_s)).num_coming)
+
     async def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         """Forgets blocks and those that follow them; gives how many."""
         request = kvstore_pb2.DeleteRequest(keys=keys, tenant_salt=self._salt)

@@ -20,6 +20,7 @@ from services.kvstore.cold import ColdClient, ColdTier
 from services.kvstore.disk import DiskTier
 from services.kvstore.lending import Lender
 from services.kvstore.pool import Pool
+from services.kvstore.replication import Replicator
 from services.kvstore.servicer import KVStoreAdminServicer, KVStoreServicer
 from services.kvstore.settings import KVStoreSettings
 
@@ -49,8 +50,9 @@ async def running_store(settings: KVStoreSettings) -> AsyncIterator[Store]:
         pool = Pool(memory, options, disk, cold)
         name = None if segment is None else f"{host_id()}/{segment.name}"
         lender = Lender(pool, settings.lease_s, name)
-        control, admin = KVStoreServicer(pool, lender), KVStoreAdminServicer(pool)
-        async with pool.running():
+        replicator = Replicator(pool)
+        control, admin = KVStoreServicer(pool, lender, replicator), KVStoreAdminServicer(pool)
+        async with pool.running(replicator.run()):
             yield Store(
                 pool,
                 (

@@ -18,6 +18,9 @@ class Counts:
     num_misses: int = 0  # reads of what no tier could give
     num_stored: int = 0  # blocks that became whole
     num_expired: int = 0
+    num_replicated: int = 0  # blocks copied from another store
+    num_unreplicated: int = 0  # asked for, and not copied
+    num_cooled: int = 0  # such copies that nobody used, dropped
     by_tier: dict[Tier, Counter[TierCount]] = field(default_factory=lambda: {tier: Counter() for tier in Tier})
 
     def add(self, tier: Tier, what: TierCount, num: int = 1) -> None:

@@ -18,6 +18,9 @@ _COUNTERS = {
     "misses": "Reads of what no tier could give",
     "stored": "Blocks that became whole",
     "expired": "Blocks whose time was over",
+    "replicated": "Blocks copied from another store",
+    "unreplicated": "Blocks that were to be copied from another store and were not",
+    "cooled": "Copies of another store's blocks that were dropped because nobody used them",
 }
 _TIER_GAUGES = {
     "num_blocks": "Whole blocks held",
@@ -48,6 +51,7 @@ class KVStoreMetrics(Collector):
         """The store's figures now; called from the metrics server's thread, which only reads numbers."""
         stats = stats_message(self._pool)
         yield GaugeMetricFamily(f"{_PREFIX}reserved_bytes", "Bytes of blocks still arriving", stats.reserved_bytes)
+        yield GaugeMetricFamily(f"{_PREFIX}replicas", "Blocks that are copies of another store's", stats.num_replicas)
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"{_PREFIX}{name}_total", text, getattr(stats, f"num_{name}_total"))
         for name, text in _TIER_GAUGES.items():

@@ -25,4 +25,5 @@ class PoolOptions:
     sweep_s: float = 1.0  # between looks for what has expired or is to be deleted
     cold_list_s: float = 60.0  # between lists of the cold tier, which others may fill, too; also a list's time limit
     retry_pause_s: float = 1.0  # how long a tier that failed is left alone at first
+    replica_cool_s: float = 300.0  # a copy of another store's block is dropped when nobody used it for so long
     drain_s: float = 2.0  # how long the end waits for what is still to be copied down

@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, NoCapacity, NotFound
 from halfmoon.rpc.breaker import CircuitBreaker
@@ -29,6 +30,7 @@ from services.kvstore.identity import BlockMeta
 from services.kvstore.loading import Loader
 from services.kvstore.options import PoolOptions
 from services.kvstore.record import Record
+from services.kvstore.replica_marks import ReplicaMarks
 from services.kvstore.residual import codec_for, left_behind
 from services.kvstore.upkeep import Upkeep
 
@@ -69,23 +71,24 @@ class Pool:
         self.disk = disk
         self.cold = cold
         self.events = EventLog(lambda: [(entry.meta.id, tuple(sorted(entry.tiers))) for entry in self.catalog])
+        self.replicas = ReplicaMarks()
         self._now_s = now_s
         self._disk_breaker = CircuitBreaker(1, self.options.retry_pause_s)
         self._loader = Loader(
             self.catalog, self.dram, self.options.dram_codec, disk, self._disk_breaker, cold, self.counts
         )
         self._copies = Copies(self.options, self.catalog, self.dram, disk, self._disk_breaker, cold, self.counts)
-        self._upkeep = Upkeep(self.options, self.catalog, disk, cold, self.counts, now_s)
+        self._upkeep = Upkeep(self.options, self.catalog, self.replicas, disk, cold, self.counts, now_s)
         if disk is not None:
             self._recover(disk)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Pool]:
-        """Copies, sweeps and lists in the background meanwhile; then closes the slower tiers."""
+    async def running(self, *beside: Coroutine[Any, Any, None]) -> AsyncIterator[Pool]:
+        """Copies, sweeps and lists in the background meanwhile, and `beside`; then closes the slower tiers."""
         work: list[asyncio.Task[None]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                work += [tasks.create_task(copying) for copying in self._copies.work()]
+                work += [tasks.create_task(one) for one in (*self._copies.work(), *beside)]
                 work.append(tasks.create_task(self._upkeep.sweep()))
                 if self.cold is not None:
                     work.append(tasks.create_task(self._upkeep.list_cold(self.cold)))
@@ -130,14 +133,26 @@ class Pool:
 
     async def commit(self, draft: Draft) -> None:
         """Makes a block visible, whose every byte was written, and has it copied down behind the caller."""
+        await self._enter(draft)
+        self.replicas.unmark(draft.meta.id)
+        self.counts.num_stored += 1
+        self._copies.enqueue(draft.meta)
+
+    async def commit_replica(self, draft: Draft) -> None:
+        """As `commit`, of a copy of what another store has: it goes no further down, and is dropped when it cools."""
+        await self._enter(draft)
+        entry = self.catalog.get(draft.meta.id)
+        assert entry is not None
+        self.replicas.mark(draft.meta.id, entry.usage.num_uses, self._now_s())
+        self.counts.num_replicated += 1
+
+    async def _enter(self, draft: Draft) -> None:
         codec = codec_for(self.options.dram_codec, draft.meta, self.catalog)
         if codec.is_plain:
             self.dram.commit(draft)
         else:
             payload = await asyncio.to_thread(codec.encode, draft.room.view, draft.layout)
             self.dram.commit_encoded(draft, codec, payload)
-        self.counts.num_stored += 1
-        self._copies.enqueue(draft.meta)
         behind = left_behind(self.options.dram_codec, draft.meta, self.catalog)
         if behind is not None:
             await self._encode_anew(behind)

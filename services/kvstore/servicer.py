@@ -7,13 +7,15 @@ from typing import TypeVar
 
 import grpc
 
+from halfmoon.errors import InvalidRequest
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
 from services.kvstore.entry import Tier
 from services.kvstore.events import BlockEvent, EventKind, Snapshot
 from services.kvstore.identity import block_id
 from services.kvstore.lending import Lender
 from services.kvstore.pool import Pool
-from services.kvstore.wire import TIERS, checked_ids, info_message, place_message, tiers_from
+from services.kvstore.replication import Replicator
+from services.kvstore.wire import TIERS, checked_ids, info_message, named_layout, place_message, tiers_from
 
 _PART = 4096  # blocks or events in a message, some 200 KB
 _DEFAULT_LIMIT = 1000
@@ -30,9 +32,10 @@ Item = TypeVar("Item")
 class KVStoreServicer(kvstore_pb2_grpc.KVStoreServicer):
     """Translates between workers and a `Pool`."""
 
-    def __init__(self, pool: Pool, lender: Lender) -> None:
+    def __init__(self, pool: Pool, lender: Lender, replicator: Replicator) -> None:
         self._pool = pool
         self._lender = lender
+        self._replicator = replicator
 
     async def Match(
         self, request: kvstore_pb2.MatchRequest, context: grpc.aio.ServicerContext
@@ -47,6 +50,17 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServicer):
         """See kvstore.proto."""
         num_coming = self._pool.prefetch(_ids(request.keys, request.tenant_salt))
         return kvstore_pb2.PrefetchResponse(num_coming=num_coming)
+
+    async def Replicate(
+        self, request: kvstore_pb2.ReplicateRequest, context: grpc.aio.ServicerContext
+    ) -> kvstore_pb2.ReplicateResponse:
+        """See kvstore.proto."""
+        _ids(request.keys, request.tenant_salt)  # raises for what is none
+        if not request.source:
+            raise InvalidRequest("from where is missing: host:port of a store", param="source")
+        layout = named_layout(request.layout)
+        num_coming = self._replicator.request(request.source, request.keys, request.tenant_salt, layout)
+        return kvstore_pb2.ReplicateResponse(num_coming=num_coming)
 
     async def Borrow(
         self, request_iterator: AsyncIterator[kvstore_pb2.BorrowRequest], context: grpc.aio.ServicerContext
@@ -149,6 +163,10 @@ def stats_message(pool: Pool) -> kvstore_pb2.StatsResponse:
         num_evicted_total=counts.by_tier[Tier.DRAM]["evicted"],
         reserved_bytes=pool.dram.reserved_bytes,
         num_stored_total=counts.num_stored,
+        num_replicas=len(pool.replicas),
+        num_replicated_total=counts.num_replicated,
+        num_unreplicated_total=counts.num_unreplicated,
+        num_cooled_total=counts.num_cooled,
         num_corrupted_total=counts.total("corrupted"),
         num_expired_total=counts.num_expired,
         sequence=pool.events.sequence,

@@ -35,6 +35,9 @@ class KVStoreSettings(BaseSettings):
     disk_codec: str = Field("raw", description="as --dram-codec, for the disk")
     cold_codec: str = Field("raw", description="as --dram-codec, for the cold tier")
     ttl_s: float | None = Field(None, gt=0, description="blocks are forgotten this long after they were stored")
+    replica_cool_s: float = Field(
+        300.0, gt=0, description="a copy of another store's block is dropped when nobody used it for so long"
+    )
     lease_s: float = Field(10.0, gt=0, description="a block on its way in is freed when its sender is silent this long")
     metrics_port: int | None = Field(None, ge=0, le=65535, description="serve Prometheus metrics on this port")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -49,6 +52,7 @@ class KVStoreSettings(BaseSettings):
             disk_codec=EntryCodec.parse(self.disk_codec),
             cold_codec=EntryCodec.parse(self.cold_codec),
             ttl_s=self.ttl_s or math.inf,
+            replica_cool_s=self.replica_cool_s,
         )
 
     def as_logged(self) -> dict[str, object]:

@@ -16,6 +16,7 @@ from services.kvstore.disk import DiskTier
 from services.kvstore.entry import Tier
 from services.kvstore.identity import BlockMeta
 from services.kvstore.options import PoolOptions
+from services.kvstore.replica_marks import ReplicaMarks
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class Upkeep:
         self,
         options: PoolOptions,
         catalog: Catalog,
+        replicas: ReplicaMarks,
         disk: DiskTier | None,
         cold: ColdTier | None,
         counts: Counts,
@@ -34,6 +36,7 @@ class Upkeep:
     ) -> None:
         self._options = options
         self._catalog = catalog
+        self._replicas = replicas
         self._disk = disk
         self._cold = cold
         self._counts = counts
@@ -44,10 +47,16 @@ class Upkeep:
         while True:
             await asyncio.sleep(self._options.sweep_s)
             self._counts.num_expired += self._catalog.expire(self._now_s())
+            self.drop_cooled()
             await self.flush()
             if self._cold is not None:
                 with contextlib.suppress(Unavailable):
                     await self._cold.sweep()
+
+    def drop_cooled(self) -> None:
+        """Copies of other stores' blocks that nobody used, from the ends of prompts, as far as it goes."""
+        while cooled := self._replicas.cooled(self._catalog, self._now_s(), self._options.replica_cool_s):
+            self._counts.num_cooled += sum(self._catalog.drop(block) for block in cooled)
 
     async def flush(self, pins: Sequence[tuple[bytes, bool]] = ()) -> None:
         """Removals and pins to the disk's index; where that fails they wait for its next write."""

@@ -38,6 +38,7 @@ from services.kvstore.identity import block_id
 from services.kvstore.lending import Lender
 from services.kvstore.metrics import KVStoreMetrics
 from services.kvstore.pool import Pool
+from services.kvstore.replication import Replicator
 from services.kvstore.servicer import KVStoreServicer
 
 LAYOUT = KVLayout(2, 2, 4, "float32", 8)
@@ -108,7 +109,7 @@ class Store:
 async def served(budget_bytes: int = 64 << 20, lease_s: float = 30) -> AsyncIterator[Store]:
     pool = Pool(memoryview(bytearray(budget_bytes)))
     metrics = KVStoreMetrics(pool)
-    control = KVStoreServicer(pool, Lender(pool, lease_s, None))
+    control = KVStoreServicer(pool, Lender(pool, lease_s, None), Replicator(pool))
     intake = KVIntake()
     services = (
         lambda server: kvstore_pb2_grpc.add_KVStoreServicer_to_server(control, server),
