@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from halfmoon.engine.attention import store
 from halfmoon.engine.attention_backend import StepAttention
-from halfmoon.engine.offload.staging import Pipeline
+from halfmoon.engine.offload.link import Fetch
+from halfmoon.engine.offload.staging import Pipeline, Staged
 from halfmoon.engine.offload.tiers import TieredKV
 
 # (layer, its inputs [num_tokens, hidden_size]) -> K and V, each [num_tokens, num_kv_heads, head_dim]
@@ -36,7 +38,11 @@ class ColdRows:
 
 
 class OffloadedAttention:
-    """One forward pass. Counts its layers: a model calls `attend` once a layer, in order."""
+    """One forward pass. Counts its layers: a model calls `attend` once a layer, in order.
+
+    `waited_s` and `again_s` are what it has waited for the link and computed again so far, as this thread sees it: on
+    CUDA, which computes behind it, they say nothing.
+    """
 
     def __init__(
         self,
@@ -53,6 +59,8 @@ class OffloadedAttention:
         self._memory = memory
         self._keys_values = keys_values
         self._layer = 0
+        self.waited_s = 0.0
+        self.again_s = 0.0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
         """As `StepAttention.attend`."""
@@ -62,7 +70,7 @@ class OffloadedAttention:
             out[rows] = attention.attend(q[rows], k[rows], v[rows], layer_kv, scale)
         for group in self._groups:
             staged = self._pipeline.take()
-            self._compute_again(group, staged.inputs, staged.kv, staged.inputs_fetch.wait, staged.kv_fetch.wait)
+            self._complete(group, staged)
             rows = group.rows
             out[rows] = group.attention.attend(q[rows], k[rows], v[rows], staged.kv, scale)
             self._keep(group, k, v, layer_kv)
@@ -78,17 +86,23 @@ class OffloadedAttention:
                 rows = x[group.to_host.rows].to(self._memory.inputs.device)
                 self._memory.inputs[self._layer].index_copy_(0, group.to_host.slots, rows)
 
-    def _compute_again(
-        self, group: ColdRows, inputs: Tensor, kv: Tensor, wait_inputs: Callable[[], None], wait_kv: Callable[[], None]
-    ) -> None:
-        wait_inputs()
+    def _complete(self, group: ColdRows, staged: Staged) -> None:
+        """K and V of all tokens before the group's rows are in the buffer after this."""
+        self._wait(staged.inputs_fetch)
         if not group.input_slots.numel():
-            wait_kv()
+            self._wait(staged.kv_fetch)
             return
         assert self._keys_values is not None
-        k, v = self._keys_values(self._layer, inputs)  # while KV still comes
-        wait_kv()
-        store(k, v, kv, group.input_slots)
+        started_s = time.perf_counter()
+        k, v = self._keys_values(self._layer, staged.inputs)  # while KV still comes
+        self.again_s += time.perf_counter() - started_s
+        self._wait(staged.kv_fetch)
+        store(k, v, staged.kv, group.input_slots)
+
+    def _wait(self, fetch: Fetch) -> None:
+        started_s = time.perf_counter()
+        fetch.wait()
+        self.waited_s += time.perf_counter() - started_s
 
     def _keep(self, group: ColdRows, k: Tensor, v: Tensor, layer_kv: Tensor) -> None:
         if group.to_device is not None:

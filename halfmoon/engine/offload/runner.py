@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from halfmoon.policy.offload import Kind, OffloadCosts, Overlap, Split, choose_s
 
 logger = logging.getLogger(__name__)
 
+_NEWEST_SHARE = 0.2  # of the last pass in what is known of the device's speed
 _OVERLAPS: dict[OffloadSchedule, Overlap] = {"latency": "within", "throughput": "across"}
 
 
@@ -174,7 +176,12 @@ class OffloadRunner:
             self._last_kind = split.kind
             logger.info(
                 "offload.chosen",
-                extra={"kind": split.kind, "num_tokens": num_tokens, "num_computed_again": split.num_tokens},
+                extra={
+                    "kind": split.kind,
+                    "num_tokens": num_tokens,
+                    "num_computed_again": split.num_tokens,
+                    "layer_s": split.layer_s,
+                },
             )
         return split
 
@@ -194,7 +201,22 @@ class OffloadRunner:
         batch = self._runner.batch(one.chunks, attention)
         if self._keys_values is not None:
             batch = replace(batch, on_inputs=attention.keep_inputs)
-        return self._runner.forward(batch, watch=watch)
+        started_s = time.perf_counter()
+        logits = self._runner.forward(batch, watch=watch)
+        if self._costs is not None and self._device.type == "cpu":
+            num_again = sum(plan.num_inputs for plan in one.groups)
+            base_s = time.perf_counter() - started_s - attention.waited_s - attention.again_s
+            self._learn(base_s / self._num_layers, attention.again_s / self._num_layers, num_again)
+        return logits
+
+    def _learn(self, base_s: float, again_s: float, num_again: int) -> None:
+        """What a layer of the last pass took: the start's figures are of one token on a device without other work."""
+        costs = self._costs
+        assert costs is not None
+        inputs = costs.inputs
+        if inputs is not None and num_again:
+            inputs = replace(inputs, compute_s=_mixed(inputs.compute_s, again_s / num_again))
+        self._costs = replace(costs, base_s=_mixed(costs.base_s, base_s), inputs=inputs)
 
     def _cold_rows(self, plan: GroupPlan) -> ColdRows:
         return ColdRows(
@@ -225,3 +247,7 @@ class OffloadRunner:
 
     def _used(self, chunk: Chunk) -> Sequence[int]:
         return chunk.blocks[: -(-chunk.end // self._block_tokens)]
+
+
+def _mixed(before_s: float, last_s: float) -> float:
+    return (1 - _NEWEST_SHARE) * before_s + _NEWEST_SHARE * last_s
