@@ -3,29 +3,68 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import streamlit as st
 
-from console import chat_page, cluster_page, requests_page
+from console import cache_page, overview_page, placements_page, slo_page, try_page
+from console.entrance import may_enter
 from console.gateway_api import GatewayApi
-from console.settings import api_key, gateway_url
+from console.settings import api_key, gateway_url, operator_token
 
-PAGES = {"Cluster": cluster_page.render, "Requests": requests_page.render, "Chat": chat_page.render}
+
+class _Page(NamedTuple):
+    render: Callable[[GatewayApi], None]
+    title: str
+    icon: str
+    path: str
+
+
+PAGES = (
+    _Page(overview_page.render, "Overview", ":material/hub:", "overview"),
+    _Page(placements_page.render, "Placements", ":material/alt_route:", "placements"),
+    _Page(cache_page.render, "Cache", ":material/layers:", "cache"),
+    _Page(slo_page.render, "SLO", ":material/speed:", "slo"),
+    _Page(try_page.render, "Try it", ":material/chat:", "try"),
+)
 
 
 def main() -> None:
     """Draws the chosen page; Streamlit runs this again at every interaction."""
     st.set_page_config(page_title="Halfmoon", page_icon="🌓", layout="wide")
+    st.html(_STYLE)
+    st.logo(_LOGO, size="large")
+    if not may_enter(st.get_option("server.address"), operator_token()):
+        return
     try:
-        api = GatewayApi(gateway_url(sys.argv[1:]), api_key())
+        api = GatewayApi(gateway_url(sys.argv[1:]), api_key(), operator_token())
     except ValueError as err:
         st.error(str(err))
         return
-    st.sidebar.title("Halfmoon")
-    page = st.sidebar.radio("Page", list(PAGES), label_visibility="collapsed")
-    st.sidebar.caption(api.url)
-    PAGES[page](api)
+    pages = [
+        st.Page(partial(page.render, api), title=page.title, icon=page.icon, url_path=page.path, default=not number)
+        for number, page in enumerate(PAGES)
+    ]
+    chosen = st.navigation(pages)
+    st.sidebar.caption(f"Gateway  \n{api.url}")
+    chosen.run()
 
+
+# What is being refreshed stays as it is until the new is there, and pages begin further up.
+_STYLE = """<style>
+[data-stale="true"] { opacity: 1 !important; transition: none !important; }
+[data-testid="stMainBlockContainer"] { padding-top: 3.2rem; max-width: 1500px; }
+h1 { font-size: 2rem !important; }
+</style>"""
+
+_LOGO = """
+<svg xmlns="http://www.w3.org/2000/svg" width="150" height="32" viewBox="0 0 150 32">
+<circle cx="16" cy="16" r="12" fill="none" stroke="#8A8F98" stroke-width="1.5"/>
+<path d="M16 4 A12 12 0 0 1 16 28 Z" fill="#0072B2"/>
+<text x="38" y="22" font-family="sans-serif" font-size="18" font-weight="600" fill="#8A8F98">Halfmoon</text></svg>
+"""
 
 if __name__ == "__main__":
     main()

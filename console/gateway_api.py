@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import HTTPError, URLError
+from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 _LOOK_S = 5.0  # the look-ups are instant on a healthy gateway
@@ -19,30 +20,69 @@ class GatewayError(Exception):
 
 
 class GatewayApi:
-    """Knows the gateway's address, and the API key if it needs one. Every method raises GatewayError."""
+    """Knows the gateway's address, and operator token and API key where there are. Every method raises GatewayError."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, operator_token: str | None = None) -> None:
         self.url = url
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._api_key = api_key
+        self._operator_token = operator_token or api_key  # on loopback the API key is enough
 
     def cluster(self) -> dict[str, Any]:
         """The gateway, its model and its workers."""
-        found = self._get("/halfmoon/v1/cluster")
-        if not isinstance(found, dict) or "workers" not in found:
-            raise GatewayError(f"{self.url} answered something that is not a cluster: is it a Halfmoon gateway?")
-        return found
+        return self._object("/halfmoon/v1/cluster", "workers")
 
     def requests(self, limit: int) -> list[dict[str, Any]]:
         """The newest ledger rows, newest first."""
-        found = self._get(f"/halfmoon/v1/requests?limit={limit}")
-        if not isinstance(found, list):
-            raise GatewayError(f"{self.url} answered something that is not a list of requests")
+        return self._list(f"/halfmoon/v1/requests?limit={limit}")
+
+    def request(self, request_id: str) -> dict[str, Any]:
+        """One request: its row, its decision, its timeline."""
+        return self._object(f"/halfmoon/v1/requests/{quote(request_id, safe='')}", "timeline")
+
+    def series(self, minutes: int) -> dict[str, Any]:
+        """Figures over the last minutes."""
+        return self._object(f"/halfmoon/v1/series?minutes={minutes}", "age_s")
+
+    def placements(self, limit: int) -> list[dict[str, Any]]:
+        """The newest decisions, newest first."""
+        return self._list(f"/halfmoon/v1/placements?limit={limit}")
+
+    def cache(self) -> dict[str, Any]:
+        """What is cached where."""
+        return self._object("/halfmoon/v1/cache", "store")
+
+    def classes(self) -> list[dict[str, Any]]:
+        """The QoS classes with their versions."""
+        found: list[dict[str, Any]] = self._object("/halfmoon/v1/classes", "classes")["classes"]
+        return found
+
+    def class_edits(self, limit: int = 50) -> list[dict[str, Any]]:
+        """The newest edits of classes, newest first."""
+        return self._list(f"/halfmoon/v1/class_edits?limit={limit}")
+
+    def put_class(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Saves a class over the version in `body`."""
+        found: dict[str, Any] = self._json(_class_path(name), "PUT", body)
+        return found
+
+    def delete_class(self, name: str, version: int) -> None:
+        """Removes that version of a class."""
+        with self._open(f"{_class_path(name)}?version={version}", _LOOK_S, "DELETE"):
+            return
+
+    def preview_class(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What a class would have done in the last hour."""
+        found: dict[str, Any] = self._json(f"/halfmoon/v1/class_previews/{quote(name, safe='')}", "POST", body)
         return found
 
     def chat(
-        self, model: str, messages: Sequence[Mapping[str, str]], max_tokens: int, temperature: float
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, str]],
+        max_tokens: int,
+        temperature: float,
+        request_id: str = "",
+        headers: Mapping[str, str] | None = None,
     ) -> Iterator[str]:
         """Pieces of the reply as they come."""
         body = {
@@ -52,17 +92,39 @@ class GatewayApi:
             "temperature": temperature,
             "stream": True,
         }
-        with self._open("/v1/chat/completions", _CHAT_SILENCE_S, body) as response:
+        own = {"X-Request-Id": request_id} if request_id else {}
+        with self._open("/v1/chat/completions", _CHAT_SILENCE_S, "POST", body, {**(headers or {}), **own}) as response:
             yield from _deltas(response)
 
-    def _get(self, path: str) -> Any:
-        with self._open(path, _LOOK_S) as response:
+    def _object(self, path: str, member: str) -> dict[str, Any]:
+        found = self._json(path)
+        if not isinstance(found, dict) or member not in found:
+            raise GatewayError(f"{self.url} answered something that is not a {_noun(path)}: is it a Halfmoon gateway?")
+        return found
+
+    def _list(self, path: str) -> list[dict[str, Any]]:
+        found = self._json(path)
+        if not isinstance(found, list):
+            raise GatewayError(f"{self.url} answered something that is not a list of {_noun(path)}")
+        return found
+
+    def _json(self, path: str, method: str = "GET", body: Mapping[str, Any] | None = None) -> Any:
+        with self._open(path, _LOOK_S, method, body) as response:
             return json.load(response)
 
     @contextmanager
-    def _open(self, path: str, timeout_s: float, body: Mapping[str, Any] | None = None) -> Iterator[HTTPResponse]:
+    def _open(
+        self,
+        path: str,
+        timeout_s: float,
+        method: str = "GET",
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Iterator[HTTPResponse]:
         data = None if body is None else json.dumps(body).encode()
-        request = Request(self.url + path, data, self._headers)
+        token = self._operator_token if path.startswith("/halfmoon/") else self._api_key
+        sent = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
+        request = Request(self.url + path, data, {**sent, **(headers or {})}, method=method)
         try:
             with urlopen(request, timeout=timeout_s) as response:
                 yield response
@@ -73,6 +135,14 @@ class GatewayApi:
             raise GatewayError(f"no gateway at {self.url}: {err.reason}") from err
         except (OSError, HTTPException, ValueError) as err:
             raise GatewayError(f"the gateway at {self.url} broke off: {err or type(err).__name__}") from err
+
+
+def _class_path(name: str) -> str:
+    return f"/halfmoon/v1/classes/{quote(name, safe='')}"
+
+
+def _noun(path: str) -> str:
+    return path.partition("?")[0].split("/")[3].replace("_", " ")
 
 
 def _deltas(lines: Iterator[bytes] | HTTPResponse) -> Iterator[str]:

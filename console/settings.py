@@ -1,4 +1,4 @@
-"""Where the console finds its gateway: `--gateway`, HALFMOON_CONSOLE_GATEWAY_URL, or this machine; and its API key."""
+"""Where the console finds its gateway: `--gateway`, HALFMOON_CONSOLE_GATEWAY_URL, or this machine; and its keys."""
 
 from __future__ import annotations
 
@@ -28,3 +28,8 @@ def gateway_url(arguments: Sequence[str], environment: Mapping[str, str] = os.en
 def api_key(environment: Mapping[str, str] = os.environ) -> str | None:
     """HALFMOON_CONSOLE_API_KEY: from the environment alone, a command line is seen by all."""
     return environment.get("HALFMOON_CONSOLE_API_KEY") or None
+
+
+def operator_token(environment: Mapping[str, str] = os.environ) -> str | None:
+    """HALFMOON_CONSOLE_OPERATOR_TOKEN: the gateway's; beyond loopback the console asks its visitors for it, too."""
+    return environment.get("HALFMOON_CONSOLE_OPERATOR_TOKEN") or None

@@ -85,7 +85,10 @@ class ConsoleEndpoints:
             for member in membership.members()
         ]
         prefixes = self._observations.prefixes.hottest(limit, self._cluster.clock())
-        return web.json_response({"workers": workers, "prefixes": prefixes, "store": await self._store.shown()})
+        layout = membership.kv_layout
+        block_bytes = layout and layout.block_bytes  # as a worker has it
+        store = await self._store.shown()
+        return web.json_response({"workers": workers, "block_bytes": block_bytes, "prefixes": prefixes, "store": store})
 
     async def class_edits(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/class_edits?limit=50: what was edited, newest first. Raises Unavailable."""

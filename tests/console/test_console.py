@@ -1,187 +1,146 @@
-"""The console's pages against a small fake gateway."""
+"""The console's pages against a fake gateway."""
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 testing = pytest.importorskip("streamlit.testing.v1")
 
-from console.cluster_page import used_share  # noqa: E402
 from console.gateway_api import GatewayApi, GatewayError  # noqa: E402
-from console.requests_page import median  # noqa: E402
-from console.settings import DEFAULT_GATEWAY_URL, api_key, gateway_url  # noqa: E402
+from console.settings import DEFAULT_GATEWAY_URL, api_key, gateway_url, operator_token  # noqa: E402
 
-APP = Path(__file__).parents[2] / "console" / "app.py"
-LOAD = {
-    "num_running": 2,
-    "num_waiting": 1,
-    "num_reserved": 0,
-    "num_held": 0,
-    "free_blocks": 75,
-    "draining": False,
-    "num_prefill_tokens_total": 1000,
-    "num_output_tokens_total": 50,
-    "waiting_prefill_tokens": 9,
-}
-WORKER = {
-    "worker_id": "prefill-1",
-    "role": "prefill",
-    "address": "127.0.0.1:7001",
-    "device": "cpu",
-    "model": "demo",
-    "pid": 42,
-    "version": "0.1.0",
-    "age_s": 0.4,
-    "load": LOAD,
-    "total_blocks": 100,
-}
-CLUSTER = {
-    "gateway_id": "gw-1",
-    "model": "demo",
-    "served_model": "SmolLM2-135M",
-    "context_tokens": 2048,
-    "uptime_s": 12.5,
-    "missing": [],
-    "workers": [WORKER, WORKER | {"worker_id": "decode-1", "role": "decode", "load": LOAD | {"draining": True}}],
-}
-ROWS = [
-    {
-        "request_id": f"r-{ttft_s}",
-        "created_at": "2025-01-01T00:00:00Z",
-        "status": "ok",
-        "prompt_tokens": 10,
-        "output_tokens": 5,
-        "ttft_s": ttft_s,
-        "mean_tbt_s": 0.02,
-        "e2e_s": 0.5,
-        "prefill_worker": "prefill-1",
-        "decode_worker": "decode-1",
-        "error": None,
-    }
-    for ttft_s in (0.1, 0.3, None)
-]
+from .fake_gateway import CACHE, CLUSTER, GOLD, SERIES, WORKER, FakeGateway, running_fake_gateway  # noqa: E402
+
+PAGES = ("overview", "placements", "cache", "slo", "try")
 
 
-class FakeGateway:
-    """Answers with what it is told, by path, and remembers what it was sent."""
+def one_page(page: str, url: str) -> None:
+    """What AppTest runs: a page of the console."""
+    from importlib import import_module
 
-    def __init__(self) -> None:
-        self.answers: dict[str, tuple[int, Any]] = {
-            "/halfmoon/v1/cluster": (200, CLUSTER),
-            "/halfmoon/v1/requests": (200, ROWS),
-            "/v1/chat/completions": (200, [{"choices": [{"delta": {"content": t}}]} for t in ("Hel", "lo")]),
-        }
-        self.asked: list[str] = []
-        self.keys: list[str | None] = []
-        self.bodies: list[dict[str, Any]] = []
-        self.closes_early = False
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+    from console.gateway_api import GatewayApi
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        gateway = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                gateway.asked.append(self.path)
-                gateway.keys.append(self.headers["Authorization"])
-                status, answer = gateway.answers[self.path.partition("?")[0]]
-                self._send(status, json.dumps(answer).encode())
-
-            def do_POST(self) -> None:
-                gateway.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                status, events = gateway.answers[self.path]
-                if status != 200:
-                    self._send(status, json.dumps(events).encode())
-                    return
-                lines = [f"data: {json.dumps(event)}\n\n" for event in events]
-                lines += [] if gateway.closes_early else ["data: [DONE]\n\n"]
-                self._send(200, "".join(lines).encode())
-
-            def _send(self, status: int, data: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        return Handler
+    import_module(f"console.{page}_page").render(GatewayApi(url))
 
 
 @pytest.fixture
 def gateway() -> Iterator[FakeGateway]:
-    fake = FakeGateway()
-    thread = threading.Thread(target=fake.server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield fake
-    fake.server.shutdown()
-    thread.join()
-    fake.server.server_close()
+    with running_fake_gateway() as fake:
+        yield fake
 
 
-@pytest.fixture
-def app(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("sys.argv", ["app.py", "--gateway", gateway.url])
-    return testing.AppTest.from_file(str(APP), default_timeout=60)
-
-
-def open_page(app: Any, page: str) -> Any:
-    shown = app.run()
-    if page != "Cluster":
-        shown = shown.sidebar.radio[0].set_value(page).run()
-    assert not shown.exception
+def open_page(page: str, url: str) -> Any:
+    shown = testing.AppTest.from_function(one_page, kwargs={"page": page, "url": url}, default_timeout=60).run()
+    assert not shown.exception, shown.exception
     return shown
 
 
-def test_the_cluster_page_shows_workers_and_block_use(app: Any) -> None:
-    shown = open_page(app, "Cluster")
-    assert {metric.label: metric.value for metric in shown.metric} == {
-        "Model": "SmolLM2-135M",
-        "Workers": "2",
-        "Running": "4",
-        "Waiting": "2",
-    }
+def test_the_overview_shows_figures_workers_and_the_map(gateway: FakeGateway) -> None:
+    shown = open_page("overview", gateway.url)
+    figures = {metric.label: metric.value for metric in shown.metric}
+    assert figures == {
+        "Requests/s": "2", "Output tokens/s": "10", "TTFT p50": "100 ms", "TBT p50": "10 ms", "In time": "80.0 %",
+        "KV in use": "25.0 %",
+    }  # fmt: skip
     table = shown.dataframe[0].value
     assert list(table["worker"]) == ["prefill-1", "decode-1"]
     assert list(table["state"]) == ["serving", "draining"]
-    assert list(table["blocks used"]) == [0.25, 0.25]
+    assert list(table["KV in use"]) == [0.25, 0.25]
+    assert 'data-worker="decode-1" data-standing="draining"' in next(
+        one.value for one in shown.markdown if "<svg" in one.value
+    )
 
 
-def test_an_empty_cluster_says_what_is_missing(app: Any, gateway: FakeGateway) -> None:
-    gateway.answers["/halfmoon/v1/cluster"] = (200, CLUSTER | {"workers": [], "missing": ["prefill", "decode"]})
-    shown = open_page(app, "Cluster")
-    assert "no prefill and no decode worker" in shown.warning[0].value
+def test_an_empty_cluster_says_what_is_missing(gateway: FakeGateway) -> None:
+    gateway.answers["/halfmoon/v1/cluster"] = (200, CLUSTER | {"workers": [], "missing": ["prefill worker"]})
+    gateway.answers["/halfmoon/v1/series"] = (200, SERIES | {"age_s": []})
+    shown = open_page("overview", gateway.url)
+    assert "there is no prefill worker" in shown.warning[0].value
+    said = " ".join(one.value for one in shown.markdown)
+    assert "No worker has joined" in said
+    assert "Nothing to draw yet" in said
     assert not shown.dataframe
 
 
-def test_the_requests_page_shows_times(app: Any, gateway: FakeGateway) -> None:
-    shown = open_page(app, "Requests")
-    assert {metric.label: metric.value for metric in shown.metric} == {
-        "Requests": "3",
-        "Median TTFT": "200.0 ms",
-        "Median of mean TBT": "20.0 ms",
-    }
-    assert list(shown.dataframe[0].value["TTFT (ms)"])[:2] == [100.0, 300.0]
-    shown.selectbox[0].set_value(200).run()
-    assert gateway.asked[-1] == "/halfmoon/v1/requests?limit=200"
+def test_placements_show_what_was_predicted_and_what_came(gateway: FakeGateway) -> None:
+    table = open_page("placements", gateway.url).dataframe[0].value
+    assert list(table["outcome"]) == ["ok", "refused: ttft"]
+    assert list(table["TTFT predicted"]) == pytest.approx([62.0, 62.0])
+    assert table["TTFT"][0] == pytest.approx(80.0)
 
 
-def test_no_requests_yet(app: Any, gateway: FakeGateway) -> None:
-    gateway.answers["/halfmoon/v1/requests"] = (200, [])
-    assert "No request has come yet" in open_page(app, "Requests").info[0].value
+def test_no_placement_yet(gateway: FakeGateway) -> None:
+    gateway.answers["/halfmoon/v1/placements"] = (200, [])
+    assert any("No request has come yet" in one.value for one in open_page("placements", gateway.url).markdown)
 
 
-def test_chat_streams_a_reply_and_keeps_the_history(app: Any, gateway: FakeGateway) -> None:
-    shown = open_page(app, "Chat").chat_input[0].set_value("Hi").run()
+def test_the_cache_by_tier(gateway: FakeGateway) -> None:
+    shown = open_page("cache", gateway.url)
+    figures = {metric.label: metric.value for metric in shown.metric}
+    assert figures["Hit rate, by tokens"] == "25.0 %"
+    assert figures["Store hit rate, by blocks"] == "85.7 %"
+    tiers = shown.dataframe[0].value
+    assert (list(tiers["tier"]), list(tiers["full"]), list(tiers["compression"])) == (
+        ["dram", "disk"],
+        [0.25] * 2,
+        [2.0] * 2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("store", "said"),
+    [({"state": "none"}, "no store"), ({"state": "away", "address": "h:9", "reason": "gone"}, "gone")],
+)
+def test_a_store_that_is_not_there(gateway: FakeGateway, store: dict[str, str], said: str) -> None:
+    gateway.answers["/halfmoon/v1/cache"] = (200, CACHE | {"store": store})
+    shown = open_page("cache", gateway.url)
+    assert any(said in one.value for one in (*shown.caption, *shown.warning))
+
+
+def test_classes_are_edited_over_their_version(gateway: FakeGateway) -> None:
+    shown = open_page("slo", gateway.url)
+    next(one for one in shown.number_input if one.label == "TTFT target (ms)").set_value(250.0)
+    next(one for one in shown.button if one.label == "Save").click().run()
+    assert gateway.edits() == [("PUT", "/halfmoon/v1/classes/gold")]
+    sent = gateway.bodies[-1]
+    assert (sent["version"], sent["ttft_s"], sent["tbt_s"], sent["reserved"]) == (2, 0.25, None, 0.25)
+    assert sent["rules"] == GOLD["rules"]
+
+
+def test_a_preview_is_a_sentence(gateway: FakeGateway) -> None:
+    shown = open_page("slo", gateway.url)
+    next(one for one in shown.button if one.label == "Preview").click().run()
+    assert "200 requests" in shown.info[0].value
+    assert "refused 4.0 % more (2 → 10) and met 98.9 %" in shown.info[0].value
+
+
+def test_what_the_gateway_refuses_is_said(gateway: FakeGateway) -> None:
+    gateway.answers["/halfmoon/v1/classes/gold"] = (409, {"error": {"message": "has version 7 by now"}})
+    shown = open_page("slo", gateway.url)
+    next(one for one in shown.button if one.label == "Save").click().run()
+    assert "has version 7 by now" in shown.error[0].value
+
+
+def test_an_edit_is_undone_by_another_edit(gateway: FakeGateway) -> None:
+    shown = open_page("slo", gateway.url)
+    next(one for one in shown.button if one.label == "Undo").click().run()
+    assert gateway.edits() == [("PUT", "/halfmoon/v1/classes/gold")]
+    assert (gateway.bodies[-1]["version"], gateway.bodies[-1]["ttft_s"]) == (2, 1.0)
+
+
+def test_without_classes_the_page_says_what_that_means(gateway: FakeGateway) -> None:
+    gateway.answers["/halfmoon/v1/classes"] = (200, {"classes": []})
+    gateway.answers["/halfmoon/v1/class_edits"] = (200, [])
+    shown = open_page("slo", gateway.url)
+    assert any("No class yet" in one.value for one in shown.markdown)
+    assert next(one for one in shown.button if one.label == "Save").disabled  # it has no name yet
+
+
+def test_chat_streams_a_reply_and_keeps_the_history(gateway: FakeGateway) -> None:
+    shown = open_page("try", gateway.url).chat_input[0].set_value("Hi").run()
     assert [message.markdown[0].value for message in shown.chat_message] == ["Hi", "Hello"]
     shown.chat_input[0].set_value("More").run()
     assert [message["content"] for message in gateway.bodies[-1]["messages"]] == ["Hi", "Hello", "More"]
@@ -196,28 +155,36 @@ def test_chat_streams_a_reply_and_keeps_the_history(app: Any, gateway: FakeGatew
         ((502, "nonsense"), "the gateway answered 502"),
     ],
 )
-def test_a_failed_reply_is_said_and_not_remembered(app: Any, gateway: FakeGateway, answer: Any, said: str) -> None:
+def test_a_failed_reply_is_said_and_not_remembered(gateway: FakeGateway, answer: Any, said: str) -> None:
     good = gateway.answers["/v1/chat/completions"]
     gateway.answers["/v1/chat/completions"] = answer
-    shown = open_page(app, "Chat").chat_input[0].set_value("Hi").run()
+    shown = open_page("try", gateway.url).chat_input[0].set_value("Hi").run()
     assert said in shown.error[0].value
     gateway.answers["/v1/chat/completions"] = good
     shown.chat_input[0].set_value("Again").run()
     assert [message["content"] for message in gateway.bodies[-1]["messages"]] == ["Again"]
 
 
-@pytest.mark.parametrize("page", ["Cluster", "Requests", "Chat"])
-def test_an_unreachable_gateway_is_a_clear_message(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["app.py"])
-    monkeypatch.setenv("HALFMOON_CONSOLE_GATEWAY_URL", "http://127.0.0.1:1")
-    shown = open_page(testing.AppTest.from_file(str(APP), default_timeout=60), page)
-    assert "no gateway at http://127.0.0.1:1" in shown.error[0].value
+@pytest.mark.parametrize("page", PAGES)
+def test_an_unreachable_gateway_is_a_clear_message(page: str) -> None:
+    assert "no gateway at http://127.0.0.1:1" in open_page(page, "http://127.0.0.1:1").error[0].value
 
 
-def test_a_wrong_argument_is_a_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["app.py", "--gatway", "x"])
-    shown = testing.AppTest.from_file(str(APP), default_timeout=60).run()
-    assert "unknown arguments: --gatway x" in shown.error[0].value
+def test_what_was_known_stays_while_the_gateway_is_away(gateway: FakeGateway) -> None:
+    shown = open_page("overview", gateway.url)
+    gateway.answers["/halfmoon/v1/cluster"] = (503, {"error": {"message": "the ledger is away"}})
+    shown.run()
+    assert "the ledger is away" in shown.error[0].value
+    assert list(shown.dataframe[0].value["worker"]) == ["prefill-1", "decode-1"]
+
+
+def test_a_worker_that_left_is_still_there_and_red(gateway: FakeGateway) -> None:
+    left = {"worker_id": "decode-1", "role": "decode", "left_s_ago": 2.0}
+    gateway.answers["/halfmoon/v1/cluster"] = (200, CLUSTER | {"workers": [WORKER], "departed": [left]})
+    shown = open_page("overview", gateway.url)
+    assert list(shown.dataframe[0].value["state"]) == ["serving", "gone"]
+    drawn = next(one.value for one in shown.markdown if "<svg" in one.value)
+    assert 'data-worker="decode-1" data-standing="gone"' in drawn
 
 
 def test_a_reply_that_breaks_off_is_an_error(gateway: FakeGateway) -> None:
@@ -228,18 +195,35 @@ def test_a_reply_that_breaks_off_is_an_error(gateway: FakeGateway) -> None:
         next(pieces)
 
 
-@pytest.mark.parametrize("path", ["/halfmoon/v1/cluster", "/halfmoon/v1/requests"])
-def test_another_server_is_not_a_gateway(gateway: FakeGateway, path: str) -> None:
-    gateway.answers[path] = (200, "hello")
+@pytest.mark.parametrize("what", ["cluster", "series", "cache", "classes", "placements", "class_edits"])
+def test_another_server_is_not_a_gateway(gateway: FakeGateway, what: str) -> None:
+    gateway.answers[f"/halfmoon/v1/{what}"] = (200, "hello")
     api = GatewayApi(gateway.url)
+    looks: dict[str, Callable[[], object]] = {
+        "cluster": api.cluster, "series": lambda: api.series(5), "cache": api.cache, "classes": api.classes,
+        "placements": lambda: api.placements(5), "class_edits": api.class_edits,
+    }  # fmt: skip
     with pytest.raises(GatewayError, match="something that is not"):
-        api.cluster() if "cluster" in path else api.requests(1)
+        looks[what]()
 
 
-def test_the_key_is_sent_where_there_is_one(gateway: FakeGateway) -> None:
-    for environment in ({}, {"HALFMOON_CONSOLE_API_KEY": "k"}):
-        GatewayApi(gateway.url, api_key(environment)).cluster()
-    assert gateway.keys == [None, "Bearer k"]
+@pytest.mark.parametrize(
+    ("environment", "control", "chat"),
+    [
+        ({}, None, None),
+        ({"HALFMOON_CONSOLE_API_KEY": "k"}, "Bearer k", "Bearer k"),
+        ({"HALFMOON_CONSOLE_API_KEY": "k", "HALFMOON_CONSOLE_OPERATOR_TOKEN": "o"}, "Bearer o", "Bearer k"),
+    ],
+)
+def test_each_key_goes_where_it_belongs(
+    gateway: FakeGateway, environment: dict[str, str], control: str | None, chat: str | None
+) -> None:
+    api = GatewayApi(gateway.url, api_key(environment), operator_token(environment))
+    api.cluster()
+    gateway.answers["/v1/chat/completions"] = (200, [])
+    list(api.chat("m", [], 1, 0))
+    assert gateway.keys["/halfmoon/v1/cluster"] == control
+    assert gateway.keys.get("/v1/chat/completions") == chat
 
 
 def test_where_the_gateway_is() -> None:
@@ -249,10 +233,3 @@ def test_where_the_gateway_is() -> None:
     for wrong in (["--gateway"], ["--gateway", "b:1"], ["x"]):
         with pytest.raises(ValueError, match=r"gateway"):
             gateway_url(wrong, {})
-
-
-def test_figures_of_nothing() -> None:
-    assert median([None]) is None
-    assert median([3.0, None, 1.0]) == 2.0
-    assert used_share({"total_blocks": 0, "load": LOAD}) is None
-    assert used_share({"total_blocks": 10, "load": None}) is None

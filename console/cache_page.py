@@ -1,0 +1,189 @@
+"""Cache: what need not be computed again, where it lies, and what of it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import streamlit as st
+
+from console import charts
+from console.gateway_api import GatewayApi
+from console.live import empty, live
+from console.palette import BLUE, GREEN, TIERS, TOKENS
+from console.quantities import NOTHING, ago, count, share, size
+
+_MINUTES = 30
+_PLACEMENTS = 200
+_WORKERS_SHOWN = 12
+
+
+class Seen(NamedTuple):
+    """What the page shows."""
+
+    cache: Mapping[str, Any]
+    series: Mapping[str, Any]
+    placements: Sequence[Mapping[str, Any]]
+
+
+def render(api: GatewayApi) -> None:
+    """The page."""
+    st.title("Cache")
+    live("cache", lambda: Seen(api.cache(), api.series(_MINUTES), api.placements(_PLACEMENTS)), _draw)
+
+
+def compression(tier: Mapping[str, Any], block_bytes: int | None) -> float | None:
+    """How many times smaller blocks are there than in a worker; None of nothing."""
+    used = tier["used_bytes"]
+    return tier["num_blocks"] * block_bytes / used if used and block_bytes else None
+
+
+def tier_row(tier: Mapping[str, Any], block_bytes: int | None) -> dict[str, Any]:
+    """One line of the table."""
+    return {
+        "tier": tier["tier"],
+        "full": tier["used_bytes"] / tier["budget_bytes"] if tier["budget_bytes"] else None,
+        "used": size(tier["used_bytes"]),
+        "budget": size(tier["budget_bytes"]),
+        "blocks": tier["num_blocks"],
+        "compression": compression(tier, block_bytes),
+        "hits": tier["num_hits_total"],
+        "evicted": tier["num_evicted_total"],
+        "waiting": tier["num_waiting"],
+        "damaged": tier["num_corrupted_total"],
+        "failed": tier["num_failed_total"],
+    }
+
+
+def restored(placements: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Prompt tokens of the placed requests by where their KV came from: the worker, another one, computing."""
+    total = dict.fromkeys(TOKENS, 0)
+    for one in placements:
+        chosen = next((each for each in one["candidates"] if each["worker_id"] == one["prefill_worker"]), None)
+        if chosen is not None:
+            total["cached"] += chosen["cached_tokens"]
+            total["fetched"] += chosen["fetched_tokens"]
+            total["computed"] += one["prompt_tokens"] - chosen["cached_tokens"] - chosen["fetched_tokens"]
+    return total
+
+
+def hit_shares(ages_s: Sequence[float], rates: Mapping[str, Sequence[float]]) -> list[float | None]:
+    """At each moment the share of prompt tokens that were not computed again; None where there were none."""
+    pairs = zip(rates["cached_tokens"], rates["prompt_tokens"], strict=True)
+    return [cached / prompt if prompt else None for cached, prompt in pairs][: len(ages_s)]
+
+
+def _draw(seen: Seen) -> None:
+    cache, series = seen.cache, seen.series
+    if not cache["workers"]:
+        empty("No worker has joined", "What workers have cached is shown here as soon as there are some.")
+        return
+    _figures(cache, series)
+    left, right = st.columns(2)
+    with left.container(border=True):
+        st.markdown("**Prompt tokens that were not computed again**")
+        shares = {"cached": [one and 100 * one for one in hit_shares(series["age_s"], series["rates"])]}
+        chart = charts.over_time(series["age_s"], shares, {"cached": GREEN}, "% of prompt tokens", _MINUTES)
+        charts.show(chart, "hit-share")
+    with right.container(border=True):
+        st.markdown("**Restore decisions** of the latest prompts")
+        _restores(seen.placements)
+    st.subheader("Store")
+    _store(cache["store"], cache.get("block_bytes"))
+    left, right = st.columns([3, 2])
+    with left:
+        st.subheader("Hottest prefixes")
+        _prefixes(cache["prefixes"])
+    with right:
+        st.subheader("Workers")
+        _workers(cache["workers"])
+
+
+def _figures(cache: Mapping[str, Any], series: Mapping[str, Any]) -> None:
+    together = series["together"]
+    prompt, saved = together["prompt_tokens"], together["cached_tokens"]
+    blocks = sum(one["cached_blocks"] for one in cache["workers"])
+    store = cache["store"]
+    stored = sum(tier["used_bytes"] for tier in store.get("tiers", ()))
+    hits = sum(tier["num_hits_total"] for tier in store.get("tiers", ()))
+    reads = hits + store.get("num_misses_total", 0)
+    tiles = (
+        ("Hit rate, by tokens", share(saved / prompt if prompt else None), f"of the last {_MINUTES} minutes' prompts"),
+        ("Tokens saved", count(saved), f"in the last {_MINUTES} minutes"),
+        ("Blocks on workers", count(blocks), "whole blocks in the workers' prefix caches"),
+        ("Bytes in the store", size(stored), "in all tiers"),
+        ("Store hit rate, by blocks", share(hits / reads if reads else None), "of the reads since it began"),
+    )
+    for column, (label, value, note) in zip(st.columns(len(tiles)), tiles, strict=True):
+        column.metric(label, value, border=True, help=note)
+
+
+def _restores(placements: Sequence[Mapping[str, Any]]) -> None:
+    totals = restored(placements)
+    if not any(totals.values()):
+        st.caption("No prompt has been placed yet.")
+        return
+    rows = [{"label": "prompt tokens", "part": name, "value": value} for name, value in totals.items()]
+    charts.show(charts.parts(rows, TOKENS, "tokens"), "restores")
+    st.caption(
+        f"{count(totals['cached'])} were on the worker already, {count(totals['fetched'])} to be fetched from another "
+        f"holder, {count(totals['computed'])} to be computed: each request takes what is quickest."
+    )
+
+
+def _store(store: Mapping[str, Any], block_bytes: int | None) -> None:
+    if store["state"] == "none":
+        st.caption("This gateway knows of no store: start it with --kvstore host:port.")
+        return
+    if store["state"] == "away":
+        st.warning(f"The store at {store['address']} does not answer: {store['reason']}", icon=":material/cloud_off:")
+        return
+    bar = st.column_config.ProgressColumn(format="percent", min_value=0, max_value=1)
+    times = st.column_config.NumberColumn(format="%.2f×")
+    rows = [tier_row(tier, block_bytes) for tier in store["tiers"]]
+    st.dataframe(
+        rows, column_config={"full": bar, "compression": times}, hide_index=True, placeholder=NOTHING, key="tiers"
+    )
+    hits = [
+        {"label": "blocks read", "part": one["tier"], "value": one["num_hits_total"]}
+        for one in store["tiers"]
+        if one["num_hits_total"]
+    ]
+    if hits:
+        charts.show(charts.parts(hits, TIERS, "blocks"), "tier-hits")
+
+
+def _prefixes(prefixes: Sequence[Mapping[str, Any]]) -> None:
+    if not prefixes:
+        st.caption("No prompt began like an earlier one yet.")
+        return
+    rows = [
+        {
+            "prefix": one["key"],
+            "tokens": one["tokens"],
+            "asked for": one["uses"],
+            "tokens saved": one["tokens"] * one["uses"],
+            "replicas": one["replicas"],
+            "last": ago(one["age_s"]),
+        }
+        for one in prefixes
+    ]
+    st.dataframe(rows, hide_index=True, placeholder=NOTHING, key="prefixes")
+
+
+def _workers(workers: Sequence[Mapping[str, Any]]) -> None:
+    """Those that have the most."""
+    ranked = sorted(workers, key=lambda one: -one["cached_blocks"])
+    rows = [
+        {
+            "worker": one["worker_id"],
+            "cached": one["cached_blocks"] / one["total_blocks"] if one["total_blocks"] else None,
+            "blocks": one["cached_blocks"],
+            "tokens": one["cached_blocks"] * one["block_tokens"],
+        }
+        for one in ranked[:_WORKERS_SHOWN]
+    ]
+    bar = st.column_config.ProgressColumn("of its memory", format="percent", min_value=0, max_value=1, color=BLUE)
+    st.dataframe(rows, column_config={"cached": bar}, hide_index=True, placeholder=NOTHING, key="caches")
+    if len(ranked) > _WORKERS_SHOWN:
+        st.caption(f"The first {_WORKERS_SHOWN} of {len(ranked)}.")

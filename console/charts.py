@@ -1,0 +1,204 @@
+"""The charts that pages have in common, as Vega-Lite: rows and a specification. Nothing here asks anybody.
+
+Specifications are plain dictionaries, because Altair takes 100 ms of a core to build one of these and a page with six
+builds them every two seconds. The rows go beside the specification, which stays the same from one look to the next:
+the browser then changes what is drawn, and does not draw it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import streamlit as st
+
+from console.palette import GREY
+
+HEIGHT_PX = 230
+_MINUTES = {
+    "title": None,
+    "grid": False,
+    "tickCount": 6,
+    "labelExpr": "datum.value == 0 ? 'now' : datum.value + ' min'",
+}
+_Y_AXIS = {"tickCount": 4, "titleFontWeight": "normal"}
+_BAR_PX = 560  # about the width of half a page's plot
+
+Row = Mapping[str, Any]
+Spec = dict[str, Any]
+
+
+class Chart(NamedTuple):
+    """What is drawn, and how."""
+
+    rows: Sequence[Row]
+    spec: Spec
+
+
+def show(chart: Chart, key: str) -> None:
+    """Puts it on the page."""
+    st.vega_lite_chart([dict(row) for row in chart.rows], chart.spec, key=key, width="stretch")
+
+
+def over_time(
+    ages_s: Sequence[float],
+    lines: Mapping[str, Sequence[float | None]],
+    colours: Mapping[str, str],
+    unit: str,
+    minutes: int,
+    limits: Mapping[str, float] | None = None,
+) -> Chart:
+    """One line each, with gaps where nothing was; `limits` are dashed, such as targets."""
+    rows = [
+        {"minutes": -age_s / 60, "of": name, "value": value}
+        for name, values in lines.items()
+        for age_s, value in zip(ages_s, values, strict=True)
+    ]
+    encoding = {
+        "x": _minutes(minutes),
+        "y": _quantity("value", unit, axis=_Y_AXIS),
+        "color": _colour("of", list(lines), colours),
+        "tooltip": [_tip("minutes", ".1f"), _tip("of"), _tip("value", ".4~g", unit)],
+    }
+    line = {"mark": {"type": "line", "strokeWidth": 2, "interpolate": "monotone"}, "encoding": encoding}
+    points = {"mark": {"type": "circle", "size": 14, "opacity": 0.6}, "encoding": encoding}
+    return Chart(rows, _sized({"layer": [line, points, *_limits(limits or {})]}, HEIGHT_PX))
+
+
+def stacked(
+    ages_s: Sequence[float],
+    bands: Mapping[str, Sequence[float]],
+    colours: Mapping[str, str],
+    unit: str,
+    minutes: int,
+    bucket_s: float,
+) -> Chart:
+    """Columns that add up, one for each moment."""
+    rows = [
+        {"minutes": -age_s / 60, "of": name, "value": value, "order": order}
+        for order, (name, values) in enumerate(bands.items())
+        for age_s, value in zip(ages_s, values, strict=True)
+        if value
+    ]
+    width_px = max(1.5, 0.85 * _BAR_PX * bucket_s / (60 * minutes))
+    encoding = {
+        "x": _minutes(minutes),
+        "y": {**_quantity("value", unit, axis=_Y_AXIS), "stack": True},
+        "color": _colour("of", list(bands), colours),
+        "order": {"field": "order", "type": "ordinal"},
+        "tooltip": [_tip("minutes", ".1f"), _tip("of"), _tip("value", ".4~g", unit)],
+    }
+    return Chart(rows, _sized({"mark": {"type": "bar", "size": width_px}, "encoding": encoding}, HEIGHT_PX))
+
+
+def parts(rows: Sequence[Row], colours: Mapping[str, str], unit: str) -> Chart:
+    """One bar a `label`, in the order of the rows, made of coloured `part`s of some `value`."""
+    order = list(dict.fromkeys(row["label"] for row in rows))
+    ranks = {name: rank for rank, name in enumerate(colours)}
+    encoding = {
+        "x": {**_quantity("value", unit, axis={"tickCount": 6, "grid": True}), "stack": True},
+        "y": _labels("label", order),
+        "color": _colour("part", [name for name in colours if any(row["part"] == name for row in rows)], colours),
+        "order": {"field": "order", "type": "ordinal"},
+        "tooltip": [_tip("label"), _tip("part"), _tip("value", ".4~g", unit)],
+    }
+    mark = {"type": "bar", "size": 16, "cornerRadius": 2}
+    ranked = [{**row, "order": ranks[row["part"]]} for row in rows]
+    return Chart(ranked, _sized({"mark": mark, "encoding": encoding}, 85 + 28 * max(len(order), 1)))
+
+
+def spans(rows: Sequence[Row], colours: Mapping[str, str]) -> Chart:
+    """A timeline: `service`, `name`, `start_ms`, `end_ms`, `predicted_ms`."""
+    order = list(dict.fromkeys(row["service"] for row in rows))
+    encoding = {
+        "x": _quantity("start_ms", "ms since it arrived", axis={"tickCount": 8, "grid": True}),
+        "x2": {"field": "end_ms"},
+        "y": _labels("service", order),
+        "color": _colour("name", [name for name in colours if any(row["name"] == name for row in rows)], colours),
+        "tooltip": [_tip("service"), _tip("name"), _tip("took_ms", ".4~g", "ms"), _tip("predicted_ms", ".4~g")],
+    }
+    told = [{**row, "took_ms": row["end_ms"] - row["start_ms"]} for row in rows]
+    mark = {"type": "bar", "size": 18, "cornerRadius": 2}
+    return Chart(told, _sized({"mark": mark, "encoding": encoding}, 95 + 30 * len(order)))
+
+
+def against(rows: Sequence[Mapping[str, float]], colour: str) -> Chart:
+    """Predicted against measured seconds, on logarithmic axes; on the diagonal they are equal."""
+    values = [row[side] for row in rows for side in ("predicted", "measured")]
+    domain = [10 ** (_exponent(min(values, default=0.001)) - 1), 10 ** _exponent(max(values, default=1.0))]
+    scale = {"type": "log", "domain": domain, "nice": False}
+    axis = {"tickCount": 4, "format": "~g", "titleFontWeight": "normal"}
+    encoding = {
+        side: {"field": field, "type": "quantitative", "title": f"{field} s", "scale": scale, "axis": axis}
+        for side, field in (("x", "predicted"), ("y", "measured"))
+    }
+    tips = [_tip("predicted", ".4~g"), _tip("measured", ".4~g")]
+    points = {
+        "mark": {"type": "circle", "size": 38, "opacity": 0.55, "color": colour},
+        "encoding": {**encoding, "tooltip": tips},
+    }
+    diagonal = {
+        "data": {"values": [{"predicted": end, "measured": end} for end in domain]},
+        "mark": {"type": "line", "color": GREY, "strokeDash": [4, 4]},
+        "encoding": encoding,
+    }
+    return Chart(rows, _sized({"layer": [diagonal, points]}, 260))
+
+
+def _limits(limits: Mapping[str, float]) -> list[Spec]:
+    if not limits:
+        return []
+    data = {"values": [{"limit": value, "text": f"{name} target"} for name, value in limits.items()]}
+    y = {"field": "limit", "type": "quantitative"}
+    tips = [_tip("text"), _tip("limit", ".4~g")]
+    rule = {
+        "data": data,
+        "mark": {"type": "rule", "strokeDash": [6, 4], "color": GREY, "strokeWidth": 1.5},
+        "encoding": {"y": y, "tooltip": tips},
+    }
+    text = {
+        "data": data,
+        "mark": {"type": "text", "align": "left", "baseline": "bottom", "dx": 4, "dy": -2, "color": GREY},
+        "encoding": {"y": y, "x": {"value": 0}, "text": {"field": "text"}},
+    }
+    return [rule, text]
+
+
+def _minutes(minutes: int) -> Spec:
+    scale = {"domain": [-minutes, 0]}
+    return {"field": "minutes", "type": "quantitative", "axis": _MINUTES, "scale": scale}
+
+
+def _quantity(field: str, title: str, axis: Mapping[str, Any]) -> Spec:
+    return {"field": field, "type": "quantitative", "title": title, "axis": dict(axis), "scale": {"domainMin": 0}}
+
+
+def _labels(field: str, order: Sequence[str]) -> Spec:
+    return {"field": field, "type": "nominal", "title": None, "sort": list(order), "axis": {"labelLimit": 260}}
+
+
+def _colour(field: str, names: Sequence[str], colours: Mapping[str, str]) -> Spec:
+    scale = {"domain": list(names), "range": [colours.get(name, GREY) for name in names]}
+    legend = {"title": None, "orient": "top", "symbolType": "circle", "symbolOpacity": 1, "offset": 6}
+    return {"field": field, "type": "nominal", "scale": scale, "legend": legend}
+
+
+def _tip(field: str, number: str | None = None, title: str | None = None) -> Spec:
+    kind = {"type": "nominal"} if number is None else {"type": "quantitative", "format": number}
+    return {"field": field, "title": title or field.replace("_", " "), **kind}
+
+
+def _sized(spec: Spec, height_px: int) -> Spec:
+    """The height is that of the whole chart, with its axes and its legend."""
+    padding = dict.fromkeys(("top", "bottom", "left", "right"), 4)
+    return {**spec, "height": height_px, "config": {"view": {"strokeWidth": 0}}, "padding": padding}
+
+
+def _exponent(value: float) -> int:
+    """Of the power of ten above it."""
+    exponent = 0
+    while 10**exponent < value:
+        exponent += 1
+    while 10 ** (exponent - 1) >= value:
+        exponent -= 1
+    return exponent

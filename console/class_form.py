@@ -1,0 +1,146 @@
+"""The form of one class: edit, preview on the last hour, save, remove."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import streamlit as st
+
+from console.gateway_api import GatewayApi, GatewayError
+from console.quantities import share
+
+DEGRADATIONS = ("cap_max_tokens", "lower_kv_precision", "shed_lowest_class")
+_KINDS = ("header", "api_key", "model")
+_DEFAULTS: Mapping[str, Any] = {
+    "version": 0, "priority": 0, "reserved": 0.0, "ttft_s": None, "tbt_s": None, "attainment": 0.9, "rules": [],
+    "degradation": [], "capped_tokens": 256,
+}  # fmt: skip
+
+
+def class_form(api: GatewayApi, stored: Mapping[str, Any] | None) -> None:
+    """The form; `stored` is the class as it is, None for a new one."""
+    known = {**_DEFAULTS, **(stored or {})}
+    key = f"{known.get('name', '')}-{known['version']}"  # another version is another form
+    name, body = _fields(known, key, is_new=stored is None)
+    buttons = st.columns([2, 2, 2, 3])
+    may = bool(name.strip())
+    if buttons[0].button("Preview", disabled=not may, key=f"preview-{key}", width="stretch"):
+        _preview(api, name, body)
+    if buttons[1].button("Save", type="primary", disabled=not may, key=f"save-{key}", width="stretch"):
+        _save(api, name, body)
+    if stored is not None:
+        with buttons[2].popover("Remove", width="stretch"):
+            st.write(f"Requests of class {name} will be of another one, or of none.")
+            if st.button("Remove it", key=f"remove-{key}"):
+                _remove(api, name, known["version"])
+
+
+def preview_sentence(preview: Mapping[str, int]) -> str:
+    """What a preview says."""
+    total = preview["num_requests"]
+    if not total:
+        return "In the last hour no request of this class came: there is nothing to tell by."
+    before, after = preview["num_refused"], preview["num_would_be_refused"]
+    change = abs(after - before) / total
+    how = "refused as many" if after == before else f"refused {share(change)} {'more' if after > before else 'less'}"
+    served = preview["num_served"]
+    met = f" and met {share(preview['num_meeting'] / served)} of those served" if served else " and served none of them"
+    new = preview["num_newly_admitted"]
+    unknown = f" {new} that were refused would have been let in; how they would have fared is not known." if new else ""
+    return f"Of the last hour's {total} requests this would have {how} ({before} → {after}){met}.{unknown}"
+
+
+def rules_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """The rules that a table says; lines without a value are not meant."""
+    return [
+        {"kind": row.get("kind") or "header", "header": row.get("header") or "", "value": row["value"]}
+        for row in rows
+        if row.get("value")
+    ]
+
+
+def seconds_of(milliseconds: float | None) -> float | None:
+    """As the gateway has it; 0 and nothing are no target."""
+    return milliseconds / 1000 if milliseconds else None
+
+
+def _fields(known: Mapping[str, Any], key: str, *, is_new: bool) -> tuple[str, dict[str, Any]]:
+    """The class's name, and its body as the gateway takes it."""
+    name = st.text_input("Name", key=f"name-{key}", max_chars=64) if is_new else str(known["name"])
+    first = st.columns(3)
+    ttft_ms = first[0].number_input("TTFT target (ms)", 0.0, None, _ms(known["ttft_s"]), 10.0, key=f"ttft-{key}",
+                                    placeholder="none", help="Empty: nothing is promised.")  # fmt: skip
+    tbt_ms = first[1].number_input("TBT target (ms)", 0.0, None, _ms(known["tbt_s"]), 1.0, key=f"tbt-{key}",
+                                   placeholder="none", help="Empty: nothing is promised.")  # fmt: skip
+    goal = first[2].number_input("Requests in time (%)", 1.0, 100.0, 100 * known["attainment"], 1.0, key=f"goal-{key}")
+    second = st.columns(3)
+    priority = second[0].number_input("Priority", -1000, 1000, known["priority"], key=f"priority-{key}",
+                                      help="Smaller goes first.")  # fmt: skip
+    reserved = second[1].number_input("Reserved share (%)", 0.0, 100.0, 100 * known["reserved"], 5.0, key=f"kept-{key}",
+                                      help="Of the decode workers' KV memory; lent out while idle.")  # fmt: skip
+    capped = second[2].number_input("Capped output (tokens)", 1, None, known["capped_tokens"], key=f"cap-{key}",
+                                    help="What “cap max tokens” leaves.")  # fmt: skip
+    degradation = st.multiselect(
+        "Given up before a refusal, in this order", DEGRADATIONS, known["degradation"],
+        format_func=lambda step: step.replace("_", " "), key=f"degradation-{key}",
+    )  # fmt: skip
+    st.caption("Requests are of this class when one of these holds; the class named “default” takes the others.")
+    columns = {
+        "kind": st.column_config.SelectboxColumn("by", options=_KINDS, default="header"),
+        "header": st.column_config.TextColumn("header"),
+        "value": st.column_config.TextColumn("is"),
+    }
+    start = [dict(rule) for rule in known["rules"]] or [{"kind": "header", "header": "", "value": ""}]
+    rows = st.data_editor(start, num_rows="dynamic", column_config=columns, column_order=("kind", "header", "value"),
+                          key=f"rules-{key}", hide_index=True)  # fmt: skip
+    body = {
+        "version": known["version"],
+        "ttft_s": seconds_of(ttft_ms),
+        "tbt_s": seconds_of(tbt_ms),
+        "attainment": goal / 100,
+        "priority": int(priority),
+        "reserved": reserved / 100,
+        "capped_tokens": int(capped),
+        "degradation": list(degradation),
+        "rules": rules_of(rows),
+    }
+    return name, body
+
+
+def _preview(api: GatewayApi, name: str, body: Mapping[str, Any]) -> None:
+    try:
+        with st.spinner("Replaying the last hour"):
+            found = api.preview_class(name, body)
+    except GatewayError as error:
+        st.error(str(error))
+        return
+    st.info(preview_sentence(found), icon=":material/history:")
+
+
+def _save(api: GatewayApi, name: str, body: Mapping[str, Any]) -> None:
+    try:
+        saved = api.put_class(name, body)
+    except GatewayError as error:
+        st.error(str(error))
+        return
+    done(f"Class {name} is saved as version {saved['version']}.")
+
+
+def _remove(api: GatewayApi, name: str, version: int) -> None:
+    try:
+        api.delete_class(name, version)
+    except GatewayError as error:
+        st.error(str(error))
+        return
+    done(f"Class {name} is removed.")
+
+
+def done(what: str) -> None:
+    """Says so on the page as it is after the edit."""
+    st.session_state["class_edit_done"] = what
+    st.rerun()
+
+
+def _ms(value_s: float | None) -> float | None:
+    return None if value_s is None else value_s * 1000

@@ -1,0 +1,86 @@
+"""The edits of the classes, and how one is undone: by an edit that puts back what was there before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import streamlit as st
+
+from console.class_form import done
+from console.gateway_api import GatewayApi, GatewayError
+from console.quantities import NOTHING, seconds
+
+_SHOWN = 12
+_TITLES = {"ttft_s": "TTFT", "tbt_s": "TBT", "attainment": "goal", "capped_tokens": "cap"}
+
+
+class Undo(NamedTuple):
+    """What puts a class back; a body of None removes it."""
+
+    name: str
+    version: int  # that it has now, 0 where it is not there
+    body: Mapping[str, Any] | None
+
+
+def undo_of(edit: Mapping[str, Any], classes: Sequence[Mapping[str, Any]]) -> Undo | None:
+    """As the classes are now; None where that is how it is already."""
+    present = next((one for one in classes if one["name"] == edit["name"]), None)
+    version = present["version"] if present else 0
+    before = edit["before"]
+    if before is None:
+        return Undo(edit["name"], version, None) if present else None
+    if present is not None and all(present.get(name) == value for name, value in before.items()):
+        return None
+    return Undo(edit["name"], version, before)
+
+
+def change(edit: Mapping[str, Any]) -> str:
+    """What an edit changed, in a line."""
+    before, after = edit["before"], edit["definition"]
+    if before is None:
+        return "made"
+    if after is None:
+        return "removed"
+    names = [name for name in after if after[name] != before.get(name)]
+    return ", ".join(f"{_TITLES.get(name, name)} {_value(name, before.get(name))} → {_value(name, after[name])}"
+                     for name in names) or "saved unchanged"  # fmt: skip
+
+
+def draw_history(api: GatewayApi, edits: Sequence[Mapping[str, Any]], classes: Sequence[Mapping[str, Any]]) -> None:
+    """The newest edits, each with a button that undoes it."""
+    if not edits:
+        st.caption("Nothing has been edited yet. Every version will be here, and can be put back.")
+        return
+    for edit in edits[:_SHOWN]:
+        text, button = st.columns([4, 1], vertical_alignment="center")
+        when = datetime.fromisoformat(edit["edited_at"]).astimezone().strftime("%d %b %H:%M:%S")
+        text.markdown(f"**{edit['name']}** v{edit['version']} · {change(edit)}  \n:small[:gray[{when}]]")
+        undo = undo_of(edit, classes)
+        if button.button("Undo", disabled=undo is None, key=f"undo-{edit['revision']}") and undo is not None:
+            _put_back(api, undo)
+    if len(edits) > _SHOWN:
+        st.caption(f"The newest {_SHOWN} of {len(edits)}.")
+
+
+def _put_back(api: GatewayApi, undo: Undo) -> None:
+    try:
+        if undo.body is None:
+            api.delete_class(undo.name, undo.version)
+        else:
+            api.put_class(undo.name, {**undo.body, "version": undo.version})
+    except GatewayError as error:
+        st.error(str(error))
+        return
+    done(f"Class {undo.name} is as it was before.")
+
+
+def _value(name: str, value: Any) -> str:
+    if value is None or value == []:
+        return NOTHING
+    if name.endswith("_s"):
+        return seconds(float(value))
+    if isinstance(value, list):
+        return f"{len(value)} of them" if name == "rules" else " then ".join(value).replace("_", " ")
+    return str(value)

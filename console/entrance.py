@@ -1,0 +1,43 @@
+"""Who may look: anybody where only this machine reaches the console, else those who know the operator token."""
+
+from __future__ import annotations
+
+import hmac
+from ipaddress import ip_address
+
+import streamlit as st
+
+
+def is_loopback(address: str | None) -> bool:
+    """Whether only this machine reaches what listens at Streamlit's `server.address`; None listens everywhere."""
+    try:
+        return address is not None and ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def is_right(given: str, token: str) -> bool:
+    """Compared in a time that says nothing of either."""
+    return hmac.compare_digest(given.encode(), token.encode())
+
+
+def may_enter(address: str | None, token: str | None) -> bool:
+    """True, or what has to be done is on the page."""
+    if is_loopback(address) or st.session_state.get("entered"):
+        return True
+    if token is None:
+        st.error(
+            "The console is reachable from other machines and has no operator token: set "
+            "HALFMOON_CONSOLE_OPERATOR_TOKEN, or bind it to 127.0.0.1.",
+            icon=":material/lock:",
+        )
+        return False
+    with st.form("entrance", width=420):
+        st.markdown("#### :material/lock: Operator token")
+        given = st.text_input("Operator token", type="password", label_visibility="collapsed")
+        if st.form_submit_button("Enter", type="primary"):
+            st.session_state["entered"] = is_right(given, token)
+            if st.session_state["entered"]:
+                st.rerun()
+            st.error("This is not the operator token.")
+    return False

@@ -1,0 +1,207 @@
+"""Overview: the cluster as it is, and the last minutes against what was promised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import streamlit as st
+
+from console import charts, cluster_map
+from console.gateway_api import GatewayApi
+from console.live import empty, live
+from console.palette import BLUE, GREEN, GREY, ORANGE, OUTCOMES, PERCENTILES, PURPLE, RED, SKY
+from console.quantities import NOTHING, count, seconds, share
+
+MINUTES = (5, 10, 30)
+_REASONS = {
+    "ttft": BLUE, "tbt": ORANGE, "reservation": PURPLE, "shed": SKY, "no room": GREEN, "no worker": RED,
+    "bad request": GREY,
+}  # fmt: skip
+_MS = 1000
+
+
+class Seen(NamedTuple):
+    """What the page shows."""
+
+    cluster: Mapping[str, Any]
+    series: Mapping[str, Any]
+    classes: Sequence[Mapping[str, Any]]
+    minutes: int
+
+
+def render(api: GatewayApi) -> None:
+    """The page."""
+    title, choice = st.columns([3, 1], vertical_alignment="bottom")
+    title.title("Overview")
+    chosen = choice.segmented_control("Last minutes", MINUTES, default=MINUTES[1], format_func=lambda m: f"{m} min")
+    minutes = int(chosen or MINUTES[1])
+    live("overview", lambda: Seen(api.cluster(), api.series(minutes), api.classes(), minutes), _draw)
+
+
+def attainment(together: Mapping[str, Any]) -> float | None:
+    """Of the requests that were to be served, the share that was good: refusals and failures count against it."""
+    counts = [one for name, one in together["classes"].items() if name != "none"]
+    ended = sum(one["ended"] for one in counts)
+    return sum(one["good"] for one in counts) / ended if ended else None
+
+
+def outcome_rates(requests: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Requests a second by what became of them; what was whole and not in time is late."""
+    good, refused, failed = (requests[name] for name in ("good", "refused", "failed"))
+    rows = zip(requests["ended"], good, refused, failed, strict=True)
+    late = [max(ended - fine - turned - broken, 0.0) for ended, fine, turned, broken in rows]
+    return {"good": list(good), "late": late, "refused": list(refused), "failed": list(failed)}
+
+
+def targets(classes: Sequence[Mapping[str, Any]], name: str, factor: float = 1.0) -> dict[str, float]:
+    """The classes' targets of one kind, for lines on a chart."""
+    return {one["name"]: one[name] * factor for one in classes if one.get(name) is not None}
+
+
+def worker_row(worker: Mapping[str, Any], heartbeat_s: float) -> dict[str, Any]:
+    """One line of the table."""
+    load = worker.get("load") or {}
+    is_ = cluster_map.standing(worker, heartbeat_s)
+    return {
+        "worker": worker["worker_id"],
+        "role": worker["role"],
+        "state": is_.word,
+        "KV in use": None if is_.word == "gone" else is_.used,
+        "running": load.get("num_running"),
+        "waiting": load.get("num_waiting"),
+        "arriving": load.get("num_reserved"),
+        "prompt tokens waiting": load.get("waiting_prefill_tokens"),
+        "step (ms)": _ms(worker.get("measured_step_s")),
+        "predicted (ms)": _ms(worker.get("predicted_step_s")),
+        "cached blocks": worker.get("cached_blocks"),
+        "device": worker.get("device"),
+        "address": worker.get("address"),
+        "heard (s ago)": worker.get("age_s"),
+    }
+
+
+def _draw(seen: Seen) -> None:
+    cluster, series = seen.cluster, seen.series
+    workers = cluster_map.all_workers(cluster)
+    _headline(cluster)
+    _figures(series, workers)
+    if workers:
+        st.markdown(cluster_map.draw(cluster), unsafe_allow_html=True)  # st.html takes no SVG
+    else:
+        empty("No worker has joined", "Workers register with the gateway by themselves when they start.")
+    _charts(seen)
+    _table(workers, cluster.get("heartbeat_interval_s", 1.0))
+
+
+def _headline(cluster: Mapping[str, Any]) -> None:
+    missing = cluster.get("missing")
+    if missing:
+        st.warning(f"Requests are refused: there is no {' and no '.join(missing)}.", icon=":material/block:")
+    uptime, context = seconds(cluster.get("uptime_s")), cluster.get("context_tokens")
+    st.caption(f"**{cluster.get('served_model') or 'no model'}** · context {context or '?'} tokens · up {uptime}")
+
+
+def _figures(series: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> None:
+    together, rates, requests = series["together"], series["rates"], series["requests"]
+    running = sum((one.get("load") or {}).get("num_running", 0) for one in workers)
+    waiting = sum((one.get("load") or {}).get("num_waiting", 0) for one in workers)
+    tiles = (
+        ("Requests/s", count(_latest(requests["ended"])), requests["ended"], f"{running} running, {waiting} waiting"),
+        ("Output tokens/s", count(_latest(rates["output_tokens"])), rates["output_tokens"], ""),
+        ("TTFT p50", seconds(together["ttft_s"]["p50"]), series["ttft_s"]["p50"], _p99(together["ttft_s"])),
+        ("TBT p50", seconds(together["tbt_s"]["p50"]), series["tbt_s"]["p50"], _p99(together["tbt_s"])),
+        ("In time", share(attainment(together)), requests["good"], "of all requests, refusals included"),
+        ("KV in use", share(_latest(series["used_share"])), series["used_share"], "of all workers' blocks"),
+    )
+    columns = st.columns(len(tiles))
+    for column, (label, value, line, note) in zip(columns, tiles, strict=True):
+        shown = [one or 0.0 for one in line]
+        column.metric(label, value, border=True, chart_data=shown, chart_type="area", help=note or None)
+
+
+def _charts(seen: Seen) -> None:
+    series = seen.series
+    if not series["age_s"]:
+        empty("Nothing to draw yet", "The first figures come within seconds.")
+        return
+    left, right = st.columns(2)
+    ttft_s, tbt_s = series["ttft_s"], series["tbt_s"]
+    with left.container(border=True):
+        st.markdown("**Time to first token**")
+        _over_time(seen, _scaled(ttft_s), PERCENTILES, "ms", "ttft", targets(seen.classes, "ttft_s", _MS))
+    with right.container(border=True):
+        st.markdown("**Time between tokens**")
+        _over_time(seen, _scaled(tbt_s), PERCENTILES, "ms", "tbt", targets(seen.classes, "tbt_s", _MS))
+    with left.container(border=True):
+        st.markdown("**Requests by outcome**")
+        _stacked(seen, outcome_rates(series["requests"]), OUTCOMES, "outcomes")
+    with right.container(border=True):
+        st.markdown("**Refusals by reason**")
+        if series["refusals"]:
+            _stacked(seen, series["refusals"], _REASONS, "refusals")
+        else:
+            st.caption("Nobody was refused.")
+            st.space(charts.HEIGHT_PX)
+    with left.container(border=True):
+        st.markdown("**Tokens**")
+        lines = {"prompt, computed": series["rates"]["prefill_tokens"], "output": series["rates"]["output_tokens"]}
+        colours = {"prompt, computed": BLUE, "output": ORANGE}
+        _over_time(seen, lines, colours, "tokens/s", "tokens")
+    with right.container(border=True):
+        st.markdown("**Queues**")
+        lines = {"running": series["num_running"], "waiting": series["num_waiting"]}
+        _over_time(seen, lines, {"running": GREEN, "waiting": PURPLE}, "requests", "queues")
+
+
+def _over_time(
+    seen: Seen,
+    lines: Mapping[str, Sequence[float | None]],
+    colours: Mapping[str, str],
+    unit: str,
+    name: str,
+    limits: Mapping[str, float] | None = None,
+) -> None:
+    chart = charts.over_time(seen.series["age_s"], lines, colours, unit, seen.minutes, limits)
+    charts.show(chart, f"overview-{name}")
+
+
+def _stacked(seen: Seen, bands: Mapping[str, Sequence[float]], colours: Mapping[str, str], name: str) -> None:
+    series = seen.series
+    chart = charts.stacked(series["age_s"], bands, colours, "requests/s", seen.minutes, series["bucket_s"])
+    charts.show(chart, f"overview-{name}")
+
+
+def _table(workers: Sequence[Mapping[str, Any]], heartbeat_s: float) -> None:
+    if not workers:
+        return
+    st.subheader("Workers")
+    columns = {
+        "KV in use": st.column_config.ProgressColumn(format="percent", min_value=0, max_value=1),
+        "step (ms)": st.column_config.NumberColumn(format="%.1f"),
+        "predicted (ms)": st.column_config.NumberColumn(format="%.1f"),
+        "heard (s ago)": st.column_config.NumberColumn(format="%.1f"),
+    }
+    st.dataframe(
+        [worker_row(one, heartbeat_s) for one in workers],
+        column_config=columns,
+        hide_index=True,
+        placeholder=NOTHING,
+        key="workers",
+    )
+
+
+def _scaled(percentiles: Mapping[str, Sequence[float | None]]) -> dict[str, list[float | None]]:
+    return {name: [_ms(value) for value in values] for name, values in percentiles.items()}
+
+
+def _latest(values: Sequence[float | None]) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def _ms(value_s: float | None) -> float | None:
+    return None if value_s is None else value_s * _MS
+
+
+def _p99(percentiles: Mapping[str, float | None]) -> str:
+    return f"p90 {seconds(percentiles['p90'])}, p99 {seconds(percentiles['p99'])}"

@@ -1,0 +1,19 @@
+"""What colours mean, on every page: Okabe and Ito's, told apart by people with any kind of colour vision."""
+
+from __future__ import annotations
+
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+RED = "#D55E00"  # vermillion; never alone: what is red also has a word or a cross
+SKY = "#56B4E9"
+PURPLE = "#CC79A7"
+GREY = "#8A8F98"
+
+ROLES = {"prefill": BLUE, "decode": ORANGE, "both": GREEN}
+PERCENTILES = {"p50": SKY, "p90": BLUE, "p99": PURPLE}
+OUTCOMES = {"good": GREEN, "late": ORANGE, "refused": GREY, "failed": RED}
+TTFT_PARTS = {"queue": GREY, "restore": SKY, "compute": BLUE}
+SPANS = {"admission": GREY, "queue": SKY, "prefill": BLUE, "first token": PURPLE, "decode": ORANGE}
+TOKENS = {"cached": GREEN, "fetched": SKY, "computed": BLUE}
+TIERS = {"workers": GREEN, "dram": BLUE, "disk": SKY, "cold": PURPLE}

@@ -1,0 +1,49 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+NOTHING = "–"
+
+
+def seconds(value_s: float | None) -> str:
+    """Three digits, in the unit that suits them."""
+    if value_s is None:
+        return NOTHING
+    if value_s < 1:
+        return f"{value_s * 1000:.3g} ms"
+    return f"{value_s:.3g} s" if value_s < 120 else f"{value_s / 60:.0f} min"
+
+
+def ago(age_s: float) -> str:
+    """How long ago."""
+    if age_s < 1:
+        return "now"
+    for size_s, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if age_s >= size_s:
+            return f"{age_s / size_s:.0f} {unit} ago"
+    return f"{age_s:.0f} s ago"
+
+
+def size(num_bytes: float) -> str:
+    """In powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def count(value: float | None) -> str:
+    """Short: 950, 12.3k, 4.56M."""
+    if value is None:
+        return NOTHING
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            scale = {"G": 1e9, "M": 1e6, "k": 1e3}[unit]
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def share(part: float | None) -> str:
+    """A fraction as per cent."""
+    return NOTHING if part is None else f"{100 * part:.1f} %" if part < 0.9995 else "100 %"

@@ -1,0 +1,180 @@
+"""A gateway that answers what it is told, by path, and remembers what it was sent."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+LOAD = {
+    "num_running": 2, "num_waiting": 1, "num_reserved": 0, "num_held": 0, "free_blocks": 75, "draining": False,
+    "num_prefill_tokens_total": 1000, "num_output_tokens_total": 50, "waiting_prefill_tokens": 9,
+}  # fmt: skip
+WORKER = {
+    "worker_id": "prefill-1", "role": "prefill", "address": "h:1", "device": "cpu", "model": "demo", "pid": 42,
+    "version": "0.1.0", "age_s": 0.4, "load": LOAD, "total_blocks": 100, "cached_blocks": 7, "measured_step_s": 0.012,
+    "predicted_step_s": 0.011, "links": [{"address": "h:2", "bytes_per_s": 1e9, "latency_s": 0.001}],
+}  # fmt: skip
+CLUSTER: dict[str, Any] = {
+    "gateway_id": "gw-1", "model": "demo", "served_model": "SmolLM2-135M", "context_tokens": 2048, "uptime_s": 12.5,
+    "missing": [], "heartbeat_interval_s": 1.0, "departed": [],
+    "workers": [
+        WORKER,
+        WORKER | {"worker_id": "decode-1", "role": "decode", "address": "h:2", "load": LOAD | {"draining": True}},
+    ],
+}  # fmt: skip
+_LINE = {"p50": [0.1, None], "p90": [0.2, None], "p99": [0.3, None]}
+_COUNTS = {"ended": 10, "good": 8, "refused": 1, "failed": 1}
+SERIES: dict[str, Any] = {
+    "bucket_s": 5.0, "age_s": [7.5, 2.5],
+    "rates": {name: [5.0, 10.0] for name in ("prompt_tokens", "cached_tokens", "prefill_tokens", "output_tokens")},
+    "requests": {"ended": [1.0, 2.0], "good": [1.0, 1.0], "refused": [0.0, 0.5], "failed": [0.0, 0.0]},
+    "ttft_s": _LINE, "tbt_s": _LINE, "refusals": {"ttft": [0.0, 0.5]}, "num_running": [1, 2], "num_waiting": [0, 0],
+    "used_share": [0.1, 0.25],
+    "together": {
+        "seconds": 10.0, "classes": {"gold": _COUNTS, "none": _COUNTS}, "prompt_tokens": 200, "cached_tokens": 50,
+        "prefill_tokens": 150, "output_tokens": 80, "ttft_s": {"p50": 0.1, "p90": 0.2, "p99": 0.3},
+        "tbt_s": {"p50": 0.01, "p90": 0.02, "p99": 0.03},
+    },
+}  # fmt: skip
+_CANDIDATE = {
+    "worker_id": "prefill-1", "queue_s": 0.01, "restore_s": 0.0, "compute_s": 0.05, "ttft_s": 0.06, "cached_tokens": 64,
+    "fetched_tokens": 0,
+}  # fmt: skip
+PLACEMENT: dict[str, Any] = {
+    "request_id": "r-1", "age_s": 3.0, "waited_s": 0.002, "qos_class": "gold", "prompt_tokens": 100,
+    "prefill_worker": "prefill-1", "decode_worker": "decode-1", "refusal": None,
+    "predicted": {"ttft_s": 0.06, "tbt_s": 0.01}, "moves": [],
+    "measured": {
+        "status": "ok", "queue_s": 0.01, "prefill_s": 0.05, "ttft_s": 0.08, "tbt_s": 0.012, "e2e_s": 0.5,
+        "cached_tokens": 64, "output_tokens": 20,
+    },
+    "candidates": [_CANDIDATE, _CANDIDATE | {"worker_id": "prefill-2", "compute_s": 0.1, "ttft_s": 0.11}],
+}  # fmt: skip
+REFUSED = PLACEMENT | {
+    "request_id": "r-2", "refusal": "ttft", "prefill_worker": None, "decode_worker": None, "measured": None,
+}  # fmt: skip
+_SPAN = {"service": "gateway", "name": "admission", "start_s": 0.0, "end_s": 0.002, "predicted_s": None}
+REQUEST: dict[str, Any] = {
+    "request": {"request_id": "r-1"}, "decision": PLACEMENT,
+    "timeline": [_SPAN, _SPAN | {"service": "prefill-1", "name": "prefill", "start_s": 0.002, "end_s": 0.07}],
+}  # fmt: skip
+_TIER = {
+    "num_blocks": 10, "used_bytes": 1000, "budget_bytes": 4000, "num_waiting": 0, "num_hits_total": 30,
+    "num_evicted_total": 1, "num_corrupted_total": 0, "num_failed_total": 0, "num_written_total": 0,
+    "num_skipped_total": 0,
+}  # fmt: skip
+CACHE: dict[str, Any] = {
+    "block_bytes": 200,
+    "workers": [
+        {"worker_id": "prefill-1", "role": "prefill", "cached_blocks": 7, "total_blocks": 100, "block_tokens": 64}
+    ],
+    "prefixes": [{"key": "ab" * 8, "tokens": 128, "uses": 5, "replicas": 2, "age_s": 4.0}],
+    "store": {
+        "state": "there", "address": "h:9", "num_stored_total": 5, "num_misses_total": 10, "num_expired_total": 0,
+        "tiers": [_TIER | {"tier": "dram"}, _TIER | {"tier": "disk"}],
+    },
+}  # fmt: skip
+GOLD: dict[str, Any] = {
+    "name": "gold", "version": 2, "priority": -1, "reserved": 0.25, "ttft_s": 0.5, "tbt_s": None, "attainment": 0.9,
+    "rules": [{"kind": "header", "header": "X-Tier", "value": "gold"}], "degradation": ["cap_max_tokens"],
+    "capped_tokens": 64,
+}  # fmt: skip
+_BODY = {name: value for name, value in GOLD.items() if name not in ("name", "version")}
+EDITS: list[dict[str, Any]] = [
+    {"revision": 2, "edited_at": "2026-01-01T00:00:01+00:00", "name": "gold", "version": 2,
+     "definition": _BODY, "before": _BODY | {"ttft_s": 1.0}},
+    {"revision": 1, "edited_at": "2026-01-01T00:00:00+00:00", "name": "gold", "version": 1,
+     "definition": _BODY | {"ttft_s": 1.0}, "before": None},
+]  # fmt: skip
+PREVIEW = {
+    "num_requests": 200, "num_refused": 2, "num_would_be_refused": 10, "num_served": 190, "num_meeting": 188,
+    "num_newly_admitted": 0,
+}  # fmt: skip
+
+
+class FakeGateway:
+    """Owns the answers by path, and what was asked."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, Any]] = {
+            "/halfmoon/v1/cluster": (200, CLUSTER),
+            "/halfmoon/v1/series": (200, SERIES),
+            "/halfmoon/v1/placements": (200, [PLACEMENT, REFUSED]),
+            "/halfmoon/v1/requests/r-1": (200, REQUEST),
+            "/halfmoon/v1/cache": (200, CACHE),
+            "/halfmoon/v1/classes": (200, {"classes": [GOLD]}),
+            "/halfmoon/v1/classes/gold": (200, GOLD | {"version": 3}),
+            "/halfmoon/v1/class_edits": (200, EDITS),
+            "/halfmoon/v1/class_previews/gold": (200, PREVIEW),
+            "/v1/chat/completions": (200, [{"choices": [{"delta": {"content": text}}]} for text in ("Hel", "lo")]),
+        }
+        self.asked: list[tuple[str, str]] = []
+        self.keys: dict[str, str | None] = {}
+        self.bodies: list[dict[str, Any]] = []
+        self.closes_early = False
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def edits(self) -> list[tuple[str, str]]:
+        """What was asked for but looks: method and path."""
+        return [(method, path) for method, path in self.asked if method != "GET"]
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        gateway = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                gateway.asked.append((self.command, self.path))
+                path = self.path.partition("?")[0]
+                gateway.keys[path] = self.headers["Authorization"]
+                status, answer = gateway.answers.get(path, (404, {"error": {"message": f"no {path}"}}))
+                self._send(status, json.dumps(answer).encode())
+
+            do_DELETE = do_GET
+
+            def do_PUT(self) -> None:
+                gateway.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.do_GET()
+
+            def do_POST(self) -> None:
+                if self.path != "/v1/chat/completions":
+                    self.do_PUT()
+                    return
+                gateway.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                gateway.keys[self.path] = self.headers["Authorization"]
+                status, events = gateway.answers[self.path]
+                if status != 200:
+                    self._send(status, json.dumps(events).encode())
+                    return
+                lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+                lines += [] if gateway.closes_early else ["data: [DONE]\n\n"]
+                self._send(200, "".join(lines).encode())
+
+            def _send(self, status: int, data: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        return Handler
+
+
+@contextmanager
+def running_fake_gateway() -> Iterator[FakeGateway]:
+    """A fake gateway on a free port."""
+    fake = FakeGateway()
+    thread = threading.Thread(target=fake.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield fake
+    finally:
+        fake.server.shutdown()
+        thread.join()
+        fake.server.server_close()

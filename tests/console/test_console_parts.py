@@ -1,0 +1,154 @@
+"""The parts of the console that draw and reckon without a page."""
+
+from __future__ import annotations
+
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("streamlit")
+
+from console import charts, cluster_map
+from console.class_form import preview_sentence, rules_of, seconds_of
+from console.class_history import change, undo_of
+from console.entrance import is_loopback, is_right
+from console.overview_page import attainment, outcome_rates
+from console.quantities import ago, count, seconds, share, size
+
+from .fake_gateway import CLUSTER, EDITS, GOLD, PREVIEW, WORKER
+
+
+def drawn(cluster: dict[str, Any]) -> ElementTree.Element:
+    """It is well-formed, or this raises."""
+    return ElementTree.fromstring(cluster_map.draw(cluster))
+
+
+def of_worker(root: ElementTree.Element) -> dict[str, str]:
+    return {one.get("data-worker", ""): one.get("data-standing", "") for one in root.iter() if one.get("data-worker")}
+
+
+def many(count: int, role: str) -> list[dict[str, Any]]:
+    return [
+        WORKER | {"worker_id": f"{role}-{number}", "role": role, "address": f"{role}:{number}"}
+        for number in range(count)
+    ]
+
+
+def test_256_workers_are_one_drawing_of_moderate_size() -> None:
+    cluster = CLUSTER | {"workers": [*many(128, "prefill"), *many(128, "decode")]}
+    assert len(of_worker(drawn(cluster))) == 256
+    assert len(cluster_map.draw(cluster)) < 150_000
+
+
+def test_few_workers_have_their_links() -> None:
+    svg = cluster_map.draw(CLUSTER)
+    assert "prefill-1 → decode-1: 1.00 GB/s" in svg
+    assert of_worker(drawn(CLUSTER)) == {"prefill-1": "serving", "decode-1": "draining"}
+
+
+def test_names_from_elsewhere_are_escaped() -> None:
+    evil = '<script>"x"</script>'
+    cluster = CLUSTER | {"served_model": evil, "workers": [WORKER | {"worker_id": evil}]}
+    assert list(of_worker(drawn(cluster))) == [evil]
+    assert "<script>" not in cluster_map.draw(cluster)
+
+
+@pytest.mark.parametrize(
+    ("worker", "word"),
+    [
+        (WORKER, "serving"),
+        (WORKER | {"age_s": 5.0}, "silent"),
+        (WORKER | {"load": {"draining": True}}, "draining"),
+        (WORKER | {"load": None}, "serving"),
+        ({"worker_id": "x", "role": "decode", "left_s_ago": 1.0}, "gone"),
+    ],
+)
+def test_standings(worker: dict[str, Any], word: str) -> None:
+    assert cluster_map.standing(worker).word == word
+    assert of_worker(drawn(CLUSTER | {"workers": [], "departed": [worker]}))[worker["worker_id"]] == word
+
+
+def test_undo_puts_back_what_was_there() -> None:
+    undo = undo_of(EDITS[0], [GOLD])
+    assert undo is not None
+    assert undo.body is not None
+    assert (undo.version, undo.body["ttft_s"]) == (2, 1.0)
+    removal = undo_of(EDITS[1], [GOLD])
+    assert removal is not None
+    assert (removal.version, removal.body) == (2, None)
+
+
+def test_what_is_so_already_is_not_undone() -> None:
+    assert undo_of(EDITS[0], [GOLD | {"ttft_s": 1.0, "version": 3}]) is None
+    assert undo_of(EDITS[1], []) is None
+    gone = undo_of(EDITS[0], [])
+    assert gone is not None
+    assert gone.version == 0  # it is made again
+
+
+def test_an_edit_in_a_line() -> None:
+    assert [change(edit) for edit in EDITS] == ["TTFT 1 s → 500 ms", "made"]
+    assert change(EDITS[0] | {"definition": None}) == "removed"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "refused 4.0 % more (2 → 10)"),
+        ({"num_would_be_refused": 2}, "refused as many (2 → 2)"),
+        ({"num_would_be_refused": 0, "num_newly_admitted": 2}, "2 that were refused would have been let in"),
+        ({"num_served": 0, "num_meeting": 0}, "served none of them"),
+        ({"num_requests": 0}, "nothing to tell by"),
+    ],
+)
+def test_previews_in_words(changed: dict[str, int], said: str) -> None:
+    assert said in preview_sentence({**PREVIEW, **changed})
+
+
+def test_forms_become_bodies() -> None:
+    assert seconds_of(None) is None
+    assert seconds_of(0.0) is None
+    assert seconds_of(250.0) == 0.25
+    rows = [
+        {"kind": "header", "header": "X", "value": "y"},
+        {"kind": None, "header": "X", "value": ""},
+        {"value": None},
+    ]
+    assert rules_of(rows) == [{"kind": "header", "header": "X", "value": "y"}]
+
+
+def test_refusals_count_against_attainment_and_strangers_do_not() -> None:
+    counts = {"ended": 10, "good": 6, "refused": 3, "failed": 1}
+    assert attainment({"classes": {"gold": counts, "none": counts | {"ended": 99}}}) == 0.6
+    assert attainment({"classes": {}}) is None
+
+
+def test_what_is_whole_and_not_good_is_late() -> None:
+    rates = {"ended": [4.0, 0.0], "good": [1.0, 0.0], "refused": [1.0, 0.0], "failed": [0.5, 0.0]}
+    assert outcome_rates(rates)["late"] == [1.5, 0.0]
+
+
+def test_specifications_do_not_change_with_the_rows() -> None:
+    """The browser draws anew what has another specification, and that flickers."""
+    ages = ([12.5, 7.5, 2.5], [17.5, 12.5, 7.5, 2.5])
+    lines = [charts.over_time(one, {"p50": [0.1 * age for age in one]}, {}, "ms", 10).spec for one in ages]
+    bars = [charts.stacked(one, {"good": list(one)}, {}, "1/s", 10, 5.0).spec for one in ages]
+    assert lines[0] == lines[1]
+    assert bars[0] == bars[1]
+
+
+def test_quantities() -> None:
+    assert [seconds(one) for one in (None, 0.0123, 1.5, 600.0)] == ["–", "12.3 ms", "1.5 s", "10 min"]
+    assert [ago(one) for one in (0.2, 42.0, 120.0, 7_200.0)] == ["now", "42 s ago", "2 min ago", "2 h ago"]
+    assert [size(one) for one in (512, 1536, 3 << 30)] == ["512 B", "1.5 KiB", "3.0 GiB"]
+    assert [count(one) for one in (None, 3, 3.25, 12_345, 4_560_000)] == ["–", "3", "3.2", "12.3k", "4.56M"]
+    assert [share(one) for one in (None, 0.123, 0.9996)] == ["–", "12.3 %", "100 %"]
+
+
+def test_the_entrance() -> None:
+    assert [is_loopback(one) for one in ("127.0.0.1", "localhost", "::1", None, "0.0.0.0", "box")] == [True] * 3 + [
+        False
+    ] * 3
+    assert is_right("secret", "secret")
+    assert not is_right("Secret", "secret")
