@@ -133,7 +133,7 @@ def _restores(placements: Sequence[Mapping[str, Any]]) -> None:
 
 def _store(store: Mapping[str, Any], block_bytes: int | None) -> None:
     if store["state"] == "none":
-        st.caption("This gateway knows of no store: start it with --kvstore host:port.")
+        st.caption("This gateway knows of no store: start it with --kv-store host:port.")
         return
     if store["state"] == "away":
         st.warning(f"The store at {store['address']} does not answer: {store['reason']}", icon=":material/cloud_off:")

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import hmac
-from ipaddress import ip_address
 
 import streamlit as st
 
-
-def is_loopback(address: str | None) -> bool:
-    """Whether only this machine reaches what listens at Streamlit's `server.address`; None listens everywhere."""
-    try:
-        return address is not None and ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
+from halfmoon.rpc.loopback import is_loopback
 
 
 def is_right(given: str, token: str) -> bool:
@@ -22,7 +15,7 @@ def is_right(given: str, token: str) -> bool:
 
 
 def may_enter(address: str | None, token: str | None) -> bool:
-    """True, or what has to be done is on the page."""
+    """True, or what has to be done is on the page. `address` is Streamlit's `server.address`, None for all."""
     if is_loopback(address) or st.session_state.get("entered"):
         return True
     if token is None:

@@ -106,6 +106,13 @@ def up(
     api_key: Annotated[
         list[str] | None, typer.Option(help="a key that clients may use; repeat it for more; none: no key is needed")
     ] = None,
+    operator_token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HALFMOON_OPERATOR_TOKEN",
+            help="what console and control API ask for; none: nothing on a loopback host, one is made elsewhere",
+        ),
+    ] = None,
     state_dir: Annotated[Path, typer.Option(help="logs and the ledger")] = Path(".halfmoon"),
     console: Annotated[bool, typer.Option(help="start the Streamlit console, if it is installed")] = True,
     console_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the console")] = 8501,
@@ -135,6 +142,7 @@ def up(
             port=port,
             num_gateways=gateways,
             api_keys=tuple(api_key or ()),
+            operator_token=operator_token,
             state_dir=state_dir.absolute(),
             store=StoreOptions(
                 dram_bytes,

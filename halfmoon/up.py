@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from halfmoon.errors import HalfmoonError, InvalidRequest, UnknownModel, leaf_er
 from halfmoon.gpus import GPUShares, visible_gpus
 from halfmoon.policy.admission import AdmissionMode
 from halfmoon.policy.placement import PlacementMode
+from halfmoon.rpc.loopback import is_loopback
 from halfmoon.simulated_up import SimulatedWorkers, simulated_model, simulation_specs
 from halfmoon.store_up import StoreOptions, free_port, store_spec
 from halfmoon.supervisor import Child, ServiceSpec, Supervisor, children_ready
@@ -50,6 +52,7 @@ class UpOptions:
     simulation: SimulatedWorkers | None = None  # None: real engines
     store: StoreOptions = field(default_factory=StoreOptions)
     num_gateways: int = 1
+    operator_token: str | None = None  # None: made where the host is not loopback
     api_keys: tuple[str, ...] = ()  # none: everybody may ask
 
     def __post_init__(self) -> None:
@@ -99,14 +102,16 @@ async def _start(options: UpOptions, supervisor: Supervisor, terminal: Console, 
     model = await prepared_model(options.model, terminal)
     if options.simulation is not None:
         model = PreparedModel(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
+    store = f"127.0.0.1:{free_port()}"
+    options = replace(options, operator_token=_operator_token(options))
     if options.num_gateways == 1:
-        specs = [gateway_spec(options, model)]
+        specs = [gateway_spec(options, model, store=store)]
     else:
         options = replace(options, port=options.port or free_port())
-        specs = [gateway_spec(options, model, number) for number in range(options.num_gateways)]
+        specs = [gateway_spec(options, model, number, store) for number in range(options.num_gateways)]
     announced = await children_ready([await supervisor.start(spec) for spec in specs])
     cluster = ",".join(one["address"] for one in announced)
-    others = [await supervisor.start(spec) for spec in _other_specs(options, model, cluster)]
+    others = [await supervisor.start(spec) for spec in _other_specs(options, model, cluster, store)]
     await children_ready([child for child in others if child.spec.name != "console"])
     url = announced[0]["http"]
     await _until_healthy(url)
@@ -143,7 +148,9 @@ async def prepared_model(model: str, terminal: Console) -> PreparedModel:
     return PreparedModel(said["path"], "demo" if model == "demo" else said["name"])
 
 
-def gateway_spec(options: UpOptions, model: PreparedModel, number: int | None = None) -> ServiceSpec:
+def gateway_spec(
+    options: UpOptions, model: PreparedModel, number: int | None = None, store: str | None = None
+) -> ServiceSpec:
     """The gateway as a child; with a `number`, one of several on one HTTP port.
 
     Those come back at the same address when they die: the others serve meanwhile.
@@ -156,21 +163,25 @@ def gateway_spec(options: UpOptions, model: PreparedModel, number: int | None = 
     modes = {"--admission": options.admission, "--placement": options.placement}
     chosen = (part for name, mode in modes.items() if mode is not None for part in (name, mode))
     keys = {"HALFMOON_GATEWAY_API_KEY": json.dumps(options.api_keys)} if options.api_keys else {}
-    arguments = ("-m", "services.gateway", *listen, *cluster, *which, *codec, *chosen)
+    if options.operator_token:
+        keys["HALFMOON_GATEWAY_OPERATOR_TOKEN"] = options.operator_token
+    stored = () if store is None else ("--kv-store", store)
+    arguments = ("-m", "services.gateway", *listen, *cluster, *which, *codec, *stored, *chosen)
     return ServiceSpec(f"gateway-{number}" if is_shared else "gateway", arguments, keys, restarts=is_shared)
 
 
-def _other_specs(options: UpOptions, model: PreparedModel, cluster: str) -> list[ServiceSpec]:
+def _other_specs(options: UpOptions, model: PreparedModel, cluster: str, store: str) -> list[ServiceSpec]:
     which = ("--model", model.path, "--model-name", model.name)
     common = ("--gateway", cluster, "--device", options.device, "--dtype", options.dtype, *which)
     environment = {**_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false"}
-    store = f"127.0.0.1:{free_port()}"
     state = ("--state-dir", str(options.state_dir), "--kv-store", store)
     specs = [
         store_spec(options.store, options.state_dir, store),
         ServiceSpec("planner", ("-m", "services.planner"), {}, restarts=True),
     ]
     counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
+    if options.console and find_spec("streamlit") is not None:
+        specs.append(_console_spec(options))
     if options.simulation is not None:
         return specs + simulation_specs(options.simulation, counts, cluster, which)
     workers = [(role, index) for role, count in counts.items() for index in range(count)]
@@ -181,9 +192,12 @@ def _other_specs(options: UpOptions, model: PreparedModel, cluster: str) -> list
         specs.append(
             ServiceSpec(f"{role}-{index}", arguments, {**environment, **gpus.environment(place)}, restarts=True)
         )
-    if options.console and find_spec("streamlit") is not None:
-        specs.append(_console_spec(options))
     return specs
+
+
+def _operator_token(options: UpOptions) -> str | None:
+    """Beyond loopback there is always one."""
+    return options.operator_token or (None if is_loopback(options.host) else secrets.token_urlsafe(18))
 
 
 def _openmp_waiting(options: UpOptions) -> dict[str, str]:
@@ -209,6 +223,8 @@ def _console_spec(options: UpOptions) -> ServiceSpec:
     environment = {"HALFMOON_CONSOLE_GATEWAY_URL": _url(options)}
     if options.api_keys:
         environment["HALFMOON_CONSOLE_API_KEY"] = options.api_keys[0]
+    if options.operator_token:
+        environment["HALFMOON_CONSOLE_OPERATOR_TOKEN"] = options.operator_token
     return ServiceSpec("console", arguments, environment, restarts=True)
 
 
@@ -225,6 +241,8 @@ async def _until_healthy(url: str) -> None:
 def _print_ready(options: UpOptions, terminal: Console, url: str, name: str, others: list[Child]) -> None:
     if any(child.spec.name == "console" for child in others):
         terminal.print(f"console: http://{_reachable(options.host)}:{options.console_port}", highlight=False)
+    if options.operator_token:
+        terminal.print(f"operator token: {options.operator_token}", highlight=False, markup=False, soft_wrap=True)
     terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)
     terminal.print(f"halfmoon is ready: {url}", highlight=False, style="bold", soft_wrap=True)
     body = f'{{"model": "{name}", "stream": true, "messages": [{{"role": "user", "content": "What is a half moon?"}}]}}'

@@ -11,13 +11,13 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.sim.worker_profile import PROFILES
 from halfmoon.simulated_up import SimulatedWorkers, simulated_model
 from halfmoon.store_up import StoreOptions
-from halfmoon.up import PreparedModel, UpOptions, _other_specs, gateway_spec
+from halfmoon.up import PreparedModel, UpOptions, _operator_token, _other_specs, gateway_spec
 
 MODEL = PreparedModel("/models/m", "m")
 
 
 def names(options: UpOptions) -> list[str]:
-    return [spec.name for spec in _other_specs(options, MODEL, "127.0.0.1:7000")]
+    return [spec.name for spec in _other_specs(options, MODEL, "127.0.0.1:7000", "127.0.0.1:7003")]
 
 
 def test_one_process_a_worker() -> None:
@@ -28,7 +28,7 @@ def test_one_process_a_worker() -> None:
 @pytest.mark.parametrize(("num_both", "variable"), [(1, "GOMP_SPINCOUNT"), (2, "OMP_WAIT_POLICY")])
 def test_threads_spin_only_where_a_worker_is_alone(num_both: int, variable: str) -> None:
     options = UpOptions(num_prefill=0, num_decode=0, num_both=num_both, console=False)
-    workers = [spec for spec in _other_specs(options, MODEL, "x:1") if spec.name.startswith("both")]
+    workers = [spec for spec in _other_specs(options, MODEL, "x:1", "127.0.0.1:7003") if spec.name.startswith("both")]
     assert len(workers) == num_both
     assert all(variable in spec.environment for spec in workers)
 
@@ -53,7 +53,7 @@ def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_simulated_workers_are_shared_by_their_processes() -> None:
     simulation = SimulatedWorkers("instant", time_scale=2.0, num_processes=3)
-    specs = _other_specs(UpOptions(num_prefill=4, num_decode=2, simulation=simulation), MODEL, "x:1")
+    specs = _other_specs(UpOptions(num_prefill=4, num_decode=2, simulation=simulation), MODEL, "x:1", "127.0.0.1:7003")
     processes = [spec for spec in specs if "services.simulation" in spec.arguments]
     assert len(processes) == 3
     for role, count in (("--prefill", 4), ("--decode", 2), ("--both", 0)):
@@ -82,7 +82,7 @@ def test_an_unknown_profile_is_refused_before_anything_starts() -> None:
 
 def test_workers_find_the_store_wherever_its_tiers_are(tmp_path: Path) -> None:
     store = StoreOptions(cold_url="s3://key:secret@bucket", dram_bytes="1GiB", disk_codec="int8+zstd")
-    specs = _other_specs(UpOptions(console=False, store=store, state_dir=tmp_path), MODEL, "x:1")
+    specs = _other_specs(UpOptions(console=False, store=store, state_dir=tmp_path), MODEL, "x:1", "127.0.0.1:7003")
     kvstore = next(spec for spec in specs if spec.name == "kvstore")
     given = dict(zip(kvstore.arguments[2::2], kvstore.arguments[3::2], strict=True))
     assert (given["--dram-bytes"], given["--disk-dir"]) == ("1GiB", str(tmp_path / "kvstore"))
@@ -97,3 +97,20 @@ def test_workers_find_the_store_wherever_its_tiers_are(tmp_path: Path) -> None:
 def test_a_codec_that_there_is_not_is_refused_at_once() -> None:
     with pytest.raises(InvalidRequest, match="int7"):
         StoreOptions(dram_codec="int7")
+
+
+def test_gateway_and_console_have_one_operator_token_and_one_store() -> None:
+    pytest.importorskip("streamlit")
+    options = UpOptions(operator_token="o", simulation=SimulatedWorkers("instant"))
+    gateway = gateway_spec(options, MODEL, store="127.0.0.1:7003")
+    assert gateway.environment["HALFMOON_GATEWAY_OPERATOR_TOKEN"] == "o"
+    assert gateway.arguments[gateway.arguments.index("--kv-store") + 1] == "127.0.0.1:7003"
+    console = next(spec for spec in _other_specs(options, MODEL, "x:1", "127.0.0.1:7003") if spec.name == "console")
+    assert console.environment["HALFMOON_CONSOLE_OPERATOR_TOKEN"] == "o"
+    assert "o" not in (*gateway.arguments, *console.arguments)
+
+
+@pytest.mark.parametrize(("host", "given", "is_made"), [("127.0.0.1", None, False), ("0.0.0.0", None, True)])
+def test_beyond_loopback_there_is_always_an_operator_token(host: str, given: str | None, is_made: bool) -> None:
+    assert bool(_operator_token(UpOptions(host=host, operator_token=given))) == is_made
+    assert _operator_token(UpOptions(host=host, operator_token="mine")) == "mine"

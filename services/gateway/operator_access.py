@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hmac
 from hashlib import sha256
-from ipaddress import ip_address
 
 from aiohttp import web
 
+from halfmoon.rpc.loopback import is_loopback
 from services.gateway.api_keys import WrongKey
 
 _PREFIX = "/halfmoon/"
@@ -34,14 +34,6 @@ class OperatorAccess:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip()), self._digest):
             raise WrongKey("the operator token is needed: send the header 'Authorization: Bearer <token>'")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _digest(token: str) -> bytes:

@@ -76,7 +76,7 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
         relay = Relay(
             cluster, judge, settings.request_deadline_s, settings.failover_wait_s, settings.return_wait_s, codec
         )
-        store = StoreView(settings.kvstore)
+        store = StoreView(settings.kv_store)
         classes = ClassesInForce(ledger.classes, judge.gatekeeper)
         news = LedgerNews(ledger, classes, judge.gatekeeper.lengths, membership, gateway_id)
         await news.load()

@@ -35,7 +35,7 @@ class GatewaySettings(BaseSettings):
     ledger_poll_s: float = Field(
         1.0, gt=0, description="how often to look for edits of classes that other gateways made"
     )
-    kvstore: str | None = Field(None, description="host:port of the store, whose figures the console shows")
+    kv_store: str | None = Field(None, description="host:port of the store, whose figures the console shows")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     heartbeat_interval_s: float = Field(1.0, gt=0, description="workers report at least this often; 3 missed is dead")
     request_deadline_s: float = Field(600.0, gt=0, description="total time of one request")
