@@ -40,7 +40,8 @@ def random_case(rng: random.Random, model: str, num_tokens: int) -> Case:
     messages = [{"role": "user", "content": "w" * rng.randrange(1, 100)}]
     prompt: Any = rng.choice(["Once upon a time", ["one", "two", "three"], [3, 5, 7] * rng.randrange(1, 30)])
     common: dict[str, Any] = {"model": model, "max_tokens": rng.randrange(1, num_tokens), "stream": rng.random() < 0.6}
-    several = {"n": rng.randrange(1, 4), "ignore_eos": rng.random() < 0.5}
+    several = {"n": rng.randrange(1, 4), "ignore_eos": True}
+    response = {"model": model, "input": "tell", "stream": common["stream"], "max_output_tokens": common["max_tokens"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "items": {"type": "null"}}}}
     path, body = rng.choice(
         [
@@ -48,9 +49,9 @@ def random_case(rng: random.Random, model: str, num_tokens: int) -> Case:
             ("/v1/chat/completions", {**common, "messages": messages, "response_format": form}),
             ("/v1/completions", {**common, **several, "prompt": prompt, "logprobs": rng.randrange(3)}),
             ("/v1/completions", {**common, "prompt": "a", "structured_outputs": {"regex": "[ab]{3,}"}}),
-            ("/v1/completions", {**common, "prompt": prompt, "stream": False, "best_of": 3}),
+            ("/v1/completions", {**common, "prompt": prompt, "stream": False, "best_of": 3, "ignore_eos": True}),
             ("/v1/completions", {**common, "prompt": prompt, "echo": True, "max_tokens": 0}),
-            ("/v1/responses", {"model": model, "input": "tell", "stream": common["stream"]}),
+            ("/v1/responses", {**response, "ignore_eos": True}),
             ("/tokenize", {"prompt": "x" * rng.randrange(10_000)}),
             ("/detokenize", {"tokens": [3, 5, 7]}),
         ]
