@@ -2,6 +2,7 @@
 
     python -m benchmarks.predictions [--seconds 60] [--rate 0.8] [--prefill 1] [--decode 1]
     python -m benchmarks.predictions --url http://127.0.0.1:8000 --json errors.json
+    python -m benchmarks.predictions --up '--engine sim --sim-profile llama2-70b-8xa800' --prompt 512 4096 --rate 1
 
 Starts `halfmoon up` (or uses the one at `--url`) and sends prompts of random tokens, log-uniform between `--prompt`
 tokens, with outputs between `--output`, at Poisson times. The first `--settle` seconds are not counted. Errors are of
@@ -16,6 +17,7 @@ import asyncio
 import json
 import math
 import random
+import shlex
 import sys
 import tempfile
 import time
@@ -49,6 +51,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, nargs=2, default=(16, 64), metavar=("LEAST", "MOST"))
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=1)
+    parser.add_argument("--up", default="", help="further arguments of `halfmoon up`, such as '--engine sim'")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every row here")
     asyncio.run(_run(parser.parse_args()))
@@ -74,7 +77,7 @@ async def _gateway(args: argparse.Namespace) -> AsyncIterator[str]:
     with tempfile.TemporaryDirectory() as state_dir:
         shape = ("--prefill", str(args.prefill), "--decode", str(args.decode))
         where = ("--port", str(port), "--state-dir", state_dir, "--no-console")
-        command = (sys.executable, "-m", "halfmoon.cli", "up", *shape, *where)
+        command = (sys.executable, "-m", "halfmoon.cli", "up", *shape, *where, *shlex.split(args.up))
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
         try:
             url = f"http://127.0.0.1:{port}"

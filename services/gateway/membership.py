@@ -38,6 +38,7 @@ class Member:
     listening: bool = False
     prefilling: dict[str, int] = field(default_factory=dict)  # sent since the last report: prompt tokens by request
     decoding: set[str] = field(default_factory=set)  # placed since the last report
+    computed_tokens: int = 0  # since the last report, of prompts that were there then
 
     @property
     def worker_id(self) -> str:
@@ -78,7 +79,7 @@ class Member:
                 if link.bandwidth_bytes_per_s > 0
             ),
             context_in_use_tokens=load.context_tokens,
-            prefill_free_s=self.heard_s + prefill.b * load.waiting_prefill_tokens,
+            prefill_free_s=self.heard_s + prefill.b * max(load.waiting_prefill_tokens - self.computed_tokens, 0),
             step_tokens=identity.step_tokens,
             prefill_model=prefill,
             step_model=step,
@@ -135,6 +136,7 @@ class Membership:
         member.heard_s = now_s
         member.load = load
         member.prefilling.clear()
+        member.computed_tokens = 0
         member.decoding.clear()
         self._learn(member, load.steps, now_s)
         self._show(now_s, member)
@@ -162,7 +164,8 @@ class Membership:
     def note_prefilled(self, request_id: str, prefill: Member, sample: PrefillSample, now_s: float) -> None:
         """The prompt is computed. `sample` teaches only where the worker does not report its steps: others may have
         been computed in the same ones."""
-        prefill.prefilling.pop(request_id, None)
+        if prefill.prefilling.pop(request_id, None) is None:
+            prefill.computed_tokens += round(sample.new_tokens)
         if not prefill.identity.step_tokens:
             self._learn_prefills(prefill, [sample], now_s)
         self._show(now_s, prefill)
