@@ -70,7 +70,11 @@ class _Member:
 class SimGateway:
     """Owns the view, the block index and the gatekeeper. Knows of workers what they report, every `report_s`."""
 
-    def __init__(self, spec: ClusterSpec, workers: list[SimWorker], prefixes: Prefixes | None, seed: int) -> None:
+    wants_reports = True
+
+    def __init__(
+        self, spec: ClusterSpec, workers: list[SimWorker], prefixes: Prefixes | None, longest_output: int, seed: int
+    ) -> None:
         self._spec = spec
         self._holders: dict[int, SimWorker] = {}
         self._admitted: set[int] = set()
@@ -86,13 +90,9 @@ class SimGateway:
         rules = PlacementRules(spec.placement, spec.balancing_threshold)
         self._gatekeeper = Gatekeeper(spec.admission, rules, random.Random(seed))
         self._gatekeeper.classes = ClassTable((self._qos,))
-        self._longest = 0
+        self._longest = longest_output  # what clients give as `max_tokens`
         for worker in workers:
             self.join(worker, 0.0)
-
-    def expect_outputs(self, longest: int) -> None:
-        """What clients give as `max_tokens`."""
-        self._longest = longest
 
     # membership
 

@@ -17,6 +17,7 @@ from halfmoon.sim.job import Job, Outcome
 from halfmoon.sim.links import Links
 from halfmoon.sim.prompt_queue import Chunk
 from halfmoon.sim.result import OUTCOMES, SimResult, WorkerFigures
+from halfmoon.sim.sole_choice import SoleChoice
 from halfmoon.sim.worker import SimWorker
 from halfmoon.sim.workload import Workload
 
@@ -29,18 +30,28 @@ Progress = Callable[[int, int], None]
 """Told how many requests are over, of how many."""
 
 
-def simulate(spec: ClusterSpec, workload: Workload, seed: int = 0, on_progress: Progress | None = None) -> SimResult:
+def simulate(
+    spec: ClusterSpec,
+    workload: Workload,
+    seed: int = 0,
+    on_progress: Progress | None = None,
+    *,
+    always_decide: bool = False,
+) -> SimResult:
     """Runs the workload until every request is over. The same arguments give the same result.
 
+    With `always_decide` the policies are asked even where there is only one way to go, which changes nothing but time.
     Raises InvalidRequest where the workload's prefix blocks are no multiple of the cluster's blocks.
     """
-    return _Run(spec, workload, seed, on_progress or (lambda done, total: None)).run()
+    return _Run(spec, workload, seed, on_progress or (lambda done, total: None), always_decide).run()
 
 
 class _Run:
     """Owns the clock and the events. Events are (when, number, handler, arguments); equal times keep their order."""
 
-    def __init__(self, spec: ClusterSpec, workload: Workload, seed: int, on_progress: Progress) -> None:
+    def __init__(
+        self, spec: ClusterSpec, workload: Workload, seed: int, on_progress: Progress, always_decide: bool
+    ) -> None:
         self._spec = spec
         self._workload = workload
         self._on_progress = on_progress
@@ -61,8 +72,11 @@ class _Run:
         ]
         self._by_name = {worker.name: worker for worker in self._workers}
         self._links = Links(spec.network, max(nodes) + 1)
-        self._gateway = SimGateway(spec, self._workers, prefixes, seed)
-        self._gateway.expect_outputs(int(workload.output_tokens.max(initial=1)))
+        longest = int(workload.output_tokens.max(initial=1))
+        self._policies = SimGateway(spec, self._workers, prefixes, longest, seed)
+        self._gateway: SimGateway | SoleChoice = self._policies
+        if SoleChoice.is_enough(spec) and not always_decide:
+            self._gateway = SoleChoice(self._workers, longest)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._now_s = 0.0
@@ -151,9 +165,9 @@ class _Run:
         """The end of its prefix is fetched from who has it, while the beginning is computed."""
         assert job.prefill is not None
         target = job.prefill
-        source = self._gateway.best_holder(job)
+        source = self._policies.best_holder(job)
         wait_s = self._links.wait_s(source.node, target.node, self._now_s)
-        plan = self._gateway.restore_plan(placement, wait_s)
+        plan = self._policies.restore_plan(placement, wait_s)
         num_tokens = plan.num_load_blocks * self._unit_tokens
         if not num_tokens:
             return
@@ -278,7 +292,7 @@ class _Run:
     def _note(self, worker: SimWorker) -> None:
         """Its next load report says something new."""
         self._dirty[worker.number] = worker
-        if not self._has_tick:
+        if self._gateway.wants_reports and not self._has_tick:
             self._has_tick = True
             report_s = self._spec.report_s
             self._at((self._now_s // report_s + 1) * report_s, self._on_tick)
@@ -288,7 +302,7 @@ class _Run:
         dirty, self._dirty = self._dirty, {}
         for worker in dirty.values():
             if worker.is_alive:
-                self._gateway.report(worker, self._now_s)
+                self._policies.report(worker, self._now_s)
                 if worker.wake_s is not None:
                     self._note(worker)
 
@@ -299,7 +313,7 @@ class _Run:
         if not worker.is_alive:
             return
         worker.die(self._now_s)
-        self._gateway.leave(worker)
+        self._policies.leave(worker)
         for job in [one for one in self._inside.values() if worker in (one.at, one.decode)]:
             self._fail_over(job)
         if failure.back_s is not None:
@@ -329,7 +343,7 @@ class _Run:
 
     def _on_return(self, worker: SimWorker) -> None:
         worker.is_alive = True
-        self._gateway.join(worker, self._now_s)
+        self._policies.join(worker, self._now_s)
         parked, self._parked = self._parked, []
         for job in parked:
             self._place(job, ())

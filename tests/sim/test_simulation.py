@@ -237,6 +237,15 @@ def test_a_seed_repeats_itself(spec: ClusterSpec, rows: list[tuple[float, int, i
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
+@settings(max_examples=40, deadline=None)
+@given(clusters(), ROWS)
+def test_where_there_is_one_way_to_go_the_policies_go_it(spec: ClusterSpec, rows: list[tuple[float, int, int]]) -> None:
+    single = replace(spec, groups=tuple(replace(group, count=1) for group in spec.groups))
+    short, decided = (simulate(single, drawn(rows), always_decide=always) for always in (False, True))
+    for name in ("ttft_s", "tpot_s", "end_s", "outcome"):
+        np.testing.assert_array_equal(getattr(short, name), getattr(decided, name))
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=30))
 def test_equal_prompts_get_their_first_tokens_in_the_order_of_arrival(starts_s: list[float]) -> None:
