@@ -75,8 +75,9 @@ class PostgresqlServer:
                 time.sleep(0.05)
 
     def stop(self) -> None:
-        """At once, whoever is connected."""
-        self.process.send_signal(signal.SIGINT)
+        """At once, whoever is connected. Idempotent."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
         self.process.wait(_START_S)
 
     def _conninfo(self) -> str:

@@ -1,0 +1,80 @@
+"""Requests flow while the ledger is locked, stands still or is full; nothing that fits in its queue is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.ledger.postgresql import PostgresqlServer, find_programs, running_postgresql
+
+from .fakes import Fleet, running_fleet
+from .test_judgement import complete
+
+
+@pytest.fixture
+def postgresql() -> Iterator[PostgresqlServer]:
+    programs = find_programs()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
+    with running_postgresql(programs) as server:
+        yield server
+
+
+async def answers(fleet: Fleet, num: int) -> list[int]:
+    return [status for status, _, _ in await asyncio.gather(*(complete(fleet) for _ in range(num)))]
+
+
+async def written(fleet: Fleet, num: int) -> str:
+    """The metrics, once so many rows are written."""
+    async with asyncio.timeout(30):
+        while True:
+            found = await fleet.metrics()
+            if f'halfmoon_ledger_rows_total{{result="written"}} {num}.0' in found:
+                return found
+            await asyncio.sleep(0.01)  # the ledger has no event for it
+
+
+async def test_a_locked_file(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair()
+        other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        assert await answers(fleet, 5) == [200] * 5
+        assert "halfmoon_ledger_rows_waiting 5.0" in await fleet.metrics()
+        other.execute("ROLLBACK")
+        other.close()
+        assert 'halfmoon_ledger_rows_total{result="lost"} 0.0' in await written(fleet, 5)
+
+
+async def test_a_server_that_stands_still(tmp_path: Path, postgresql: PostgresqlServer) -> None:
+    async with running_fleet(tmp_path, ledger_url=postgresql.new_database()) as fleet:
+        await fleet.pair()
+        assert await answers(fleet, 1) == [200]
+        await written(fleet, 1)
+        postgresql.signal(signal.SIGSTOP)
+        try:
+            assert await answers(fleet, 5) == [200] * 5
+        finally:
+            postgresql.signal(signal.SIGCONT)
+        assert 'halfmoon_ledger_rows_total{result="lost"} 0.0' in await written(fleet, 6)
+
+
+async def test_a_server_that_is_gone(tmp_path: Path, postgresql: PostgresqlServer) -> None:
+    async with running_fleet(tmp_path, ledger_url=postgresql.new_database()) as fleet:
+        await fleet.pair()
+        postgresql.stop()
+        assert await answers(fleet, 5) == [200] * 5
+        assert "halfmoon_ledger_rows_waiting 5.0" in await fleet.metrics()
+        for path, status in (("/halfmoon/v1/classes", 503), ("/halfmoon/v1/requests", 503), ("/health", 200)):
+            assert await fleet_status(fleet, path) == status
+
+
+async def fleet_status(fleet: Fleet, path: str) -> int:
+    async with aiohttp.ClientSession() as session, session.get(f"{fleet.http}{path}") as response:
+        return response.status
