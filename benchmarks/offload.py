@@ -4,8 +4,8 @@
 
 An OPT of `--layers` layers and random weights decodes `--batch` sequences of `--tokens` tokens. Three engines take
 turns at each step: one with all KV in memory, one that loads it all, and one that chooses; medians of their steps. The
-link is a copy in memory that sleeps until the given rate (MB/s) allows it to be done. `gain` is loaded / chosen; it
-cannot be larger than 2, for inputs are half of K and V. The last column is the last new choice and its promise.
+link is a copy in memory that sleeps until the given rate (MB/s) allows it to be done. `gain` is loaded / chosen; with
+inputs, half of K and V, it cannot be larger than 2. The last column is the last new kind of choice and its promise.
 """
 
 from __future__ import annotations

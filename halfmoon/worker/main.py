@@ -177,6 +177,7 @@ def _identity(
         pid=os.getpid(),
         step_tokens=engine.config.step_tokens,
         profile=None if profile is None else _profile_message(profile),
+        kv_store=settings.kv_store or "",
     )
 
 

@@ -26,6 +26,7 @@ from services.gateway.decisions import Decision, Move
 from services.gateway.membership import Membership
 from services.gateway.observations import Observations
 from services.gateway.progress import Progress
+from services.gateway.store_copies import StoreCopies
 from services.gateway.token_flow import TokenSink
 
 _LOWER: dict[KVCodec.ValueType, KVCodec.ValueType] = {RAW: INT8, FP8: INT4, INT8: INT4, INT4: INT4}
@@ -43,19 +44,23 @@ class Judge:
         rules: PlacementRules,
         clock: Callable[[], float],
         observations: Observations,
+        copies: StoreCopies,
     ) -> None:
         self.gatekeeper = Gatekeeper(mode, rules, random.Random())
         self.errors = {"ttft": PredictionErrors(), "tbt": PredictionErrors()}
         self._membership = membership
         self._clock = clock
         self._observations = observations
+        self.copies = copies
         self._names = map(str, itertools.count())
 
     @contextmanager
     def case(self, request: RelayRequest, progress: Progress) -> Iterator[Case]:
         """One request as long as it is here."""
         name = next(self._names)
-        made = Case(name, request, progress, self.gatekeeper, self._membership, self._clock, self._observations)
+        made = Case(
+            name, request, progress, self.gatekeeper, self._membership, self._clock, self._observations, self.copies
+        )
         try:
             yield made
         finally:
@@ -86,6 +91,7 @@ class Case:
         membership: Membership,
         clock: Callable[[], float],
         observations: Observations,
+        copies: StoreCopies,
     ) -> None:
         self.request = request  # as admitted
         self._name = name
@@ -94,9 +100,11 @@ class Case:
         self._membership = membership
         self._clock = clock
         self._observations = observations
+        self._copies = copies
         self._admitted: Admitted | None = None
         self._waited_s = 0.0  # until it was admitted
         self._keys: tuple[KVLayout, Keys] | None = None
+        self._block_keys: list[bytes] = []  # what `_keys` are short for
 
     def name_blocks(self) -> None:
         """Hashes the prompt's blocks, for `place`: milliseconds for a very long one, in any thread."""
@@ -104,7 +112,7 @@ class Case:
         if layout is not None and (self._keys is None or self._keys[0] != layout):
             root = root_key(self._membership.model_fingerprint, layout)
             keys = block_keys(root, self.request.prompt_token_ids, layout.block_tokens)
-            self._keys = (layout, short_keys(keys))
+            self._keys, self._block_keys = (layout, short_keys(keys)), keys
 
     def place(self, exclude: Sequence[str]) -> Placement:
         """Where to try next. Raises Refused the first time, if the class forbids it, and what `place` raises."""
@@ -168,6 +176,8 @@ class Case:
         self.request = _as_admitted(self.request, admitted)
         self._admitted = admitted
         self._gatekeeper.enter(self._name, view, admitted, wanted.num_prompt_tokens, now_s)
+        if self._keys is not None:
+            self._copies.consider(admitted.placement.prefill, depths, self._block_keys, self._keys[0], now_s)
         return admitted.placement
 
     def _note(

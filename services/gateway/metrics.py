@@ -86,7 +86,8 @@ class _Workers(Collector):
 
 
 class _Predictions(Collector):
-    """Reads how wrong the latest predictions were: of requests, and of each worker's prefills and decode steps."""
+    """Reads what the judge knows: how wrong the latest predictions were, of requests and of each worker's steps, and
+    what stores were asked to copy."""
 
     def __init__(self, membership: Membership, judge: Judge) -> None:
         self._membership = membership
@@ -106,6 +107,12 @@ class _Predictions(Collector):
                 bias.add_metric([kind, worker_id], figures.bias)
         yield error
         yield bias
+        asked = CounterMetricFamily(
+            "halfmoon_gateway_store_copies", "Prefixes that one store was to copy from another", labels=["outcome"]
+        )
+        for outcome, num_copies in self._judge.copies.num_copies.items():
+            asked.add_metric([outcome], num_copies)
+        yield asked
 
     def _figures(self) -> Iterator[tuple[str, str, ErrorFigures]]:
         for kind, errors in self._judge.errors.items():

@@ -38,6 +38,7 @@ from services.gateway.operator_access import OperatorAccess
 from services.gateway.relay import Relay
 from services.gateway.served_model import ServedModel
 from services.gateway.settings import GatewaySettings
+from services.gateway.store_copies import StoreCopies
 from services.gateway.store_view import StoreView
 from services.gateway.tokenizing import TokenizerEndpoints
 
@@ -70,7 +71,8 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
     async with open_ledger(settings.ledger, gateway_id) as ledger, running_cluster(gateway_id, membership) as cluster:
         rules = PlacementRules(settings.placement, settings.balancing_threshold)
         observations = Observations()
-        judge = Judge(membership, settings.admission, rules, cluster.clock, observations)
+        copies = StoreCopies(membership, rules.fetching_threshold)
+        judge = Judge(membership, settings.admission, rules, cluster.clock, observations, copies)
         metrics = GatewayMetrics(membership, ledger, judge)
         codec = KVCodec.Value(settings.handover_codec.upper())
         relay = Relay(
@@ -95,6 +97,7 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
         )
         add = partial(add_ClusterServicer_to_server, cluster)
         async with (
+            copies.asking(),
             following(news, settings.ledger_poll_s),
             sampling(observations, membership, cluster.clock),
             running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2) as server,
