@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -182,22 +184,46 @@ async def test_tenants_load_only_their_own(start_worker: Start, tiny: Checkpoint
         assert loaded == [0, 0, 80]
 
 
-@pytest.mark.parametrize("kept", [Tier.DISK, Tier.COLD])
-async def test_slower_tiers_restore_too(start_worker: Start, tiny: Checkpoint, kept: Tier, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", list(Tier))
+async def test_a_second_turn_finds_the_first_one_whatever_was_lost(
+    start_worker: Start, tiny: Checkpoint, kept: Tier, tmp_path: Path
+) -> None:
+    """The prefill worker was started again (DRAM), the store, too (disk), and its disk was wiped (cold)."""
     tiers: dict[str, Any] = {"disk_dir": tmp_path / "disk", "cold_url": f"file://{tmp_path / 'cold'}"}
     (tmp_path / "cold").mkdir()
-    expected = reference(tiny, PROMPT, 1)
-    async with served(**tiers) as (store, address):
-        await stored(start_worker, tiny, address)
+    first_turn = [*PROMPT, *reference(tiny, PROMPT, 20)]
+    second_turn = [*first_turn, 5, 6, 7]
+    expected = reference(tiny, second_turn, 12)
+    async with AsyncExitStack() as stores:
+        store, address = await stores.enter_async_context(served(**tiers))
+        prefill, decode = [await start_worker(role, store=address) for role in ("prefill", "decode")]
+        await turn(tiny, prefill, decode, PROMPT, 20)
+        await prefill.state.chains.settled()
+        await decode.state.chains.settled()
         await store.pool.settled()
-    if kept is Tier.COLD:
-        tiers["disk_dir"] = tmp_path / "another"
-    async with served(**tiers) as (store, address):
-        worker = await start_worker("prefill", store=address)
-        key = block_id(keys_of(worker, PROMPT)[9])
-        await until(lambda: len(store.pool.match([key])) == 1)  # the cold tier is listed
-        believe(worker, SLOW)
-        (first,) = await prefilled(worker, single(tiny, PROMPT))
-        assert first.first_token.num_loaded_tokens == 80
-        assert [first.first_token.token.token_id] == expected
-        assert counted(worker, "store_loaded_bytes", tier=kept.name.lower()) > 0
+        if kept is not Tier.DRAM:
+            await stores.aclose()
+            if kept is Tier.COLD:
+                shutil.rmtree(tmp_path / "disk")
+            store, address = await stores.enter_async_context(served(**tiers))
+        again = await start_worker("prefill", store=address)
+        believe(again, SLOW)
+        last = block_id(keys_of(again, first_turn[:-1])[-1])
+        await until(lambda: len(store.pool.match([last])) == 1)  # the cold tier is listed
+        event, tokens = await turn(tiny, again, decode, second_turn, 12)
+        assert tokens == expected
+        num_whole = (len(first_turn) - 1) // 8 * 8  # the last token of an answer is never run
+        assert event.num_cached_tokens == event.num_loaded_tokens == num_whole
+        assert counted(again, "store_loaded_bytes", tier=kept.name.lower()) > 0
+
+
+async def turn(
+    tiny: Checkpoint, prefill: RunningWorker, decode: RunningWorker, prompt: list[int], max_tokens: int
+) -> tuple[prefill_pb2.FirstToken, list[int]]:
+    """The first token's event, and all tokens."""
+    wanted = generation(tiny, prompt, max_tokens, f"of-{len(prompt)}")
+    async with listening(decode) as steps:
+        request = prefill_pb2.PrefillRequest(generation=wanted, decode_address=decode.peer.address)
+        first, _ = await prefilled(prefill, request)
+        tokens = [first.first_token.token.token_id, *await tokens_of(steps, wanted.request_id)]
+    return first.first_token, tokens

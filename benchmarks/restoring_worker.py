@@ -1,0 +1,144 @@
+"""A prefill worker with the demo model in this process, and a store in another. For restore and second_turn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Literal, NamedTuple
+
+from halfmoon.engine.async_engine import AsyncEngine
+from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.engine import Engine
+from halfmoon.engine.first_steps import first_steps
+from halfmoon.pb import gateway_pb2, types_pb2
+from halfmoon.policy.latency import PrefillModel
+from halfmoon.worker.beside import beside
+from halfmoon.worker.chain_queue import ChainQueue
+from halfmoon.worker.compute_rate import ComputeRate
+from halfmoon.worker.main import store_client, store_writer
+from halfmoon.worker.metrics import WorkerMetrics
+from halfmoon.worker.prefilling import Prefilling
+from halfmoon.worker.restoring import Restorer
+from halfmoon.worker.state import WorkerState
+from halfmoon.worker.store_link import StoreLink
+
+Method = Literal["compute", "load", "restore"]
+
+_VOCABULARY = range(1000, 30000)
+
+
+class Restored(NamedTuple):
+    """One prompt's way to its first token."""
+
+    ttft_s: float
+    token_id: int
+    num_loaded_tokens: int
+
+
+class _SaidToBeSlow(ComputeRate):
+    """Whoever believes this loads everything."""
+
+    @property
+    def model(self) -> PrefillModel:
+        return PrefillModel(0.0, 1e6, 0.0)
+
+
+class Worker:
+    """Owns the engine and its connection to the store."""
+
+    def __init__(self, engine: AsyncEngine, state: WorkerState, metrics: WorkerMetrics) -> None:
+        self.engine = engine
+        self.state = state
+        self._metrics = metrics
+        self._measured = state.compute_rate
+        self._num_requests = 0
+
+    async def prefill(self, prompt: Sequence[int], restorer: Restorer | None) -> Restored:
+        """The first token of `prompt`."""
+        began_s = time.perf_counter()
+        async with Prefilling(self.engine, self.state, self._generation(prompt), restorer=restorer) as prefilling:
+            first = await prefilling.first
+            ttft_s = time.perf_counter() - began_s
+            event = prefilling.event(first).first_token
+        return Restored(ttft_s, event.token.token_id, event.num_loaded_tokens)
+
+    async def restore(self, prompt: Sequence[int], store: str, mbps: float | None, method: Method) -> Restored:
+        """The first token of `prompt`, of which the prefix cache knows nothing."""
+        await self.forget()
+        self.state.compute_rate = _SaidToBeSlow() if method == "load" else self._measured
+        try:
+            async with aclosing(StoreLink(store_client(store, mbps))) as link:
+                restorer = Restorer(self.engine, self.state, link, self._metrics.store)
+                return await self.prefill(prompt, None if method == "compute" else restorer)
+        finally:
+            self.state.compute_rate = self._measured
+
+    async def fill(self, prompt: Sequence[int], store: str) -> Restored:
+        """Computes `prompt` and puts its blocks into the store."""
+        async with (
+            aclosing(StoreLink(store_client(store, None))) as link,
+            beside(store_writer(self.engine, self.state, link, self._metrics).run()),
+        ):
+            first = await self.prefill(prompt, None)
+            await self.state.chains.settled()
+        return first
+
+    async def forget(self) -> None:
+        """Empties the prefix cache."""
+        engine = self.engine.engine
+        everything = self._generation([1] * (engine.num_blocks * engine.layout.block_tokens - 2))
+        async with Prefilling(self.engine, self.state, everything):
+            await asyncio.sleep(0)
+        await self.prefill([1], None)
+
+    def _generation(self, prompt: Sequence[int]) -> types_pb2.Generation:
+        self._num_requests += 1
+        sampling = types_pb2.SamplingParams(max_tokens=1, top_p=1, repetition_penalty=1, ignore_eos=True)
+        return types_pb2.Generation(request_id=str(self._num_requests), prompt_token_ids=prompt, sampling=sampling)
+
+
+@asynccontextmanager
+async def running_worker(num_tokens: int) -> AsyncIterator[Worker]:
+    """A worker with room for one prompt of so many tokens."""
+    checkpoint = await asyncio.to_thread(prepare_checkpoint, "demo")
+    config = EngineConfig(num_blocks=num_tokens // 64 + 2)
+    engine = await asyncio.to_thread(Engine, checkpoint, config)
+    metrics = WorkerMetrics()
+    state = WorkerState(gateway_pb2.WorkerIdentity(), engine.layout, metrics, ChainQueue())
+    for result in await asyncio.to_thread(first_steps, engine):
+        state.compute_rate.observe(result)
+    async with AsyncEngine(engine, state.on_step) as async_engine:
+        yield Worker(async_engine, state, metrics)
+
+
+@asynccontextmanager
+async def running_store(*arguments: str) -> AsyncIterator[str]:
+    """A store as another process; its address. Told to stop at the end, as by an operator."""
+    command = (sys.executable, "-m", "services.kvstore", "--dram-bytes", "1GiB", *arguments)
+    child = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
+    assert child.stdout is not None
+    try:
+        async for line in child.stdout:
+            event = json.loads(line)
+            if event["event"] == "service.ready":
+                break
+        else:
+            raise SystemExit("the store did not start")
+        draining = asyncio.create_task(child.stdout.read())
+        yield event["address"]
+    finally:
+        child.terminate()
+        await child.wait()
+    await draining
+
+
+def made_up(num_tokens: int, seed: int) -> list[int]:
+    """A prompt that nobody else has."""
+    return random.Random(seed).choices(_VOCABULARY, k=num_tokens)
