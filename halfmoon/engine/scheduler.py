@@ -178,6 +178,8 @@ class Scheduler:
                 overtaking = set(shorter)
                 queue = shorter + [other for other in queue if other not in overtaking]
             num_tokens = min(num_ready, room)
+            if sequence.restore is not None:  # what is being computed cannot be loaded any more: a little at once
+                num_tokens = min(num_tokens, self._limits.chunk_tokens)
             budget -= num_tokens
             yield ScheduledSequence(sequence, num_tokens)
 

@@ -82,7 +82,7 @@ class Restorer:
         layout, config = self.engine.engine.layout, self.engine.engine.config
         s_per_byte = self.rate.s_per_byte(tiers[num_here:])
         course = RestoreCourse(
-            len(keys), layout.block_tokens, config.step_tokens, model, s_per_byte * layout.block_bytes
+            len(keys), layout.block_tokens, config.prefill_chunk_tokens, model, s_per_byte * layout.block_bytes
         )
         costs = course.costs(
             num_here * layout.block_tokens, s_per_byte * layout.block_bytes, s_per_byte * self.rate.bytes_under_way
