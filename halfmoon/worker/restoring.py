@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOADS_AT_ONCE = 2  # so that the link is busy while a block is written
-_ASK_AT_LEAST_S, _ASK_AT_MOST_S = 0.05, 0.5
+_ASK_AT_LEAST_S, _ASK_AT_MOST_S = 0.05, 2.0
 
 
 class Restorer:
