@@ -33,7 +33,7 @@ from halfmoon.kv.codec import Codec, Shape
 from halfmoon.kv.device_bytes import DeviceBytes, KVSource
 from halfmoon.kv.layout import KVBytes, KVLayout, Shard
 
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 64
 TRANSFER_ID_BYTES = 16
 MAX_PAYLOAD_BYTES = 2 << 20  # at 1 MiB and above a raw gRPC stream is at its best; control bodies obey it too

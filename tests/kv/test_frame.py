@@ -13,6 +13,7 @@ from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import (
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
+    VERSION,
     Elsewhere,
     Frame,
     FrameKind,
@@ -98,8 +99,8 @@ def test_pinned_bytes() -> None:
     """The wire format is a contract between releases: these bytes change only with VERSION."""
     frame = Frame(FrameKind.DATA, bytes(range(16)), 0x0123456789ABCDEF, 7, KVRange(0, 1, 0, 3, 64, 2), payload=b"abc")
     assert encode_frame(frame).hex() == (
-        "484d4b5602030000efcdab8967452301000102030405060708090a0b0c0d0e0f"
-        "070000000000010000000300400000000200000003000000bd25361dd5f7b78f"
+        "484d4b5603030000efcdab8967452301000102030405060708090a0b0c0d0e0f"
+        "0700000000000100000003004000000002000000030000001caa8096d978aa8a"
         "616263"
     )
 
@@ -114,7 +115,7 @@ def test_the_payload_is_not_copied() -> None:
 def test_another_version_says_so() -> None:
     message = bytearray(encode_frame(Frame(FrameKind.RENEW, b"t" * 16, 0, 0)))
     message[4] = 1
-    with pytest.raises(Incompatible, match="version 1, expected 2"):
+    with pytest.raises(Incompatible, match="version 1, expected 3"):
         decode_frame(message)
 
 
@@ -149,14 +150,14 @@ def test_a_reference_needs_an_agreement_and_its_length() -> None:
 
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_no_frame(message: bytes) -> None:
-    for start in (b"", b"HMKV", b"HMKV\2"):
+    for start in (b"", b"HMKV", b"HMKV" + bytes([VERSION])):
         with pytest.raises((DataLoss, Incompatible)):
             decode_message(start + message)
 
 
 @given(st.binary(min_size=59, max_size=120))
 def test_a_header_cannot_name_more_than_the_limit(rest: bytes) -> None:
-    message = bytearray(b"HMKV\2" + rest)
+    message = bytearray(b"HMKV" + bytes([VERSION]) + rest)
     message[7] = len(message) - HEADER_BYTES
     message[52:56] = (MAX_PAYLOAD_BYTES + 1).to_bytes(4, "little")
     with pytest.raises(DataLoss, match="over the limit"):

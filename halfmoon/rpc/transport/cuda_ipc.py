@@ -27,11 +27,11 @@ from halfmoon.kv.negotiation import Offer
 from halfmoon.rpc.transport.memfd import SharedSegment, host_id
 from halfmoon.rpc.transport.protocol import Source, StagingBuffer
 from halfmoon.rpc.transport.shm import SharedMemoryInlet
-from halfmoon.rpc.transport.slots import FreeSlots, offset_of, reference_to
+from halfmoon.rpc.transport.slots import USE_BYTES, FreeSlots, Reference, decode_reference
 
 NAME = "cuda_ipc"
 
-_EXPORT_BYTES = 4096  # of the segment that says how the ring is reached
+_EXPORT_BYTES = 4096  # at the front of the segment, which say how the ring is reached; the slots' words follow
 
 
 class DeviceRegion(Protocol):
@@ -70,10 +70,10 @@ class CudaIpcOutlet:
             raise Incompatible("cuda_ipc needs an engine on one GPU that copies with the triton kernels")
         self._ring, exported = memory.allocate(num_slots * slot_bytes)
         assert len(exported) <= _EXPORT_BYTES
-        self._segment = SharedSegment(_EXPORT_BYTES)
+        self._segment = SharedSegment(_EXPORT_BYTES + num_slots * USE_BYTES)
         self._segment.memory[: len(exported)] = exported
         self._slot_bytes = slot_bytes
-        self._free = FreeSlots(num_slots, slot_bytes)
+        self._free = FreeSlots(num_slots, slot_bytes, self._segment.memory, _EXPORT_BYTES)
 
     def offer(self) -> Offer:
         """Which host, and where it is told how to reach the ring."""
@@ -85,10 +85,10 @@ class CudaIpcOutlet:
 
     def room(self, num_bytes: int) -> StagingBuffer:
         """A slot, which the engine can fill and nobody else."""
-        offset = self._free.take(num_bytes)
-        device = self._ring.part(offset, num_bytes)
-        nothing = memoryview(bytearray())
-        return StagingBuffer(nothing, self._slot_bytes, offset, reference_to(offset), weakref.ref(device), device)
+        reference = self._free.take(num_bytes)
+        device = self._ring.part(reference.offset, num_bytes)
+        nothing, encoded = memoryview(bytearray()), reference.encoded()
+        return StagingBuffer(nothing, self._slot_bytes, reference.offset, encoded, weakref.ref(device), device)
 
     def hold(self, payload: memoryview) -> StagingBuffer:
         """What is in host memory travels inside its message."""
@@ -113,7 +113,13 @@ class _OpenedRing:
 
     async def fetch(self, reference: bytes, num_bytes: int) -> DeviceBytes:
         """The slot."""
-        return self._ring.part(offset_of(reference, num_bytes, self._ring.num_bytes), num_bytes)
+        place = decode_reference(reference)
+        place.check_within(num_bytes, self._ring.num_bytes)
+        return self._ring.part(place.offset, num_bytes)
+
+    def is_intact(self, reference: bytes) -> bool:
+        """Asks the slot's word, in host memory: the device is done with what was read when this is asked."""
+        return self._segment.is_intact(reference)
 
     def close(self) -> None:
         """The ring is kept for the sender's next transfer."""
@@ -136,7 +142,7 @@ class CudaIpcInlet:
         async with self._opening:
             ring = self._rings.get(segment)
             if ring is None:
-                exported = await segment.fetch(reference_to(0), _EXPORT_BYTES)
+                exported = await segment.fetch(Reference(0).encoded(), _EXPORT_BYTES)
                 ring = await asyncio.to_thread(self._memory.open, bytes(exported).rstrip(b"\0"))
                 self._rings[segment] = ring
         return _OpenedRing(ring, segment)

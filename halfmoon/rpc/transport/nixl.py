@@ -23,7 +23,7 @@ from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
 from halfmoon.kv.layout import KVBytes
 from halfmoon.kv.negotiation import Offer
 from halfmoon.rpc.transport.protocol import StagingBuffer
-from halfmoon.rpc.transport.slots import Slots, offset_of
+from halfmoon.rpc.transport.slots import Slots, decode_reference, slots_bytes
 
 NAME = "nixl"
 
@@ -52,8 +52,8 @@ class NixlOutlet:
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         """Raises Incompatible without the extra, Unavailable where NIXL cannot work. Takes some tenths of a second."""
         self._agent: Any = _new_agent(has_progress_thread=True)
-        self._region = _Registered(self._agent, num_slots * slot_bytes)
-        self._slots = Slots(self._region.memory, slot_bytes)
+        self._region = _Registered(self._agent, slots_bytes(num_slots, slot_bytes))
+        self._slots = Slots(self._region.memory, num_slots, slot_bytes)
 
     def offer(self) -> Offer:
         """Where the memory lies and how to reach its agent."""
@@ -149,10 +149,15 @@ class _Puller:
 
     async def fetch(self, reference: bytes, num_bytes: int) -> KVBytes:
         """The payload, until the next is fetched. Raises Unavailable if the sender is gone, DeadlineExceeded."""
-        offset = offset_of(reference, num_bytes, self._num_bytes)
-        self._pulling = self._inlet.pulling(partial(self._pull, self._address + offset, num_bytes))
+        place = decode_reference(reference)
+        place.check_within(num_bytes, self._num_bytes)
+        self._pulling = self._inlet.pulling(partial(self._pull, self._address + place.offset, num_bytes))
         await asyncio.shield(self._pulling)  # its thread cannot be stopped
         return self._room.memory[:num_bytes]
+
+    def is_intact(self, reference: bytes) -> bool:
+        """What the frame's digest was compared with is what is read: it is in memory of one's own."""
+        return True
 
     def close(self) -> None:
         """The room is for the next transfer once nothing comes any more, if that can be known."""

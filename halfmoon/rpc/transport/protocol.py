@@ -88,7 +88,14 @@ class Source(Protocol):
     """What a receiver that joined a transport reads payloads from."""
 
     async def fetch(self, reference: bytes, num_bytes: int) -> KVSource:
-        """The payload, which stays as it is until its frame is credited. Raises InvalidRequest for a bad reference."""
+        """The payload, which stays as it is until its frame is credited, or its sender has given the transfer up.
+
+        Raises InvalidRequest for a bad reference.
+        """
+        ...
+
+    def is_intact(self, reference: bytes) -> bool:
+        """Whether all that was read of the payload until now was of this one. Raises InvalidRequest as `fetch`."""
         ...
 
     def close(self) -> None:

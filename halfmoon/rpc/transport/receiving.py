@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from halfmoon.errors import DeadlineExceeded, HalfmoonError, Incompatible, InvalidRequest, Unavailable
+from halfmoon.errors import DataLoss, DeadlineExceeded, HalfmoonError, Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.frame import Elsewhere, Frame, FrameKind, decode_message, encode_frame
 from halfmoon.kv.layout import KVBytes, KVLayout
 from halfmoon.kv.negotiation import INLINE, Choice, Offer
@@ -62,12 +62,14 @@ class KVIntake:
         try:
             while (message := await reading.next()) is not None:
                 arrived_s = time.monotonic()
-                frame = await _whole(decode_message(message), source)
+                arrived = decode_message(message)
+                frame = await _whole(arrived, source)
                 effect = receiver.handle(frame)
                 if isinstance(effect, Reserve):
                     mine = self._begin(frame.transfer_id)
                 if effect is not None:
                     await act(effect)
+                    _check_intact(arrived, source)
                 if isinstance(effect, Write | WriteFromDevice):
                     consumed.append(frame.sequence)
                     consumed_bytes += frame.payload_bytes
@@ -156,6 +158,12 @@ async def _whole(frame: Frame | Elsewhere, source: Source | None) -> Frame:
     if source is None:
         raise Incompatible("a KV frame whose payload lies elsewhere came where that was not agreed")
     return frame.with_payload(await source.fetch(frame.reference, frame.payload_bytes))
+
+
+def _check_intact(arrived: Frame | Elsewhere, source: Source | None) -> None:
+    """Raises DataLoss if a payload may have been another's by the time that it was acted on."""
+    if isinstance(arrived, Elsewhere) and source is not None and not source.is_intact(arrived.reference):
+        raise DataLoss("the place of a KV frame was used again while it was read: its sender has given it up")
 
 
 async def next_message(messages: AsyncIterator[Received], lease_s: float | None) -> Received | None:

@@ -115,14 +115,8 @@ class TransferSender:
             self._outlet.reuse(buffer)
 
     async def commit(self, body: bytes) -> None:
-        """Says that all was sent; returns when the receiver has acted on `body`.
-
-        Nothing lies in a shared place then: if this transfer ended with COMMIT on its way, such a place would be filled
-        again while the receiver reads it, and what it read would count.
-        """
+        """Says that all was sent; returns when the receiver has acted on `body`."""
         self._check()
-        while any(buffer.reference for buffer, _ in self._under_way.values()):
-            await self._hear_more()
         self._send(self._machine.commit(body))
         await self._answer()
 

@@ -1,9 +1,9 @@
 """The transport `shm`: payloads in memory that sender and receiver share, on one host.
 
 A link has one segment of slots, used again by one transfer after the other. A slot is written again only after its
-frame was credited, or after its transfer died; what the receiver still reads then belongs to a transfer that never
-commits, as COMMIT follows the credit of the last slot. A slot that was torn or overwritten otherwise fails its frame's
-digest, which covers the payload here, too: xxh3 costs a third of the copy.
+frame was credited, or after its transfer died: a receiver that still reads it then finds that out and refuses what it
+has read (`slots.py`). A slot that was torn or overwritten otherwise fails its frame's digest, which covers the payload
+here, too: xxh3 costs a third of the copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from halfmoon.kv.layout import KVBytes
 from halfmoon.kv.negotiation import Offer
 from halfmoon.rpc.transport.memfd import SharedSegment, host_id, receive_segment
 from halfmoon.rpc.transport.protocol import StagingBuffer
-from halfmoon.rpc.transport.slots import Slots, offset_of
+from halfmoon.rpc.transport.slots import Slots, decode_reference, slots_bytes
 
 NAME = "shm"
 
@@ -28,8 +28,8 @@ class SharedMemoryOutlet:
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         """Raises OSError where there is no such memory."""
-        self._segment = SharedSegment(num_slots * slot_bytes)
-        self._slots = Slots(self._segment.memory, slot_bytes)
+        self._segment = SharedSegment(slots_bytes(num_slots, slot_bytes))
+        self._slots = Slots(self._segment.memory, num_slots, slot_bytes)
 
     def offer(self) -> Offer:
         """Which host, and where its descriptor is to be had."""
@@ -64,8 +64,13 @@ class _MappedSegment:
 
     async def fetch(self, reference: bytes, num_bytes: int) -> KVBytes:
         """A view of the slot."""
-        offset = offset_of(reference, num_bytes, self._memory.nbytes)
-        return self._memory[offset : offset + num_bytes]
+        place = decode_reference(reference)
+        place.check_within(num_bytes, self._memory.nbytes)
+        return self._memory[place.offset : place.offset + num_bytes]
+
+    def is_intact(self, reference: bytes) -> bool:
+        """Asks the slot's word."""
+        return decode_reference(reference).is_current(self._memory)
 
     def close(self) -> None:
         """The segment is kept for the sender's next transfer."""

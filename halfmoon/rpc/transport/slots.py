@@ -1,30 +1,81 @@
-"""Memory that both ends of a link can reach, cut into equal slots, one a payload."""
+"""Memory that both ends of a link can reach, cut into equal slots, one a payload.
+
+A slot may be filled again while a receiver still reads it: its transfer has died, and its receiver does not know yet.
+So each slot has a word beside it that counts its uses, and a reference names the use that it means. A receiver that
+finds the same count before and after it read has read that payload and no other (a seqlock whose writer never waits).
+"""
 
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.kv.layout import KVBytes
 from halfmoon.rpc.transport.protocol import StagingBuffer, lend
 
-_OFFSET = struct.Struct("<Q")  # a reference: where in the memory the payload begins
+USE_BYTES = 8  # of a slot's word
+
+_REFERENCE = struct.Struct("<QQQ")
+_USE = struct.Struct("<Q")
+
+
+class Reference(NamedTuple):
+    """What leads a receiver to a payload."""
+
+    offset: int  # where it begins
+    use_at: int = 0  # where the word of its slot is, in the memory that has the words
+    use: int = 0  # what the word says as long as the slot has this payload
+
+    def encoded(self) -> bytes:
+        """As it stands in a frame."""
+        return _REFERENCE.pack(*self)
+
+    def check_within(self, num_bytes: int, memory_bytes: int) -> None:
+        """Raises InvalidRequest unless all of the payload lies in the sender's memory."""
+        if self.offset + num_bytes > memory_bytes:
+            span = f"{self.offset}..{self.offset + num_bytes}"
+            raise InvalidRequest(f"a frame's payload at {span} is outside the shared memory")
+
+    def is_current(self, words: KVBytes) -> bool:
+        """Whether the slot has not been used again. Raises InvalidRequest if it has no word in `words`."""
+        if self.use_at + USE_BYTES > memoryview(words).nbytes:
+            raise InvalidRequest("a frame's reference names a count of uses outside the shared memory")
+        use: int = _USE.unpack_from(words, self.use_at)[0]
+        return use == self.use
+
+
+def decode_reference(reference: bytes) -> Reference:
+    """What a frame bears. Raises InvalidRequest if it is something else."""
+    if len(reference) != _REFERENCE.size:
+        raise InvalidRequest("a frame's reference into shared memory must be an offset, and a use and its place")
+    return Reference(*_REFERENCE.unpack(reference))
 
 
 class FreeSlots:
-    """Owns which slots of the sender's memory are free, by their offsets.
+    """Owns which slots of the sender's memory are free, by their offsets, and the words that count their uses.
 
     The last one that came free is the first to be used again: touching a page for the first time costs more than
     copying it, and a link that is not behind stays within a few slots, warm in the cache.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, num_slots: int, slot_bytes: int, memory: memoryview, words_at: int) -> None:
+        """The words are at `words_at` in `memory`, which the receiver can read."""
         self._slot_bytes = slot_bytes
+        self._memory = memory
+        self._words_at = words_at
+        self._uses = [0] * num_slots
         self._free = [slot * slot_bytes for slot in reversed(range(num_slots))]  # the next one last
 
-    def take(self, num_bytes: int) -> int:
-        """Where a free slot begins; the window says that there is one."""
+    def take(self, num_bytes: int) -> Reference:
+        """A free slot, whose earlier use ends here; the window says that there is one."""
         assert num_bytes <= self._slot_bytes
-        return self._free.pop()
+        offset = self._free.pop()
+        slot = offset // self._slot_bytes
+        self._uses[slot] += 1
+        use_at = self._words_at + slot * USE_BYTES
+        _USE.pack_into(self._memory, use_at, self._uses[slot])
+        return Reference(offset, use_at, self._uses[slot])
 
     def give_back(self, offset: int) -> None:
         """The slot is the next one to be used."""
@@ -33,18 +84,19 @@ class FreeSlots:
 
 
 class Slots:
-    """Owns memory of this process, and its slots."""
+    """Owns memory of this process, and its slots; the words lie behind them."""
 
-    def __init__(self, memory: memoryview, slot_bytes: int) -> None:
+    def __init__(self, memory: memoryview, num_slots: int, slot_bytes: int) -> None:
+        """`memory` has `slots_bytes`."""
         self._memory = memory
         self.slot_bytes = slot_bytes
-        self._free = FreeSlots(memory.nbytes // slot_bytes, slot_bytes)
+        self._free = FreeSlots(num_slots, slot_bytes, memory, num_slots * slot_bytes)
 
     def room(self, num_bytes: int) -> StagingBuffer:
         """A free slot; the window says that there is one."""
-        offset = self._free.take(num_bytes)
-        view, lent = lend(self._memory, offset, num_bytes)
-        return StagingBuffer(view, self.slot_bytes, offset, reference_to(offset), lent)
+        reference = self._free.take(num_bytes)
+        view, lent = lend(self._memory, reference.offset, num_bytes)
+        return StagingBuffer(view, self.slot_bytes, reference.offset, reference.encoded(), lent)
 
     def hold(self, payload: memoryview) -> StagingBuffer:
         """A slot with a copy."""
@@ -58,16 +110,6 @@ class Slots:
         self._free.give_back(buffer.memory)
 
 
-def reference_to(offset: int) -> bytes:
-    """What tells a receiver where in the memory a payload begins."""
-    return _OFFSET.pack(offset)
-
-
-def offset_of(reference: bytes, num_bytes: int, memory_bytes: int) -> int:
-    """Where the payload of a frame begins. Raises InvalidRequest unless all of it lies in the sender's memory."""
-    if len(reference) != _OFFSET.size:
-        raise InvalidRequest("a frame's reference into shared memory must be an offset")
-    offset: int = _OFFSET.unpack(reference)[0]
-    if offset + num_bytes > memory_bytes:
-        raise InvalidRequest(f"a frame's payload at {offset}..{offset + num_bytes} is outside the shared memory")
-    return offset
+def slots_bytes(num_slots: int, slot_bytes: int) -> int:
+    """How much memory so many slots take with their words."""
+    return num_slots * (slot_bytes + USE_BYTES)

@@ -14,6 +14,7 @@ from halfmoon.kv.negotiation import encode_open
 from halfmoon.rpc.status import error_from
 from halfmoon.rpc.transfer import transfer_to
 from halfmoon.rpc.transport.sending import PUSH_METHOD
+from halfmoon.rpc.transport.slots import Reference
 from tests.rpc.transport.conftest import LAYERS, LAYOUT, WHOLE, Ends, ends, kv_of, raising, until
 
 ID = b"transfer-id-0123"
@@ -48,7 +49,7 @@ async def exchange(it: Ends, messages: Sequence[bytes]) -> None:
     ("messages", "error", "match"),
     [
         ([b"hello"], Incompatible, "not a Halfmoon KV frame"),
-        ([OTHER_VERSION], Incompatible, "version 1, expected 2"),
+        ([OTHER_VERSION], Incompatible, "version 1, expected 3"),
         ([encode_frame(replace(OPEN, layout_fingerprint=1))], Incompatible, "layouts differ"),
         ([encode_frame(OPEN)[:-3]], DataLoss, "payload bytes arrived"),
         ([encode_frame(OPEN)[:40]], Incompatible, "shorter than its header"),
@@ -82,7 +83,17 @@ async def test_a_transfer_that_is_on_its_way_already_is_refused() -> None:
         await transfer.commit(b"")
 
 
-@pytest.mark.parametrize("reference", [b"short", (1 << 40).to_bytes(8, "little"), (2**64 - 1).to_bytes(8, "little")])
+@pytest.mark.parametrize(
+    "reference",
+    [
+        b"short",
+        bytes(8),  # that of version 2
+        Reference(1 << 40).encoded(),
+        Reference(2**64 - 1).encoded(),
+        Reference(0, 1 << 40).encoded(),
+        Reference(0, 2**64 - 1).encoded(),
+    ],
+)
 async def test_references_outside_the_shared_memory(reference: bytes) -> None:
     async with ends() as it:
         part = KVRange(0, 1, 0, 2, 0, 64)

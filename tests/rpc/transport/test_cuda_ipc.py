@@ -22,7 +22,7 @@ from halfmoon.rpc.transport.cuda_ipc import CudaIpcInlet, DeviceRegion
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.rpc.transport.memfd import SharedSegment, host_id
 from halfmoon.rpc.transport.shm import SharedMemoryInlet
-from halfmoon.rpc.transport.slots import reference_to
+from halfmoon.rpc.transport.slots import Reference
 from tests.rpc.transport.conftest import LAYERS, LAYOUT, WHOLE, Ends, ends, kv_of, raising, until
 
 CUDA_IPC = LinkSettings(transports=("cuda_ipc", "shm"), window_bytes=2 * MAX_PAYLOAD_BYTES)
@@ -216,9 +216,9 @@ async def test_a_transfer_keeps_the_ring_that_its_sender_has_left() -> None:
     source = await inlet.join(offer_of(segment))
     segment.close()
     await until(lambda: not inlet._segments._segments)
-    assert (await source.fetch(reference_to(96), 4000)).num_bytes == 4000
+    assert (await source.fetch(Reference(96).encoded(), 4000)).num_bytes == 4000
     with raising(InvalidRequest, "outside"):
-        await source.fetch(reference_to(97), 4000)
+        await source.fetch(Reference(97).encoded(), 4000)
     assert len(receiver.opened) == 1
     source.close()
     del source, ring
@@ -233,7 +233,7 @@ def offer_of(segment: SharedSegment) -> bytes:
 
 def _frame(num_bytes: int = 10) -> bytes:
     frame = Frame(FrameKind.DATA, bytes(16), 7, 3, LAYERS[0], device=DeviceBytes(num_bytes, None))
-    return encode_frame(frame, reference_to(64))
+    return encode_frame(frame, Reference(64).encoded())
 
 
 def test_a_frame_on_the_device_comes_back_with_its_place() -> None:

@@ -7,12 +7,13 @@ from typing import Any, cast
 
 import grpc
 
+from halfmoon.errors import DataLoss
 from halfmoon.kv.negotiation import Choice
 from halfmoon.kv.receiver import Commit, Effect, Write
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transfer import KVIntake, TransferSender
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
-from tests.rpc.transport.conftest import LAYERS, LAYOUT, Wire
+from tests.rpc.transport.conftest import LAYERS, LAYOUT, Wire, raising
 
 
 async def test_a_sender_that_gives_up_while_its_receiver_reads_has_not_committed() -> None:
@@ -27,7 +28,7 @@ async def test_a_sender_that_gives_up_while_its_receiver_reads_has_not_committed
             committed |= isinstance(effect, Commit)
             if isinstance(effect, Write):
                 committing = asyncio.create_task(sender.commit(b""))
-                for _ in range(10):  # it sends what it is going to send
+                for _ in range(10):  # COMMIT does not wait for the credit
                     await asyncio.sleep(0)
                 committing.cancel()
                 await sender.close()
@@ -43,7 +44,8 @@ async def test_a_sender_that_gives_up_while_its_receiver_reads_has_not_committed
         await sender.open(LAYERS[0], b"")
         payload = b"\1" * LAYERS[0].num_bytes(LAYOUT)
         await sender.data(LAYERS[0], payload)
-        await asyncio.wait_for(receiving, 10)
+        with raising(DataLoss, "was used again"):
+            await asyncio.wait_for(receiving, 10)
         await link.close()
         intake.close()
     assert copied != payload, "the race that this test is about did not happen"

@@ -13,6 +13,7 @@ import pytest
 from halfmoon.errors import HalfmoonError, Incompatible, Unavailable
 from halfmoon.rpc.transport.memfd import SharedSegment, host_id, receive_segment
 from halfmoon.rpc.transport.shm import SharedMemoryInlet
+from halfmoon.rpc.transport.slots import Reference
 from tests.rpc.transport.conftest import raising, until
 
 
@@ -47,7 +48,7 @@ async def test_the_reader_sees_its_owner_go() -> None:
     source = await inlet.join(offer)
     assert await inlet.join(offer) is source
     segment.memory[:3] = b"abc"
-    view = await source.fetch(bytes(8), 3)
+    view = await source.fetch(Reference(0).encoded(), 3)
     segment.close()
     await until(lambda: not inlet._segments)
     assert bytes(view) == b"abc"  # what is still looked at stays
