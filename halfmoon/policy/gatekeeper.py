@@ -24,6 +24,7 @@ from halfmoon.policy.prefill_forecast import PrefillForecast
 from halfmoon.policy.reservations import Reservations
 from halfmoon.policy.shedding import Shedding
 
+_USUAL_WEIGHT = 0.02  # of the latest request in the usual TTFT
 _PROBE_S = 10.0  # an idle cluster refuses everybody for so long; then one request shows whether it is right to
 _PRECISION_FACTOR = 0.5  # of the bytes of KV that are fetched, at the lower precision
 
@@ -69,6 +70,7 @@ class Gatekeeper:
         self._handover = Overhead()
         self._reservations = Reservations()
         self._feedback = Feedback()
+        self._usual_ttft_s: float | None = None  # mean of what was predicted for the latest requests
         self._running: dict[str, _Running] = {}
         self._idle_refusal_s: float | None = None  # the first one since somebody ran, or was let in to see
         self._shedding = Shedding()
@@ -86,6 +88,7 @@ class Gatekeeper:
         if self._mode == "off":
             return plain
         self._check_not_shed(plain, now_s)
+        self._note_ttft(plain.placement.ttft_s)
         targets = self._feedback.targets(qos, now_s)
         for given_up in range(len(qos.degradation) + 1):
             steps = qos.degradation[:given_up]
@@ -207,14 +210,36 @@ class Gatekeeper:
         return Admitted(placement, qos, capped, lower, num_output, request.priority)
 
     def _as_judged(self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float) -> Placement:
-        """In mode `load` its TBT is that of a worker with an equal part of all that decodes now."""
-        if self._mode != "load":
-            return placement
+        """The placement with the TBT that its mode judges by.
+
+        - load: that of a worker with an equal part of all that decodes now.
+        - predicted: when this prefill ends. One that takes longer than usual is also judged when a usual one would end:
+          arrivals to come are in no forecast, so a far end always looks empty, and long prompts would take the place
+          of short ones.
+        """
+        if self._mode == "predicted":
+            return self._judged_no_later_than_usual(view, request, placement, now_s)
         batch, context = self._forecast.loads(now_s, now_s, view.num_rows)
         num_workers = view.num_decoding
         step = placement.decode.step_model
         mean_context = context.sum() / num_workers + request.num_prompt_tokens
         return replace(placement, tbt_s=step.seconds(batch.sum() / num_workers + 1, mean_context))
+
+    def _judged_no_later_than_usual(
+        self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float
+    ) -> Placement:
+        if self._usual_ttft_s is None or placement.ttft_s <= self._usual_ttft_s:
+            return placement
+        row = view.row(placement.decode.worker_id)
+        assert row is not None
+        batch, context = self._forecast.loads(now_s + self._usual_ttft_s, now_s, view.num_rows)
+        usual_s = placement.decode.step_model.seconds(batch[row] + 1, context[row] + request.num_prompt_tokens)
+        return replace(placement, tbt_s=max(placement.tbt_s, usual_s))
+
+    def _note_ttft(self, ttft_s: float) -> None:
+        """What is usual follows every request that asks, admitted or not."""
+        before_s = ttft_s if self._usual_ttft_s is None else self._usual_ttft_s
+        self._usual_ttft_s = before_s + _USUAL_WEIGHT * (ttft_s - before_s)
 
     def _check_not_shed(self, found: Admitted, now_s: float) -> None:
         left_s = self._shedding.left_s(found.qos.priority, now_s)

@@ -215,3 +215,20 @@ def test_what_lies_between_workers_is_learned_and_counts() -> None:
     assert later.ttft_s == pytest.approx(plain.ttft_s + 0.25)
     assert later.tbt_s == pytest.approx(plain.tbt_s + 2.0 / (REQUEST.max_tokens - 1))
     assert (later.prefill_s, later.queue_s) == (plain.prefill_s, 0.0)
+
+
+def test_a_far_end_of_prefill_is_no_way_around_the_decode_load() -> None:
+    strict, loose = QosClass("x", tbt_s=0.025), QosClass("y")
+    view = ClusterView((P, D))
+    long = replace(REQUEST, num_prompt_tokens=700)  # a prefill of seven seconds: by then all that run have left
+    gate = keeper("predicted")
+    for _ in range(10):
+        gate.lengths.add("y", 100, 100)
+    for number in range(4):
+        enter(gate, view, f"r{number}", loose)
+        gate.begin_decode(f"r{number}", 0.0)
+    with pytest.raises(Refused, match="time between tokens"):
+        gate.decide(view, long, strict, 0.0)
+    for _ in range(300):  # until such prompts are the usual ones
+        gate.decide(view, long, loose, 0.0)
+    assert gate.decide(view, long, strict, 0.0).qos is strict
