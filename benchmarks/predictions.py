@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +78,14 @@ async def _gateway(args: argparse.Namespace) -> AsyncIterator[str]:
         shape = ("--prefill", str(args.prefill), "--decode", str(args.decode))
         where = ("--port", str(port), "--state-dir", state_dir, "--no-console")
         command = (sys.executable, "-m", "halfmoon.cli", "up", *shape, *where, *shlex.split(args.up))
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+        process = await asyncio.create_subprocess_exec(*command, stdout=sys.stderr.fileno())
         try:
             url = f"http://127.0.0.1:{port}"
             await _until_healthy(url)
             yield url
         finally:
-            process.terminate()
+            with suppress(ProcessLookupError):  # it ended, and has said why
+                process.terminate()
             await process.wait()
 
 

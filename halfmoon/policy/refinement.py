@@ -83,11 +83,11 @@ class RecursiveFit:
     def add(self, features: Floats, seconds: Floats, expected: Floats) -> None:
         """Measurements in their order: features [n, 3], seconds [n] and what was expected of them, all positive.
 
-        Errors count relative to what was expected: relative to what came, the fit of values that scatter would be
-        far below their mean.
+        Errors count relative to the geometric mean of both: the fit of values that scatter is then about their median.
+        Relative to what came it would be far below, relative to what was expected it would be their mean.
         """
         ages: Floats = np.arange(len(seconds) - 1, -1, -1, dtype=np.float64)
-        weights = np.power(self._forgetting, ages) * (seconds / expected) ** 2
+        weights = np.power(self._forgetting, ages) * seconds / expected
         gram, moment = normal_equations(features, seconds, weights)
         decay = self._forgetting ** len(seconds)
         self._gram = self._gram * decay + gram
