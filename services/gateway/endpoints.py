@@ -227,6 +227,10 @@ class GenerationEndpoints:
             metrics.ttft_seconds.observe(row.ttft_s)
         for gap_s in gaps_s:
             metrics.tbt_seconds.observe(gap_s)
+        if row.mean_tbt_s is not None:
+            metrics.tpot_seconds.observe(row.mean_tbt_s)
+        if row.queue_s is not None:
+            metrics.queue_seconds.observe(row.queue_s)
         if row.status == "ok":
             metrics.e2e_seconds.observe(row.e2e_s)
 

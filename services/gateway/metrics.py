@@ -13,6 +13,7 @@ from halfmoon.policy.refinement import ErrorFigures
 from halfmoon.rpc.metrics import RpcMetrics
 from services.gateway.judge import Judge
 from services.gateway.membership import Member, Membership
+from services.gateway.vllm_metrics import VllmMetrics
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -30,7 +31,7 @@ WORKER_GAUGES = {
 class GatewayMetrics:
     """Owns the gateway's registry."""
 
-    def __init__(self, membership: Membership, ledger: Ledger, judge: Judge) -> None:
+    def __init__(self, membership: Membership, ledger: Ledger, judge: Judge, model_name: str) -> None:
         self.registry = registry = CollectorRegistry()
         self.rpc = RpcMetrics(registry)
         self.requests = Counter(
@@ -45,6 +46,15 @@ class GatewayMetrics:
         )
         self.tbt_seconds = Histogram(
             "halfmoon_gateway_tbt_seconds", "Gap between two tokens", buckets=_GAP_S, registry=registry
+        )
+        self.tpot_seconds = Histogram(
+            "halfmoon_gateway_tpot_seconds", "Mean gap between a request's tokens", buckets=_GAP_S, registry=registry
+        )
+        self.queue_seconds = Histogram(
+            "halfmoon_gateway_queue_seconds",
+            "Wait at the first prefill worker until computing began",
+            buckets=_LATENCY_S,
+            registry=registry,
         )
         self.e2e_seconds = Histogram(
             "halfmoon_gateway_e2e_seconds", "Arrival to last token", buckets=_LATENCY_S, registry=registry
@@ -64,6 +74,24 @@ class GatewayMetrics:
         registry.register(_Workers(membership))
         registry.register(_Predictions(membership, judge))
         registry.register(_LedgerRows(ledger))
+        registry.register(VllmMetrics(model_name, membership, self._vllm_histograms(), self._vllm_counters()))
+
+    def _vllm_histograms(self) -> dict[str, Histogram]:
+        return {
+            "time_to_first_token_seconds": self.ttft_seconds,
+            "inter_token_latency_seconds": self.tbt_seconds,
+            "request_time_per_output_token_seconds": self.tpot_seconds,
+            "request_queue_time_seconds": self.queue_seconds,
+            "e2e_request_latency_seconds": self.e2e_seconds,
+        }
+
+    def _vllm_counters(self) -> dict[str, Counter]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "generation_tokens": self.output_tokens,
+            "prefix_cache_queries": self.prompt_tokens,
+            "prefix_cache_hits": self.cached_tokens,
+        }
 
 
 class _Workers(Collector):

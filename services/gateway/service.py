@@ -73,7 +73,7 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
         observations = Observations()
         copies = StoreCopies(membership, rules.fetching_threshold)
         judge = Judge(membership, settings.admission, rules, cluster.clock, observations, copies)
-        metrics = GatewayMetrics(membership, ledger, judge)
+        metrics = GatewayMetrics(membership, ledger, judge, model.name)
         codec = KVCodec.Value(settings.handover_codec.upper())
         relay = Relay(
             cluster, judge, settings.request_deadline_s, settings.failover_wait_s, settings.return_wait_s, codec

@@ -1,0 +1,52 @@
+"""Every metric that the services have, out of their own registries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry
+
+from halfmoon.ledger.ledger import open_ledger
+from halfmoon.policy.placement import PlacementRules
+from halfmoon.worker.metrics import WorkerMetrics
+from services.gateway.judge import Judge
+from services.gateway.membership import Membership
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.observations import Observations
+from services.kvstore.metrics import KVStoreMetrics
+from services.kvstore.pool import Pool
+from services.planner.metrics import PlannerMetrics
+
+
+class Family(NamedTuple):
+    """One metric, as one service has it."""
+
+    name: str  # as it is scraped: counters end in _total
+    kind: str
+    text: str
+
+
+def _families(registry: CollectorRegistry) -> Iterator[Family]:
+    for metric in registry.collect():
+        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+        yield Family(name, metric.type, metric.documentation)
+
+
+async def all_families(tmp_path: Path) -> dict[Family, set[str]]:
+    """With the services that have them."""
+    membership = Membership("f", 1.0)
+    judge = Judge(membership, "off", PlacementRules(), lambda: 0.0, Observations())
+    async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
+        registries = {
+            "gateway": GatewayMetrics(membership, ledger, judge, "m").registry,
+            "worker": WorkerMetrics().registry,
+            "kvstore": KVStoreMetrics(Pool(memoryview(bytearray(1024)))).registry,
+            "planner": PlannerMetrics().registry,
+        }
+        found: dict[Family, set[str]] = {}
+        for service, registry in registries.items():
+            for family in _families(registry):
+                found.setdefault(family, set()).add(service)
+    return found
