@@ -1,8 +1,13 @@
-"""Every metric that the services have, out of their own registries."""
+"""Every metric that the services have, out of their own registries.
+
+`python -m tests.deploy.metric_families` writes the table of docs/metrics.md anew.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +20,13 @@ from services.gateway.judge import Judge
 from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.observations import Observations
+from services.gateway.store_copies import StoreCopies
 from services.kvstore.metrics import KVStoreMetrics
 from services.kvstore.pool import Pool
 from services.planner.metrics import PlannerMetrics
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+_RULE = "|---|---|---|---|\n"
 
 
 class Family(NamedTuple):
@@ -37,7 +46,7 @@ def _families(registry: CollectorRegistry) -> Iterator[Family]:
 async def all_families(tmp_path: Path) -> dict[Family, set[str]]:
     """With the services that have them."""
     membership = Membership("f", 1.0)
-    judge = Judge(membership, "off", PlacementRules(), lambda: 0.0, Observations())
+    judge = Judge(membership, "off", PlacementRules(), lambda: 0.0, Observations(), StoreCopies(membership, None))
     async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
         registries = {
             "gateway": GatewayMetrics(membership, ledger, judge, "m").registry,
@@ -50,3 +59,17 @@ async def all_families(tmp_path: Path) -> dict[Family, set[str]]:
             for family in _families(registry):
                 found.setdefault(family, set()).add(service)
     return found
+
+
+def page_of(families: Mapping[Family, set[str]], page: str) -> str:
+    """The page with this table in place of its own."""
+    lines = []
+    for family, services in families.items():
+        of = "every service" if len(services) == 4 else ", ".join(sorted(services))
+        lines.append(f"| `{family.name}` | {family.kind} | {of} | {family.text.replace('|', chr(92) + '|')} |")
+    return page.partition(_RULE)[0] + _RULE + "\n".join(sorted(lines)) + "\n"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        PAGE.write_text(page_of(asyncio.run(all_families(Path(directory))), PAGE.read_text()))
