@@ -59,6 +59,7 @@ class Worker:
         self._metrics = metrics
         self._measured = state.compute_rate
         self._num_requests = 0
+        self._restorers: dict[tuple[str, float | None], Restorer] = {}  # each has learned how fast its link is
 
     async def prefill(self, prompt: Sequence[int], restorer: Restorer | None) -> Restored:
         """The first token of `prompt`."""
@@ -74,11 +75,20 @@ class Worker:
         await self.forget()
         self.state.compute_rate = _SaidToBeSlow() if method == "load" else self._measured
         try:
-            async with aclosing(StoreLink(store_client(store, mbps))) as link:
-                restorer = Restorer(self.engine, self.state, link, self._metrics.store)
-                return await self.prefill(prompt, None if method == "compute" else restorer)
+            return await self.prefill(prompt, None if method == "compute" else self._restorer(store, mbps))
         finally:
             self.state.compute_rate = self._measured
+
+    async def aclose(self) -> None:
+        """Closes the connections to stores."""
+        for restorer in self._restorers.values():
+            await restorer.link.aclose()
+
+    def _restorer(self, store: str, mbps: float | None) -> Restorer:
+        if (store, mbps) not in self._restorers:
+            link = StoreLink(store_client(store, mbps))
+            self._restorers[store, mbps] = Restorer(self.engine, self.state, link, self._metrics.store)
+        return self._restorers[store, mbps]
 
     async def fill(self, prompt: Sequence[int], store: str) -> Restored:
         """Computes `prompt` and puts its blocks into the store."""
@@ -114,8 +124,11 @@ async def running_worker(num_tokens: int) -> AsyncIterator[Worker]:
     state = WorkerState(gateway_pb2.WorkerIdentity(), engine.layout, metrics, ChainQueue())
     for result in await asyncio.to_thread(first_steps, engine):
         state.compute_rate.observe(result)
-    async with AsyncEngine(engine, state.on_step) as async_engine:
-        yield Worker(async_engine, state, metrics)
+    async with (
+        AsyncEngine(engine, state.on_step) as async_engine,
+        aclosing(Worker(async_engine, state, metrics)) as worker,
+    ):
+        yield worker
 
 
 @asynccontextmanager

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 
 from halfmoon.policy.latency import PrefillModel
-from halfmoon.policy.restore import RestoreCosts, plan_restore
+from halfmoon.policy.restore import RestoreCosts, RestorePlan, plan_restore
 
 _AT_ONCE_S = 0.05  # of loading in one piece: as far as a decision can be off
 _MOST_AT_ONCE = 8
+_EXPECTED_BLOCKS = 2
+_GAIN = 0.9  # of the time that is left: what saves less is not worth a step that cannot be taken back
 _STALLED = 4.0  # times longer than expected: what is on its way is not counted on any more
 _LEAST_STALL_S = 0.2
 
@@ -49,8 +51,8 @@ class RestoreCourse:
 
     @property
     def load_s_per_block(self) -> float:
-        """Measured; expected before anything came."""
-        return self._busy_s / len(self._loaded) if self._loaded else self._expected_s
+        """Measured; what was expected counts as the first few."""
+        return (_EXPECTED_BLOCKS * self._expected_s + self._busy_s) / (_EXPECTED_BLOCKS + len(self._loaded))
 
     @property
     def patience_s(self) -> float:
@@ -97,7 +99,24 @@ class RestoreCourse:
         if above <= below:
             return self.fence
         costs = self.costs(below * self._block_tokens, load_s, queue_s)
-        return below + plan_restore(costs, above - below, self._block_tokens).num_compute_blocks
+        plan = plan_restore(costs, above - below, self._block_tokens)
+        computed = min(max(self.fence, below), above) - below
+        as_it_is_s = costs.restore_s(computed * self._block_tokens, (above - below) * self._block_tokens)
+        return below + plan.num_compute_blocks if plan.seconds < _GAIN * as_it_is_s else self.fence
+
+    def begin(self, num_here: int, costs: RestoreCosts) -> RestorePlan:
+        """Puts the fence where both sides would meet, behind the first `num_here` blocks that are here.
+
+        A single method is preferred where both together would save little.
+        """
+        num_tokens = (self.num_blocks - num_here) * self._block_tokens
+        plan = plan_restore(costs, self.num_blocks - num_here, self._block_tokens)
+        compute_s, load_s = costs.compute_s(num_tokens), costs.load_s(num_tokens)
+        if plan.method == "both" and plan.seconds > _GAIN * min(compute_s, load_s):
+            num_blocks = self.num_blocks - num_here
+            plan = RestorePlan(0, num_blocks, load_s) if load_s <= compute_s else RestorePlan(num_blocks, 0, compute_s)
+        self.fence = num_here + plan.num_compute_blocks
+        return plan
 
     def costs(self, num_before: int, load_s_per_block: float, load_queue_s: float) -> RestoreCosts:
         """Of what follows the first `num_before` tokens."""

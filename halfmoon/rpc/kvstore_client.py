@@ -80,6 +80,7 @@ class KVStoreClient:
         settings = self._link.settings
         self._inbound = LinkLimiter(settings.bytes_per_s, settings.delay_s)  # its own direction of a slower link
         self._segments: dict[str, tuple[memoryview, socket.socket]] = {}
+        self._mapping: dict[str, asyncio.Task[None]] = {}
 
     def of_tenant(self, salt: bytes) -> KVStoreClient:
         """The same store to another tenant, on the same channels. Not to be closed."""
@@ -89,6 +90,7 @@ class KVStoreClient:
 
     async def close(self) -> None:
         """Closes the channels and lets go of the store's memory."""
+        await asyncio.gather(*self._mapping.values(), return_exceptions=True)
         for name in list(self._segments):
             self._leave(name)
         await self._link.close()
@@ -213,15 +215,20 @@ class KVStoreClient:
         if name not in self._segments:
             if host != host_id():
                 raise Incompatible("the store is on another host or in another network namespace")
-            mapped = await asyncio.to_thread(receive_segment, name)
-            if name in self._segments:  # two loans at once
-                mapped[1].close()
-            else:
-                self._segments[name] = mapped
-                asyncio.get_running_loop().add_reader(mapped[1], self._leave, name)
+            if name not in self._mapping:
+                self._mapping[name] = asyncio.create_task(self._map(name))
+            await asyncio.shield(self._mapping[name])  # whoever else waits wants it still, and nobody could close it
         if name not in self._segments:
             raise Unavailable("the store has gone")
         return self._segments[name][0]
+
+    async def _map(self, name: str) -> None:
+        try:
+            mapped = await asyncio.to_thread(receive_segment, name)
+            self._segments[name] = mapped
+            asyncio.get_running_loop().add_reader(mapped[1], self._leave, name)
+        finally:
+            del self._mapping[name]
 
     def _leave(self, name: str) -> None:
         _, connection = self._segments.pop(name)

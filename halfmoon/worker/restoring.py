@@ -15,7 +15,7 @@ from halfmoon.errors import HalfmoonError, NotFound
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.layout import KVBytes
 from halfmoon.policy.latency import PrefillModel
-from halfmoon.policy.restore import RestorePlan, plan_restore
+from halfmoon.policy.restore import RestorePlan
 from halfmoon.policy.restore_course import RestoreCourse
 from halfmoon.rpc.kvstore_client import TierName
 from halfmoon.worker.block_source import BlockSource
@@ -89,12 +89,9 @@ class Restorer:
         )
         waiting_tokens = self.engine.engine.stats().num_waiting_tokens
         costs = costs._replace(compute_queue_s=waiting_tokens * model.b)
-        plan = plan_restore(costs, len(keys) - num_here, layout.block_tokens)
+        plan = course.begin(num_here, costs)
         self._note(plan)
-        if not plan.num_load_blocks:
-            return None
-        course.fence = num_here + plan.num_compute_blocks
-        return Restoring(self, request, keys, tiers, course)
+        return Restoring(self, request, keys, tiers, course) if plan.num_load_blocks else None
 
     def _note(self, plan: RestorePlan) -> None:
         self.metrics.restore_decisions.labels(plan.method).inc()

@@ -68,8 +68,7 @@ class Simulated:
 def course_of(num_blocks: int, compute_s: float, load_s: float) -> RestoreCourse:
     """Expects these seconds a block."""
     course = RestoreCourse(num_blocks, BLOCK_TOKENS, CHUNK_TOKENS, PrefillModel(0, compute_s / BLOCK_TOKENS), load_s)
-    course.fence = 0
-    course.fence = course.wanted_fence(0.0)
+    course.begin(0, course.costs(0, load_s, 0.0))
     return course
 
 
@@ -111,3 +110,11 @@ def test_little_is_asked_for_before_the_link_is_known() -> None:
     course.failed([37, 36])
     assert course.num_loaded == 2
     assert course.load_s_per_block == pytest.approx(0.001)
+
+
+def test_a_single_method_is_preferred_where_both_save_little() -> None:
+    plans = []
+    for compute_s, load_s in ((0.1, 0.001), (0.001, 0.1), (0.1, 0.1)):
+        course = RestoreCourse(20, BLOCK_TOKENS, CHUNK_TOKENS, PrefillModel(0, compute_s / BLOCK_TOKENS), load_s)
+        plans.append(course.begin(4, course.costs(0, load_s, 0.0)).method)
+    assert plans == ["load", "compute", "both"]
