@@ -49,7 +49,6 @@ _TIMEOUT_S = 300
 _NUM_TTFT = 300
 _NUM_WARM = 20
 _PATIENT = ("--heartbeat-interval-s", "30")  # the machine may be busy
-_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}  # as in `halfmoon up`
 _EVENT = b"data: {"
 _USAGE = re.compile(rb'"completion_tokens":(\d+)')
 
@@ -185,7 +184,7 @@ async def running_target(step_ms: float) -> AsyncIterator[Target]:
             async with asyncio.TaskGroup() as group:
                 os.sched_setaffinity(0, cores[-1:])  # a child inherits it
                 options = ("--port", "0", "--model-name", "demo", "--state-dir", state, *_PATIENT)
-                spec = ServiceSpec("gateway", ("-m", "services.gateway", *options), _ENVIRONMENT)
+                spec = ServiceSpec("gateway", ("-m", "services.gateway", *options), {})
                 gateway = await supervisor.start(spec)
                 os.sched_setaffinity(0, cores[:-1] or cores)
                 watch = group.create_task(supervisor.until_one_ends())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 
 from halfmoon.engine.checkpoint import prepare_checkpoint
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 def load_model(settings: GatewaySettings) -> ServedModel:
     """The model as the gateway needs it. Raises InvalidRequest or UnknownModel."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one by one: more threads only cost
     checkpoint = prepare_checkpoint(settings.model, on_progress=lambda step: log.info("model", extra={"step": step}))
     tokenizer = Tokenizer(checkpoint)
     return ServedModel(
