@@ -84,11 +84,18 @@ class StoreCopies:
 
     @asynccontextmanager
     async def asking(self) -> AsyncIterator[None]:
-        """Stores are asked meanwhile, one after the other."""
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(self._ask_all())
-            yield
-            task.cancel()
+        """Stores are asked meanwhile, one after the other. An error of the block leaves it without a group around."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                task = tasks.create_task(self._ask_all())
+                try:
+                    yield
+                finally:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            if len(group.exceptions) == 1:
+                raise group.exceptions[0] from None
+            raise
 
     async def _ask_all(self) -> None:
         while True:
