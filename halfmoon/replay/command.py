@@ -58,6 +58,7 @@ def replay(
     load: Annotated[float, typer.Option(help="arrivals alone are so many times as frequent as in the trace")] = 1.0,
     requests: Annotated[int | None, typer.Option(min=1, help="only so many requests, from the first")] = None,
     url: Annotated[str | None, typer.Option(help="a running gateway to replay against, as it is")] = None,
+    engine: Annotated[str, typer.Option(help="of the workers that are started: 'sim', simulated ones")] = "sim",
     prefill: Annotated[int, typer.Option(min=1, help="simulated prefill workers")] = 8,
     decode: Annotated[int, typer.Option(min=1, help="simulated decode workers")] = 8,
     profile: Annotated[str, typer.Option(help=f"latencies: {', '.join(PROFILES)}, or a JSON file")] = DEFAULT_PROFILE,
@@ -99,6 +100,10 @@ def replay(
             ),
             tuple(product(_chosen(placement, PlacementMode), _chosen(admission, AdmissionMode))),
         )
+        if engine != "sim":
+            raise InvalidRequest(
+                "only simulated workers are started: for real ones start `halfmoon up`, then give --url"
+            )
         if virtual and url is not None:
             raise InvalidRequest("--virtual replays in the simulator, --url against a running gateway: choose one")
         summaries = (

@@ -40,6 +40,6 @@ def _percentiles(spread: Spread, factor: float, form: str) -> str:
 
 
 def _counted(total: int, by_reason: Mapping[str, int]) -> str:
-    if not total:
-        return "0"
+    if not any(by_reason):
+        return str(total)
     return f"{total} ({', '.join(f'{name} {number}' for name, number in sorted(by_reason.items()))})"

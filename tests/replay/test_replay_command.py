@@ -83,6 +83,7 @@ def test_the_virtual_cluster_is_that_of_the_profile() -> None:
         ("--speed", "-1"),
         ("--slo-ttft", "0"),
         ("--url", "http://127.0.0.1:1"),
+        ("--engine", "real"),
     ],
 )
 def test_wrong_options_end_with_one_line(trace: Path, arguments: tuple[str, ...]) -> None:
