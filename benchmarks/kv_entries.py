@@ -19,10 +19,24 @@ from numpy.typing import NDArray
 from benchmarks.codecs import Model, texts
 from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.engine.tokenizer import Tokenizer
+from halfmoon.kv.codec.lossless import Lossless, compress
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.layout import KVLayout
 
-NAMES = ("lz4", "zstd", "int8", "int8+zstd", "int4", "int4+zstd", "fp8", "fp8+zstd", "int2", "int2+zstd")
+NAMES = (
+    "lz4",
+    "zstd",
+    "int8",
+    "int8+lz4",
+    "int8+zstd",
+    "int4",
+    "int4+lz4",
+    "int4+zstd",
+    "fp8",
+    "fp8+zstd",
+    "int2",
+    "int2+zstd",
+)
 
 
 def measure(blocks: Sequence[bytes], layout: KVLayout, num_rounds: int) -> None:
@@ -46,7 +60,9 @@ def measure(blocks: Sequence[bytes], layout: KVLayout, num_rounds: int) -> None:
     print(f"{'codec':12}{'ratio':>8}{'GB/s in':>10}{'GB/s out':>10}")
     for name in NAMES:
         speeds = [raw_bytes / statistics.median(times) / 1e9 for times in (in_s[name], out_s[name])]
-        print(f"{name:12}{raw_bytes / sizes[name]:7.2f}x{speeds[0]:10.2f}{speeds[1]:10.2f}")
+        print(f"{name:12}{raw_bytes / sizes[name]:7.3f}x{speeds[0]:10.2f}{speeds[1]:10.2f}")
+    unsplit = sum(len(compress(block, Lossless.LZ4)) for block in blocks)
+    print(f"{'lz4, unsplit':12}{raw_bytes / unsplit:7.3f}x")
 
 
 def cut(kv: NDArray[np.int16], block_tokens: int) -> list[bytes]:
