@@ -38,6 +38,28 @@ def test_the_codec_of_hand_overs_is_the_gateways_setting() -> None:
     assert arguments[arguments.index("--handover-codec") + 1] == "int8"
 
 
+def test_one_of_several_gateways_shares_its_port_and_comes_back_where_it_was() -> None:
+    options = UpOptions(port=8000, num_gateways=2)
+    alone, *shared = [gateway_spec(options, MODEL, number) for number in (None, 0, 1)]
+    places = [one.arguments[one.arguments.index("--cluster-listen") + 1] for one in (alone, *shared)]
+    assert [one.name for one in (alone, *shared)] == ["gateway", "gateway-0", "gateway-1"]
+    assert [one.arguments[one.arguments.index("--reuse-port") + 1] for one in (alone, *shared)] == [
+        "false",
+        "true",
+        "true",
+    ]
+    assert [one.restarts for one in (alone, *shared)] == [False, True, True]
+    assert places[0].endswith(":0")
+    assert len({*places}) == 3
+    assert not any(place.endswith(":0") for place in places[1:])
+
+
+def test_keys_are_not_in_the_command_line() -> None:
+    spec = gateway_spec(UpOptions(api_keys=("secret",)), MODEL)
+    assert "secret" not in " ".join(spec.arguments)
+    assert spec.environment["HALFMOON_GATEWAY_API_KEY"] == '["secret"]'
+
+
 @pytest.mark.parametrize("counts", [(-1, 1, 1), (0, 1, 0), (1, 0, 0), (0, 0, 0)])
 def test_what_could_serve_nothing_is_refused(counts: tuple[int, int, int]) -> None:
     with pytest.raises(InvalidRequest):
