@@ -17,7 +17,8 @@ _PIPELINE_HOP_S = 20e-6  # from stage to stage, beside the bytes
 class Efficiency:
     """What of the data sheet a good engine gets, and what a step costs beside it.
 
-    The defaults are what makes the roofline meet the measured tables best over all (docs/planner.md has the errors).
+    The defaults are of an engine that is bound by neither launches nor the host. Engines of 2023 and 2024 were, and
+    the more so the more devices shared a layer: docs/planner.md has the errors against what was measured of them.
     """
 
     flops: float = 0.6  # of matrix products

@@ -1,0 +1,140 @@
+"""How many requests a second the simulator simulates, alone and beside DistServe's simulator on the same work.
+
+    python -m benchmarks.simulator [--peer CHECKOUT] [--trace conversation_trace.jsonl] [--million]
+
+`--peer` is a checkout of github.com/LLMServe/DistServe (with simpy and tqdm installed); its `simdistserve` gets the
+same 500 requests, the same latency coefficients (OPT-13B, one prefill and one decode worker of one A100), and whole
+prompts as batches. Both are measured in processor time, alternately; medians and their ratio are printed, and the TTFT
+and TPOT of both beside each other: theirs has no transfers, and divides by one token more for TPOT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfmoon.sim.cluster import BatchLimits, ClusterSpec, Network, WorkerGroup
+from halfmoon.sim.distserve import DistServeCoefficients
+from halfmoon.sim.latency_sources import latency_source
+from halfmoon.sim.lengths import named_lengths
+from halfmoon.sim.result import SimResult
+from halfmoon.sim.simulation import simulate
+from halfmoon.sim.synthetic import synthetic_workload
+from halfmoon.sim.traces import read_workload
+from halfmoon.sim.workload import Workload
+
+NUM_REQUESTS, REPEATS = 500, 5
+WORK = (("in=512,out=64", 1.0), ("in=512,out=64", 4.0), ("chat", 1.0), ("chat", 3.0))
+INSTANT = Network(bytes_per_s=1e15, node_bytes_per_s=1e15, latency_s=0.0, handover="pull")
+
+
+def pair_of_opt() -> ClusterSpec:
+    """One prefill and one decode worker, whole prompts, as simdistserve has it."""
+    model = DistServeCoefficients("opt-13b").model(None, 1, 1)
+    limits = BatchLimits(model.kv_tokens, model.kv_tokens, 1 << 24)
+    return ClusterSpec((WorkerGroup("prefill", 1, model, limits), WorkerGroup("decode", 1, model, limits)), INSTANT)
+
+
+def processor_s(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of processor time, and what came of it."""
+    began_s = time.process_time()
+    found = run()
+    return time.process_time() - began_s, found
+
+
+def peer_runner(checkout: Path, workload: Workload, rate: float) -> Callable[[], Any]:
+    """Runs simdistserve; returns its table of latencies."""
+    sys.path.insert(0, str(checkout))
+    from simdistserve.benchmarks.simulate_dist import main, parse_args
+
+    rows = [
+        {"start_time": float(at_s), "prompt_len": int(prompt), "output_len": int(output)}
+        for at_s, prompt, output in zip(workload.start_s, workload.prompt_tokens, workload.output_tokens, strict=True)
+    ]
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+        json.dump(rows, file)
+    options = ["--arrival", "custom", "--N", str(len(workload)), "--rate", str(rate), "--workload", file.name]
+
+    def run() -> Any:
+        outputs: dict[str, Any] = {}
+        main(parse_args([*options, "--model", "facebook/opt-13b"]), outputs)
+        return outputs["per_request_latency_df"]
+
+    return run
+
+
+def beside_peer(checkout: Path) -> None:
+    """The table of ratios."""
+    warnings.simplefilter("ignore")
+    speeds = f"{'peer req/s':>11} {'ours req/s':>11} {'ratio':>6}"
+    print(f"{'work':16} {'rate':>5} {speeds}   TTFT p50/p90, TPOT p50 (ms): theirs | ours")
+    for name, rate in WORK:
+        workload = synthetic_workload(named_lengths(name), NUM_REQUESTS, rate, seed=1, most_tokens=2048)
+        peer, spec = peer_runner(checkout, workload, rate), pair_of_opt()
+        theirs_s, ours_s = [], []
+        for _ in range(REPEATS):
+            seconds, table = processor_s(peer)
+            theirs_s.append(seconds)
+            seconds, found = processor_s(lambda spec=spec, workload=workload: simulate(spec, workload))
+            ours_s.append(seconds)
+        their_s, our_s = statistics.median(theirs_s), statistics.median(ours_s)
+        first = table.first_token_latency
+        theirs = f"{first.quantile(0.5):.1f}/{first.quantile(0.9):.1f}, {table.tpot.quantile(0.5):.1f}"
+        speeds = f"{NUM_REQUESTS / their_s:11.0f} {NUM_REQUESTS / our_s:11.0f} {their_s / our_s:6.1f}"
+        print(f"{name:16} {rate:5.1f} {speeds}   {theirs} | {_times(found)}")
+
+
+def _times(found: SimResult) -> str:
+    p50, p90 = 1000 * np.percentile(found.ttft_s, [50, 90])
+    return f"{p50:.1f}/{p90:.1f}, {1000 * np.nanmedian(found.tpot_s):.1f}"
+
+
+def report(name: str, spec: ClusterSpec, workload: Workload) -> None:
+    """One line of our own speed."""
+    began_s = time.perf_counter()
+    seconds, found = processor_s(lambda: simulate(spec, workload))
+    wall_s = time.perf_counter() - began_s
+    done = int(found.is_completed.sum())
+    print(
+        f"{name:42} {len(workload):>9} requests, {done} completed: {seconds:.1f} s of processor, {wall_s:.1f} s, "
+        f"{len(workload) / seconds:.0f} requests/s"
+    )
+
+
+def main() -> None:
+    """Prints what the arguments ask for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peer", type=Path)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--million", action="store_true", help="a million requests over a thousand workers")
+    args = parser.parse_args()
+    if args.peer:
+        beside_peer(args.peer)
+    report("1 + 1 workers, OPT-13B, chat", pair_of_opt(), synthetic_workload(named_lengths("chat"), 5_000, 3.0, seed=1))
+    if args.trace:
+        model = latency_source("roofline:llama-2-70b@a100-80g").model(None, 8, 1)
+        groups = WorkerGroup("prefill", 16, model), WorkerGroup("decode", 16, model)
+        report(
+            "16 + 16 workers, a trace with prefixes",
+            ClusterSpec(groups, Network(can_fetch=True)),
+            read_workload(args.trace),
+        )
+    if args.million:
+        model = latency_source("roofline:llama-3-8b@h100").model(None, 1, 1)
+        groups = WorkerGroup("prefill", 300, model), WorkerGroup("decode", 700, model, BatchLimits(max_running=256))
+        workload = synthetic_workload(named_lengths("chat"), 1_000_000, 4_000.0, seed=1)
+        report("300 + 700 workers, Llama-3-8B, chat", ClusterSpec(groups), workload)
+
+
+if __name__ == "__main__":
+    main()
