@@ -62,8 +62,8 @@ def replay(
     prefill: Annotated[int, typer.Option(min=1, help="simulated prefill workers")] = 8,
     decode: Annotated[int, typer.Option(min=1, help="simulated decode workers")] = 8,
     profile: Annotated[str, typer.Option(help=f"latencies: {', '.join(PROFILES)}, or a JSON file")] = DEFAULT_PROFILE,
-    placement: Annotated[str, typer.Option(help="modes, by commas")] = "kvcache-centric",
-    admission: Annotated[str, typer.Option(help="modes, by commas")] = "predicted",
+    placement: Annotated[str, typer.Option(help="modes, by commas, or all")] = "kvcache-centric",
+    admission: Annotated[str, typer.Option(help="modes, by commas, or all")] = "predicted",
     slo_ttft: Annotated[float, typer.Option(help="target for the time to first token, s")] = 30.0,
     slo_tbt: Annotated[float, typer.Option(help="target for a request's mean time between tokens, s")] = 0.1,
     model: Annotated[str, typer.Option(help="whose tokenizer the gateway uses")] = "demo",
@@ -185,7 +185,7 @@ async def _played(workload: Workload, gateway: Gateway, targets: Targets, on_don
 
 def _chosen(names: str, kind: object) -> tuple[Mode, ...]:
     known = get_args(kind)
-    chosen = tuple(name.strip() for name in names.split(","))
+    chosen = known if names == "all" else tuple(name.strip() for name in names.split(","))
     for name in chosen:
         if name not in known:
             raise InvalidRequest(f"there is no mode {name!r}: there are {', '.join(known)}")

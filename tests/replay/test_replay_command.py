@@ -97,3 +97,13 @@ def test_a_gateway_that_is_not_there_is_said_so(trace: Path) -> None:
     code, printed = run(str(trace), "--url", "http://127.0.0.1:1")
     assert code == 1
     assert "no halfmoon gateway answers" in printed
+
+
+def test_all_modes_are_every_pair(trace: Path, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    code, printed = run(
+        str(trace), "--virtual", "--requests", "5", "--placement", "all", "--admission", "all", "--json", str(file)
+    )
+    assert code == 0, printed
+    rows = json.loads(file.read_text())
+    assert len({(row["placement"], row["admission"]) for row in rows}) == 4 * 3
