@@ -78,7 +78,7 @@ def replay(
 
     Times in the report are the trace's. Against simulated workers, arrivals and modelled latencies run --speed times as
     fast; what gateway and network take really is then counted --speed times as long as it is. With --virtual nothing
-    runs and --speed does not matter: the whole trace takes about a minute.
+    runs and --speed does not matter: the whole trace takes about a minute a pair of modes.
     """
     terminal = Console()
     try:
