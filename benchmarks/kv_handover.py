@@ -64,12 +64,20 @@ async def work(role: str, settings: LinkSettings) -> None:
         decode.close()
 
 
-async def hand_over(transports: Sequence[str], num_tokens: int, repeat: int, codecs: Sequence[str]) -> None:
-    """The table of hand-overs: medians over the repeats after a first one that does not count."""
-    print(f"\nhand-over of {num_tokens} tokens, one thread a worker, median of {repeat}")
+async def hand_over(
+    transports: Sequence[str], num_tokens: int, repeat: int, codecs: Sequence[str], limit: tuple[float, float]
+) -> None:
+    """The table of hand-overs: medians over the repeats after a first one that does not count.
+
+    limit: the link's MB/s (0: as fast as it is) and its delay in ms.
+    """
+    mbps, delay_ms = limit
+    link = f", link of {mbps:g} MB/s and {delay_ms:g} ms" if mbps or delay_ms else ""
+    print(f"\nhand-over of {num_tokens} tokens, one thread a worker{link}, median of {repeat}")
     print(f"{'transport':10}{'codec':>7}{'prefill s':>11}{'exposed ms':>12}{'share':>8}")
     for transport in transports:
-        async with process(WORKER, "decode", transport) as (_, d), process(WORKER, "prefill", transport) as (_, p):
+        how = transport, str(mbps), str(delay_ms)
+        async with process(WORKER, "decode", *how) as (_, d), process(WORKER, "prefill", *how) as (_, p):
             (prefill, fingerprint), decode = p.split(), d.split()[0]
             async with Peer(prefill) as to_prefill, Peer(decode) as to_decode:
                 tokens = decode_pb2_grpc.DecodeStub(to_decode.channel).Tokens

@@ -129,7 +129,8 @@ async def run(options: argparse.Namespace) -> None:
     if not options.no_transports:
         await transports(options)
     if not options.no_handover:
-        await hand_over(options.transports, options.tokens, options.repeat, options.codecs)
+        limit = options.mbps, options.delay_ms
+        await hand_over(options.transports, options.tokens, options.repeat, options.codecs, limit)
 
 
 async def transports(options: argparse.Namespace) -> None:
@@ -143,11 +144,7 @@ async def transports(options: argparse.Namespace) -> None:
     _row("memcpy", "-", "-", plain, kv.nbytes, plain)
     async with process(_RECEIVER) as (other, address):
         for name in options.transports:
-            settings = LinkSettings(
-                transports=(name,),
-                bytes_per_s=options.mbps * 1e6 if options.mbps else None,
-                delay_s=options.delay_ms / 1e3,
-            )
+            settings = _settings(name, options.mbps, options.delay_ms)
             link = KVLink(Peer(address), settings, lambda declined: print(f"{declined} could not be used"))
             for codec, chunk_kib in itertools.product(options.codecs, options.chunks):
                 figures = await measure(link, other, kv, chunk_kib << 10, Codec[codec.upper()], options.repeat)
@@ -156,6 +153,10 @@ async def transports(options: argparse.Namespace) -> None:
             if found is not None:
                 print(f"  estimate: {found.bandwidth_bytes_per_s / 1e9:.2f} GB/s, {found.latency_s * 1e3:.2f} ms")
             await link.close()
+
+
+def _settings(transport: str, mbps: float, delay_ms: float) -> LinkSettings:
+    return LinkSettings(transports=(transport,), bytes_per_s=mbps * 1e6 or None, delay_s=delay_ms / 1e3)
 
 
 def _row(name: str, chunk: str, codec: str, figures: Figures, num_bytes: int, plain: Figures) -> None:
@@ -170,8 +171,8 @@ def main(arguments: Sequence[str]) -> None:
         run_service(receive)
         return
     if arguments[:1] == [WORKER]:
-        role, transport = arguments[1:]
-        run_service(lambda: work(role, LinkSettings(transports=(transport,))))
+        role, transport, mbps, delay_ms = arguments[1:]
+        run_service(lambda: work(role, _settings(transport, float(mbps), float(delay_ms))))
         return
     parser = argparse.ArgumentParser(prog="benchmarks.kv_transfer", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--transports", nargs="+", default=["grpc", "shm"])
@@ -179,7 +180,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--codecs", nargs="+", default=["raw"])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--mbps", type=float, help="limit the link to so many megabytes a second")
+    parser.add_argument("--mbps", type=float, default=0.0, help="limit the link to so many megabytes a second")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="and delay it by so much, one way")
     parser.add_argument("--no-transports", action="store_true", help="only the hand-over")
     parser.add_argument("--no-handover", action="store_true", help="only the transports")

@@ -132,6 +132,7 @@ class TransferSender:
             task.cancel()  # neither of them hears anything any more
         self._give_all_back()  # before any waiting: who waits may be cancelled, and the link lives on
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()  # their errors refer to us, and gRPC keeps a connection as long as its calls live
 
     def _give_all_back(self) -> None:
         for buffer in self._staged:
