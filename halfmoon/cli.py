@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +19,7 @@ from halfmoon.sim.worker_profile import DEFAULT_PROFILE, PROFILES
 from halfmoon.sim_command import simulate
 from halfmoon.simulated_up import SimulatedWorkers
 from halfmoon.store_up import StoreOptions
+from halfmoon.top import TopOptions, top
 from halfmoon.up import UpOptions, run_up
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -164,6 +167,23 @@ def up(
     except InvalidRequest as err:
         raise typer.BadParameter(err.message) from err
     raise typer.Exit(run_up(options, terminal))
+
+
+@app.command("top")
+def top_command(
+    gateway: Annotated[str, typer.Option(help="its URL")] = "http://127.0.0.1:8000",
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="HALFMOON_OPERATOR_TOKEN", help="the operator token, where the gateway has one"),
+    ] = None,
+    interval_s: Annotated[float, typer.Option(min=0.2, help="seconds between two looks")] = 2.0,
+    workers: Annotated[int, typer.Option(min=1, help="lines for workers: the busiest")] = 20,
+    once: Annotated[bool, typer.Option("--once", help="look once, print, and end")] = False,
+) -> None:
+    """Shows in the terminal what the cluster does; Ctrl-C ends it."""
+    options = TopOptions(gateway.rstrip("/"), token, interval_s, workers)
+    with suppress(KeyboardInterrupt):
+        raise typer.Exit(asyncio.run(top(options, Console(), once=once)))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ COMMAND_LINE = (
     "sim_command",
     "up",
     "simulated_up",
+    "top",
     "store_up",
     "replay",
     "supervisor",

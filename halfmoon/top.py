@@ -1,0 +1,247 @@
+"""`halfmoon top`: the console's figures in a terminal, from the same control API."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import aiohttp
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+_TIMEOUT_S = 5.0
+_MINUTES = 5
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 24
+_BAR_WIDTH = 12
+_ROLE_STYLES = {"prefill": "blue", "decode": "yellow", "both": "green"}
+_NOTHING = "–"
+
+Worker = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TopOptions:
+    """What to look at, and how often."""
+
+    gateway: str = "http://127.0.0.1:8000"
+    token: str | None = None  # of the operator, or an API key on loopback
+    interval_s: float = 2.0
+    num_workers: int = 20  # lines for workers: the busiest
+
+
+class Seen(NamedTuple):
+    """One look at the gateway."""
+
+    cluster: Mapping[str, Any]
+    series: Mapping[str, Any]
+
+
+class Unseen(Exception):
+    """The gateway did not answer with its figures; the text is for the user."""
+
+
+async def look(session: aiohttp.ClientSession, options: TopOptions) -> Seen:
+    """Asks once. Raises Unseen."""
+    cluster = await _ask(session, f"{options.gateway}/halfmoon/v1/cluster")
+    series = await _ask(session, f"{options.gateway}/halfmoon/v1/series?minutes={_MINUTES}")
+    if "workers" not in cluster or "together" not in series:
+        raise Unseen(f"{options.gateway} is no Halfmoon gateway")
+    return Seen(cluster, series)
+
+
+async def top(options: TopOptions, terminal: Console, *, once: bool = False) -> int:
+    """Draws until Ctrl-C, or once; the exit status."""
+    headers = {"Authorization": f"Bearer {options.token}"} if options.token else {}
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        if once:
+            return await _once(session, options, terminal)
+        with Live(console=terminal, screen=True, auto_refresh=False) as live:
+            known: Seen | None = None
+            known_s = 0.0
+            while True:
+                problem = None
+                try:
+                    known, known_s = await look(session, options), time.monotonic()
+                except Unseen as error:
+                    age = f" (what is below is {time.monotonic() - known_s:.0f} s old)" if known else ""
+                    problem = f"{error}{age}"
+                live.update(draw(known, options.num_workers, problem), refresh=True)
+                await asyncio.sleep(options.interval_s)
+
+
+def draw(seen: Seen | None, num_workers: int, problem: str | None = None) -> RenderableType:
+    """What the terminal shows; `problem` says why it is old, or why there is nothing."""
+    parts: list[RenderableType] = [] if problem is None else [Panel(problem, style="red")]
+    if seen is None:
+        return Group(*parts)
+    missing = seen.cluster.get("missing")
+    if missing:
+        parts.append(Panel(f"Requests are refused: there is no {' and no '.join(missing)}.", style="yellow"))
+    return Group(*parts, _headline(seen), _figures(seen.series), _classes(seen.series), _workers(seen, num_workers))
+
+
+def spark(values: Sequence[float | None]) -> str:
+    """The last values as a line of blocks; a gap where nothing was."""
+    last = values[-_SPARK_WIDTH:]
+    most = max((value for value in last if value is not None), default=0.0)
+    heights = [None if value is None else int(value / most * (len(_SPARKS) - 1)) if most else 0 for value in last]
+    return "".join(" " if height is None else _SPARKS[height] for height in heights)
+
+
+def duration(value_s: float | None) -> str:
+    """Three digits, in the unit that suits them."""
+    if value_s is None:
+        return _NOTHING
+    return f"{1000 * value_s:.3g} ms" if value_s < 1 else f"{value_s:.3g} s"
+
+
+def busiest(cluster: Mapping[str, Any]) -> list[Worker]:
+    """Who left first, then by requests and memory in use."""
+    members = sorted(cluster["workers"], key=lambda one: (-_requests(one), -_used(one), one["worker_id"]))
+    return [*cluster.get("departed", ()), *members]
+
+
+async def _ask(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    try:
+        async with session.get(url) as response:
+            body = await response.json(content_type=None)
+            if response.status != 200:
+                raise Unseen(f"the gateway answered {response.status}: {body['error']['message']}")
+            return dict(body)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise Unseen(f"no gateway at {url.partition('/halfmoon')[0]}: {error or 'it does not answer'}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise Unseen(f"{url} is no part of a Halfmoon gateway") from error
+
+
+async def _once(session: aiohttp.ClientSession, options: TopOptions, terminal: Console) -> int:
+    try:
+        terminal.print(draw(await look(session, options), options.num_workers))
+    except Unseen as error:
+        terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    return 0
+
+
+def _headline(seen: Seen) -> Text:
+    cluster = seen.cluster
+    text = Text()
+    text.append("halfmoon ", style="bold")
+    text.append(f"{cluster.get('served_model') or 'no model'}  ", style="bold blue")
+    text.append(
+        f"{cluster['gateway_id']}  up {cluster['uptime_s'] / 60:.0f} min  "
+        f"{len(cluster['workers'])} workers, last {_MINUTES} min",
+        style="dim",
+    )
+    return text
+
+
+def _figures(series: Mapping[str, Any]) -> Table:
+    together, rates, requests = series["together"], series["rates"], series["requests"]
+    table = Table.grid(padding=(0, 2))
+    lines = (
+        (
+            "requests/s", _rate(requests["ended"]), requests["ended"],
+            "good/s", _rate(requests["good"]), requests["good"],
+        ),
+        (
+            "prompt tokens/s", _rate(rates["prompt_tokens"]), rates["prompt_tokens"],
+            "output tokens/s", _rate(rates["output_tokens"]), rates["output_tokens"],
+        ),
+        (
+            "TTFT", _percentiles(together["ttft_s"]), series["ttft_s"]["p50"],
+            "TBT", _percentiles(together["tbt_s"]), series["tbt_s"]["p50"],
+        ),
+        (
+            "running", _now(series["num_running"]), series["num_running"],
+            "KV in use", _share(series["used_share"]), series["used_share"],
+        ),
+    )  # fmt: skip
+    for name, value, line, other, other_value, other_line in lines:
+        sparks = (Text(spark(line), style="cyan"), Text(spark(other_line), style="cyan"))
+        table.add_row(Text(name, style="dim"), value, sparks[0], Text(other, style="dim"), other_value, sparks[1])
+    return table
+
+
+def _classes(series: Mapping[str, Any]) -> Table:
+    table = Table("class", "requests", "in time", "refused", "failed", box=None, header_style="dim", padding=(0, 2))
+    for name, counts in series["together"]["classes"].items():
+        ended = counts["ended"]
+        in_time = f"{100 * counts['good'] / ended:.1f} %" if ended else _NOTHING
+        style = None if not ended or counts["good"] / ended >= 0.9 else "yellow"
+        table.add_row(name, str(ended), Text(in_time, style=style or ""), str(counts["refused"]), str(counts["failed"]))
+    return table
+
+
+def _workers(seen: Seen, num_workers: int) -> Table:
+    table = Table(
+        "worker", "role", "KV", "running", "waiting", "step", "predicted", "heard", box=None, header_style="dim",
+        padding=(0, 2),
+    )  # fmt: skip
+    ranked = busiest(seen.cluster)
+    for worker in ranked[:num_workers]:
+        table.add_row(*_worker(worker))
+    if len(ranked) > num_workers:
+        table.caption = f"and {len(ranked) - num_workers} more"
+    return table
+
+
+def _worker(worker: Worker) -> list[RenderableType]:
+    name, role = worker["worker_id"], Text(worker["role"], style=_ROLE_STYLES[worker["role"]])
+    if "left_s_ago" in worker:
+        gone = Text(f"✕ gone {worker['left_s_ago']:.0f} s ago", style="bold red")
+        return [Text(name, style="red"), role, gone, "", "", "", "", ""]
+    load, used = worker["load"], _used(worker)
+    filled = round(used * _BAR_WIDTH)
+    bar = Text("█" * filled, style=_ROLE_STYLES[worker["role"]]) + Text("░" * (_BAR_WIDTH - filled), style="dim")
+    state = " draining" if load["draining"] else ""
+    return [
+        name + state,
+        role,
+        bar + Text(f" {100 * used:3.0f} %"),
+        str(load["num_running"]),
+        str(load["num_waiting"]),
+        duration(worker["measured_step_s"]),
+        duration(worker["predicted_step_s"]),
+        f"{worker['age_s']:.1f} s ago",
+    ]
+
+
+def _requests(worker: Worker) -> int:
+    return int(worker["load"]["num_running"] + worker["load"]["num_waiting"])
+
+
+def _used(worker: Worker) -> float:
+    total = worker["total_blocks"]
+    return 1 - worker["load"]["free_blocks"] / total if total else 0.0
+
+
+def _latest(values: Sequence[float | None]) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def _rate(values: Sequence[float | None]) -> str:
+    latest = _latest(values)
+    return _NOTHING if latest is None else f"{latest:.1f}"
+
+
+def _now(values: Sequence[float | None]) -> str:
+    latest = _latest(values)
+    return _NOTHING if latest is None else f"{latest:.0f}"
+
+
+def _share(values: Sequence[float | None]) -> str:
+    latest = _latest(values)
+    return _NOTHING if latest is None else f"{100 * latest:.0f} %"
+
+
+def _percentiles(found: Mapping[str, float | None]) -> str:
+    return f"{duration(found['p50'])} / {duration(found['p99'])} p99"

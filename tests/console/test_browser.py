@@ -1,0 +1,164 @@
+"""The console in a real browser, over a live cluster of simulated workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import pytest
+
+pytest.importorskip("streamlit")
+playwright = pytest.importorskip(
+    "playwright.async_api", reason="playwright is not installed: pip install -e '.[browser]'"
+)
+
+from tests.e2e.system import ROOT, System, running_system  # noqa: E402
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt-get install chromium"),
+]
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+PATIENCE_MS = 90_000  # for what must come; never slept
+PAGES = ("Placements", "Cache", "SLO", "Try it", "Overview")
+
+
+class Seen(NamedTuple):
+    """A page of the browser, and what went wrong on it."""
+
+    page: Any
+    errors: list[str]
+
+
+@asynccontextmanager
+async def running_console(gateway: str) -> AsyncIterator[str]:
+    """Streamlit on a free port, with its URL; ready when the browser's first look is answered."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = (f"--server.port={port}", "--server.address=127.0.0.1", "--server.headless=true")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "streamlit", "run", str(ROOT / "console" / "app.py"), *flags, "--browser.gatherUsageStats=false"),
+        stdout=asyncio.subprocess.DEVNULL,
+        cwd=ROOT,
+        env={**os.environ, "HALFMOON_CONSOLE_GATEWAY_URL": gateway},
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        await asyncio.wait_for(_until_answered(f"{url}/_stcore/health"), PATIENCE_MS / 1000)
+        yield url
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def _until_answered(url: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(url) as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def browsing() -> AsyncIterator[Seen]:
+    """An empty page of headless Chromium."""
+    errors: list[str] = []
+    async with playwright.async_playwright() as play:
+        browser = await play.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+        page = await browser.new_page(viewport={"width": 1440, "height": 900})
+        page.set_default_timeout(PATIENCE_MS)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on(
+            "console",
+            lambda message: errors.append(f"{message.text} {message.location}") if message.type == "error" else None,
+        )
+        yield Seen(page, errors)
+        await browser.close()
+
+
+async def complete(system: System) -> int:
+    """The status of a small request."""
+    body = {"model": "demo", "prompt": "hello " * 200, "max_tokens": 4}
+    url = f"{system.url}/v1/completions"
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+        await response.read()
+        return response.status
+
+
+async def test_a_day_of_an_operator(tmp_path: Path) -> None:
+    """One cluster for all of it: every page, an edit that counts from the next request, a worker that dies."""
+    options = ("--engine", "sim", "--prefill", "2", "--decode", "2", "--sim-processes", "2")
+    async with (
+        running_system(tmp_path, *options) as system,
+        running_console(system.url) as console,
+        browsing() as (page, errors),
+    ):
+        for _ in range(6):
+            assert await complete(system) == 200
+        await every_page_renders(page, console)
+        await an_edit_changes_the_next_requests(page, system)
+        await the_edit_is_undone(page, system)
+        await a_dead_worker_is_red(page, system)
+        assert errors == []
+
+
+async def open_page(page: Any, title: str) -> None:
+    """By its link: at an address of its own Streamlit first asks for what is not there, which is an error here."""
+    await page.get_by_test_id("stSidebarNav").get_by_text(title, exact=True).click()
+    await page.get_by_role("heading", name=title, exact=True).wait_for()
+
+
+async def every_page_renders(page: Any, console: str) -> None:
+    await page.goto(console)
+    for title in PAGES:
+        await open_page(page, title)
+        await page.wait_for_function("() => !document.querySelector('[data-testid=stSkeleton]')")
+        for broken in ("stException", "stAlertContentError"):
+            assert await page.get_by_test_id(broken).count() == 0, (title, broken)
+        if title == "Overview":
+            await page.locator('[data-standing="serving"]').nth(3).wait_for()  # each of the four workers
+            await page.locator('[data-testid="stVegaLiteChart"] :is(svg, canvas)').first.wait_for()
+
+
+async def an_edit_changes_the_next_requests(page: Any, system: System) -> None:
+    await open_page(page, "SLO")
+    await page.get_by_label("Name", exact=True).fill("default")
+    await page.get_by_label("Name", exact=True).press("Enter")
+    await page.get_by_label("TTFT target (ms)", exact=True).fill("0.1")
+    await page.get_by_label("TTFT target (ms)", exact=True).press("Enter")
+    await page.get_by_role("button", name="Preview").click()
+    await page.get_by_text("Of the last hour's").wait_for()
+    assert await complete(system) == 200  # a preview changes nothing
+    await page.get_by_role("button", name="Save", exact=True).click()
+    await page.get_by_text("Class default is saved as version 1.").wait_for()
+    statuses = [await complete(system) for _ in range(4)]
+    assert 429 in statuses  # an idle cluster lets one in at times, to see
+
+
+async def the_edit_is_undone(page: Any, system: System) -> None:
+    await page.get_by_role("button", name="Undo").first.click()
+    await page.get_by_text("Class default is as it was before.").wait_for()
+    assert [await complete(system) for _ in range(4)] == [200] * 4
+
+
+async def a_dead_worker_is_red(page: Any, system: System) -> None:
+    await open_page(page, "Overview")
+    await page.locator('[data-standing="serving"]').nth(3).wait_for()
+    simulations = [one for one in system.descendants() if "services.simulation" in one.cmdline()]
+    simulations[0].kill()
+    await page.locator('[data-standing="gone"]').first.wait_for()
+    assert await page.locator('[data-standing="gone"]').first.locator("rect").first.get_attribute("fill") == "#D55E00"
