@@ -195,3 +195,15 @@ def test_splitwise_rows_are_interpolated(tmp_path: Path) -> None:
     assert model.stage_s(0, 0, 2, 0) == pytest.approx(0.032)
     with pytest.raises(InvalidRequest, match="it has h100 TP8"):
         read_splitwise(path, "llama-2-70b").model("h100", 2, 1)
+
+
+def test_a_modelled_workers_coefficients(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"prefill": [0.01, 1e-4, 1e-8], "step": [0.02, 1e-3, 1e-7], "kv_tokens": 5_000}))
+    model = latency_source(str(path)).model(None, 1, 1)
+    assert model.prefill_s(100) == pytest.approx(0.01 + 0.01 + 1e-8 * 5_000)
+    assert model.stage_s(0, 0, 2, 100) == pytest.approx(0.02 + 2e-3 + 1e-5)
+    assert model.kv_tokens == 5_000
+    assert latency_source("llama3-8b-h100").model(None, 1, 1).kv_tokens == 400_000
+    with pytest.raises(InvalidRequest, match="whole worker"):
+        latency_source(str(path)).model(None, 2, 1)
