@@ -81,6 +81,16 @@ def worker_row(worker: Mapping[str, Any], heartbeat_s: float) -> dict[str, Any]:
     }
 
 
+def busiest(workers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that left first, then by requests."""
+
+    def rank(worker: Mapping[str, Any]) -> tuple[bool, int]:
+        load = worker.get("load") or {}
+        return "left_s_ago" not in worker, -load.get("num_running", 0) - load.get("num_waiting", 0)
+
+    return sorted(workers, key=rank)
+
+
 def _draw(seen: Seen) -> None:
     cluster, series = seen.cluster, seen.series
     workers = cluster_map.all_workers(cluster)
@@ -183,7 +193,7 @@ def _table(workers: Sequence[Mapping[str, Any]], heartbeat_s: float) -> None:
         "heard (s ago)": st.column_config.NumberColumn(format="%.1f"),
     }
     st.dataframe(
-        [worker_row(one, heartbeat_s) for one in workers],
+        [worker_row(one, heartbeat_s) for one in busiest(workers)],
         column_config=columns,
         hide_index=True,
         placeholder=NOTHING,

@@ -17,9 +17,10 @@ from rich.text import Text
 
 _TIMEOUT_S = 5.0
 _MINUTES = 5
+_SILENT_S = 2.0  # two heartbeats at the usual interval
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
-_BAR_WIDTH = 12
+_BAR_WIDTH = 6
 _ROLE_STYLES = {"prefill": "blue", "decode": "yellow", "both": "green"}
 _NOTHING = "–"
 
@@ -147,27 +148,18 @@ def _headline(seen: Seen) -> Text:
 def _figures(series: Mapping[str, Any]) -> Table:
     together, rates, requests = series["together"], series["rates"], series["requests"]
     table = Table.grid(padding=(0, 2))
-    lines = (
-        (
-            "requests/s", _rate(requests["ended"]), requests["ended"],
-            "good/s", _rate(requests["good"]), requests["good"],
-        ),
-        (
-            "prompt tokens/s", _rate(rates["prompt_tokens"]), rates["prompt_tokens"],
-            "output tokens/s", _rate(rates["output_tokens"]), rates["output_tokens"],
-        ),
-        (
-            "TTFT", _percentiles(together["ttft_s"]), series["ttft_s"]["p50"],
-            "TBT", _percentiles(together["tbt_s"]), series["tbt_s"]["p50"],
-        ),
-        (
-            "running", _now(series["num_running"]), series["num_running"],
-            "KV in use", _share(series["used_share"]), series["used_share"],
-        ),
-    )  # fmt: skip
-    for name, value, line, other, other_value, other_line in lines:
-        sparks = (Text(spark(line), style="cyan"), Text(spark(other_line), style="cyan"))
-        table.add_row(Text(name, style="dim"), value, sparks[0], Text(other, style="dim"), other_value, sparks[1])
+    lines: tuple[tuple[str, str, Sequence[float | None]], ...] = (
+        ("requests/s", _rate(requests["ended"]), requests["ended"]),
+        ("good/s", _rate(requests["good"]), requests["good"]),
+        ("prompt tokens/s", _rate(rates["prompt_tokens"]), rates["prompt_tokens"]),
+        ("output tokens/s", _rate(rates["output_tokens"]), rates["output_tokens"]),
+        ("TTFT", _percentiles(together["ttft_s"]), series["ttft_s"]["p50"]),
+        ("TBT", _percentiles(together["tbt_s"]), series["tbt_s"]["p50"]),
+        ("running", _now(series["num_running"]), series["num_running"]),
+        ("KV in use", _share(series["used_share"]), series["used_share"]),
+    )
+    for name, value, line in lines:
+        table.add_row(Text(name, style="dim"), value, Text(spark(line), style="cyan"))
     return table
 
 
@@ -182,10 +174,9 @@ def _classes(series: Mapping[str, Any]) -> Table:
 
 
 def _workers(seen: Seen, num_workers: int) -> Table:
-    table = Table(
-        "worker", "role", "KV", "running", "waiting", "step", "predicted", "heard", box=None, header_style="dim",
-        padding=(0, 2),
-    )  # fmt: skip
+    table = Table(box=None, header_style="dim", padding=(0, 1))
+    for name in ("worker", "role", "KV", "run", "wait", "step", "predicted"):
+        table.add_column(name, no_wrap=True)
     ranked = busiest(seen.cluster)
     for worker in ranked[:num_workers]:
         table.add_row(*_worker(worker))
@@ -198,11 +189,12 @@ def _worker(worker: Worker) -> list[RenderableType]:
     name, role = worker["worker_id"], Text(worker["role"], style=_ROLE_STYLES[worker["role"]])
     if "left_s_ago" in worker:
         gone = Text(f"✕ gone {worker['left_s_ago']:.0f} s ago", style="bold red")
-        return [Text(name, style="red"), role, gone, "", "", "", "", ""]
+        return [Text(name, style="red"), role, gone, "", "", "", ""]
     load, used = worker["load"], _used(worker)
     filled = round(used * _BAR_WIDTH)
     bar = Text("█" * filled, style=_ROLE_STYLES[worker["role"]]) + Text("░" * (_BAR_WIDTH - filled), style="dim")
-    state = " draining" if load["draining"] else ""
+    silent = f" silent {worker['age_s']:.0f} s" if worker["age_s"] > _SILENT_S else ""
+    state = " draining" if load["draining"] else silent
     return [
         name + state,
         role,
@@ -211,7 +203,6 @@ def _worker(worker: Worker) -> list[RenderableType]:
         str(load["num_waiting"]),
         duration(worker["measured_step_s"]),
         duration(worker["predicted_step_s"]),
-        f"{worker['age_s']:.1f} s ago",
     ]
 
 

@@ -147,7 +147,9 @@ def _view(membership: Membership, member: Member) -> WorkerView:
 
 
 def _predicted_step_s(member: Member) -> float | None:
-    """Of the batch that runs now; None where nothing runs or nothing is known."""
+    """Of the batch that decodes now; None where nothing does or nothing is known."""
+    if member.role == "prefill":
+        return None
     seconds = member.latency.step.seconds(member.load.num_running, member.load.context_tokens)
     return seconds if member.load.num_running and seconds else None
 

@@ -182,7 +182,7 @@ def test_a_worker_that_left_is_still_there_and_red(gateway: FakeGateway) -> None
     left = {"worker_id": "decode-1", "role": "decode", "left_s_ago": 2.0}
     gateway.answers["/halfmoon/v1/cluster"] = (200, CLUSTER | {"workers": [WORKER], "departed": [left]})
     shown = open_page("overview", gateway.url)
-    assert list(shown.dataframe[0].value["state"]) == ["serving", "gone"]
+    assert list(shown.dataframe[0].value["state"]) == ["gone", "serving"]
     drawn = next(one.value for one in shown.markdown if "<svg" in one.value)
     assert 'data-worker="decode-1" data-standing="gone"' in drawn
 
