@@ -42,7 +42,7 @@ def layout(sequences: list[tuple[list[int], int, int]]) -> AttentionBatch:
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (4, 1)])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sequences=batches(), seed=st.integers(0, 1000))
 def test_sdpa_equals_reference(
     num_heads: int, num_kv_heads: int, sequences: list[tuple[list[int], int, int]], seed: int

@@ -31,7 +31,7 @@ def test_runs_cover_the_tokens_in_order_and_are_as_long_as_can_be(blocks: list[i
 
 
 @pytest.mark.parametrize("dtype", get_args(KVDtype))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     blocks=st.permutations(range(NUM_BLOCKS)).map(lambda ids: ids[:6]),
     layers=st.tuples(st.integers(0, 2), st.integers(1, 3)),

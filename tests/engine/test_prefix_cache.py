@@ -83,7 +83,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.num_available == NUM_BLOCKS - len(set(self.in_use))
 
 
-CacheMachine.TestCase.settings = settings(max_examples=60, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=60)
 TestCache = CacheMachine.TestCase
 
 

@@ -85,7 +85,7 @@ def test_the_whole_vocabulary_is_considered_when_the_cut_lies_deep() -> None:
     assert int((draws(flat, 3000, min_p=0.5) > 0).sum()) > 256
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     weights=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=30),
     top_k=st.integers(0, 40),

@@ -45,7 +45,7 @@ def tokens(schedule: Schedule) -> dict[str, int]:
     return {item.sequence.request_id: item.num_tokens for item in schedule.scheduled}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     requests=st.lists(
         st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 1), st.integers(0, 10), st.booleans()),

@@ -56,7 +56,7 @@ def test_chats_are_those_of_transformers(
     assert got == expected["input_ids"]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(text=st.text(max_size=30))
 def test_pushed_text_is_the_decoded_text(text: str, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(text)
@@ -79,7 +79,7 @@ def doubtful(demo: Checkpoint) -> Tokenizer:
     return Doubtful(demo)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ids=st.lists(st.one_of(st.integers(0, 400), st.integers(0, 49_151)), max_size=30))
 def test_texts_of_whole_tokens_change_nothing(ids: list[int], tokenizer: Tokenizer, doubtful: Tokenizer) -> None:
     quick, slow = Detokenizer(tokenizer), Detokenizer(doubtful)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -55,7 +55,6 @@ def group_bound(part: NDArray[Any], axis: int, size: int) -> NDArray[Any]:
     return bound
 
 
-@settings(deadline=None)  # the reference multiplies in float64
 @given(kv_numbers())
 def test_keys_are_within_the_bound_and_the_first_token_is_kept(kv: tuple[KVDtype, NDArray[Any]]) -> None:
     dtype, bits = kv
@@ -74,7 +73,6 @@ def hadamard(size: int) -> NDArray[Any]:
     return np.array(signs) / math.sqrt(size)
 
 
-@settings(deadline=None)  # the reference multiplies in float64
 @given(kv_numbers())
 def test_rotated_values_are_within_the_bound(kv: tuple[KVDtype, NDArray[Any]]) -> None:
     dtype, bits = kv

@@ -69,7 +69,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
 
 TestIndexAgainstModel = IndexAgainstModel.TestCase
-TestIndexAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestIndexAgainstModel.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_a_missing_message_waits_for_a_snapshot() -> None:
@@ -127,7 +127,6 @@ def test_short_keys() -> None:
     assert unpack_keys(b"").tolist() == []
 
 
-@settings(deadline=None)
 @given(st.lists(st.dictionaries(st.integers(1, 3_000), st.integers(0, 5), max_size=400), max_size=12))
 def test_the_table_is_a_dictionary(puts: list[dict[int, int]]) -> None:
     table, model = KeyTable(num_slots=8), dict[int, int]()

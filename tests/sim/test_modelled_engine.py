@@ -153,7 +153,7 @@ _ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_ACTIONS)
 def test_blocks_and_queues_always_add_up(actions: list[tuple[str, int, int, int, str]]) -> None:
     engine = ModelledEngine(replace(PROFILE, kv_tokens=16 * BLOCK), BLOCK)

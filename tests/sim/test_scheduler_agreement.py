@@ -77,7 +77,7 @@ def cases(draw: st.DrawFn) -> tuple[Rows, BatchLimits, int]:
     return rows, limits, draw(st.sampled_from([15, 20, 40, 200]))  # 15 blocks hold the longest request
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(cases())
 def test_both_take_the_same_steps(case: tuple[Rows, BatchLimits, int]) -> None:
     assert simulated_times(*case) == engine_times(*case)

@@ -209,7 +209,7 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
     return ClusterSpec(groups, network, placement)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(clusters(), ROWS, st.integers(0, 5))
 def test_every_request_ends_memory_holds_and_no_law_of_time_is_broken(
     spec: ClusterSpec, rows: list[tuple[float, int, int]], seed: int
@@ -229,7 +229,7 @@ def test_every_request_ends_memory_holds_and_no_law_of_time_is_broken(
     assert np.isnan(found.tpot_s[done & (workload.output_tokens == 1)]).all()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(clusters(), ROWS, st.integers(0, 5))
 def test_a_seed_repeats_itself(spec: ClusterSpec, rows: list[tuple[float, int, int]], seed: int) -> None:
     one, other = (simulate(spec, drawn(rows), seed) for _ in range(2))
@@ -237,7 +237,7 @@ def test_a_seed_repeats_itself(spec: ClusterSpec, rows: list[tuple[float, int, i
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(clusters(), ROWS)
 def test_where_there_is_one_way_to_go_the_policies_go_it(spec: ClusterSpec, rows: list[tuple[float, int, int]]) -> None:
     single = replace(spec, groups=tuple(replace(group, count=1) for group in spec.groups))
@@ -246,7 +246,7 @@ def test_where_there_is_one_way_to_go_the_policies_go_it(spec: ClusterSpec, rows
         np.testing.assert_array_equal(getattr(short, name), getattr(decided, name))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=30))
 def test_equal_prompts_get_their_first_tokens_in_the_order_of_arrival(starts_s: list[float]) -> None:
     rows = [(at_s, 100, 3) for at_s in sorted(starts_s)]
@@ -255,7 +255,7 @@ def test_equal_prompts_get_their_first_tokens_in_the_order_of_arrival(starts_s: 
     assert (np.diff(first_s) >= -1e-12).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(clusters(), ROWS, st.lists(st.tuples(st.integers(0, 9), st.floats(0, 3), st.booleans()), max_size=4))
 def test_every_request_ends_where_workers_die(
     spec: ClusterSpec, rows: list[tuple[float, int, int]], deaths: list[tuple[int, float, bool]]

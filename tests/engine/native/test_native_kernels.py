@@ -53,7 +53,7 @@ def spans(draw: st.DrawFn) -> list[Span]:
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(drawn=spans(), seed=st.integers(0, 99), num_threads=st.sampled_from((1, 2, 5)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 def test_attention_equals_the_reference(

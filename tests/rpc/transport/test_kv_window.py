@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import Cancelled, DeadlineExceeded
@@ -158,7 +158,6 @@ async def test_who_waits_behind_others_on_a_slow_link_does_not_fail() -> None:
     await waiting
 
 
-@settings(deadline=None)  # each example is an event loop
 @given(st.integers(4, 30), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=40))
 def test_takes_and_returns_in_any_order_add_up(limit: int, takes: list[tuple[int, int]]) -> None:
     async def run() -> None:

@@ -57,7 +57,7 @@ def test_it_is_served(address: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_nothing_that_it_allows_is_an_internal_error(name: str, address: str) -> None:
-    @settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, database=None, suppress_health_check=list(HealthCheck))
     @given(OPERATIONS[name].as_strategy())
     def attempt(case: Any) -> None:
         if isinstance(case.body, dict) and "model" in case.body:

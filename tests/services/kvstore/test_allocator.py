@@ -62,7 +62,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert everything is not None, "all of it is one run again"
 
 
-AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestAllocator = AllocatorMachine.TestCase
 
 

@@ -121,7 +121,7 @@ class CatalogMachine(RuleBasedStateMachine):
         assert self.told == {(entry.meta.id, tier) for entry in self.catalog for tier in entry.tiers}
 
 
-CatalogMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+CatalogMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestCatalog = CatalogMachine.TestCase
 
 

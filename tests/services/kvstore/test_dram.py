@@ -131,7 +131,7 @@ class DramMachine(RuleBasedStateMachine):
             self.tier.release(found)
 
 
-DramMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+DramMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestDram = DramMachine.TestCase
 
 
