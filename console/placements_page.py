@@ -64,7 +64,9 @@ def candidate_parts(placement: Placement) -> list[dict[str, Any]]:
     rows = []
     for one in sorted(placement["candidates"], key=lambda candidate: candidate["ttft_s"]):
         mark = " ◀ chosen" if one["worker_id"] == placement["prefill_worker"] else ""
-        rows += [{"worker": one["worker_id"] + mark, "part": part, "ms": one[f"{part}_s"] * _MS} for part in TTFT_PARTS]
+        rows += [
+            {"label": one["worker_id"] + mark, "part": part, "value": one[f"{part}_s"] * _MS} for part in TTFT_PARTS
+        ]
     return rows
 
 

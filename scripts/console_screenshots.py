@@ -53,6 +53,7 @@ def _shoot(page: Page, url: str, file: Path) -> None:
     page.goto(url)
     page.locator("h1").wait_for(timeout=_READY_MS)
     page.wait_for_function(_DRAWN, timeout=_READY_MS)
+    page.wait_for_timeout(2_500)  # what follows below comes with the next look
     height = page.evaluate("document.querySelector('[data-testid=stMainBlockContainer]').scrollHeight")
     size = page.viewport_size or {"width": 1440}
     page.set_viewport_size({"width": size["width"], "height": max(900, int(height) + 40)})

@@ -14,9 +14,11 @@ from console.class_form import preview_sentence, rules_of, seconds_of
 from console.class_history import change, undo_of
 from console.entrance import is_right
 from console.overview_page import attainment, outcome_rates
+from console.palette import SPANS, TTFT_PARTS
+from console.placements_page import candidate_parts, pairs
 from console.quantities import ago, count, seconds, share, size
 
-from .fake_gateway import CLUSTER, EDITS, GOLD, PREVIEW, WORKER
+from .fake_gateway import CLUSTER, EDITS, GOLD, PLACEMENT, PREVIEW, REFUSED, WORKER
 
 
 def drawn(cluster: dict[str, Any]) -> ElementTree.Element:
@@ -149,3 +151,17 @@ def test_quantities() -> None:
 def test_the_right_token() -> None:
     assert is_right("secret", "secret")
     assert not is_right("Secret", "secret")
+
+
+def test_candidates_and_timelines_become_charts() -> None:
+    rows = candidate_parts(PLACEMENT)
+    chart = charts.parts(rows, TTFT_PARTS, "ms")
+    assert chart.spec["encoding"]["y"]["sort"] == ["prefill-1 ◀ chosen", "prefill-2"]
+    assert [row["value"] for row in chart.rows] == pytest.approx([10.0, 0.0, 50.0, 10.0, 0.0, 100.0])
+    span = {"service": "gateway", "name": "admission", "start_ms": 1.0, "end_ms": 3.0, "predicted_ms": None}
+    assert charts.spans([span], SPANS).rows[0]["took_ms"] == 2.0
+
+
+def test_predictions_are_compared_where_both_are_known() -> None:
+    assert pairs([PLACEMENT, REFUSED], "ttft") == [{"predicted": pytest.approx(0.062), "measured": 0.08}]
+    assert charts.against(pairs([PLACEMENT], "ttft"), "red").spec["layer"][0]["data"]["values"][0]["predicted"] == 0.01
