@@ -139,6 +139,7 @@ class WorkerIdentity(_message.Message):
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     KV_STORE_FIELD_NUMBER: _builtins.int
+    KV_FRAME_VERSION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _types_pb2.Role.ValueType
     address: _builtins.str
@@ -155,6 +156,8 @@ class WorkerIdentity(_message.Message):
     """of one forward pass, at most; 0: not told, and `WorkerLoad.steps` has no prefills either"""
     kv_store: _builtins.str
     """host:port of the store that it uses; empty: none"""
+    kv_frame_version: _builtins.int
+    """of the frames that it exchanges with other workers"""
     @_builtins.property
     def layout(self) -> _types_pb2.KVLayout: ...
     @_builtins.property
@@ -178,10 +181,11 @@ class WorkerIdentity(_message.Message):
         step_tokens: _builtins.int = ...,
         profile: Global___LatencyProfile | None = ...,
         kv_store: _builtins.str = ...,
+        kv_frame_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "context_tokens", b"context_tokens", "device", b"device", "kv_store", b"kv_store", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "pid", b"pid", "profile", b"profile", "role", b"role", "step_tokens", b"step_tokens", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "context_tokens", b"context_tokens", "device", b"device", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "pid", b"pid", "profile", b"profile", "role", b"role", "step_tokens", b"step_tokens", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

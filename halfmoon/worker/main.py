@@ -19,6 +19,7 @@ from halfmoon.engine.cuda_memory import CudaMemory
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.first_steps import first_steps
 from halfmoon.errors import InvalidRequest
+from halfmoon.kv import frame
 from halfmoon.pb import gateway_pb2
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.layout_message import layout_message
@@ -178,6 +179,7 @@ def _identity(
         step_tokens=engine.config.step_tokens,
         profile=None if profile is None else _profile_message(profile),
         kv_store=settings.kv_store or "",
+        kv_frame_version=frame.VERSION,
     )
 
 

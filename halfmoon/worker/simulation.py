@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 
 import halfmoon
+from halfmoon.kv import frame
 from halfmoon.kv.keys import root_key
 from halfmoon.kv.layout import KVLayout
 from halfmoon.pb import gateway_pb2
@@ -143,6 +144,7 @@ class Simulation:
             pid=os.getpid(),
             step_tokens=profile.max_batch_tokens,
             profile=gateway_pb2.LatencyProfile(kind=device, prefill=profile.prefill, step=profile.step),
+            kv_frame_version=frame.VERSION,
         )
 
 

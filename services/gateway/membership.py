@@ -10,7 +10,7 @@ from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.kv import layout
 from halfmoon.pb.gateway_pb2 import BlockEvents as PbBlockEvents
 from halfmoon.pb.gateway_pb2 import StepTiming, WorkerIdentity, WorkerLoad
-from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL, KVLayout
+from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL
 from halfmoon.pb.types_pb2 import Role as PbRole
 from halfmoon.policy.block_index import BlockEvents, BlockIndex, unpack_keys
 from halfmoon.policy.cluster_view import ClusterView, LinkView, Role, WorkerView
@@ -258,11 +258,11 @@ class Membership:
                 f"this gateway serves {self.model_fingerprint}"
             )
         for member in self._members.values():
-            differing = _differing(identity.layout, member.identity.layout)
+            differing = _differing(identity, member.identity)
             if member.worker_id != identity.worker_id and differing:
                 raise Incompatible(
-                    f"worker {identity.worker_id} has {_named(differing, identity.layout)}, "
-                    f"worker {member.worker_id} has {_named(differing, member.identity.layout)}: "
+                    f"worker {identity.worker_id} has {_named(differing, identity)}, "
+                    f"worker {member.worker_id} has {_named(differing, member.identity)}: "
                     "workers that exchange KV must agree in it"
                 )
         layout_from(identity.layout)
@@ -275,11 +275,17 @@ def _decoding_s(step: StepTiming, model: StepModel) -> float:
     return model.seconds(step.batch, step.context_tokens) if step.batch else 0.0
 
 
-def _differing(one: KVLayout, other: KVLayout) -> list[str]:
-    """Fields of the layouts in which two workers must agree and do not; a receiver converts another dtype."""
+def _differing(one: WorkerIdentity, other: WorkerIdentity) -> list[str]:
+    """In what two workers must agree to exchange KV, and do not; a receiver converts another dtype."""
+    mine, others = _exchanged(one), _exchanged(other)
+    return [name for name in mine if mine[name] != others[name]]
+
+
+def _exchanged(identity: WorkerIdentity) -> dict[str, int]:
     names = ("num_layers", "num_kv_heads", "head_dim", "block_tokens")
-    return [name for name in names if getattr(one, name) != getattr(other, name)]
+    return {name: getattr(identity.layout, name) for name in names} | {"kv_frame_version": identity.kv_frame_version}
 
 
-def _named(names: Sequence[str], layout: KVLayout) -> str:
-    return ", ".join(f"{name} {getattr(layout, name)}" for name in names)
+def _named(names: Sequence[str], identity: WorkerIdentity) -> str:
+    exchanged = _exchanged(identity)
+    return ", ".join(f"{name} {exchanged[name]}" for name in names)

@@ -179,6 +179,8 @@ def test_wrong_workers_are_refused() -> None:
         setattr(layout, name, 9)
         with pytest.raises(Incompatible, match=f"worker b has {name} 9, worker a has {name} {getattr(LAYOUT, name)}:"):
             membership.join(identity("b", layout=layout), 0.0)
+    with pytest.raises(Incompatible, match="worker b has kv_frame_version 2, worker a has kv_frame_version 0:"):
+        membership.join(identity("b", kv_frame_version=2), 0.0)
     with pytest.raises(InvalidRequest) as caught:
         membership.join(identity("b", role=ROLE_UNSPECIFIED), 0.0)
     assert caught.value.param == "role"
