@@ -104,7 +104,7 @@ def parts(rows: Sequence[Row], colours: Mapping[str, str], unit: str) -> Chart:
     }
     mark = {"type": "bar", "size": 16, "cornerRadius": 2}
     ranked = [{**row, "order": ranks[row["part"]]} for row in rows]
-    return Chart(ranked, _sized({"mark": mark, "encoding": encoding}, 85 + 28 * max(len(order), 1)))
+    return Chart(ranked, _sized({"mark": mark, "encoding": encoding}, 110 + 36 * max(len(order), 1)))
 
 
 def spans(rows: Sequence[Row], colours: Mapping[str, str]) -> Chart:
