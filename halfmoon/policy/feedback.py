@@ -1,9 +1,15 @@
-"""Live feedback: where a class's measured times come near their targets, its admission gets stricter."""
+"""Live feedback: where more of a class's requests are late than it allows, its admission gets stricter.
+
+How many it allows is its attainment. Judged are requests that were admitted since the last step down: those before them
+do not show what it did.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,9 +18,7 @@ from halfmoon.policy.classes import QosClass
 _WINDOW_S = 60.0
 _MAX_SAMPLES = 500
 _MIN_SAMPLES = 20
-_QUANTILE = 0.99
-_NEAR = 0.9  # of the target
-_FAR = 0.8
+_FAR = 0.9  # of the target: where the attainment's quantile is below it, there is room
 _TIGHTEN, _RELAX = 0.9, 1.02  # a step; down faster than up, so that it settles
 _LEAST = 0.5
 _INTERVAL_S = 1.0
@@ -34,51 +38,59 @@ class Feedback:
     def __init__(self) -> None:
         self._scales: dict[tuple[str, str], _Scale] = {}
 
-    def add(self, qos: QosClass, ttft_s: float, tbt_s: float | None, now_s: float) -> None:
-        """One ended request: its TTFT and its mean TBT, None for one token."""
+    def add(self, qos: QosClass, ttft_s: float, tbt_s: float | None, entered_s: float, now_s: float) -> None:
+        """One ended request: its TTFT and its mean TBT, None for one token; `entered_s` is when it was admitted."""
         for kind, measured_s, target_s in (("ttft", ttft_s, qos.ttft_s), ("tbt", tbt_s, qos.tbt_s)):
             if measured_s is not None and target_s is not None:
-                self._scales.setdefault((qos.name, kind), _Scale()).add(measured_s, now_s)
+                self._scales.setdefault((qos.name, kind), _Scale()).add(_Measured(entered_s, now_s, measured_s))
 
     def targets(self, qos: QosClass, now_s: float) -> Targets:
         """The class's targets as admission should see them now: at most its own, at least half of them."""
-        return Targets(
-            self._scaled(qos.name, "ttft", qos.ttft_s, now_s), self._scaled(qos.name, "tbt", qos.tbt_s, now_s)
+        return Targets(self._scaled(qos, "ttft", qos.ttft_s, now_s), self._scaled(qos, "tbt", qos.tbt_s, now_s))
+
+    def _scaled(self, qos: QosClass, kind: str, target_s: float | None, now_s: float) -> float | None:
+        scale = self._scales.get((qos.name, kind))
+        return (
+            target_s if target_s is None or scale is None else target_s * scale.value(target_s, qos.attainment, now_s)
         )
 
-    def _scaled(self, name: str, kind: str, target_s: float | None, now_s: float) -> float | None:
-        scale = self._scales.get((name, kind))
-        return target_s if target_s is None or scale is None else target_s * scale.value(target_s, now_s)
+
+class _Measured(NamedTuple):
+    entered_s: float
+    ended_s: float
+    seconds: float
 
 
 class _Scale:
     """Owns what was measured of one class and kind, and the factor that follows from it. A new target begins at 1."""
 
     def __init__(self) -> None:
-        self._measured: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)  # when, seconds
+        self._measured: deque[_Measured] = deque(maxlen=_MAX_SAMPLES)
         self._target_s = 0.0
         self._value = 1.0
-        self._adjusted_s = -np.inf
+        self._adjusted_s = self._tightened_s = -math.inf
 
-    def add(self, measured_s: float, now_s: float) -> None:
-        self._measured.append((now_s, measured_s))
+    def add(self, measured: _Measured) -> None:
+        self._measured.append(measured)
 
-    def value(self, target_s: float, now_s: float) -> float:
+    def value(self, target_s: float, attainment: float, now_s: float) -> float:
         if target_s != self._target_s:
-            self._target_s, self._value = target_s, 1.0
+            self._target_s, self._value, self._tightened_s = target_s, 1.0, -math.inf
         if now_s - self._adjusted_s >= _INTERVAL_S:
             self._adjusted_s = now_s
-            self._adjust(now_s)
+            self._adjust(attainment, now_s)
         return self._value
 
-    def _adjust(self, now_s: float) -> None:
-        while self._measured and now_s - self._measured[0][0] > _WINDOW_S:
+    def _adjust(self, attainment: float, now_s: float) -> None:
+        while self._measured and now_s - self._measured[0].ended_s > _WINDOW_S:
             self._measured.popleft()
-        if len(self._measured) < _MIN_SAMPLES:
-            self._value = min(1.0, self._value * _RELAX)  # where nobody is let in nothing is measured
+        counted = [one.seconds for one in self._measured if one.entered_s >= self._tightened_s]
+        if len(counted) < _MIN_SAMPLES:
+            if now_s - self._tightened_s > _WINDOW_S:  # where nobody is let in nothing is measured
+                self._value = min(1.0, self._value * _RELAX)
             return
-        high = float(np.quantile([seconds for _, seconds in self._measured], _QUANTILE)) / self._target_s
-        if high > _NEAR:
-            self._value = max(_LEAST, self._value * _TIGHTEN)
-        elif high < _FAR:
+        reached = float(np.quantile(counted, attainment)) / self._target_s
+        if reached > 1:
+            self._value, self._tightened_s = max(_LEAST, self._value * _TIGHTEN), now_s
+        elif reached < _FAR:
             self._value = min(1.0, self._value * _RELAX)

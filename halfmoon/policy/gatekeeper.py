@@ -50,6 +50,7 @@ class _Running:
     num_output: float
     reserved_tokens: int
     priority: int
+    entered_s: float
 
 
 class Gatekeeper:
@@ -147,7 +148,7 @@ class Gatekeeper:
         """The request goes to its workers."""
         reserved = num_prompt_tokens + round(admitted.num_output)
         self._reservations.take(admitted.qos.name, reserved)
-        running = _Running(admitted.qos, num_prompt_tokens, admitted.num_output, reserved, admitted.priority)
+        running = _Running(admitted.qos, num_prompt_tokens, admitted.num_output, reserved, admitted.priority, now_s)
         self._running[request_id] = running
         self._idle_refusal_s = None
         self.move(request_id, view, admitted.placement, now_s)
@@ -188,7 +189,7 @@ class Gatekeeper:
         self._reservations.give_back(running.qos.name, running.reserved_tokens)
         if ttft_s is not None:
             self.lengths.add(running.qos.name, running.num_prompt_tokens, num_output)
-            self._feedback.add(running.qos, ttft_s, tbt_s, now_s)
+            self._feedback.add(running.qos, ttft_s, tbt_s, running.entered_s, now_s)
 
     def _place(
         self,

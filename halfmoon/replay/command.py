@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -82,11 +83,14 @@ def replay(
     """
     terminal = Console()
     try:
-        workload = read_workload(trace).scaled(load)
+        if json_file is not None:
+            _check_can_write(json_file)
+        workload = read_workload(trace).scaled(_positive(load, "--load"))
         workload = workload if requests is None else workload.first(requests)
-        speed = _positive(speed or (_SPEED if url is None else 1.0), "--speed")
+        if speed is None:
+            speed = _SPEED if url is None else 1.0
         options = ReplayOptions(
-            speed,
+            _positive(speed, "--speed"),
             Targets(_positive(slo_ttft, "--slo-ttft"), _positive(slo_tbt, "--slo-tbt")),
             url,
             UpOptions(
@@ -194,5 +198,13 @@ def _chosen(names: str, kind: object) -> tuple[Mode, ...]:
 
 def _positive(value: float, name: str) -> float:
     if not (value > 0 and math.isfinite(value)):
-        raise InvalidRequest(f"{name} must be above 0")
+        raise InvalidRequest(f"{name} must be above 0, and finite")
     return value
+
+
+def _check_can_write(file: Path) -> None:
+    """Before a replay that may take an hour. Raises InvalidRequest."""
+    if not os.access(file.parent, os.W_OK) or file.is_dir():
+        raise InvalidRequest(
+            f"the figures cannot be written to {file}: give --json a file in a directory that is there"
+        )

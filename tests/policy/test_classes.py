@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -91,39 +92,63 @@ def test_an_owner_always_gets_its_share_and_borrowers_never_more_than_there_is(
             used[qos.name] += num_tokens
 
 
-def test_targets_tighten_near_the_limit_and_recover() -> None:
+def fed(feedback: Feedback, qos: QosClass, ttft_s: Sequence[float], entered_s: float, ended_s: float) -> None:
+    for one_s in ttft_s:
+        feedback.add(qos, one_s, 0.01, entered_s, ended_s)
+
+
+def test_targets_tighten_while_too_many_are_late_and_recover() -> None:
     feedback = Feedback()
     assert feedback.targets(GOLD, 0.0) == Targets(1.0, None)
-    for _ in range(30):
-        feedback.add(GOLD, 0.95, 0.01, 0.0)
-    seen = [feedback.targets(GOLD, 2.0 * step).ttft_s for step in range(20)]
+    seen = []
+    for step in range(0, 40, 2):
+        fed(feedback, GOLD, [1.05] * 30, step, step + 1.0)
+        seen.append(feedback.targets(GOLD, step + 1.0).ttft_s)
     assert seen == sorted(seen, key=lambda one: -(one or 0))
     assert seen[0] == pytest.approx(0.9)
     assert seen[-1] == 0.5  # not below
-    assert feedback.targets(GOLD, 38.5) == Targets(0.5, None)  # once a second at most
+    fed(feedback, GOLD, [0.1] * 600, 39.0, 39.0)
+    assert feedback.targets(GOLD, 39.5) == Targets(0.5, None)  # once a second at most
     later = [feedback.targets(GOLD, 100.0 + 2 * step).ttft_s for step in range(60)]  # nothing was measured since
     assert later[-1] == 1.0
+
+
+@pytest.mark.parametrize(("attainment", "tightens"), [(0.9, False), (0.99, True)])
+def test_those_who_may_be_late_do_not_tighten(attainment: float, tightens: bool) -> None:
+    feedback, qos = Feedback(), QosClass("some", ttft_s=1.0, attainment=attainment)
+    fed(feedback, qos, [3.0] * 5 + [0.85] * 95, 0.0, 1.0)
+    assert (feedback.targets(qos, 1.0).ttft_s != 1.0) is tightens
+
+
+def test_a_step_down_waits_for_what_the_last_one_did() -> None:
+    feedback = Feedback()
+    fed(feedback, GOLD, [1.2] * 30, 0.0, 5.0)
+    assert feedback.targets(GOLD, 5.0).ttft_s == pytest.approx(0.9)
+    fed(feedback, GOLD, [1.2] * 30, 4.0, 10.0)  # let in before it
+    fed(feedback, GOLD, [1.2] * 10, 6.0, 10.0)
+    assert feedback.targets(GOLD, 10.0).ttft_s == pytest.approx(0.9)
+    fed(feedback, GOLD, [1.2] * 10, 6.0, 10.0)
+    assert feedback.targets(GOLD, 11.0).ttft_s == pytest.approx(0.81)
 
 
 def test_fast_requests_loosen_what_was_tightened() -> None:
     feedback, tight = Feedback(), QosClass("tight", tbt_s=0.1)
     for _ in range(30):
-        feedback.add(tight, 9.0, 0.2, 0.0)
+        feedback.add(tight, 9.0, 0.2, 0.0, 0.0)
     assert (feedback.targets(tight, 1.0).tbt_s or 0) < 0.1
     for _ in range(30):
-        feedback.add(tight, 9.0, 0.01, 61.5)
+        feedback.add(tight, 9.0, 0.01, 10.0, 61.5)
     for step in range(40):
         feedback.targets(tight, 62.0 + step / 2)
     assert feedback.targets(tight, 83.0).tbt_s == 0.1
 
 
-def test_a_new_target_is_not_tightened_by_what_came_near_the_old_one() -> None:
+def test_a_new_target_is_not_tightened_by_what_missed_the_old_one() -> None:
     feedback, tight = Feedback(), QosClass("tight", ttft_s=1.0)
-    for _ in range(30):
-        feedback.add(tight, 1.2, None, 0.0)
-    assert [feedback.targets(tight, now_s).ttft_s for now_s in (0.0, 1.0)] == pytest.approx([0.9, 0.81])
+    fed(feedback, tight, [1.2] * 30, 0.0, 0.0)
+    assert feedback.targets(tight, 0.0).ttft_s == pytest.approx(0.9)
     assert feedback.targets(QosClass("tight", ttft_s=2.0), 2.0).ttft_s == 2.0
-    assert feedback.targets(QosClass("tight", ttft_s=1.3), 3.0).ttft_s == pytest.approx(0.9 * 1.3)  # near again
+    assert feedback.targets(QosClass("tight", ttft_s=1.1), 3.0).ttft_s == pytest.approx(0.9 * 1.1)  # too many again
 
 
 def test_output_lengths() -> None:
