@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,10 +27,17 @@ from halfmoon.sim.workload import Workload
 
 
 class Criterion(StrEnum):
-    """joint: a request counts when it meets both targets. marginal: the smaller of both shares."""
+    """joint: a request counts when it meets all targets. marginal: the smallest of their shares."""
 
     JOINT = "joint"
     MARGINAL = "marginal"
+
+
+class TbtOf(StrEnum):
+    """Which of a request's gaps the TBT target is held against."""
+
+    LONGEST = "longest"
+    LONGEST_TENTH = "longest-tenth"
 
 
 class Arrivals(StrEnum):
@@ -50,15 +58,23 @@ def simulate(
     cv: Annotated[float, typer.Option(help="variation of gamma's gaps")] = 1.0,
     ttft: Annotated[float | None, typer.Option(help="target, seconds")] = None,
     tpot: Annotated[float | None, typer.Option(help="target, seconds")] = None,
+    tbt: Annotated[float | None, typer.Option(help="target of each request's gaps between tokens, seconds")] = None,
+    tbt_of: Annotated[TbtOf | None, typer.Option(help="its longest gap, or the mean of the longest tenth")] = None,
     attainment: Annotated[float, typer.Option(min=0, max=1, help="share of requests that must meet them")] = 0.9,
     criterion: Annotated[Criterion, typer.Option(help="what meeting them is")] = Criterion.JOINT,
     seed: Annotated[int, typer.Option(help="of all that is drawn")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="prints every request's times as JSON")] = False,
 ) -> None:
-    """Simulates a cluster: every request's TTFT and TPOT, and how many meet their targets."""
+    """Simulates a cluster: every request's TTFT, TPOT and TBT, and how many meet their targets."""
     try:
         spec = read_cluster(cluster, latency)
-        wanted = Targets(spec.targets.ttft_s if ttft is None else ttft, spec.targets.tpot_s if tpot is None else tpot)
+        kept = spec.targets
+        wanted = Targets(
+            kept.ttft_s if ttft is None else ttft,
+            kept.tpot_s if tpot is None else tpot,
+            kept.tbt_s if tbt is None else tbt,
+            kept.tbt_of if tbt_of is None else tbt_of.value,
+        )
         asked = _workload(workload, rate, requests, arrivals, cv, seed)
         found = _run(spec, asked, seed)
     except InvalidRequest as error:
@@ -100,11 +116,14 @@ def _summary(
         "duration_s": found.duration_s,
         "ttft_s": quantiles(found.ttft_s),
         "tpot_s": quantiles(found.tpot_s),
-        "targets": {"ttft_s": targets.ttft_s, "tpot_s": targets.tpot_s},
+        "longest_gap_s": quantiles(found.longest_gap_s),
+        "tail_gap_s": quantiles(found.tail_gap_s),
+        "targets": asdict(targets),
         "criterion": criterion.value,
         "attainment": shares.value(criterion.value),
         "attainment_ttft": shares.ttft,
         "attainment_tpot": shares.tpot,
+        "attainment_tbt": shares.tbt,
         "is_met": shares.value(criterion.value) >= attainment,
         "goodput_per_s": goodput,
         "goodput_per_s_per_gpu": goodput / spec.num_devices,
@@ -135,20 +154,16 @@ def _columns(found: SimResult) -> tuple[Any, ...]:
 
 def _rows(workload: Workload, found: SimResult) -> list[dict[str, Any]]:
     """By arrival; null where there is no such time."""
-    names = "start_time", "prompt_len", "output_len", "ttft_s", "tpot_s", "end_s", "wait_s", "cached_tokens"
-    columns = (
-        workload.start_s,
-        workload.prompt_tokens,
-        workload.output_tokens,
-        found.ttft_s,
-        found.tpot_s,
-        found.end_s,
-        found.wait_s,
-        found.cached_tokens,
-    )
-    rows = zip(*(column.tolist() for column in columns), found.outcome.tolist(), strict=True)
+    asked = {
+        "start_time": workload.start_s,
+        "prompt_len": workload.prompt_tokens,
+        "output_len": workload.output_tokens,
+    }
+    names = "ttft_s", "tpot_s", "longest_gap_s", "tail_gap_s", "end_s", "wait_s", "cached_tokens"
+    columns = asked | {name: getattr(found, name) for name in names}
+    rows = zip(*(column.tolist() for column in columns.values()), found.outcome.tolist(), strict=True)
     return [
-        {**{name: _number(value) for name, value in zip(names, row, strict=False)}, "outcome": OUTCOMES[row[-1]]}
+        {**{name: _number(value) for name, value in zip(columns, row, strict=False)}, "outcome": OUTCOMES[row[-1]]}
         for row in rows
     ]
 
@@ -160,10 +175,13 @@ def _number(value: float) -> float | None:
 def _print(spec: ClusterSpec, summary: dict[str, Any]) -> None:
     console = Console()
     table = Table("", "mean", "p50", "p90", "p99", "target", "met by")
-    for name, share in (("ttft", "attainment_ttft"), ("tpot", "attainment_tpot")):
-        target_s = summary["targets"][f"{name}_s"]
-        shown = [_milliseconds(one) for one in summary[f"{name}_s"].values()]
-        table.add_row(name.upper(), *shown, _milliseconds(target_s), f"{summary[share]:.1%}")
+    targets = summary["targets"]
+    gap = "longest_gap_s" if targets["tbt_of"] == "longest" else "tail_gap_s"
+    for name, column in (("ttft", "ttft_s"), ("tpot", "tpot_s"), ("tbt", gap)):
+        shown = [_milliseconds(one) for one in summary[column].values()]
+        target_s, share = targets[f"{name}_s"], summary[f"attainment_{name}"]
+        title = f"TBT ({targets['tbt_of']})" if name == "tbt" else name.upper()
+        table.add_row(title, *shown, _milliseconds(target_s), f"{share:.1%}")
     console.print(table)
     outcomes = ", ".join(f"{num} {name}" for name, num in summary["outcomes"].items() if num)
     console.print(f"{summary['num_requests']} requests in {summary['duration_s']:.1f} s: {outcomes}")

@@ -61,6 +61,21 @@ def test_marginal_takes_each_target_for_itself(tmp_path: Path) -> None:
     assert (found["attainment_ttft"], found["attainment_tpot"], found["attainment"]) == (0.0, 1.0, 0.0)
 
 
+def test_gaps_between_tokens_have_a_target_of_their_own(tmp_path: Path) -> None:
+    """The steps of a lone request grow with its context: the mean of them is within what the last is not."""
+    found = json.loads(run(tmp_path, "--json")[1])
+    row = found["requests"][0]
+    assert row["tpot_s"] < row["tail_gap_s"] < row["longest_gap_s"]
+    between = str((row["tail_gap_s"] + row["longest_gap_s"]) / 2)
+    for tbt_of, met in (("longest", 0.0), ("longest-tenth", 1.0)):
+        options = "--tpot", between, "--tbt", between, "--tbt-of", tbt_of
+        found = json.loads(run(tmp_path, *options, "--json")[1])
+        assert (found["attainment_tpot"], found["attainment_tbt"], found["attainment"]) == (1.0, met, met)
+        assert f"TBT ({tbt_of})" in run(tmp_path, *options)[1]
+    cluster = CLUSTER.replace("tpot_s: 0.1", f"tpot_s: 0.1, tbt_s: {between}, tbt_of: longest-tenth")
+    assert json.loads(run(tmp_path, "--json", cluster=cluster)[1])["targets"]["tbt_of"] == "longest-tenth"
+
+
 def test_drawn_workloads_repeat_with_their_seed(tmp_path: Path) -> None:
     options = ["--workload", "chat", "--rate", "1", "--requests", "50", "--json", "--seed"]
     texts = [run(tmp_path, *options, seed)[1] for seed in ("1", "1", "2")]

@@ -50,8 +50,12 @@ def cluster_spec(
         cluster.Network(profile.link_bytes_per_s or math.inf, profile.link_latency_s),
         modes[0],
         admission=modes[1],
-        targets=cluster.Targets(*(one if math.isfinite(one) else None for one in (targets.ttft_s, targets.tbt_s))),
+        targets=cluster.Targets(ttft_s=_limit(targets.ttft_s), tpot_s=_limit(targets.tbt_s)),
     )
+
+
+def _limit(target_s: float) -> float | None:
+    return target_s if math.isfinite(target_s) else None
 
 
 def _outcomes(result: SimResult, workload: Workload) -> list[Outcome]:

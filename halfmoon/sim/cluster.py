@@ -11,6 +11,7 @@ from halfmoon.policy.cluster_view import Role
 from halfmoon.policy.placement import PlacementMode
 from halfmoon.sim.latency import LatencyModel
 
+TbtOf = Literal["longest", "longest-tenth"]
 Batching = Literal["chunked", "prefill-first"]
 Handover = Literal["push", "pull"]
 
@@ -97,6 +98,8 @@ class Targets:
 
     ttft_s: float | None = None
     tpot_s: float | None = None
+    tbt_s: float | None = None  # of a request's longest gap, or of the mean of the longest tenth; not told to policies
+    tbt_of: TbtOf = "longest"
 
 
 @dataclass(frozen=True, slots=True)

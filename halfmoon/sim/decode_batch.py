@@ -7,22 +7,24 @@ import math
 
 from halfmoon.sim.job import Job
 from halfmoon.sim.latency import Cycle
+from halfmoon.sim.token_times import StepEnds
 
 
 class DecodeBatch:
-    """Owns who decodes, the steps done, and when each sequence ends. Knows nothing of time and of free memory.
+    """Owns who decodes, the steps done, and when each sequence ends. Knows nothing of the clock and of free memory.
 
     A sequence of length `L` (the newest token included, whose K and V the next step computes) needs a new page for
     that step if `L - 1` is a multiple of the page. `_phases` counts sequences by `(L - 1 - steps) % page_tokens`,
     which does not change while they decode.
     """
 
-    __slots__ = ("_ends", "_page_tokens", "_phases", "context", "jobs", "size", "steps")
+    __slots__ = ("_ends", "_ends_s", "_page_tokens", "_phases", "context", "jobs", "size", "steps")
 
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
         self._phases = [0] * page_tokens
         self._ends: list[tuple[int, int, int, Job]] = []  # step after which, rank, attempt
+        self._ends_s = StepEnds()
         self.jobs: dict[int, Job] = {}  # by rank
         self.size = 0
         self.context = 0  # tokens that the next step attends to
@@ -44,6 +46,8 @@ class DecodeBatch:
     def drop(self, job: Job) -> None:
         """It decodes no more, and has what it got until now."""
         length = self.length(job)
+        if self.steps > job.join_step:
+            job.later_s.append(self._ends_s.since(job.join_step))
         job.generated += self.steps - job.join_step
         job.join_step, job.join_length = self.steps, length
         self._phases[(length - 1 - self.steps) % self._page_tokens] -= 1
@@ -84,8 +88,20 @@ class DecodeBatch:
         """Whether its next step begins a page."""
         return (self.length(job) - 1) % self._page_tokens == 0
 
-    def advance(self, num_steps: int) -> list[Job]:
-        """So many steps are done; who has all tokens by that, in the order of rank. They decode no more."""
+    def advance(self, end_s: float) -> list[Job]:
+        """A step ended then; who has all tokens by that, in the order of rank. They decode no more."""
+        self._make_room(1)
+        self._ends_s.add(end_s)
+        return self._advance(1)
+
+    def advance_run(self, num_steps: int, begun_s: float, cycle: Cycle) -> list[Job]:
+        """The same after so many steps, back to back from `begun_s` on, with nobody coming or going."""
+        self._make_room(num_steps)
+        first_s, growth_s = cycle.base_s + cycle.slope_s * self.context, cycle.slope_s * self.size
+        self._ends_s.add_run(begun_s, num_steps, Cycle(first_s, growth_s))
+        return self._advance(num_steps)
+
+    def _advance(self, num_steps: int) -> list[Job]:
         self.steps += num_steps
         self.context += num_steps * self.size
         ended: list[Job] = []
@@ -115,6 +131,11 @@ class DecodeBatch:
         while num > 1 and self.duration_s(num - 1, cycle) >= elapsed_s:
             num -= 1
         return num
+
+    def _make_room(self, num_steps: int) -> None:
+        if not self._ends_s.has_room(num_steps):
+            oldest = min((job.join_step for job in self.jobs.values()), default=self.steps)
+            self._ends_s.keep_from(oldest, num_steps)
 
     def _end_step(self, job: Job) -> int:
         return job.join_step + job.num_left

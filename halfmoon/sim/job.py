@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from halfmoon.sim.worker import SimWorker
+    from halfmoon.sim.workload import Floats
 
 JobState = Literal["placed", "waiting", "prefilling", "held", "arrived", "decoding", "ended"]
 Outcome = Literal["completed", "refused", "failed"]
@@ -35,7 +37,9 @@ class Job:
         "join_length",
         "join_step",
         "known_units",
+        "later_s",
         "load_end",
+        "longest_gap_s",
         "num_failovers",
         "num_refusals",
         "outcome",
@@ -46,6 +50,7 @@ class Job:
         "reserved",
         "start_s",
         "state",
+        "tail_gap_s",
         "target",
         "units",
     )
@@ -62,7 +67,9 @@ class Job:
         self.generated = 0
         self.begun_s = -1.0  # when computing began
         self.first_s = -1.0
+        self.later_s: list[Floats] = []  # when the tokens behind the first came
         self.end_s = -1.0
+        self.longest_gap_s = self.tail_gap_s = math.nan  # known at its end
         self.outcome: Outcome | None = None
         self.cached_tokens = 0  # neither computed nor fetched, at first
         self.at: SimWorker | None = None  # whose queues or batch it is in

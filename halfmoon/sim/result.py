@@ -21,10 +21,11 @@ class Attainment(NamedTuple):
     joint: float
     ttft: float
     tpot: float
+    tbt: float
 
     def value(self, criterion: Criterion) -> float:
-        """joint: who met both. marginal: the smaller of both shares, each taken for itself."""
-        return self.joint if criterion == "joint" else min(self.ttft, self.tpot)
+        """joint: who met all. marginal: the smallest of the shares, each taken for itself."""
+        return self.joint if criterion == "joint" else min(self.ttft, self.tpot, self.tbt)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,11 +41,13 @@ class WorkerFigures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimResult:
-    """Times are NaN where there is none: of a request without that token; TPOT of an answer of one token."""
+    """Times are NaN where there is none: of a request without that token; TPOT and gaps of an answer of one token."""
 
     start_s: Floats  # [num_requests], as all of these
     ttft_s: Floats
     tpot_s: Floats  # (last token - first token) / (tokens - 1)
+    longest_gap_s: Floats  # between two of its tokens
+    tail_gap_s: Floats  # mean of the longest tenth of its gaps, one at least
     end_s: Floats
     wait_s: Floats  # until computing began
     outcome: NDArray[np.int8]  # index into OUTCOMES
@@ -66,15 +69,17 @@ class SimResult:
         return float(np.nanmax(self.end_s) - self.start_s[0]) if len(self.start_s) else 0.0
 
     def attainment(self, targets: Targets) -> Attainment:
-        """An answer of one token has no TPOT to miss."""
+        """An answer of one token has no TPOT and no TBT to miss."""
         done = self.is_completed
+        gap_s = self.longest_gap_s if targets.tbt_of == "longest" else self.tail_gap_s
         ttft = done & (self.ttft_s <= _limit(targets.ttft_s))
         tpot = done & (np.isnan(self.tpot_s) | (self.tpot_s <= _limit(targets.tpot_s)))
-        shares = [float(met.mean()) if len(met) else 1.0 for met in (ttft & tpot, ttft, tpot)]
+        tbt = done & (np.isnan(gap_s) | (gap_s <= _limit(targets.tbt_s)))
+        shares = [float(met.mean()) if len(met) else 1.0 for met in (ttft & tpot & tbt, ttft, tpot, tbt)]
         return Attainment(*shares)
 
     def goodput_per_s(self, targets: Targets) -> float:
-        """Requests that met both targets, for each second of arrivals (of the whole run, where all came at once)."""
+        """Requests that met all targets, for each second of arrivals (of the whole run, where all came at once)."""
         arriving_s = float(self.start_s[-1] - self.start_s[0]) if len(self.start_s) else 0.0
         seconds = arriving_s or self.duration_s
         return self.attainment(targets).joint * len(self.start_s) / seconds if seconds else 0.0

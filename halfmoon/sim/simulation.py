@@ -18,6 +18,7 @@ from halfmoon.sim.links import Links
 from halfmoon.sim.prompt_queue import Chunk
 from halfmoon.sim.result import OUTCOMES, SimResult, WorkerFigures
 from halfmoon.sim.sole_choice import SoleChoice
+from halfmoon.sim.token_times import gaps
 from halfmoon.sim.worker import SimWorker
 from halfmoon.sim.workload import Workload
 
@@ -187,6 +188,8 @@ class _Run:
         now_s = self._now_s
         if job.first_s < 0:
             job.first_s = now_s
+        else:
+            job.later_s.append(np.array([now_s]))
         if not job.is_prefilled:  # else it was preempted and computed again
             job.is_prefilled = True
             self._gateway.prefilled(job, worker, now_s)
@@ -239,6 +242,9 @@ class _Run:
         job.outcome = outcome
         job.end_s = self._now_s
         job.state = "ended"
+        if outcome == "completed" and job.later_s:
+            job.longest_gap_s, job.tail_gap_s = gaps(job.first_s, job.later_s)
+        job.later_s = []
         if self._inside.pop(job.index, None) is not None:
             self._gateway.forget(job)
         self._gateway.end(job, self._now_s)
@@ -350,8 +356,9 @@ class _Run:
 
     def _result(self) -> SimResult:
         jobs, workers = self._jobs, self._workers
-        first_s, begun_s, end_s = (
-            np.array([getattr(job, name) for job in jobs]) for name in ("first_s", "begun_s", "end_s")
+        names = "first_s", "begun_s", "end_s", "longest_gap_s", "tail_gap_s"
+        first_s, begun_s, end_s, longest_s, tail_s = (
+            np.array([getattr(job, name) for job in jobs], dtype=float) for name in names
         )
         outputs = np.array([job.generated for job in jobs])
         start_s = self._workload.start_s
@@ -362,6 +369,8 @@ class _Run:
             start_s,
             np.where(first_s >= 0, first_s - start_s, np.nan),
             np.where(outcome == 0, tpot_s, np.nan),
+            longest_s,
+            tail_s,
             end_s,
             np.where(begun_s >= 0, begun_s - start_s, np.nan),
             outcome,

@@ -60,7 +60,7 @@ class _Cluster(_Strict):
     placement: PlacementMode = "kvcache-centric"
     balancing_threshold: float = Field(default=2.0, ge=1)
     admission: AdmissionMode = "off"
-    targets: dict[str, float] = {}
+    targets: dict[str, Any] = {}
     block_tokens: int = 64
     report_s: float = 1.0
     failures: tuple[dict[str, float | None], ...] = ()

@@ -188,10 +188,13 @@ class SimWorker:
         """The step that `start` began is done."""
         self.wake_s = None
         self.busy_s += now_s - self._begun_s
-        num = self._num_planned or 1
-        self.num_steps += num
-        ended = self.decodes.advance(num) if self._does_decode else []
-        self._num_planned = 0
+        num, self._num_planned = self._num_planned, 0
+        self.num_steps += num or 1
+        ended: list[Job] = []
+        if num:
+            ended = self.decodes.advance_run(num, self._begun_s, self._cycle)
+        elif self._does_decode:
+            ended = self.decodes.advance(now_s)
         for job in ended:
             self._leave(job)
         chunks, self._chunks = self._chunks, []
@@ -220,7 +223,7 @@ class SimWorker:
         """All is lost but the tokens of the steps that are done."""
         if self._num_planned:
             num = min(self.decodes.steps_begun(now_s - self._begun_s, self._cycle), self._num_planned)
-            self.decodes.advance(num - 1)
+            self.decodes.advance_run(num - 1, self._begun_s, self._cycle)
         for job in list(self.decodes.jobs.values()):
             self.decodes.drop(job)
         self.is_alive = False
@@ -331,12 +334,13 @@ class SimWorker:
         """A step with prompts. In a pipeline each set goes with its part of the batch, one behind the other."""
         latency = self.group.latency
         stages = latency.num_stages
+        groups = max(min(stages, batch), 1)
         longest_s = first_stage_s = 0.0
         for chunks in sets:
             new, pairs, seen = _work(chunks)
-            stage_s = latency.stage_s(new, pairs, batch / stages, context / stages)
-            longest_s = max(longest_s, stages * stage_s + latency.launching_s(seen + context / stages))
-            first_stage_s += stage_s + latency.launching_s(seen + context / stages)
+            stage_s = latency.stage_s(new, pairs, batch / groups, context / groups)
+            longest_s = max(longest_s, stages * stage_s + latency.launching_s(seen + context / groups))
+            first_stage_s += stage_s + latency.launching_s(seen + context / groups)
         return max(longest_s, first_stage_s)
 
     def _enter_pipeline(self, chunks: list[Chunk], now_s: float) -> None:

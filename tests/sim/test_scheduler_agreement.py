@@ -27,13 +27,15 @@ TICK = LatencyModel(  # every step takes a second
 Rows = list[tuple[int, int, int]]  # arrival, prompt, output
 
 
-def engine_times(rows: Rows, limits: BatchLimits, num_blocks: int) -> list[tuple[int, int]]:
-    """When each request gets its first and its last token, by the engine's scheduler."""
+def engine_times(rows: Rows, limits: BatchLimits, num_blocks: int) -> list[tuple[int, int, int]]:
+    """When each request gets its first and its last token, and its longest gap, by the engine's scheduler."""
     cache = PrefixCache(BlockPool(num_blocks), BLOCK_TOKENS, root=None)
     scheduler = Scheduler(
         cache, BLOCK_TOKENS, SchedulerLimits(limits.max_batch_tokens, limits.chunk_tokens, limits.max_running)
     )
     first: dict[int, int] = {}
+    newest: dict[int, int] = {}
+    longest: dict[int, int] = {}
     last: dict[int, int] = {}
     now, following = 0, 0
     while len(last) < len(rows):
@@ -53,19 +55,22 @@ def engine_times(rows: Rows, limits: BatchLimits, num_blocks: int) -> list[tuple
             sequence.token_ids.append(1)
             number = int(sequence.request_id)
             first.setdefault(number, now)
+            longest[number] = max(longest.get(number, 0), now - newest.get(number, now))
+            newest[number] = now
             if sequence.num_output == rows[number][2]:
                 last[number] = now
                 scheduler.remove(sequence)
-    return [(first[number], last[number]) for number in range(len(rows))]
+    return [(first[number], last[number], longest[number]) for number in range(len(rows))]
 
 
-def simulated_times(rows: Rows, limits: BatchLimits, num_blocks: int) -> list[tuple[int, int]]:
+def simulated_times(rows: Rows, limits: BatchLimits, num_blocks: int) -> list[tuple[int, int, int]]:
     group = WorkerGroup("both", 1, TICK, limits, kv_tokens=num_blocks * BLOCK_TOKENS)
     starts, prompts, outputs = (np.array(column) for column in zip(*rows, strict=True))
     workload = Workload(starts.astype(float), prompts, outputs)
     found = simulate(ClusterSpec((group,), block_tokens=BLOCK_TOKENS), workload)
     first_s = found.start_s + found.ttft_s
-    return [(round(one), round(other)) for one, other in zip(first_s, found.end_s, strict=True)]
+    columns = first_s, found.end_s, np.nan_to_num(found.longest_gap_s)
+    return [(round(one), round(other), round(gap)) for one, other, gap in zip(*columns, strict=True)]
 
 
 @st.composite

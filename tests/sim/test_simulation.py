@@ -14,9 +14,10 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.policy.placement import PlacementMode
 from halfmoon.sim.cluster import BatchLimits, ClusterSpec, Failure, Network, Targets, WorkerGroup
+from halfmoon.sim.decode_batch import DecodeBatch
 from halfmoon.sim.distserve import DistServeCoefficients
 from halfmoon.sim.latency import LatencyModel, PrefillPiece, StepPiece
-from halfmoon.sim.result import SimResult
+from halfmoon.sim.result import Attainment, SimResult
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.workload import Prefixes, Workload
 
@@ -58,6 +59,8 @@ def test_two_requests_by_hand() -> None:
     assert found.ttft_s == pytest.approx([0.1, 0.15])
     assert found.end_s == pytest.approx([0.155 + 3 * 0.012, 0.155 + 3 * 0.012 + 0.011])
     assert found.tpot_s == pytest.approx([(0.191 - 0.1) / 8, (0.202 - 0.15) / 4])
+    assert found.longest_gap_s == pytest.approx([0.012, 0.155 + 0.012 - 0.15])  # the second waited for a step to end
+    assert found.tail_gap_s == pytest.approx(found.longest_gap_s)  # of fewer than eleven gaps, a tenth is one
 
 
 def test_a_transfer_that_waits_for_the_prefill_and_one_that_went_along() -> None:
@@ -175,7 +178,7 @@ def test_admission_refuses_before_anything_is_computed() -> None:
 def test_attainment_joint_and_marginal() -> None:
     found = simulate(pair(), work((0.0, 100, 9), (0.0, 50, 5)))
     targets = Targets(ttft_s=0.12, tpot_s=0.0115)  # the first request meets both, the second neither
-    assert found.attainment(targets) == (0.5, 0.5, 0.5)
+    assert found.attainment(targets) == Attainment(0.5, 0.5, 0.5, 1.0)
     crossed = Targets(ttft_s=0.12, tpot_s=0.011)
     assert found.attainment(crossed).value("joint") == 0
     assert found.attainment(Targets()).value("marginal") == 1
@@ -226,7 +229,33 @@ def test_every_request_ends_memory_holds_and_no_law_of_time_is_broken(
     assert (found.wait_s[done] >= -1e-12).all()
     several = done & (workload.output_tokens > 1)
     assert (found.tpot_s[several] >= latency.cycle(1).base_s - 1e-9).all()
-    assert np.isnan(found.tpot_s[done & (workload.output_tokens == 1)]).all()
+    for column in (found.tpot_s, found.longest_gap_s, found.tail_gap_s):
+        assert np.isnan(column[~several]).all()
+    assert (found.longest_gap_s[several] >= found.tail_gap_s[several] - 1e-12).all()
+    assert (found.tail_gap_s[several] >= found.tpot_s[several] - 1e-9).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 900), st.integers(2, 200))
+def test_equal_steps_have_the_longest_gap_of_their_mean(prompt: int, output: int) -> None:
+    found = simulate(ClusterSpec((group("both"),), FAST), work((0.0, prompt, output)))
+    assert found.longest_gap_s == pytest.approx(found.tpot_s)
+
+
+@settings(max_examples=40, deadline=None)
+@given(clusters(), ROWS)
+def test_gaps_are_those_of_a_run_with_an_event_for_each_token(
+    spec: ClusterSpec, rows: list[tuple[float, int, int]]
+) -> None:
+    """A run of steps in one event has the same gaps as one where each step is an event, contexts growing meanwhile."""
+    growing = replace(spec.groups[0].latency, step=(StepPiece(0, StepModel(0.0101, 1.1e-3, 1.3e-6)),))
+    grown = replace(spec, groups=tuple(replace(one, latency=growing) for one in spec.groups))
+    fast = simulate(grown, drawn(rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeBatch, "affordable_steps", lambda batch, most, num_pages: 1)
+        slow = simulate(grown, drawn(rows))
+    for name in ("end_s", "longest_gap_s", "tail_gap_s"):
+        np.testing.assert_allclose(getattr(fast, name), getattr(slow, name), rtol=1e-9, atol=1e-9)
 
 
 @settings(max_examples=15)
@@ -277,6 +306,45 @@ def test_a_request_goes_on_elsewhere_with_the_tokens_it_has() -> None:
     assert found.ttft_s[0] == pytest.approx(0.1)
     assert found.num_retries.tolist() == [1]
     assert found.end_s[0] == pytest.approx(0.3 + 0.110 + 9 * 0.011)
+
+
+def test_a_longer_context_makes_the_last_gap_the_longest() -> None:
+    """Alone, 10 ms, 1 ms for the sequence and 0.1 ms for each token before: 20 gaps, of which the longest two count."""
+    growing = replace(MODEL, step=(StepPiece(0, StepModel(0.01, 1e-3, 1e-4)),))
+    found = simulate(ClusterSpec((group("both", latency=growing),), FAST), work((0.0, 100, 21)))
+    assert found.longest_gap_s == pytest.approx([0.011 + 1e-4 * 120])
+    assert found.tail_gap_s == pytest.approx([0.011 + 1e-4 * 119.5])
+    assert found.tpot_s == pytest.approx([0.011 + 1e-4 * 110.5])
+
+
+def test_a_prompt_between_two_steps_lengthens_one_gap() -> None:
+    """Where prompts go first, 32 tokens of one are 32 ms more between two tokens; in chunks of 16, twice 6 ms."""
+    rows = work((0.0, 10, 100), (0.05, 32, 2))
+    first, chunked = (
+        simulate(ClusterSpec((group("both", limits=BatchLimits(chunk_tokens=16, batching=batching)),), FAST), rows)
+        for batching in ("prefill-first", "chunked")
+    )
+    assert first.longest_gap_s[0] == pytest.approx(0.032 + 0.012)
+    assert first.tail_gap_s[0] == pytest.approx((0.032 + 0.012 + 9 * 0.011) / 10)
+    assert chunked.longest_gap_s[0] == pytest.approx(0.017)
+    assert chunked.tail_gap_s[0] == pytest.approx((2 * 0.017 + 0.012 + 7 * 0.011) / 10)
+
+
+def test_a_handover_and_a_death_lengthen_a_gap() -> None:
+    """The transfer is behind the first token; a worker that dies costs what is computed again, and the wait for it."""
+    slow = Network(bytes_per_s=1e9, latency_s=0.005, handover="pull")
+    assert simulate(pair(slow), work((0.0, 100, 9))).longest_gap_s == pytest.approx([0.1 + 0.005 + 0.011])
+    spec = ClusterSpec((group("both"),), FAST, failures=(Failure(0, 0.2, 0.3),))
+    found = simulate(spec, work((0.0, 100, 20)))  # the ninth step ends at 0.199; 110 tokens are computed from 0.3 on
+    assert found.longest_gap_s == pytest.approx([0.3 + 0.110 - 0.199])
+
+
+def test_a_tbt_target_is_of_the_longest_gap_or_of_the_longest_tenth() -> None:
+    limits = BatchLimits(chunk_tokens=16, batching="prefill-first")
+    found = simulate(ClusterSpec((group("both", limits=limits),), FAST), work((0.0, 10, 100), (0.05, 32, 2)))
+    assert found.attainment(Targets(tbt_s=0.02)) == Attainment(0.5, 1.0, 1.0, 0.5)
+    assert found.attainment(Targets(tbt_s=0.02, tbt_of="longest-tenth")) == Attainment(1.0, 1.0, 1.0, 1.0)
+    assert found.attainment(Targets(tbt_s=0.02)).value("marginal") == 0.5
 
 
 def test_progress_is_told_to_the_end() -> None:
