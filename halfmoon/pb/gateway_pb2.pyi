@@ -260,7 +260,7 @@ class WorkerLoad(_message.Message):
     """of the sequences of the last step"""
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkSpeed]:
-        """to the workers that this one has sent KV to"""
+        """to the workers that this one has sent KV to, and from its store"""
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTiming]:
@@ -367,7 +367,7 @@ class LinkSpeed(_message.Message):
     BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     LATENCY_S_FIELD_NUMBER: _builtins.int
     address: _builtins.str
-    """the receiving worker's"""
+    """the receiving worker's, or the store's"""
     bandwidth_bytes_per_s: _builtins.float
     latency_s: _builtins.float
     def __init__(

@@ -54,6 +54,7 @@ class WorkerView:
     step_model: StepModel = UNKNOWN_STEP
     holder: int = -1  # its number in the block index; -1: its blocks are not known
     fetch_s_per_token: float = math.inf  # for KV from another holder; infinite where it cannot fetch
+    store_holder: int = -1  # the number of the store that it restores from, and from nowhere else; -1: it has none
 
     @property
     def num_requests(self) -> int:
@@ -186,6 +187,7 @@ class ClusterView:
         self.prefill_coefficients[row] = worker.prefill_model
         self.step_coefficients[row] = worker.step_model
         self.holders[row] = worker.holder
+        self.store_holders[row] = worker.store_holder
 
     def note_load(
         self,
@@ -238,6 +240,7 @@ class ClusterView:
         self.prefill_coefficients: Floats = np.zeros((num_rows, NUM_COEFFICIENTS), order="F")
         self.step_coefficients: Floats = np.zeros((num_rows, NUM_COEFFICIENTS), order="F")
         self.holders: NDArray[np.int64] = np.full(num_rows, -1)
+        self.store_holders: NDArray[np.int64] = np.full(num_rows, -1)
         for worker in tuple(self._views.values()):
             self.put(worker)
 

@@ -37,7 +37,7 @@ class Placement:
     ttft_s: float = 0.0
     tbt_s: float = 0.0
     cached_tokens: int = 0
-    fetched_tokens: int = 0  # of the prefix, from the best holder
+    fetched_tokens: int = 0  # of the prefix, from the worker's store or else the best holder
     queue_s: float = 0.0  # of `ttft_s`: until the prefill worker begins with it
     overhead_s: float = 0.0  # of `ttft_s`: beside queue and prefill
 
@@ -62,7 +62,7 @@ class PlacementRules:
     """How workers are chosen.
 
     - kvcache-centric: least predicted TTFT, prefixes fetched where that pays; then least predicted TBT.
-    - cache-aware: the same without fetching.
+    - cache-aware: the same without fetching from other workers. What a worker restores from its store always counts.
     - least-loaded: fewest prompt tokens waiting; fewest requests.
     - random: any that can.
     """

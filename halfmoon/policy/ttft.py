@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.policy.cluster_view import ClusterView
+from halfmoon.policy.cluster_view import Bools, ClusterView
 from halfmoon.policy.latency import Floats
 
 
@@ -17,7 +17,7 @@ class TtftPrediction(NamedTuple):
 
     seconds: Floats  # from now; of rows without a prefill worker it means nothing
     cached_tokens: Floats  # that the worker need not compute or fetch
-    fetched_tokens: Floats  # of the prefix, to be brought from the best holder
+    fetched_tokens: Floats  # of the prefix, to be brought from the worker's store or else the best holder
     queue_s: Floats  # of `seconds`: until the worker begins with this prompt
 
 
@@ -27,7 +27,8 @@ Waits = Callable[[Floats, Floats], Floats]
 
 class _Prefixes(NamedTuple):
     local: Floats  # tokens that each row has itself
-    best: float  # tokens that the best holder anywhere has
+    reachable: Floats  # tokens that each row's store has; of rows without one those that the best holder has
+    may_fetch: Bools  # whether the row would load what it lacks of them, if that were quicker
 
 
 def predict_ttft(
@@ -41,38 +42,51 @@ def predict_ttft(
 ) -> TtftPrediction:
     """Predictions for a prompt whose blocks are held to `depths` ([holder number], and a last 0 for -1).
 
-    Where another holder's prefix is more than `balancing_threshold` times the local one (any prefix is, where there
-    is none), it is fetched if that is quicker than computing, at `fetch_factor` of the usual time a token. With None
-    nothing is fetched. `waits` knows what is ahead of the prompt; without it that is what each worker said last.
+    What a worker lacks and its store has is restored if that is quicker than computing: workers do so by themselves.
+    A worker without a store fetches the best holder's prefix where it is more than `balancing_threshold` times the
+    local one (any prefix is, where there is none), at `fetch_factor` of the usual time a token, and with None nothing.
+    `waits` knows what is ahead of the prompt; without it that is what each worker said last.
     """
     num_rows = view.num_rows
     reported_s = np.maximum(view.column("prefill_free_s") - now_s, 0.0)
-    prefixes = _prefixes(view, num_prompt_tokens, depths)
+    prefixes = _prefixes(view, num_prompt_tokens, depths, balancing_threshold)
     prefill_s = prefill_seconds(view, prefixes.local, float(num_prompt_tokens))
     queue_s = waits(reported_s, prefill_s) if waits else reported_s
     computed_s = queue_s + prefill_s
     nothing = np.zeros(num_rows)
-    if balancing_threshold is None or prefixes.best == 0:
+    if not prefixes.may_fetch.any():
         return TtftPrediction(computed_s, prefixes.local, nothing, queue_s)
-    may_fetch = np.isfinite(view.column("fetch_s_per_token")) & (prefixes.best > balancing_threshold * prefixes.local)
-    if not may_fetch.any():
-        return TtftPrediction(computed_s, prefixes.local, nothing, queue_s)
-    restored_s = _restore_s(view, prefixes, queue_s, fetch_factor)
-    best = np.full(num_rows, prefixes.best)
-    fetched_s = restored_s + prefill_seconds(view, best, float(num_prompt_tokens))
-    fetches = may_fetch & (fetched_s < computed_s)
+    factors = np.where(view.store_holders[:num_rows] < 0, fetch_factor, 1.0)  # what a store has, it has as it is
+    restored_s = _restore_s(view, prefixes, queue_s, factors)
+    fetched_s = restored_s + prefill_seconds(view, prefixes.reachable, float(num_prompt_tokens))
+    fetches = prefixes.may_fetch & (fetched_s < computed_s)
     seconds = np.where(fetches, fetched_s, computed_s)
-    return TtftPrediction(seconds, prefixes.local, np.where(fetches, prefixes.best - prefixes.local, 0.0), queue_s)
+    fetched = np.where(fetches, prefixes.reachable - prefixes.local, nothing)
+    return TtftPrediction(seconds, prefixes.local, fetched, queue_s)
 
 
-def _prefixes(view: ClusterView, num_prompt_tokens: int, depths: NDArray[np.int64]) -> _Prefixes:
+def _prefixes(
+    view: ClusterView, num_prompt_tokens: int, depths: NDArray[np.int64], balancing_threshold: float | None
+) -> _Prefixes:
     """Whole blocks, and at least one token is left to compute."""
     block_tokens = view.column("block_tokens")
     most = (num_prompt_tokens - 1) // np.maximum(block_tokens, 1)
-    held = depths[np.minimum(view.holders[: view.num_rows], len(depths) - 1)]
-    local = np.minimum(held, most) * block_tokens
-    best = np.minimum(depths.max(), most) * block_tokens
-    return _Prefixes(local, float(best.max(initial=0.0)))
+    local = np.minimum(_held(view.holders[: view.num_rows], depths), most) * block_tokens
+    stores = view.store_holders[: view.num_rows]
+    in_store = np.minimum(_held(stores, depths), most) * block_tokens
+    best = (np.minimum(depths.max(), most) * block_tokens).max(initial=0.0)
+    fetchable = np.zeros_like(local, dtype=np.bool_)
+    if balancing_threshold is not None:
+        fetchable = best > balancing_threshold * local
+    wanted = np.where(stores >= 0, in_store > local, fetchable)
+    can_fetch = np.isfinite(view.column("fetch_s_per_token"))
+    return _Prefixes(local, np.where(stores >= 0, in_store, best), wanted & can_fetch)
+
+
+def _held(holders: NDArray[np.int64], depths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Leading blocks that each of these holders has."""
+    found: NDArray[np.int64] = depths[np.minimum(holders, len(depths) - 1)]
+    return found
 
 
 def prefill_seconds(view: ClusterView, cached: Floats, num_tokens: float) -> Floats:
@@ -83,12 +97,12 @@ def prefill_seconds(view: ClusterView, cached: Floats, num_tokens: float) -> Flo
     return seconds
 
 
-def _restore_s(view: ClusterView, prefixes: _Prefixes, queue_s: Floats, fetch_factor: float) -> Floats:
-    """Until the best prefix is on each row: loading begins now, computing after the queue, as in `restore.py`."""
+def _restore_s(view: ClusterView, prefixes: _Prefixes, queue_s: Floats, fetch_factors: Floats) -> Floats:
+    """Until the reachable prefix is on each row: loading begins now, computing after the queue, as in `restore.py`."""
     _, b, c = view.prefill_coefficients[: view.num_rows].T
-    fetch_s = view.column("fetch_s_per_token") * fetch_factor
+    fetch_s = view.column("fetch_s_per_token") * fetch_factors
     gamma = np.where(np.isfinite(fetch_s), fetch_s, 0.0)
-    missing = np.maximum(prefixes.best - prefixes.local, 0.0)
+    missing = np.maximum(prefixes.reachable - prefixes.local, 0.0)
     alpha = b + c * prefixes.local
     ahead_s = np.maximum(gamma * missing - queue_s, 0.0)
     slope = alpha + gamma

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from halfmoon.rpc.kvstore_client import TierName
+from halfmoon.rpc.transport.estimate import LinkEstimate
 
 # Seconds a byte before anything was measured: what a slow disk and a slow network have at least.
 _START_S_PER_BYTE: dict[TierName, float] = {"dram": 1e-9, "disk": 4e-9, "cold": 2e-8}
@@ -16,7 +17,13 @@ class LoadRate:
 
     def __init__(self) -> None:
         self._s_per_byte = dict(_START_S_PER_BYTE)
+        self._latest_tier: TierName = "dram"
         self.bytes_under_way = 0  # of all requests
+
+    @property
+    def link(self) -> LinkEstimate:
+        """What a gateway is told: the rate of the tier that something came from last."""
+        return LinkEstimate(1.0 / self._s_per_byte[self._latest_tier], 0.0)
 
     def s_per_byte(self, tiers: Sequence[TierName]) -> float:
         """Expected of blocks that are in these tiers."""
@@ -24,6 +31,7 @@ class LoadRate:
 
     def observe(self, tier: TierName, num_bytes: int, seconds: float) -> None:
         """So many bytes took so long, at the pace at which they followed each other."""
-        if num_bytes:
+        if num_bytes and seconds > 0:
+            self._latest_tier = tier
             known = self._s_per_byte[tier]
             self._s_per_byte[tier] = known + _WEIGHT * (seconds / num_bytes - known)

@@ -25,6 +25,7 @@ from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.server import advertised_address, running_server, until_told_to_stop
 from halfmoon.rpc.service import metrics_endpoint
+from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.calibration import Profile, calibrated
@@ -68,6 +69,11 @@ async def serve(settings: WorkerSettings) -> None:
     ):
         restorer = None if store_link is None else Restorer(async_engine, state, store_link, metrics.store)
         prefill = PrefillServicer(async_engine, state, metrics, kv_links, device, restorer=restorer)
+
+        def links() -> dict[str, LinkEstimate]:
+            restoring = {} if restorer is None else {str(settings.kv_store): restorer.rate.link}
+            return prefill.links() | restoring
+
         decode = DecodeServicer(async_engine, state, metrics, settings.lease_s, device)
         async with running_server(settings.listen, worker_services(prefill, decode), metrics.rpc) as server:
             address = advertised_address(settings.listen, server.port, settings.advertise)
@@ -75,7 +81,7 @@ async def serve(settings: WorkerSettings) -> None:
             await server.set_serving()
             with metrics_endpoint(settings.metrics_port, metrics.registry):
                 log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
-                work = Serving(async_engine, state, lambda: state.load(async_engine, prefill.links()), death)
+                work = Serving(async_engine, state, lambda: state.load(async_engine, links()), death)
                 if store_link is not None:
                     work.add(store_writer(async_engine, state, store_link, metrics).run())
                 await work.until_stopped(settings.gateway, settings.drain_s, stopping)

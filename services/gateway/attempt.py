@@ -42,6 +42,7 @@ class RelayRequest:
     sampling: SamplingParams
     priority: int = 0  # smaller goes first
     qos: QosClass = NO_PROMISES
+    tenant_salt: bytes = b""  # KV is shared among requests of one salt
 
 
 class Attempt:
@@ -69,6 +70,7 @@ class Attempt:
                 sampling=request.sampling,
                 priority=request.priority,
                 gateway_id=cluster.gateway_id,
+                tenant_salt=request.tenant_salt,
             ),
             decode_address=placement.decode_address,
             kv_codec=kv_codec,
@@ -140,7 +142,9 @@ class Attempt:
         generation = self._message.generation
         num_prompt = len(generation.prompt_token_ids) + len(generation.output_token_ids)
         sample = PrefillSample(num_prompt - first.num_cached_tokens, first.num_cached_tokens, first.compute_s)
-        self._cluster.membership.note_prefilled(self._wire_id, self._prefill.member, sample, at_s)
+        self._cluster.membership.note_prefilled(
+            self._wire_id, self._prefill.member, sample, at_s, was_restored=first.num_loaded_tokens > 0
+        )
 
     def _accept(self, token: Token, at_s: float) -> list[Token]:
         if token.finish_reason == CANCELLED:

@@ -82,7 +82,8 @@ def _choice(
     progress.prompt_tokens = len(prompt)
     text = TextStream(model.new_detokenizer(), intake.stops, intake.sampling.stop_token_ids, keep_stop=intake.keep_stop)
     sampling = with_seed(intake.sampling, offset)
-    return Choice(index, RelayRequest(own_id, prompt, sampling, intake.priority, qos), progress, text)
+    request = RelayRequest(own_id, prompt, sampling, intake.priority, qos, intake.tenant_salt)
+    return Choice(index, request, progress, text)
 
 
 def best_outputs(pieces: Sequence[TextPiece], num_choices: int, best_of: int) -> list[Output]:

@@ -38,6 +38,7 @@ class Intake:
     best_of: int = 1  # outputs for each prompt, of which `num_choices` are given
     keep_stop: bool = False  # in the text
     priority: int = 0
+    tenant_salt: bytes = b""  # KV is shared among requests of one salt
     echoes: tuple[str, ...] = ()  # texts of the prompts, where they are wanted
     labels: dict[str, Any] = field(default_factory=dict)  # for the log
     said: dict[str, Any] = field(default_factory=dict)  # what a response repeats of its request
@@ -147,6 +148,7 @@ def _intake(
         best_of=best_of,
         keep_stop=bool(body.include_stop_str_in_output),
         priority=body.priority or 0,
+        tenant_salt=(body.cache_salt or "").encode(),
         echoes=echoes,
         labels=body.model_dump(include=_LABELS, exclude_none=True),
     )

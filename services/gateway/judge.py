@@ -26,7 +26,7 @@ from services.gateway.decisions import Decision, Move
 from services.gateway.membership import Membership
 from services.gateway.observations import Observations
 from services.gateway.progress import Progress
-from services.gateway.store_copies import StoreCopies
+from services.gateway.store_copies import PromptBlocks, StoreCopies
 from services.gateway.token_flow import TokenSink
 
 _LOWER: dict[KVCodec.ValueType, KVCodec.ValueType] = {RAW: INT8, FP8: INT4, INT8: INT4, INT4: INT4}
@@ -110,7 +110,7 @@ class Case:
         """Hashes the prompt's blocks, for `place`: milliseconds for a very long one, in any thread."""
         layout = self._membership.kv_layout
         if layout is not None and (self._keys is None or self._keys[0] != layout):
-            root = root_key(self._membership.model_fingerprint, layout)
+            root = root_key(self._membership.model_fingerprint, layout, self.request.tenant_salt)
             keys = block_keys(root, self.request.prompt_token_ids, layout.block_tokens)
             self._keys, self._block_keys = (layout, short_keys(keys)), keys
 
@@ -177,7 +177,8 @@ class Case:
         self._admitted = admitted
         self._gatekeeper.enter(self._name, view, admitted, wanted.num_prompt_tokens, now_s)
         if self._keys is not None:
-            self._copies.consider(admitted.placement.prefill, depths, self._block_keys, self._keys[0], now_s)
+            chain = PromptBlocks(self._block_keys, self._keys[0], self.request.tenant_salt)
+            self._copies.consider(admitted.placement.prefill, depths, chain, now_s)
         return admitted.placement
 
     def _note(

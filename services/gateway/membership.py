@@ -35,6 +35,7 @@ class Member:
     load: WorkerLoad
     latency: WorkerLatency
     holder: int  # its number in the block index
+    store_holder: int = -1  # that of the store that it uses; -1: it uses none
     listening: bool = False
     prefilling: dict[str, int] = field(default_factory=dict)  # sent since the last report: prompt tokens by request
     decoding: set[str] = field(default_factory=set)  # placed since the last report
@@ -84,7 +85,16 @@ class Member:
             prefill_model=prefill,
             step_model=step,
             holder=self.holder,
+            fetch_s_per_token=self._restore_s_per_token,
+            store_holder=self.store_holder,
         )
+
+    @property
+    def _restore_s_per_token(self) -> float:
+        """From its store, as it said last; infinite where it said nothing."""
+        store = self.identity.kv_store
+        speeds = [one.bandwidth_bytes_per_s for one in self.load.links if store and one.address == store]
+        return layout_from(self.identity.layout).token_bytes / speeds[0] if speeds and speeds[0] > 0 else math.inf
 
 
 class Membership:
@@ -122,11 +132,14 @@ class Membership:
         """
         self._check(identity)
         load = WorkerLoad(free_blocks=identity.total_blocks)
-        self._members.pop(identity.worker_id, None)
+        before = self._members.pop(identity.worker_id, None)
         holder = self.index.number(identity.worker_id)
         latency = WorkerLatency(PrefillModel(*identity.profile.prefill), StepModel(*identity.profile.step))
-        member = Member(identity, now_s, now_s, load, latency, holder)
+        store_holder = self.index.number(_store_name(identity.kv_store)) if identity.kv_store else -1
+        member = Member(identity, now_s, now_s, load, latency, holder, store_holder)
         self._members[identity.worker_id] = member
+        if before is not None:
+            self._forget_store(before.identity.kv_store)
         self._view.remove(identity.worker_id)  # so that the order is that of joining
         self._show(now_s, member)
         return member
@@ -153,6 +166,19 @@ class Membership:
         stored, evicted = unpack_keys(events.stored), unpack_keys(events.evicted)
         return self.index.apply(member.holder, BlockEvents(events.sequence, stored, evicted, events.is_snapshot))
 
+    @property
+    def stores(self) -> set[str]:
+        """The addresses of the stores that members use."""
+        return {member.identity.kv_store for member in self._members.values() if member.identity.kv_store}
+
+    def note_stored(self, address: str, events: BlockEvents) -> bool:
+        """Takes what changed in the store there; of one that nobody uses nothing. False: it must begin anew."""
+        return address not in self.stores or self.index.apply(self.index.number(_store_name(address)), events)
+
+    def num_stored(self, address: str) -> int:
+        """Blocks that the store there has, as far as it is known."""
+        return self.index.num_blocks(self.index.number(_store_name(address))) if address in self.stores else 0
+
     def note_placed(
         self, request_id: str, prefill: Member, decode: Member, num_prompt_tokens: int, now_s: float
     ) -> None:
@@ -161,12 +187,15 @@ class Membership:
         decode.decoding.add(request_id)
         self._show(now_s, prefill, decode)
 
-    def note_prefilled(self, request_id: str, prefill: Member, sample: PrefillSample, now_s: float) -> None:
+    def note_prefilled(
+        self, request_id: str, prefill: Member, sample: PrefillSample, now_s: float, *, was_restored: bool = False
+    ) -> None:
         """The prompt is computed. `sample` teaches only where the worker does not report its steps: others may have
-        been computed in the same ones."""
+        been computed in the same ones. Of a prompt that was restored it holds what loading took, and teaches nothing.
+        """
         if prefill.prefilling.pop(request_id, None) is None:
             prefill.computed_tokens += round(sample.new_tokens)
-        if not prefill.identity.step_tokens:
+        if not prefill.identity.step_tokens and not was_restored:
             self._learn_prefills(prefill, [sample], now_s)
         self._show(now_s, prefill)
 
@@ -185,6 +214,7 @@ class Membership:
         del self._members[member.worker_id]
         self._view.remove(member.worker_id)
         self.index.forget(member.worker_id)
+        self._forget_store(member.identity.kv_store)
         self._prefill_models.forget(member.worker_id)
         self._step_models.forget(member.worker_id)
         return True
@@ -233,6 +263,11 @@ class Membership:
         member.latency.observe_prefills(samples)
         self._prefill_models.note(member.worker_id, member.kind, member.latency.prefill, len(samples), now_s)
 
+    def _forget_store(self, address: str) -> None:
+        """One that used it is gone."""
+        if address and address not in self.stores:
+            self.index.forget(_store_name(address))
+
     def _show(self, now_s: float, *members: Member) -> None:
         """Puts what is new of them into the view; what comes from one that left already is too late."""
         for member in members:
@@ -269,6 +304,11 @@ class Membership:
         for coefficients in (identity.profile.prefill, identity.profile.step):
             if len(coefficients) not in (0, NUM_COEFFICIENTS) or not all(0 <= one < math.inf for one in coefficients):
                 raise InvalidRequest("a latency profile has three coefficients, none below 0", param="profile")
+
+
+def _store_name(address: str) -> str:
+    """Of a store as a holder in the index; no worker has such a name."""
+    return f"store\0{address}"
 
 
 def _decoding_s(step: StepTiming, model: StepModel) -> float:

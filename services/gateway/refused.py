@@ -24,7 +24,6 @@ REFUSED: dict[str, Refused] = {
     "audio": Refused(_TEXT),
     "background": Refused("a request is answered while the client waits", (False,)),
     "bad_words": Refused(f"{_ENGINE}; use logit_bias", ([],)),
-    "cache_salt": Refused("there is one prefix cache for all clients"),
     "chat_template": Refused("the model's own template is used", ()),
     "continue_final_message": Refused("send a prompt to /v1/completions instead", (False,)),
     "enable_response_messages": Refused("/tokenize says what becomes of messages", (False,)),

@@ -93,6 +93,9 @@ class ResponsesBody(Part):
     )
     safety_identifier: str | None = Field(None, description="a label for the log")
     prompt_cache_key: str | None = Field(None, description="a label for the log; prefixes are found by their tokens")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="KV is shared only among requests of the same salt"
+    )
 
     def as_chat(self) -> ChatBody:
         """The chat with the same prompt and the same sampling."""

@@ -80,6 +80,9 @@ class GenerationBody(Part):
     )
     safety_identifier: str | None = Field(None, description="a label for the log")
     prompt_cache_key: str | None = Field(None, description="a label for the log; prefixes are found by their tokens")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="KV is shared only among requests of the same salt"
+    )
 
 
 class ChatBody(GenerationBody):

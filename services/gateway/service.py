@@ -40,6 +40,7 @@ from services.gateway.served_model import ServedModel
 from services.gateway.settings import GatewaySettings
 from services.gateway.store_copies import StoreCopies
 from services.gateway.store_view import StoreView
+from services.gateway.store_watch import StoreWatch
 from services.gateway.tokenizing import TokenizerEndpoints
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
         add = partial(add_ClusterServicer_to_server, cluster)
         async with (
             copies.asking(),
+            StoreWatch(cluster).watching(),
             following(news, settings.ledger_poll_s),
             sampling(observations, membership, cluster.clock),
             running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2) as server,

@@ -12,7 +12,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,11 +32,19 @@ _DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
+class PromptBlocks:
+    """A prompt's whole blocks, from the first on, as its tenant has them."""
+
+    keys: Sequence[bytes]
+    layout: KVLayout
+    tenant_salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class _Copy:
     target: str
     source: str
-    keys: Sequence[bytes]
-    layout: KVLayout
+    blocks: PromptBlocks
 
 
 class StoreCopies:
@@ -52,18 +60,18 @@ class StoreCopies:
         self._is_idle.set()
         self.num_copies: Counter[str] = Counter()  # by what became of them: asked, failed, dropped
 
-    def consider(
-        self, chosen: WorkerView, depths: NDArray[np.int64], keys: Sequence[bytes], layout: KVLayout, now_s: float
-    ) -> None:
-        """A prompt with these block keys was placed; depths: leading blocks that each holder has."""
-        local, best = int(depths[chosen.holder]) if 0 <= chosen.holder < len(depths) else 0, int(depths.max())
+    def consider(self, chosen: WorkerView, depths: NDArray[np.int64], blocks: PromptBlocks, now_s: float) -> None:
+        """A prompt with these blocks was placed; depths: leading blocks that each holder has."""
+        local, best = max(_held(chosen.holder, depths), _held(chosen.store_holder, depths)), int(depths.max())
         if self._threshold is None or best <= self._threshold * local:
             return
         target = self._store_beside(lambda member: member.worker_id == chosen.worker_id)
-        source = self._store_beside(lambda member: member.holder < len(depths) and depths[member.holder] == best)
+        source = self._store_beside(lambda member: _held(member.store_holder, depths) == best) or self._store_beside(
+            lambda member: _held(member.holder, depths) == best
+        )
         if not target or not source or source == target:
             return
-        name = target, keys[best - 1]
+        name = target, blocks.keys[best - 1]
         if now_s - self._asked_s.get(name, -_AGAIN_S) < _AGAIN_S:
             return
         self._asked_s[name] = now_s
@@ -71,7 +79,7 @@ class StoreCopies:
         if len(self._asked_s) > _REMEMBERED:
             self._asked_s.popitem(last=False)
         try:
-            self._waiting.put_nowait(_Copy(target, source, keys[:best], layout))
+            self._waiting.put_nowait(_Copy(target, source, replace(blocks, keys=blocks.keys[:best])))
         except asyncio.QueueFull:
             self.num_copies["dropped"] += 1
         else:
@@ -100,9 +108,9 @@ class StoreCopies:
     async def _ask_all(self) -> None:
         while True:
             copy = await self._waiting.get()
-            client = KVStoreClient(copy.target)
+            client, blocks = KVStoreClient(copy.target, copy.blocks.tenant_salt), copy.blocks
             try:
-                num_coming = await client.replicate(copy.source, copy.keys, copy.layout, deadline_s=_DEADLINE_S)
+                num_coming = await client.replicate(copy.source, blocks.keys, blocks.layout, deadline_s=_DEADLINE_S)
             except HalfmoonError as error:
                 self.num_copies["failed"] += 1
                 log.info("store_copy.failed", extra={"target": copy.target, "reason": error.message})
@@ -116,3 +124,8 @@ class StoreCopies:
 
     def _store_beside(self, is_wanted: Callable[[Member], bool]) -> str:
         return next((member.identity.kv_store for member in self._membership.members() if is_wanted(member)), "")
+
+
+def _held(holder: int, depths: NDArray[np.int64]) -> int:
+    """Leading blocks that it has."""
+    return int(depths[holder]) if 0 <= holder < len(depths) else 0

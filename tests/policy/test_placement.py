@@ -25,6 +25,7 @@ from halfmoon.policy.placement import (
     PlacementRules,
     place,
 )
+from halfmoon.policy.restore import RestoreCosts, meeting_point
 
 PREFILL = PrefillModel(0.01, 1e-3, 0.0)
 STEP = StepModel(0.01, 1e-3, 1e-6)
@@ -197,6 +198,35 @@ def test_the_best_holder_lends_its_prefix_where_that_pays() -> None:
     )
     assert placed(busy, replace(far, fetch_s_per_token=math.inf), E0, depths=depths(6, 0, 0, 0)).fetched_tokens == 0
     assert placed(busy, far, E0, depths=depths(6, 0, 0, 0), mode="cache-aware").fetched_tokens == 0
+
+
+def test_what_the_store_has_and_the_worker_lacks_is_restored() -> None:
+    stored = replace(Q1, fetch_s_per_token=1e-5, store_holder=2)
+    for own, fetched in ((0, 96), (2, 64), (5, 16), (6, 0)):  # whatever the ratio of the two
+        placement = placed(stored, E0, depths=depths(0, own, 6, 0), mode="cache-aware")
+        assert (placement.cached_tokens, placement.fetched_tokens) == (16 * own, fetched)
+    assert placed(stored, E0, depths=depths(6, 0, 0, 0)).fetched_tokens == 0  # another worker has it: out of reach
+    assert placed(replace(stored, fetch_s_per_token=math.inf), E0, depths=depths(0, 0, 6, 0)).fetched_tokens == 0
+    busy = replace(Q0, prefill_free_s=0.05, fetch_s_per_token=1e-5, store_holder=2)
+    assert placed(busy, stored, E0, depths=depths(6, 0, 6, 0)).prefill.worker_id == "q1"
+
+
+@given(
+    queue_s=st.floats(0, 0.2),
+    load_s=st.floats(1e-6, 1e-2),
+    alpha=st.floats(1e-5, 1e-2),
+    beta=st.floats(0, 1e-5),
+    own=st.integers(0, 6),
+)
+def test_a_restore_takes_what_its_plan_says(queue_s: float, load_s: float, alpha: float, beta: float, own: int) -> None:
+    model = PrefillModel(0.0, alpha, beta)
+    stored = replace(Q1, prefill_model=model, prefill_free_s=queue_s, fetch_s_per_token=load_s, store_holder=2)
+    placement = placed(stored, E0, depths=depths(0, own, 6, 0))
+    computed_s, missing = queue_s + model.seconds(100 - 16 * own, 16 * own), 96 - 16 * own
+    costs = RestoreCosts(alpha + beta * 16 * own, load_s, beta, compute_queue_s=queue_s)
+    restored_s = costs.restore_s(meeting_point(costs, missing), missing)
+    both_s = max(queue_s, restored_s) + model.seconds(4, 96)
+    assert placement.ttft_s == pytest.approx(min(computed_s, both_s) if missing else computed_s)
 
 
 def test_the_decode_worker_with_the_least_tbt_when_the_prefill_ends() -> None:

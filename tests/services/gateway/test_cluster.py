@@ -10,6 +10,7 @@ import pytest
 
 from halfmoon.errors import DataLoss
 from halfmoon.pb.gateway_pb2 import WorkerLoad
+from halfmoon.policy.latency import PrefillSample
 from services.gateway.cluster import running_cluster
 from services.gateway.membership import Membership
 from services.gateway.token_streams import GatewayStopping
@@ -95,3 +96,18 @@ async def test_a_worker_that_stands_still_is_expired_all_the_same(tmp_path: Path
         await fleet.add("b0", "both")
         gone = fleet.cluster.worker("b0").gone
         assert "missed heartbeats" in (await soon(asyncio.shield(gone))).message
+
+
+async def test_a_restored_prompt_teaches_nothing_of_computing(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.add("p0", "prefill")
+        membership = fleet.cluster.membership
+        [member] = membership.members()
+        for number in range(20):
+            membership.note_prefilled("", member, PrefillSample(10.0 + number, 0, 0.01 * (10 + number)), 0.0)
+        before = member.latency.prefill
+        for number in range(20):  # most of whose seconds were a slow link's
+            sample = PrefillSample(10.0, 40.0 + number, 5.0)
+            membership.note_prefilled("", member, sample, 0.0, was_restored=True)
+        assert member.latency.prefill == before
+        assert member.computed_tokens == sum(range(10, 30)) + 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.layout import KVLayout
-from halfmoon.pb.gateway_pb2 import BlockEvents, StepTiming, WorkerLoad
+from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, StepTiming, WorkerLoad
 from halfmoon.policy.classes import ClassTable, MatchRule, QosClass
 from halfmoon.policy.latency import PrefillSample
 
@@ -119,3 +120,25 @@ async def test_step_timings_make_a_model(tmp_path: Path) -> None:
         member = fleet.cluster.worker("b0").member
         await fleet.until_told(lambda: member.load.sequence == 1)
         assert member.latency.step.seconds(3, 10) == pytest.approx(0.03, rel=0.05)
+
+
+async def test_a_salt_keeps_the_prefixes_of_tenants_apart(tmp_path: Path) -> None:
+    layout = KVLayout(LAYOUT.num_layers, LAYOUT.num_kv_heads, LAYOUT.head_dim, "float32", LAYOUT.block_tokens)
+    async with running_fleet(tmp_path) as fleet:
+        profile = LatencyProfile(prefill=[0.0, 1.0, 0.0])
+        add = partial(fleet.add, role="prefill", step_tokens=64, profile=profile)
+        workers = {name: await add(name) for name in ("plain", "mine")}
+        await fleet.add("d0", "decode")
+        for name, salt in (("plain", b""), ("mine", b"m\xc3\xado")):
+            keys = block_keys(root_key(FINGERPRINT, layout, salt), list(PROMPT.encode()), layout.block_tokens)
+            stored = b"".join(key[:8] for key in keys)
+            workers[name].loads.put_nowait(BlockEvents(sequence=1, is_snapshot=True, stored=stored))
+        await fleet.until_told(lambda: fleet.cluster.membership.index.num_pairs == 14)
+        for _ in range(3):
+            assert (await complete(fleet))[0] == 200
+            assert (await complete(fleet, cache_salt="m\u00edo"))[0] == 200
+        for wrong in ("", "x" * 257, 7):
+            status, _, body = await complete(fleet, cache_salt=wrong)
+            assert (status, body["error"]["param"]) == (400, "cache_salt")
+    assert {one.generation.tenant_salt for one in workers["plain"].calls.prefills} == {b""}
+    assert {one.generation.tenant_salt for one in workers["mine"].calls.prefills} == {"m\u00edo".encode()}
