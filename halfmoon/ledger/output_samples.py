@@ -21,18 +21,27 @@ class OutputSample(NamedTuple):
     output_tokens: int
 
 
+class SamplesUpTo(NamedTuple):
+    """What there is up to a row, which is where to go on."""
+
+    row_id: int
+    samples: Sequence[OutputSample]
+
+
 class OutputSamples:
     """Reads them from the requests. Owns nothing."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def after(self, row_id: int, limit: int, but_of: str = "") -> Sequence[OutputSample]:
+    async def after(self, row_id: int, limit: int, but_of: str = "") -> SamplesUpTo:
         """The newest `limit` of those after a row, oldest first, without those that one gateway wrote.
 
-        Raises Unavailable when the database does not answer.
+        A row of another gateway that becomes visible after a later one may be missed. Raises Unavailable when the
+        database does not answer.
         """
         columns = (RequestRow.id, RequestRow.qos_class, RequestRow.prompt_tokens, RequestRow.output_tokens)
+        last = select(func.max(RequestRow.id))
         newest = (
             select(*columns)
             .where(RequestRow.id > row_id, RequestRow.status == "ok", RequestRow.output_tokens > 0)
@@ -42,8 +51,10 @@ class OutputSamples:
             .limit(limit)
         )
 
-        async def work(session: AsyncSession) -> list[OutputSample]:
-            rows = await session.execute(newest)
-            return [OutputSample(row_id, name or "", prompt, output) for row_id, name, prompt, output in rows]
+        async def work(session: AsyncSession) -> SamplesUpTo:
+            last_id = await session.scalar(last) or row_id
+            rows = await session.execute(newest.where(RequestRow.id <= last_id))
+            found = [OutputSample(at, name or "", prompt, output) for at, name, prompt, output in rows]
+            return SamplesUpTo(last_id, found[::-1])
 
-        return list(reversed(await self._database.run(work)))
+        return await self._database.run(work)

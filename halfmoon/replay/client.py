@@ -104,9 +104,8 @@ def _usage(tail: bytes) -> dict[str, Any] | None:
 
 def _turned_away(status: int, body: bytes, late_s: float) -> Outcome:
     error = _error(body)
-    is_refused = status == 429 and error.get("code") == "slo_would_be_missed"
-    reason = str(error.get("reason") if is_refused else error.get("code") or status)
-    return Outcome("refused" if is_refused else "failed", reason, sent_late_s=late_s)
+    reason = str(error.get("reason") or error.get("code") or status)
+    return Outcome("refused" if status == 429 else "failed", reason, sent_late_s=late_s)
 
 
 def _code(body: bytes) -> str:

@@ -89,7 +89,7 @@ class StepOutcome:
     num_prefill_pairs: float  # each of those with the tokens that it attends to
     num_decodes: int
     context_tokens: int  # of its sequences, after it
-    decode_context_tokens: int  # of those that decode
+    decode_context_tokens: int  # of those that decoded, before it
     num_preempted: int
     began: dict[str, int]  # requests of which the first tokens were computed: how many were cached
     computed: dict[str, int]  # prompts of which something was computed: tokens whose KV is there now
@@ -209,24 +209,24 @@ class ModelledEngine:
         return Step(self._step_s, decodes, chunks, num_preempted)
 
     def end_step(self, step: Step) -> StepOutcome:
-        """Its time is over. What was cancelled meanwhile is not in it."""
+        """Its time is over. What was cancelled meanwhile took its part of the time, and nothing comes of it."""
         tokens: list[ModelledToken] = []
         began: dict[str, int] = {}
         computed: dict[str, int] = {}
-        num_pairs, context_tokens = 0.0, 0
+        num_pairs, context_tokens, decode_context_tokens = 0.0, 0, 0
         for sequence in step.decodes:
+            decode_context_tokens += sequence.num_tokens
             if sequence.state == "decoding":
                 context_tokens += sequence.num_tokens
                 sequence.num_computed += 1
                 self._decode_tokens += 1
                 tokens.append(self._append(sequence))
-        decode_context_tokens = context_tokens
         for sequence, num_tokens in step.chunks:
+            num_pairs += num_tokens * (sequence.num_computed + num_tokens / 2)
             if sequence.state != "prefilling":
                 continue
             if sequence.num_computed == sequence.num_cached:
                 began[sequence.request.request_id] = sequence.num_cached
-            num_pairs += num_tokens * (sequence.num_computed + num_tokens / 2)
             sequence.num_computed += num_tokens
             context_tokens += sequence.num_computed
             computed[sequence.request.request_id] = sequence.num_computed

@@ -48,9 +48,9 @@ class LedgerNews:
 
     async def load_lengths(self) -> None:
         """Outputs of requests at other gateways, and before this one began, since the last time. Raises Unavailable."""
-        for sample in await self._ledger.outputs.after(self._last_row_id, _MAX_SAMPLES, self._gateway_id):
+        self._last_row_id, samples = await self._ledger.outputs.after(self._last_row_id, _MAX_SAMPLES, self._gateway_id)
+        for sample in samples:
             self._lengths.add(sample.qos_class, sample.prompt_tokens, sample.output_tokens)
-            self._last_row_id = sample.row_id
 
     async def keep_profiles(self) -> None:
         """Writes down what workers of a kind that is new here measured of themselves. Raises Unavailable."""

@@ -129,19 +129,20 @@ async def test_outputs_of_others_after_a_row(ledger_url: str) -> None:
     async with open_ledger(ledger_url, "mine") as ledger:
         ledger.record(row(11))
         await until_written(ledger)
-        assert await ledger.outputs.after(0, 9, but_of="mine") == []
+        assert await ledger.outputs.after(0, 9, but_of="mine") == (1, [])  # nobody reads row 1 again
     async with open_ledger(ledger_url, "theirs") as ledger:
         ledger.record(row(12))
         ledger.record(row(13, status="cancelled"))
         ledger.record(row(14, num_outputs=2))
         ledger.record(row(15, qos_class="gold", prompt_tokens=6))
+        ledger.record(row(16, status="cancelled"))
         await until_written(ledger)
-        assert await ledger.outputs.after(0, 9, but_of="mine") == [
-            OutputSample(2, "default", 5, 12),
-            OutputSample(5, "gold", 6, 15),
-        ]
-        assert await ledger.outputs.after(0, 1, but_of="mine") == [OutputSample(5, "gold", 6, 15)]
-        assert await ledger.outputs.after(5, 9, but_of="mine") == []
+        assert await ledger.outputs.after(0, 9, but_of="mine") == (
+            6,
+            [OutputSample(2, "default", 5, 12), OutputSample(5, "gold", 6, 15)],
+        )
+        assert await ledger.outputs.after(0, 1, but_of="mine") == (6, [OutputSample(5, "gold", 6, 15)])
+        assert await ledger.outputs.after(6, 9, but_of="mine") == (6, [])
 
 
 async def test_profiles_and_plans_are_kept(ledger_url: str) -> None:

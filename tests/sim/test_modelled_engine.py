@@ -91,6 +91,27 @@ def test_a_chunk_beside_decodes_is_bounded() -> None:
     assert engine.end_step(step).num_prefill_tokens == PROFILE.chunk_tokens
 
 
+def test_a_step_measures_what_it_took_also_where_somebody_was_cancelled_meanwhile() -> None:
+    """Latency models are fitted to it: time without its work would be a wrong measurement."""
+    engine = ModelledEngine(PROFILE, BLOCK)
+    for name in ("one", "two"):
+        engine.reserve(ModelledRequest(name, 40, 9))
+        engine.start(name)
+    decodes = engine.begin_step()
+    engine.cancel("two")
+    assert decodes is not None
+    outcome = engine.end_step(decodes)
+    assert outcome.seconds == pytest.approx(PROFILE.step.seconds(outcome.num_decodes, outcome.decode_context_tokens))
+    assert (len(outcome.tokens), outcome.context_tokens) == (1, 41)
+    engine.cancel("one")
+    engine.add(ModelledRequest("three", 50, 1))
+    chunks = engine.begin_step()
+    engine.cancel("three")
+    assert chunks is not None
+    outcome = engine.end_step(chunks)
+    assert (outcome.tokens, outcome.num_prefill_tokens, outcome.num_prefill_pairs) == ([], 50, 50**2 / 2)
+
+
 def test_a_prefilled_request_is_held_until_it_is_cancelled() -> None:
     engine = ModelledEngine(PROFILE, BLOCK)
     engine.add(ModelledRequest("r", 20, 5, prefill_only=True))
