@@ -14,6 +14,8 @@ from rich.console import Console
 import halfmoon
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv_commands import app as kv_app
+from halfmoon.plan_command import plan
+from halfmoon.planned_up import planned_options
 from halfmoon.replay.command import replay
 from halfmoon.sim.worker_profile import DEFAULT_PROFILE, PROFILES
 from halfmoon.sim_command import simulate
@@ -24,6 +26,7 @@ from halfmoon.up import UpOptions, run_up
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(kv_app, name="kv")
+app.command()(plan)
 app.command()(replay)
 app.command()(simulate)
 
@@ -81,7 +84,12 @@ def version() -> None:
 
 @app.command()
 def up(
-    model: Annotated[str, typer.Option(help="'demo', a directory, a .gguf file or a Hugging Face id")] = "demo",
+    model: Annotated[
+        str | None, typer.Option(help="'demo' (the default), a directory, a .gguf file or a Hugging Face id")
+    ] = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="workers and model of a file of `halfmoon plan`")
+    ] = None,
     prefill: Annotated[int | None, typer.Option(help="prefill workers (default 1, or 0 with --both)")] = None,
     decode: Annotated[int | None, typer.Option(help="decode workers (default 1, or 0 with --both)")] = None,
     both: Annotated[int, typer.Option(help="workers that prefill and decode on one engine")] = 0,
@@ -134,7 +142,7 @@ def up(
     terminal = Console(stderr=False)
     try:
         options = UpOptions(
-            model=model,
+            model=model or "demo",
             num_prefill=default if prefill is None else prefill,
             num_decode=default if decode is None else decode,
             num_both=both,
@@ -164,6 +172,10 @@ def up(
                 else None
             ),
         )
+        if plan_file is not None:
+            if (prefill, decode, both) != (None, None, 0):
+                raise InvalidRequest("--plan says how many workers there are: leave --prefill, --decode and --both out")
+            options = planned_options(options, plan_file, model)
     except InvalidRequest as err:
         raise typer.BadParameter(err.message) from err
     raise typer.Exit(run_up(options, terminal))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from halfmoon.errors import InvalidRequest
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _UTILIZATION = 0.9  # of a GPU, by all its workers
@@ -44,3 +46,16 @@ class GPUShares:
         here = worker % len(self.gpus)
         num_sharing = sum(1 for other in range(self.num_workers) if other % len(self.gpus) == here)
         return () if num_sharing == 1 else ("--gpu-memory-utilization", f"{_UTILIZATION / num_sharing:.3f}")
+
+
+def whole_gpus(gpus: Sequence[str], num_devices: Sequence[int]) -> list[dict[str, str]]:
+    """What lets each worker see GPUs of its own, as many as it computes on. Raises InvalidRequest for too few."""
+    if not gpus:
+        return [{} for _ in num_devices]
+    if sum(num_devices) > len(gpus):
+        raise InvalidRequest(
+            f"the workers need {sum(num_devices)} GPUs, and this host has {len(gpus)}: "
+            "plan with --nodes and --gpus-per-node of this host"
+        )
+    starts = [sum(num_devices[:at]) for at in range(len(num_devices))]
+    return [{_VISIBLE: ",".join(gpus[start : start + num])} for start, num in zip(starts, num_devices, strict=True)]

@@ -75,7 +75,7 @@ def simulate(
             kept.tbt_s if tbt is None else tbt,
             kept.tbt_of if tbt_of is None else tbt_of.value,
         )
-        asked = _workload(workload, rate, requests, arrivals, cv, seed)
+        asked = asked_workload(workload, rate, requests, arrivals, cv, seed)
         found = _run(spec, asked, seed)
     except InvalidRequest as error:
         raise typer.BadParameter(error.message) from error
@@ -86,7 +86,8 @@ def simulate(
         _print(spec, summary)
 
 
-def _workload(text: str, rate: float | None, num: int | None, process: Arrivals, cv: float, seed: int) -> Workload:
+def asked_workload(text: str, rate: float | None, num: int | None, process: Arrivals, cv: float, seed: int) -> Workload:
+    """A trace's requests, or drawn ones. Raises InvalidRequest saying what is missing."""
     if Path(text).is_file() or Path(text).suffix in (".json", ".jsonl", ".csv"):
         found = read_workload(Path(text))
         found = found if num is None else found.first(num)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, UnknownModel, leaf_errors
-from halfmoon.gpus import GPUShares, visible_gpus
+from halfmoon.gpus import GPUShares, visible_gpus, whole_gpus
 from halfmoon.policy.admission import AdmissionMode
 from halfmoon.policy.placement import PlacementMode
 from halfmoon.rpc.loopback import is_loopback
@@ -54,6 +54,8 @@ class UpOptions:
     num_gateways: int = 1
     operator_token: str | None = None  # None: made where the host is not loopback
     api_keys: tuple[str, ...] = ()  # none: everybody may ask
+    worker_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by role, of real engines
+    worker_devices: Mapping[str, int] = field(default_factory=dict)  # GPUs of each worker, by role, where not 1
 
     def __post_init__(self) -> None:
         if self.state_dir.exists() and not self.state_dir.is_dir():
@@ -185,14 +187,22 @@ def _other_specs(options: UpOptions, model: PreparedModel, cluster: str, store: 
     if options.simulation is not None:
         return specs + simulation_specs(options.simulation, counts, cluster, which)
     workers = [(role, index) for role, count in counts.items() for index in range(count)]
-    gpus = GPUShares(visible_gpus() if options.device != "cpu" else (), len(workers))
-    for place, (role, index) in enumerate(workers):
+    shares = _gpus([options.worker_devices.get(role, 1) for role, _ in workers], options.device)
+    for (role, index), (visible, share) in zip(workers, shares, strict=True):
         module = "services.decode" if role == "decode" else "services.prefill"
-        arguments = ("-m", module, "--role", role, *common, *state, *gpus.arguments(place))
-        specs.append(
-            ServiceSpec(f"{role}-{index}", arguments, {**environment, **gpus.environment(place)}, restarts=True)
-        )
+        planned = options.worker_arguments.get(role, ())
+        arguments = ("-m", module, "--role", role, *common, *state, *share, *planned)
+        specs.append(ServiceSpec(f"{role}-{index}", arguments, {**environment, **visible}, restarts=True))
     return specs
+
+
+def _gpus(num_devices: list[int], device: str) -> list[tuple[dict[str, str], tuple[str, ...]]]:
+    """Environment and arguments of each worker. GPUs are shared in turns, unless a worker needs several."""
+    gpus = visible_gpus() if device != "cpu" else ()
+    if max(num_devices, default=1) > 1:
+        return [(one, ()) for one in whole_gpus(gpus, num_devices)]
+    shares = GPUShares(gpus, len(num_devices))
+    return [(shares.environment(place), shares.arguments(place)) for place in range(len(num_devices))]
 
 
 def _operator_token(options: UpOptions) -> str | None:

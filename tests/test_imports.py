@@ -18,6 +18,8 @@ COMMAND_LINE = (
     "cli",
     "kv_commands",
     "sim_command",
+    "plan_command",
+    "planned_up",
     "up",
     "simulated_up",
     "top",
@@ -26,7 +28,7 @@ COMMAND_LINE = (
     "supervisor",
     "gpus",
 )  # one room, `halfmoon.cli`, in several files
-ROOMS = ("errors", "pb", "kv", "engine", "policy", "sim", "rpc", "ledger", "worker")
+ROOMS = ("errors", "pb", "kv", "engine", "policy", "sim", "plan", "rpc", "ledger", "worker")
 
 # A room may import itself, `halfmoon` (the version) and the rooms named here.
 ALLOWED: dict[str, frozenset[str]] = {
@@ -39,6 +41,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.engine": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
     "halfmoon.rpc": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.pb"}),
     "halfmoon.sim": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
+    "halfmoon.plan": frozenset({"halfmoon.errors", "halfmoon.policy", "halfmoon.sim"}),
     "halfmoon.worker": frozenset(
         f"halfmoon.{room}" for room in ("engine", "kv", "rpc", "pb", "policy", "sim", "errors")
     ),
@@ -48,7 +51,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "console": frozenset({"halfmoon.rpc"}),
 }
 TORCH_FREE_PACKAGES = (
-    *(f"halfmoon/{room}" for room in ("kv", "policy", "sim", "rpc", "ledger", "pb")),
+    *(f"halfmoon/{room}" for room in ("kv", "policy", "sim", "plan", "rpc", "ledger", "pb")),
     *(f"services/{name}" for name in ("gateway", "kvstore", "planner", "simulation")),
 )
 TORCH_FREE_FILES = (

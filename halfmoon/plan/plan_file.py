@@ -1,0 +1,133 @@
+"""plan.yaml: the layout that was chosen, as a cluster file with a model, which `halfmoon up --plan` starts from.
+
+model: llama-3-8b
+layout: 2 prefill TP1 + 1 decode TP2
+expected: {rate_per_s: 10.0, attainment: 0.93, goodput_per_s: 11.2}
+cluster: what `halfmoon simulate --cluster` takes
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.plan.layout import Layout, WorkerSet
+from halfmoon.plan.question import Question
+from halfmoon.plan.search import Rated
+from halfmoon.plan.verdict import Verdict
+from halfmoon.policy.cluster_view import Role
+from halfmoon.sim.profile import MeasuredProfile
+
+
+class PlannedWorkers(BaseModel):
+    """Equal workers."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    role: Role
+    count: int = Field(default=1, ge=0)
+    tp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1)
+    max_batch_tokens: int | None = Field(default=None, ge=1)
+    chunk_tokens: int | None = Field(default=None, ge=1)
+    max_running: int | None = Field(default=None, ge=1)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What tells a worker's process so."""
+        named = {
+            "--tensor-parallel": self.tp,
+            "--pipeline-parallel": self.pp,
+            "--max-batch-tokens": self.max_batch_tokens,
+            "--chunk-tokens": self.chunk_tokens,
+            "--max-running": self.max_running,
+        }
+        return tuple(part for name, value in named.items() if value is not None for part in (name, str(value)))
+
+
+class _Cluster(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    workers: tuple[PlannedWorkers, ...] = Field(min_length=1)
+
+
+class PlannedCluster(BaseModel):
+    """What of a plan's file decides which workers are started."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    model_name: str = Field(alias="model")
+    cluster: _Cluster
+
+    def count(self, role: Role) -> int:
+        """Workers of a role."""
+        return sum(one.count for one in self.cluster.workers if one.role == role)
+
+    def kind(self, role: Role) -> PlannedWorkers | None:
+        """What the workers of a role are; None where there are none. Raises InvalidRequest where they differ."""
+        mine = [one for one in self.cluster.workers if one.role == role and one.count]
+        if len({one.arguments for one in mine}) > 1:
+            raise InvalidRequest(f"the plan has {role} workers of different kinds: `halfmoon up` starts equal ones")
+        return mine[0] if mine else None
+
+
+def read_plan(path: Path) -> PlannedCluster:
+    """Raises InvalidRequest for what is no plan."""
+    try:
+        return PlannedCluster.model_validate(yaml.safe_load(path.read_text()))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidRequest(f"the plan {path} cannot be read: {error}", param="plan") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        at = ".".join(map(str, first["loc"])) or "the top"
+        raise InvalidRequest(
+            f"{path} is no plan: {at}: {first['msg']}; `halfmoon plan` writes one", param="plan"
+        ) from error
+
+
+def plan_text(question: Question, model: str, latency: str, best: Rated, expected: Verdict) -> str:
+    """The file's text."""
+    targets = question.goal.targets
+    found = {
+        "model": model,
+        "layout": str(best.layout),
+        "expected": {
+            "rate_per_s": round(expected.rate_per_s, 4),
+            "attainment": round(expected.attainment.value(question.goal.criterion), 4),
+            "goodput_per_s": round(best.goodput_per_s, 4),
+            "gpus": best.layout.num_gpus,
+            "price_per_hour": round(best.price_per_hour, 2),
+        },
+        "cluster": {
+            "latency": latency,
+            "workers": [
+                _worker(question, best.layout, one, unit)
+                for unit in range(best.layout.num_units)
+                for one in best.layout.sets
+            ],
+            "network": asdict(question.rules.network),
+            "targets": {"ttft_s": targets.ttft_s, "tpot_s": targets.tpot_s},
+        },
+    }
+    text: str = yaml.safe_dump(found, sort_keys=False)
+    return text
+
+
+def _worker(question: Question, layout: Layout, one: WorkerSet, unit: int) -> dict[str, Any]:
+    limits = question.rules.limits[one.role]
+    per_node = one.num if layout.is_paired else max(question.gpus_per_node // one.parallelism.num_devices, 1)
+    return {
+        "role": one.role,
+        "count": one.num,
+        **({} if isinstance(question.source, MeasuredProfile) else {"gpu": question.gpu.name}),
+        "tp": one.parallelism.tensor,
+        "pp": one.parallelism.pipeline,
+        **asdict(limits),
+        "workers_per_node": per_node,
+        **({"first_node": unit} if layout.is_paired else {}),
+    }

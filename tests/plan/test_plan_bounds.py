@@ -1,0 +1,71 @@
+"""No simulated goodput exceeds what the latency models allow, and bisection finds the edge."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfmoon.plan.bounds import decode_bound_per_s, prefill_bound_per_s
+from halfmoon.plan.feasible import Option
+from halfmoon.plan.goodput import Goal, Trial, goodput_per_s, simulate_at
+from halfmoon.plan.halves import half_trial
+from halfmoon.plan.layout import Parallelism
+from halfmoon.plan.question import Question, default_rules
+from halfmoon.policy.cluster_view import Role
+from halfmoon.sim.cluster import Targets
+from halfmoon.sim.distserve import DistServeCoefficients
+from halfmoon.sim.hardware import device
+from halfmoon.sim.lengths import named_lengths
+from halfmoon.sim.synthetic import synthetic_workload
+
+SOURCE, GPU = DistServeCoefficients("opt-13b"), device("a100-80g")
+
+
+def half(
+    role: Role, parallelism: Parallelism, lengths: str, ttft_s: float, tpot_s: float, share: float
+) -> tuple[Trial, Option]:
+    """One worker of a role as the search simulates it, and its bound."""
+    workload = synthetic_workload(named_lengths(lengths), 200, 1.0, seed=0, most_tokens=2048)
+    goal = Goal(Targets(ttft_s, tpot_s), share)
+    question = Question(SOURCE, GPU, 1, 8, workload, goal, default_rules(GPU, 8, SOURCE))
+    model = SOURCE.model(GPU.name, *parallelism)
+    bound_per_s = prefill_bound_per_s if role == "prefill" else decode_bound_per_s
+    option = Option(role, parallelism, bound_per_s(model, workload, goal, question.rules.limits[role]))
+    return half_trial(question, {parallelism: model}, option), option
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from(["prefill", "decode"]),
+    st.sampled_from([Parallelism(1, 1), Parallelism(2, 1), Parallelism(1, 2)]),
+    st.sampled_from(["code", "chat", "in=512,out=64"]),
+    st.floats(0.1, 2.0),
+    st.floats(0.03, 0.2),
+    st.floats(0.5, 0.99),
+)
+def test_nothing_simulated_exceeds_its_bound(
+    role: Role, parallelism: Parallelism, lengths: str, ttft_s: float, tpot_s: float, share: float
+) -> None:
+    trial, option = half(role, parallelism, lengths, ttft_s, tpot_s, share)
+    rate_per_s = 1.01 * option.bound.most_per_s
+    if rate_per_s:
+        assert not trial.goal.is_met(simulate_at(trial, rate_per_s)) or option.bound.most_per_s >= 1e6
+
+
+@pytest.mark.parametrize("guess_per_s", [0.05, 3.0, 500.0])
+def test_the_edge_is_found_from_any_guess(guess_per_s: float) -> None:
+    trial, _ = half("prefill", Parallelism(1, 1), "in=512,out=64", 0.2, 0.1, 0.9)
+    found = goodput_per_s(trial, guess_per_s)
+    assert trial.goal.is_met(simulate_at(trial, found))
+    assert not trial.goal.is_met(simulate_at(trial, found * 1.02))
+
+
+def test_a_target_below_an_idle_workers_time_is_never_held() -> None:
+    trial, _ = half("prefill", Parallelism(1, 1), "in=512,out=64", 0.05, 0.1, 0.9)
+    assert goodput_per_s(trial, 1.0) == 0.0
+
+
+def test_a_decode_worker_that_misses_tpot_alone_is_bounded_by_nothing_at_all() -> None:
+    _, option = half("decode", Parallelism(1, 1), "in=512,out=64", 0.2, 0.01, 0.9)
+    assert option.bound.most_per_s == 0.0

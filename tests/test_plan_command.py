@@ -1,0 +1,127 @@
+"""`halfmoon plan`: what it finds, writes and says of what cannot be; and what `halfmoon up --plan` makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from halfmoon.cli import app
+from halfmoon.errors import InvalidRequest
+from halfmoon.gpus import whole_gpus
+from halfmoon.planned_up import planned_options
+from halfmoon.sim.spec_file import read_cluster
+from halfmoon.up import PreparedModel, UpOptions, _other_specs
+
+BASE = {
+    "--model": "opt-13b",
+    "--latency": "distserve:opt-13b",
+    "--gpu": "a100-80g",
+    "--gpus-per-node": "4",
+    "--workload": "in=512,out=64",
+    "--ttft": "0.2",
+    "--tpot": "0.1",
+    "--requests": "60",
+    "--jobs": "1",
+}
+
+
+def run(tmp_path: Path, *flags: str, **changed: str) -> tuple[int, str, str]:
+    options = {**BASE, "--output": str(tmp_path / "plan.yaml")}
+    options |= {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
+    command = ["plan", *(part for pair in options.items() for part in pair), *flags]
+    done = CliRunner(env={"COLUMNS": "250", "TERM": "dumb"}).invoke(app, command)
+    return done.exit_code, done.stdout, " ".join(done.stderr.replace("│", " ").split())
+
+
+def found_of(tmp_path: Path, **changed: str) -> dict[str, Any]:
+    code, text, error = run(tmp_path, "--json", **changed)
+    assert code == 0, error
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def test_the_fewest_gpus_hold_the_rate_and_the_same_question_has_the_same_plan(tmp_path: Path) -> None:
+    found = found_of(tmp_path, rate="8")
+    assert found == found_of(tmp_path, rate="8")
+    gpus = [one["num_gpus"] for one in found["layouts"]]
+    assert gpus == sorted(gpus)
+    assert max(gpus) <= 4
+    for one in found["layouts"]:
+        assert one["attainment_joint"] >= 0.9
+        assert one["goodput_per_s"] >= 8 / 1.03
+    assert set(found["sensitivity"]) == {"traffic +20 %", "outputs +50 %"}
+
+
+def test_what_is_written_can_be_simulated_and_started(tmp_path: Path) -> None:
+    code, text, _ = run(tmp_path, affinity="low", objective="goodput-per-dollar")
+    assert code == 0
+    assert "halfmoon up --plan" in text
+    written = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(yaml.safe_dump(written["cluster"]))
+    spec = read_cluster(cluster)
+    assert spec.num_devices == written["expected"]["gpus"]
+    options = planned_options(UpOptions(device="cpu", console=False), tmp_path / "plan.yaml", None)
+    assert options.model == "opt-13b"
+    specs = _other_specs(options, PreparedModel("/m", "m"), "x:1", "x:2")
+    workers = [one for one in specs if "--tensor-parallel" in one.arguments]
+    assert len(workers) == spec.num_workers
+    devices = [
+        int(one.arguments[one.arguments.index(f"--{kind}-parallel") + 1])
+        for one in workers
+        for kind in ("tensor", "pipeline")
+    ]
+    assert sum(a * b for a, b in zip(devices[::2], devices[1::2], strict=True)) == spec.num_devices
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"gpu": "v100"}, "known are a100-80g"),
+        ({"ttft": "0.01"}, "TTFT 0.01 s cannot be met: a prompt of 512 tokens alone on an idle worker takes 0.0"),
+        ({"tpot": "0.001"}, "TPOT 0.001 s cannot be met"),
+        ({"rate": "500"}, "do not hold 500 requests/s; the nearest feasible is about"),
+        (
+            {"latency": "roofline:opt-13b", "gpu": "l40s", "gpus_per_node": "1", "workload": "in=32000,out=1"},
+            "memory: 90% of the requests",
+        ),
+        ({"rate": "-1"}, "rate must be above 0"),
+        ({"objective": "gpus"}, "give --rate"),
+        ({"attainment": "1.5"}, "attainment is a share"),
+        ({"latency": "nonsense"}, "is no latency source"),
+        ({"output": "/nowhere/plan.yaml"}, "is no directory"),
+    ],
+)
+def test_what_cannot_be_is_explained(tmp_path: Path, changed: dict[str, str], says: str) -> None:
+    code, _, error = run(tmp_path, **changed)
+    assert code == 2
+    assert says in error
+
+
+@pytest.mark.parametrize("text", ["]", "model: x", "model: x\ncluster: {workers: [{role: baker}]}"])
+def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest, match=r"plan\.yaml"):
+        planned_options(UpOptions(), path, None)
+
+
+def test_a_plan_and_counts_exclude_each_other(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("model: x\ncluster: {workers: [{role: both}]}")
+    command = ["up", "--plan", str(tmp_path / "plan.yaml"), "--prefill", "1"]
+    done = CliRunner(env={"COLUMNS": "250", "TERM": "dumb"}).invoke(app, command)
+    assert done.exit_code == 2
+    assert "leave --prefill, --decode and --both out" in done.stderr
+
+
+def test_workers_of_several_gpus_have_their_own() -> None:
+    seen = [one["CUDA_VISIBLE_DEVICES"] for one in whole_gpus(("a", "b", "c"), [2, 1])]
+    assert seen == ["a,b", "c"]
+    assert whole_gpus((), [2, 1]) == [{}, {}]
+    with pytest.raises(InvalidRequest, match="need 4 GPUs, and this host has 3"):
+        whole_gpus(("a", "b", "c"), [2, 2])
