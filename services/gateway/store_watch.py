@@ -51,13 +51,16 @@ class StoreWatch:
     async def _watch(self, address: str) -> None:
         """One store, again after every loss."""
         membership = self._cluster.membership
+        told = ""  # why it was away last
         while True:
             client, is_there = KVStoreClient(address), False
             try:
                 is_there = await _read(client, address, membership)
                 log.info("store_watch.ended", extra={"store": address, "missed_events": is_there})
             except HalfmoonError as error:
-                log.info("store_watch.lost", extra={"store": address, "reason": error.message})
+                if membership.num_stored(address) or error.message != told:  # once, however long it is away
+                    log.info("store_watch.lost", extra={"store": address, "reason": error.message})
+                told = error.message
             except Exception as error:  # a bug of ours must not leave the index with blocks that nobody has
                 log.error("store_watch.failed", exc_info=error)
             finally:

@@ -22,7 +22,13 @@ from .fakes import FINGERPRINT, LAYOUT, running_fleet
 from .test_judgement import PROMPT, complete, measured
 
 KV = KVLayout(LAYOUT.num_layers, LAYOUT.num_kv_heads, LAYOUT.head_dim, "float32", LAYOUT.block_tokens)
-KEYS = block_keys(root_key(FINGERPRINT, KV), list(PROMPT.encode()), KV.block_tokens)
+
+
+def keys_of(salt: str) -> list[bytes]:
+    return block_keys(root_key(FINGERPRINT, KV, salt.encode()), list(PROMPT.encode()), KV.block_tokens)
+
+
+KEYS = keys_of("")
 
 
 class FakeStore(KVStoreServicer):
@@ -47,20 +53,23 @@ async def fake_store(is_full: bool = False) -> AsyncIterator[tuple[FakeStore, st
         yield store, f"127.0.0.1:{server.port}"
 
 
-async def placed_far(tmp_path: Path, near_store: str, far_store: str, near_blocks: int = 0, times: int = 2) -> str:
+async def placed_far(
+    tmp_path: Path, near_store: str, far_store: str, near_blocks: int = 0, times: int = 2, salt: str = ""
+) -> str:
     """The far worker has six blocks and is slow; gives the gateway's metrics."""
+    named = {"cache_salt": salt} if salt else {}
     async with running_fleet(tmp_path) as fleet:
         far = await fleet.add("far", "prefill", kv_store=far_store)
         near = await fleet.add("near", "prefill", kv_store=near_store)
         await fleet.add("d0", "decode")
         measured(fleet, far, 1.0)
         measured(fleet, near, 0.001)
-        stored = b"".join(key[:8] for key in KEYS)
+        stored = b"".join(key[:8] for key in keys_of(salt))
         far.loads.put_nowait(BlockEvents(sequence=1, is_snapshot=True, stored=stored[: 8 * 6]))
         near.loads.put_nowait(BlockEvents(sequence=1, is_snapshot=True, stored=stored[: 8 * near_blocks]))
         await fleet.until_told(lambda: fleet.cluster.membership.index.num_pairs == 6 + near_blocks)
         for _ in range(times):
-            assert (await complete(fleet))[0] == 200
+            assert (await complete(fleet, **named))[0] == 200
         assert len(near.calls.prefills) == times
         copies = fleet.gateway.judge.copies
         await fleet.until(lambda: copies.is_idle)
@@ -73,6 +82,13 @@ async def test_the_store_beside_the_chosen_worker_is_asked_once(tmp_path: Path) 
     [request] = store.asked
     assert (request.source, list(request.keys), request.layout.block_tokens) == ("far:1", KEYS[:6], KV.block_tokens)
     assert 'halfmoon_gateway_store_copies_total{outcome="asked"} 1.0' in metrics
+
+
+async def test_a_tenants_prefix_is_copied_as_the_tenants(tmp_path: Path) -> None:
+    async with fake_store() as (store, address):
+        await placed_far(tmp_path, address, "far:1", salt="mine", times=1)
+    [request] = store.asked
+    assert (request.tenant_salt, list(request.keys)) == (b"mine", keys_of("mine")[:6])
 
 
 async def test_nothing_is_asked_where_nothing_would_be_gained(tmp_path: Path) -> None:
