@@ -28,10 +28,20 @@ _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_s
 
 
 def check_constraint(constraint: Constraint) -> None:
-    """Raises InvalidRequest, with the library's reason, for what cannot be compiled."""
-    problem = LLMatcher.validate_grammar(_grammar(constraint), limits=_limits())
-    if problem and not problem.startswith("WARNING"):
+    """Raises InvalidRequest for what cannot be compiled, with the library's reason, and where no output can begin."""
+    grammar = _grammar(constraint)
+    problem = LLMatcher.validate_grammar(grammar, limits=_limits())
+    if not problem or problem.startswith("WARNING"):
+        problem = "" if _can_begin(grammar) else "no output can begin as it says"
+    if problem:
         raise InvalidRequest(f"the {constraint.kind.replace('_', ' ')} cannot be used: {problem}")
+
+
+def _can_begin(grammar: str) -> bool:
+    """Asked in bytes, of which the tokens of every vocabulary are made."""
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=_limits())
+    matcher.compute_bitmask()
+    return not matcher.is_error()
 
 
 def _limits() -> LLParserLimits:

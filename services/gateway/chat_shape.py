@@ -7,7 +7,17 @@ from typing import Any
 
 from services.gateway.logprob_entries import logprob_entries
 from services.gateway.served_model import Encodes
-from services.gateway.shape import STREAM_END, Output, Usage, UsageNow, Wanted, ending, framed, token_ids
+from services.gateway.shape import (
+    STREAM_END,
+    Output,
+    Usage,
+    UsageNow,
+    Wanted,
+    ending,
+    framed,
+    prompt_token_ids,
+    token_ids,
+)
 from services.gateway.text_stream import TextPiece
 from services.gateway.tool_use import NewToolParser, ToolTurn
 
@@ -24,11 +34,13 @@ class ChatShape:
         created: int,
         tokenizer: Encodes,
         wanted: Wanted,
+        prompt: Sequence[int],
         new_tool_parser: NewToolParser | None = None,
     ) -> None:
         self._head = {"id": f"chatcmpl-{request_id}", "created": created, "model": model}
         self._tokenizer = tokenizer
         self._wanted = wanted
+        self._prompt_ids = prompt_token_ids(prompt, wanted)
         self._new_tool_parser = new_tool_parser
         self._turns: dict[int, ToolTurn] = {}  # by choice
 
@@ -40,7 +52,8 @@ class ChatShape:
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The role comes first, alone."""
         delta = {"role": "assistant", "content": ""}
-        return [self._chunk(index, {"delta": delta, "logprobs": None, "finish_reason": None})]
+        role = self._chunk(index, {"delta": delta, "logprobs": None, "finish_reason": None})
+        return [{**role, **self._prompt_ids}]
 
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
         """Text and end are two chunks: the last one has an empty delta."""
@@ -73,7 +86,8 @@ class ChatShape:
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """All choices."""
         choices = [self._choice(one) for one in outputs]
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage.as_dict()}
+        head = {**self._head, "object": "chat.completion"}
+        return {**head, "choices": choices, "usage": usage.as_dict(), **self._prompt_ids}
 
     def _choice(self, output: Output) -> dict[str, Any]:
         piece, turn = output.piece, self._turn(output.index)

@@ -8,12 +8,23 @@ from typing import Any
 
 from halfmoon.pb.types_pb2 import Token
 from services.gateway.served_model import Encodes
-from services.gateway.shape import STREAM_END, Output, Usage, UsageNow, Wanted, ending, framed, token_ids, token_name
+from services.gateway.shape import (
+    STREAM_END,
+    Output,
+    Usage,
+    UsageNow,
+    Wanted,
+    ending,
+    framed,
+    prompt_token_ids,
+    token_ids,
+    token_name,
+)
 from services.gateway.text_stream import TextPiece
 
 
 class CompletionShape:
-    """Owns how far each choice's text has come. `echoes` are the prompts' texts, each for `per_prompt` choices."""
+    """Owns how far each choice's text has come. A prompt, and its text in `echoes`, is for `per_prompt` choices."""
 
     end = STREAM_END
 
@@ -24,12 +35,14 @@ class CompletionShape:
         created: int,
         tokenizer: Encodes,
         wanted: Wanted,
+        prompts: Sequence[Sequence[int]],
         echoes: Sequence[str] = (),
         per_prompt: int = 1,
     ) -> None:
         self._head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": created, "model": model}
         self._tokenizer = tokenizer
         self._wanted = wanted
+        self._prompts = prompts
         self._echoes = echoes
         self._per_prompt = per_prompt
         self._num_chars: defaultdict[int, int] = defaultdict(int)  # by choice, of all its tokens so far
@@ -40,10 +53,11 @@ class CompletionShape:
         return self._wanted.only_text
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """The prompt, if it is echoed."""
-        if not self._echoes:
+        """The prompt, if it is echoed or its token ids are wanted."""
+        if not (self._echoes or self._wanted.token_ids):
             return []
-        return [self._chunk(index, TextPiece(self._echo(index), (), (), None))]
+        choice = self._choice(index, TextPiece(self._echo(index), (), (), None))
+        return [{**self._head, "choices": [{**choice, **self._prompt_ids(index)}]}]
 
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
         """At most one chunk."""
@@ -67,11 +81,17 @@ class CompletionShape:
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """All choices."""
-        choices = [self._choice(one.index, one.piece, self._echo(one.index)) for one in outputs]
+        choices = [
+            {**self._choice(one.index, one.piece, self._echo(one.index)), **self._prompt_ids(one.index)}
+            for one in outputs
+        ]
         return {**self._head, "choices": choices, "usage": usage.as_dict()}
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._per_prompt] if self._echoes else ""
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        return prompt_token_ids(self._prompts[index // self._per_prompt], self._wanted)
 
     def _chunk(self, index: int, piece: TextPiece) -> dict[str, Any]:
         return {**self._head, "choices": [self._choice(index, piece)]}

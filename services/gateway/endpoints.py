@@ -144,8 +144,8 @@ class GenerationEndpoints:
         if call.endpoint == "responses":
             return ResponsesShape(*head, intake.said)
         if call.endpoint == "chat.completions":
-            return ChatShape(*head, intake.new_tool_parser)
-        return CompletionShape(*head, intake.echoes, intake.num_choices)
+            return ChatShape(*head, intake.prompts[0], intake.new_tool_parser)
+        return CompletionShape(*head, intake.prompts, intake.echoes, intake.num_choices)
 
     async def _whole(self, intake: Intake, call: _Call, reply: WholeReply) -> web.StreamResponse:
         await self._run(intake, call, reply)

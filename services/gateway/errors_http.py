@@ -47,7 +47,13 @@ _KINDS: dict[type[HalfmoonError], HttpKind] = {
 }
 
 
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 415: "unsupported_encoding"}
+_HTTP_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "body_too_slow",
+    413: "body_too_large",
+    415: "unsupported_encoding",
+}
 
 
 def kind_of(error: HalfmoonError) -> HttpKind:

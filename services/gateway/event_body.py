@@ -36,6 +36,8 @@ class EventBody:
         self._is_chunked = request.version >= HttpVersion11
         if self._is_chunked:
             self._response.enable_chunked_encoding()
+        else:
+            self._response.force_close()  # nothing else tells such a client where the body ends
         self._beginning = asyncio.Lock()  # several choices begin
 
     @property

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from services.gateway.strict_part import Items, Part, misplaced
+from services.gateway.strict_part import Items, Part, at_most_entries, misplaced
 
 _MAX_PARTS = 1_000
 _MAX_CALLS = 128
+_MAX_VARIABLES = 64
+_OWN_PARAMETERS = ("messages", "tools", "add_generation_prompt")  # the template has variables of these names
+
+
+def _without_own_parameters(variables: dict[str, Any]) -> dict[str, Any]:
+    taken = next((name for name in _OWN_PARAMETERS if name in variables), None)
+    if taken is not None:
+        raise misplaced(taken, "it is a parameter of its own")
+    return variables
+
+
+TemplateKwargs = Annotated[
+    dict[str, Any],
+    BeforeValidator(partial(at_most_entries, _MAX_VARIABLES)),
+    AfterValidator(_without_own_parameters),
+]
 
 
 class TextPart(Part):

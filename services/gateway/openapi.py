@@ -30,6 +30,7 @@ _REFUSALS = {
     "400": "a parameter is wrong or not supported; `param` names it",
     "401": "the API key is missing or unknown",
     "404": "the model is not served here",
+    "408": "the body did not come in time",
     "413": "the body is too large",
     "415": "the Content-Encoding is not supported",
     "429": "there is no capacity; Retry-After says when to come back",

@@ -10,21 +10,26 @@ from aiohttp import web
 from halfmoon.errors import InvalidRequest
 from services.gateway.client_text import shortened
 
+_MOST_RECEIVING_S = 120.0  # aiohttp waits for ever, also after a chunk that is no chunk
 _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32  # zlib looks at the header
 
 
-async def receive_body(request: web.Request) -> bytes:
+async def receive_body(request: web.Request, within_s: float = _MOST_RECEIVING_S) -> bytes:
     """The whole body. Raises InvalidRequest for one that breaks off or is not encoded as it says.
 
-    Raises HTTPUnsupportedMediaType for an encoding nobody here knows, HTTPRequestEntityTooLarge for too many bytes,
-    compressed or not. The app must not decompress by itself: aiohttp answers mistakes in its own way.
+    Raises HTTPRequestTimeout for one that is not whole `within_s`, HTTPUnsupportedMediaType for an encoding nobody here
+    knows, HTTPRequestEntityTooLarge for too many bytes, compressed or not. The app must not decompress by itself:
+    aiohttp answers mistakes in its own way.
     """
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
         reason = f"the Content-Encoding {shortened(encoding)!r} is not supported; gzip, deflate and identity are"
         raise web.HTTPUnsupportedMediaType(text=reason)
     try:
-        raw = await request.read()
+        async with asyncio.timeout(within_s):
+            raw = await request.read()
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout(text=f"the body was not whole within {within_s:g} s") from error
     except web.HTTPRequestEntityTooLarge as error:
         raise _too_large(request.client_max_size) from error
     except (web.RequestPayloadError, ConnectionError) as error:

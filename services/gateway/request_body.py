@@ -57,7 +57,7 @@ def _is_neutral(name: str, value: Any) -> bool:
 def _invalid(errors: Sequence[ErrorDetails]) -> InvalidRequest:
     """Of several errors the first; of a union's branches the one that got furthest into the value."""
     same = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
-    error = max(same, key=lambda one: (one["type"] == "too_long", len(_path(one["loc"]))))
+    error = max(same, key=lambda one: (one["type"] in ("too_long", "too_short"), len(_path(one["loc"]))))
     path = _path(error["loc"])
     if error["type"] in ("too_many_names", "misplaced"):
         path = [*path, error["ctx"]["name"]]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from services.gateway.messages import Message
+from services.gateway.messages import Message, TemplateKwargs
 from services.gateway.strict_part import Items, Part, at_most_entries
 from services.gateway.structured import ResponseFormat, StructuredOutputs
 from services.gateway.tools import ToolChoice, Tools
@@ -72,7 +72,9 @@ class GenerationBody(Part):
     stream: bool | None = Field(None, description="server-sent events")
     stream_options: StreamOptions | None = Field(None, description="include_usage, continuous_usage_stats")
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
-    return_token_ids: bool | None = Field(None, description="choices carry `token_ids`")
+    return_token_ids: bool | None = Field(
+        None, description="choices carry `token_ids`, of the prompt `prompt_token_ids`"
+    )
     return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens `token_id:5`")
     user: str | None = Field(None, description="a label for the log")
     metadata: Annotated[dict[str, Any], BeforeValidator(partial(at_most_entries, _MAX_LABELS))] | None = Field(
@@ -102,9 +104,7 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = Field(
         None, description="the template ends with the assistant's head; default true"
     )
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(partial(at_most_entries, _MAX_LABELS))] | None = (
-        Field(None, description="variables of the chat template")
-    )
+    chat_template_kwargs: TemplateKwargs | None = Field(None, description="variables of the chat template")
     echo: Literal[False] | None = None
 
 

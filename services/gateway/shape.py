@@ -118,3 +118,8 @@ def ending(piece: TextPiece) -> dict[str, Any]:
 def token_ids(piece: TextPiece, wanted: Wanted) -> dict[str, Any]:
     """The ids of a piece's tokens, if they are wanted."""
     return {"token_ids": list(piece.token_ids)} if wanted.token_ids else {}
+
+
+def prompt_token_ids(prompt: Sequence[int], wanted: Wanted) -> dict[str, Any]:
+    """The ids of a prompt's tokens, if they are wanted; in a stream they come once for each choice."""
+    return {"prompt_token_ids": list(prompt)} if wanted.token_ids else {}

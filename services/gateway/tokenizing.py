@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Annotated, Any
 
 from aiohttp import web
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from halfmoon.errors import InvalidRequest
 from services.gateway.intake import max_values
 from services.gateway.membership import Membership
-from services.gateway.messages import Message
+from services.gateway.messages import Message, TemplateKwargs
 from services.gateway.received_body import receive_body
 from services.gateway.request_body import parse_body
 from services.gateway.served_model import ServedModel
-from services.gateway.strict_part import Items, Part, at_most_entries
+from services.gateway.strict_part import Items, Part
 from services.gateway.tools import Tools
 
 _SLOW_BODY_BYTES = 4_096  # longer ones are worked on off the event loop
 _MAX_TOKENS = 2_000_000
 _MAX_MESSAGES = 10_000
-_MAX_NAMES = 64
 
 
 class TokenizeBody(Part):
@@ -37,9 +35,7 @@ class TokenizeBody(Part):
     tools: Tools | None = Field(None, description="of messages: given to the chat template")
     add_special_tokens: bool | None = Field(None, description="of a prompt: what the tokenizer puts around it")
     add_generation_prompt: bool | None = Field(None, description="of messages: the assistant's head; default true")
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(partial(at_most_entries, _MAX_NAMES))] | None = (
-        Field(None, description="variables of the chat template")
-    )
+    chat_template_kwargs: TemplateKwargs | None = Field(None, description="variables of the chat template")
     return_token_strs: bool | None = Field(None, description="the tokens as the vocabulary writes them, too")
 
 

@@ -117,7 +117,7 @@ def test_a_mask_is_a_function_of_the_tokens(demo: Checkpoint) -> None:
 
 
 def test_what_cannot_be_used_is_refused_with_the_reason() -> None:
-    for good in (json_schema({}), json_schema(PERSON), Constraint("grammar", GBNF), Constraint("choice", '["a"]')):
+    for good in (json_schema({}), json_schema(PERSON), Constraint("grammar", GBNF), Constraint("choice", '["a", ""]')):
         check_constraint(good)
     for kind, source, reason in (
         ("json_schema", '{"type": "nonsense"}', "nonsense"),
@@ -128,6 +128,9 @@ def test_what_cannot_be_used_is_refused_with_the_reason() -> None:
         ("regex", "(?=a)", "look-around"),
         ("grammar", "start: nothing", "nothing"),
         ("choice", "[]", "choice"),
+        ("json_schema", '{"$ref": "#"}', "no output can begin"),
+        ("regex", r"a[^\s\S]", "no output can begin"),
+        ("grammar", "start: start", "no output can begin"),
     ):
         with pytest.raises(InvalidRequest, match=reason):
             check_constraint(Constraint(kind, source))  # type: ignore[arg-type]

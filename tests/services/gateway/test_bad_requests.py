@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
+
+from services.gateway.received_body import receive_body
 
 from .fakes import CONTEXT_TOKENS, MODEL, Fleet, running_fleet
 
@@ -57,6 +62,7 @@ async def test_every_wrong_chat_parameter_is_named(fleet: Fleet) -> None:
         ("max_tokens", 5.0),
         ("max_completion_tokens", -1),
         ("n", 129),
+        ("chat_template_kwargs", {"tools": []}),
         ("n", True),
         ("n", 0),
         ("stop", ""),
@@ -257,6 +263,13 @@ async def test_bodies_that_are_not_encoded_as_they_say(fleet: Fleet, caplog: pyt
         assert encoding[:200] in answer["error"]["message"]
         assert len(answer["error"]["message"]) < 400
     assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    request = SimpleNamespace(headers={}, read=asyncio.Event().wait)
+    with pytest.raises(web.HTTPRequestTimeout) as caught:
+        await receive_body(cast("web.Request", request), within_s=0)
+    assert caught.value.text == "the body was not whole within 0 s"
 
 
 async def test_the_limit_of_a_body_counts_what_is_unpacked(fleet: Fleet) -> None:

@@ -213,6 +213,27 @@ async def test_names_tools_and_variables_reach_the_template(tmp_path: Path) -> N
     assert generation.priority == -3
 
 
+async def test_token_ids_of_prompts_and_outputs(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": MODEL, "return_token_ids": True, "max_tokens": 2}
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script("ab"))
+        chat = await post(fleet, "/v1/chat/completions", messages=HI, **options)
+        completion = await post(fleet, "/v1/completions", prompt=["x", "yz"], n=2, **options)
+        options["stream"] = True
+        chat_events = events(await post(fleet, "/v1/chat/completions", messages=HI, **options))
+        completion_events = events(await post(fleet, "/v1/completions", prompt=["x", "yz"], **options))
+        prompt = list(prefill.calls.prefills[0].generation.prompt_token_ids)
+    assert chat["prompt_token_ids"] == prompt
+    assert chat["choices"][0]["token_ids"] == [97, 98]
+    assert [one["prompt_token_ids"] for one in completion["choices"]] == [[120], [120], [121, 122], [121, 122]]
+    assert [one.get("prompt_token_ids") for one in chat_events] == [prompt, *[None] * (len(chat_events) - 1)]
+    choices = [choice for event in completion_events for choice in event["choices"]]
+    told = [(one["index"], one["prompt_token_ids"]) for one in choices if "prompt_token_ids" in one]
+    assert sorted(told) == [(0, [120]), (1, [121, 122])]
+    for index in (0, 1):
+        assert [token for one in choices if one["index"] == index for token in one["token_ids"]] == [97, 98]
+
+
 async def test_tokens_named_by_id(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         await fleet.pair(Script("a"))

@@ -32,7 +32,7 @@ HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
 def shape_of(kind: type[ChatShape] | type[CompletionShape], wanted: Wanted, model: str = "m") -> Shape:
-    return kind("id", model, 7, ByteTokenizer(), wanted)
+    return kind("id", model, 7, ByteTokenizer(), wanted, [])
 
 
 @pytest.mark.parametrize("kind", [ChatShape, CompletionShape])
@@ -176,16 +176,18 @@ def test_a_connection_that_is_gone_is_not_written_to(connection: Connection | No
     assert connection is None or not connection.written
 
 
-async def test_a_client_of_http_1_0_gets_a_plain_stream(tmp_path: Path) -> None:
+@pytest.mark.parametrize("header", ["", "Connection: keep-alive\r\n"])
+async def test_a_client_of_http_1_0_gets_a_plain_stream(tmp_path: Path, header: str) -> None:
     async with running_fleet(tmp_path) as fleet:
         await fleet.pair(Script("héllo"))
         host, _, port = fleet.http.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         sent = json.dumps({"model": MODEL, "messages": HI, "stream": True}).encode()
-        writer.write(b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(sent), sent))
-        head, _, body = (await soon(reader.read())).partition(b"\r\n\r\n")
+        head = f"POST /v1/chat/completions HTTP/1.0\r\n{header}Content-Length: {len(sent)}\r\n\r\n"
+        writer.write(head.encode() + sent)
+        told, _, body = (await soon(reader.read())).partition(b"\r\n\r\n")  # until the connection is closed
         writer.close()
-    assert b"chunked" not in head
+    assert b"chunked" not in told
     *events, done, rest = body.split(b"\n\n")
     assert (done, rest) == (b"data: [DONE]", b"")
     deltas = [json.loads(one.removeprefix(b"data: "))["choices"][0]["delta"] for one in events]
