@@ -95,7 +95,7 @@ class RowQueue(Generic[Row]):
                 num_failures += 1
                 continue
             num_failures, self._is_losing = 0, False
-            if not self._rows:
+            if len(self._rows) < _MAX_BATCH and not self._num_alone:
                 await self._pause(began_s + self._pause_s - time.monotonic())
         self.give_up()
 

@@ -92,3 +92,25 @@ async def test_a_bug_in_the_writing_does_not_end_it() -> None:
     queue.close()
     await asyncio.wait_for(queue.write_behind(), 20)
     assert (table.rows, queue.num_lost) == ([0, 2], 1)
+
+
+async def test_rows_that_come_during_a_write_wait_for_others() -> None:
+    batches: list[list[int]] = []
+    is_written = asyncio.Event()
+
+    async def write(rows: Sequence[int]) -> None:
+        batches.append(list(rows))
+        if rows[0] == 0:
+            queue.put(1)
+            is_written.set()
+
+    queue: RowQueue[int] = RowQueue(write, pause_s=60.0)
+    queue.put(0)
+    writer = asyncio.ensure_future(queue.write_behind())
+    await is_written.wait()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    queue.put(2)
+    queue.close()
+    await writer
+    assert batches == [[0], [1, 2]]
