@@ -54,6 +54,14 @@ def test_a_queue_too_long_for_the_class(mode: AdmissionMode) -> None:
     assert keeper("off").decide(view, REQUEST, QosClass("x", ttft_s=2.0), 0.0).placement.ttft_s == 11.0
 
 
+@pytest.mark.parametrize("mode", ["load", "predicted"])
+def test_one_token_misses_no_tbt(mode: AdmissionMode) -> None:
+    gate, view, strict = keeper(mode), ClusterView((P, D)), QosClass("x", tbt_s=0.001)
+    with pytest.raises(Refused, match="time between tokens"):
+        gate.decide(view, REQUEST, strict, 0.0)
+    assert gate.decide(view, replace(REQUEST, max_tokens=1), strict, 0.0).max_tokens == 1
+
+
 def test_load_does_not_see_who_is_still_in_prefill_predicted_does() -> None:
     strict = QosClass("x", tbt_s=0.025)
     view = ClusterView((P, D))
