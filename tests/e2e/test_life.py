@@ -90,7 +90,10 @@ async def test_a_killed_decode_worker_only_pauses_the_streams(tmp_path: Path) ->
             asyncio.create_task(streamed(http, body, one))
             for body, one in zip((PLAIN, CONSTRAINED), begun, strict=True)
         ]
-        await asyncio.gather(*(one.wait() for one in begun))
+        all_begun: asyncio.Future[Any] = asyncio.gather(*(one.wait() for one in begun))
+        waiting: list[asyncio.Future[Any]] = [all_begun, *streams]
+        ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        assert ended == {all_begun}, [one.exception() for one in ended]  # else it would be waited for in vain
         (pid,) = [worker["pid"] for worker in await system.cluster(http) if worker["role"] == "decode"]
         assert not any(one.done() for one in streams)
         os.kill(pid, signal.SIGKILL)
