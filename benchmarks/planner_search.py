@@ -3,28 +3,30 @@
     python -m benchmarks.planner_search [--case NAME ...] [--requests N] [--jobs N] [--lengths FILE]
 
 With DistServe's coefficients (A100-80G) and its simulator's rules: whole prompts as batches, prompts first where
-workers do both, KV pulled within a node. Lengths are the fits of `halfmoon simulate`, cut at 2,048 tokens, or
-those of a file of rows (start_time, prompt_len, output_len).
+workers do both, KV pulled within a node. DistServe compared itself with colocated vLLM, which has slower coefficients,
+so there is a column of these. Lengths are the fits of `halfmoon simulate`, cut at 2,048 tokens, or those of a file of
+rows (start_time, prompt_len, output_len).
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
+from halfmoon.plan.feasible import NoLayout
 from halfmoon.plan.goodput import Goal
 from halfmoon.plan.layout import Rules
 from halfmoon.plan.question import Question
-from halfmoon.plan.search import search
+from halfmoon.plan.search import Rated, search
 from halfmoon.policy.cluster_view import Role
 from halfmoon.sim.cluster import BatchLimits, Network, Targets
-from halfmoon.sim.distserve import DistServeCoefficients
+from halfmoon.sim.distserve import DistServeCoefficients, Engine
 from halfmoon.sim.hardware import device
 from halfmoon.sim.lengths import named_lengths
 from halfmoon.sim.result import Criterion
@@ -34,6 +36,7 @@ from halfmoon.sim.workload import Workload
 
 CONTEXT_TOKENS = 2048  # of OPT
 GPU = device("a100-80g")
+ENGINES: tuple[Engine, ...] = ("distserve", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--lengths", type=Path)
     args = parser.parse_args()
-    print("| case | criterion | best, req/s a GPU | best colocated | ratio | known | seconds |")
+    print(
+        "| case | criterion | best disaggregated | best colocated | colocated, vLLM's coefficients | known | seconds |"
+    )
     print("|---|---|---|---|---|---|---|")
     criteria: tuple[Criterion, ...] = ("joint", "marginal")
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
@@ -91,15 +96,28 @@ def main() -> None:
             case = CASES[name]
             workload = requests_of(case, args.requests, args.lengths)
             for criterion in criteria:
-                goal = Goal(case.targets, 0.9, criterion)
-                source = DistServeCoefficients(case.model)
                 began_s = time.perf_counter()
-                found = search(Question(source, GPU, 1, case.num_gpus, workload, goal, rules()), pool)
-                best, both = found.best[0], found.colocated
-                colocated = "–" if both is None else f"{both.layout}, {both.per_gpu:.2f}"
-                ratio = "–" if both is None else f"{best.per_gpu / both.per_gpu:.2f}"
-                row = name, criterion, f"{best.layout}, {best.per_gpu:.2f}", colocated, ratio, case.known
-                print("|", " | ".join(row), f"| {time.perf_counter() - began_s:.0f} |", flush=True)
+                ours, of_vllm = (found_with(engine, case, workload, criterion, pool) for engine in ENGINES)
+                cells = [shown(one) for one in (ours[0], ours[1], of_vllm[1])]
+                row = name, criterion, *cells, case.known, f"{time.perf_counter() - began_s:.0f}"
+                print("|", " | ".join(row), "|", flush=True)
+
+
+def found_with(
+    engine: Engine, case: Case, workload: Workload, criterion: Criterion, pool: Executor
+) -> tuple[Rated | None, Rated | None]:
+    """The best disaggregated and the best colocated layout with one engine's coefficients."""
+    source, goal = DistServeCoefficients(case.model, engine), Goal(case.targets, 0.9, criterion)
+    try:
+        found = search(Question(source, GPU, 1, case.num_gpus, workload, goal, rules()), pool)
+    except NoLayout:
+        return None, None
+    return found.disaggregated, found.colocated
+
+
+def shown(one: Rated | None) -> str:
+    """A cell: the layout and its goodput for each GPU."""
+    return "none" if one is None else f"{one.layout}: {one.per_gpu:.2f}"
 
 
 if __name__ == "__main__":

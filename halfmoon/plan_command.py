@@ -151,6 +151,7 @@ def _summary(question: Question, found: Plan, verdicts: list[Verdict], what_if: 
         "attainment_asked": question.goal.attainment,
         "targets": {"ttft_s": question.goal.targets.ttft_s, "tpot_s": question.goal.targets.tpot_s},
         "layouts": [{**_rated(one), **_judged(verdict)} for one, verdict in zip(found.best, verdicts, strict=True)],
+        "disaggregated": None if found.disaggregated is None else _rated(found.disaggregated),
         "colocated": None if colocated is None else _rated(colocated),
         "over_colocated": None if colocated is None else best.per_gpu / colocated.per_gpu,
         "sensitivity": {name: _judged(verdict) for name, verdict in what_if.items()},

@@ -48,9 +48,10 @@ class Rated:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The best layouts, best first, and the best colocated one, if any holds anything."""
+    """The best layouts, best first, and the best of either kind, if any of it holds anything."""
 
     best: tuple[Rated, ...]
+    disaggregated: Rated | None
     colocated: Rated | None
     models: Mapping[Parallelism, LatencyModel]
     num_simulated: int
@@ -69,7 +70,11 @@ def search(question: Question, pool: Executor, on_progress: Progress = lambda wh
     ranked = sorted([*disaggregated, *colocated], key=run.rank)[:BEST]
     if not ranked:
         raise NoLayout(run.problem([half.goodput_per_s for kept in halves.values() for half in kept], made))
-    return Plan(tuple(ranked), colocated[0] if colocated else None, known, run.num_simulated, run.num_ruled_out)
+    return Plan(tuple(ranked), _first(disaggregated), _first(colocated), known, run.num_simulated, run.num_ruled_out)
+
+
+def _first(found: Sequence[Rated]) -> Rated | None:
+    return found[0] if found else None
 
 
 def _counting(on_progress: Progress, what: str, total: int) -> Callable[[int], None]:
