@@ -30,14 +30,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOADS_AT_ONCE = 2  # so that the link is busy while a block is written
-_ASK_AT_LEAST_S, _ASK_AT_MOST_S = 0.05, 2.0
+_ASK_AT_LEAST_S = 0.05
 
 
 class Restorer:
     """Decides for each prompt what to load. Owns what was learned of the store's speed. Event-loop thread only."""
 
-    def __init__(self, engine: AsyncEngine, state: WorkerState, link: StoreLink, metrics: StoreMetrics) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        state: WorkerState,
+        link: StoreLink,
+        metrics: StoreMetrics,
+        ask_at_most_s: float = 2.0,
+    ) -> None:
         self.engine = engine
+        self.ask_at_most_s = ask_at_most_s  # how long the store may take to say what it has
         self.link = link
         self.metrics = metrics
         self.source = BlockSource(engine.engine.layout)
@@ -57,7 +65,7 @@ class Restorer:
             return None
         model = self._state.compute_rate.model
         ask_s = model.seconds((num_whole - num_here) * block_tokens, num_here * block_tokens) / 4
-        tiers = await self._match(request, keys, min(max(ask_s, _ASK_AT_LEAST_S), _ASK_AT_MOST_S))
+        tiers = await self._match(request, keys, min(max(ask_s, _ASK_AT_LEAST_S), self.ask_at_most_s))
         if len(tiers) <= num_here:
             return None
         return self._decide(request, keys[: len(tiers)], tiers, num_here, model)
@@ -236,6 +244,6 @@ class Restoring:
         if wanted:
             try:
                 with self._restorer.link.use(self._request.tenant_salt) as store:
-                    await store.prefetch(wanted[::-1], deadline_s=_ASK_AT_MOST_S)
+                    await store.prefetch(wanted[::-1], deadline_s=self._restorer.ask_at_most_s)
             except HalfmoonError as error:
                 log.debug("store.prefetch_failed", extra={"reason": error.message})

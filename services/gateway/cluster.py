@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager, suppress
+from itertools import chain, repeat
 from typing import Any
 
 import grpc
@@ -245,13 +246,19 @@ class Cluster(ClusterServicer):
                 self.router.deliver(step, self.clock())
 
     async def _cancel_request(self, worker: Worker, wire_id: str) -> None:
+        """Until the worker has heard it or has left: what it does not hear of, it serves to the end."""
         request = CancelRequest(request_ids=[wire_id])
         with request_scope(request_id()):  # the request's own deadline may be over
-            try:
-                await worker.peer.call(worker.decode.Cancel, request, deadline_s=CANCEL_DEADLINE_S)
-            except HalfmoonError as error:
-                fields = {"worker_id": worker.member.worker_id, "wire_id": wire_id, "reason": error.message}
-                log.warning("cancel.failed", extra=fields)
+            for pause_s in chain(_RECONNECT_S, repeat(_RECONNECT_S[-1])):
+                try:
+                    await worker.peer.call(worker.decode.Cancel, request, deadline_s=CANCEL_DEADLINE_S)
+                    return
+                except HalfmoonError as error:
+                    fields = {"worker_id": worker.member.worker_id, "wire_id": wire_id, "reason": error.message}
+                    log.warning("cancel.failed", extra=fields)
+                if worker.gone.done():
+                    return
+                await asyncio.sleep(pause_s)
 
     async def _close_later(self, worker: Worker) -> None:
         """Cancellations for the worker's requests still have to get through."""

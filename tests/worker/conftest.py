@@ -134,7 +134,7 @@ async def _worker(
         restorer: Restorer | None = None
         if store is not None:
             link = await stack.enter_async_context(aclosing(StoreLink(store_client(store, link_mbps))))
-            restorer = Restorer(async_engine, state, link, metrics.store)
+            restorer = Restorer(async_engine, state, link, metrics.store, ask_at_most_s=60)
             await stack.enter_async_context(beside(store_writer(async_engine, state, link, metrics).run()))
         prefill = PrefillServicer(async_engine, state, metrics, link_settings, device, restorer=restorer)
         decode = DecodeServicer(async_engine, state, metrics, lease_s, device)

@@ -165,6 +165,7 @@ class FakeWorker(PrefillServicer, DecodeServicer):
         self.fleet = fleet
         self.calls = Calls()
         self.refuse: list[HalfmoonError] = []  # raised by the next Prefill calls
+        self.refuse_cancels: list[HalfmoonError] = []
         self.on_prefill: OnPrefill | None = None
         self.address = ""
         self.changes: Mapping[str, Any] = {}  # of its identity
@@ -230,6 +231,8 @@ class FakeWorker(PrefillServicer, DecodeServicer):
             yield step
 
     async def Cancel(self, request: CancelRequest, context: grpc.aio.ServicerContext) -> CancelResponse:
+        if self.refuse_cancels:
+            raise self.refuse_cancels.pop(0)
         self.calls.cancelled += request.request_ids
         self.calls.cancel_came.set()
         return CancelResponse(num_cancelled=len(request.request_ids))

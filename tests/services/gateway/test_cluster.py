@@ -45,6 +45,15 @@ async def test_a_cancellation_for_a_worker_whose_channel_is_closed(tmp_path: Pat
         assert await says_hello(fleet)
 
 
+async def test_a_cancellation_is_told_until_it_is_heard(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        worker = await fleet.add("b0", "both")
+        worker.refuse_cancels = [DataLoss("busy"), DataLoss("busy")]
+        fleet.cluster.cancel_request(fleet.cluster.worker("b0"), "r.1")
+        await soon(worker.calls.cancel_came.wait())
+        assert worker.calls.cancelled == ["r.1"]
+
+
 async def test_what_comes_after_the_end_does_no_harm(tmp_path: Path) -> None:
     async def never() -> None:
         await asyncio.Event().wait()

@@ -1,0 +1,13 @@
+"""What all tests of the console share."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _own_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamlit's AppTest leaves its script behind as `__main__`, which processes started later would run again."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
