@@ -167,6 +167,7 @@ class SimWorker:
         assert self.wake_s is None, "a step is under way"
         self._begun_s = now_s
         self.prompts.is_short = False
+        num_preempted = self.num_preempted
         self._join()
         limits = self.group.limits
         if limits.batching == "prefill-first":
@@ -180,8 +181,8 @@ class SimWorker:
         self._does_decode = bool(self.decodes.size) and (limits.batching == "chunked" or not sets)
         if sets:
             return self._begin_prompts(sets, now_s)
-        if self._does_decode:
-            self._begin_decodes()
+        if self._does_decode:  # a step that preempts admits nobody; the one behind it may
+            self._begin_decodes(self.decodes.steps_left() if self.num_preempted == num_preempted else 1)
         return []
 
     def finish(self, now_s: float) -> Finished:
@@ -317,11 +318,11 @@ class SimWorker:
         self.wake_s = now_s + self._step_s(sets, batch, context)
         return []
 
-    def _begin_decodes(self) -> None:
-        """As many steps as there are until somebody ends, or as there are pages for; those of the first are taken."""
+    def _begin_decodes(self, most: int) -> None:
+        """At most so many steps, as far as there are pages for them; those of the first are taken."""
         decodes = self.decodes
         self._cycle = self._cycles.get(decodes.size) or self._new_cycle(decodes.size)
-        num = decodes.affordable_steps(decodes.steps_left(), self.kv.available)
+        num = decodes.affordable_steps(most, self.kv.available)
         self._take(decodes.new_pages(1, num))
         self._wake_after(num)
 

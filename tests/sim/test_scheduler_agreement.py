@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from halfmoon.engine.block_pool import BlockPool
@@ -82,7 +82,18 @@ def cases(draw: st.DrawFn) -> tuple[Rows, BatchLimits, int]:
     return rows, limits, draw(st.sampled_from([15, 20, 40, 200]))  # 15 blocks hold the longest request
 
 
+A_STEP_THAT_PREEMPTS_AMID_DECODES = (
+    [
+        (1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (5, 13, 9), (8, 37, 6), (9, 6, 1), (10, 5, 3), (11, 4, 7),
+        (12, 1, 1), (13, 1, 1), (14, 1, 1), (15, 1, 1), (16, 1, 1),
+    ],
+    BatchLimits(10, 9, 4),
+    15,
+)  # fmt: skip
+
+
 @settings(max_examples=300)
+@example(A_STEP_THAT_PREEMPTS_AMID_DECODES)
 @given(cases())
 def test_both_take_the_same_steps(case: tuple[Rows, BatchLimits, int]) -> None:
     assert simulated_times(*case) == engine_times(*case)
