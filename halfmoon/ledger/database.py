@@ -55,7 +55,12 @@ class Database:
         await self._within(self._upgrade(), _OPEN_S)
 
     async def close(self) -> None:
-        """Closes the connections; those that do not answer are left to the operating system."""
+        """Closes the connections; those that do not answer are left to the operating system.
+
+        Transactions that were cancelled roll back first: one whose connection is closed meanwhile may wait for ever.
+        """
+        if self._overdue:
+            await asyncio.wait(self._overdue, timeout=_CLOSE_S)
         try:
             await self._within(self._engine.dispose(), _CLOSE_S)
         except Unavailable:
