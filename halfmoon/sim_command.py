@@ -16,13 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.sim.asked_workload import asked_workload
 from halfmoon.sim.cluster import ClusterSpec, Targets
-from halfmoon.sim.lengths import KNOWN_LENGTHS, named_lengths
+from halfmoon.sim.lengths import KNOWN_LENGTHS
 from halfmoon.sim.result import OUTCOMES, SimResult, quantiles
 from halfmoon.sim.simulation import simulate as run_simulation
 from halfmoon.sim.spec_file import read_cluster
-from halfmoon.sim.synthetic import synthetic_workload
-from halfmoon.sim.traces import read_workload
 from halfmoon.sim.workload import Workload
 
 
@@ -75,7 +74,7 @@ def simulate(
             kept.tbt_s if tbt is None else tbt,
             kept.tbt_of if tbt_of is None else tbt_of.value,
         )
-        asked = asked_workload(workload, rate, requests, arrivals, cv, seed)
+        asked = asked_workload(workload, rate, requests, arrivals.value, cv, seed)
         found = _run(spec, asked, seed)
     except InvalidRequest as error:
         raise typer.BadParameter(error.message) from error
@@ -84,18 +83,6 @@ def simulate(
         print(json.dumps({**summary, "requests": _rows(asked, found)}))
     else:
         _print(spec, summary)
-
-
-def asked_workload(text: str, rate: float | None, num: int | None, process: Arrivals, cv: float, seed: int) -> Workload:
-    """A trace's requests, or drawn ones. Raises InvalidRequest saying what is missing."""
-    if Path(text).is_file() or Path(text).suffix in (".json", ".jsonl", ".csv"):
-        found = read_workload(Path(text))
-        found = found if num is None else found.first(num)
-        return found if rate is None else found.at_rate(rate)
-    lengths = named_lengths(text)
-    if rate is None:
-        raise InvalidRequest(f"workload {text} needs --rate, the requests that arrive a second", param="rate")
-    return synthetic_workload(lengths, num or 1_000, rate, seed=seed, process=process.value, cv=cv)
 
 
 def _run(spec: ClusterSpec, workload: Workload, seed: int) -> SimResult:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from halfmoon.plan.feasible import Option
-from halfmoon.plan.goodput import Goal, Trial, goodput_per_s
+from halfmoon.plan.goodput import Trial, goodput_per_s
 from halfmoon.plan.layout import Parallelism
 from halfmoon.plan.question import Question
 from halfmoon.policy.cluster_view import Role
@@ -89,5 +89,5 @@ def half_trial(question: Question, known: Mapping[Parallelism, LatencyModel], op
         other = WorkerGroup(
             "prefill", 1, replace(instant, launch_s_per_token=0.0), replace(limits, max_batch_tokens=most)
         )
-        goal = Goal(Targets(None, targets.tpot_s), question.goal.attainment, question.goal.criterion)
+        goal = replace(question.goal, targets=replace(targets, ttft_s=None))
     return Trial(ClusterSpec((worker, other), _INSTANT), workload, goal, question.seed)

@@ -1,0 +1,59 @@
+"""A plan as JSON: what `halfmoon plan --json` prints and the planner service answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halfmoon.plan.planning import PlanResult
+from halfmoon.plan.search import Rated
+from halfmoon.plan.verdict import Verdict
+
+
+def summary_of(result: PlanResult) -> dict[str, Any]:
+    """Plain values; times in seconds, shares between 0 and 1."""
+    question, found = result.question, result.plan
+    best, colocated, targets = found.best[0], found.colocated, question.goal.targets
+    return {
+        "gpu": question.gpu.name,
+        "objective": question.objective,
+        "criterion": question.goal.criterion,
+        "attainment_asked": question.goal.attainment,
+        "targets": {"ttft_s": targets.ttft_s, "tpot_s": targets.tpot_s, "tbt_s": targets.tbt_s},
+        "layouts": [
+            {**_rated(one), **_judged(verdict)} for one, verdict in zip(found.best, result.verdicts, strict=True)
+        ],
+        "disaggregated": None if found.disaggregated is None else _rated(found.disaggregated),
+        "colocated": None if colocated is None else _rated(colocated),
+        "over_colocated": None if colocated is None else best.per_gpu / colocated.per_gpu,
+        "sensitivity": {name: _judged(verdict) for name, verdict in result.what_if.items()},
+        "latency": sorted({model.source for model in found.models.values()}),
+        "num_simulated": found.num_simulated,
+        "num_ruled_out": found.num_ruled_out,
+    }
+
+
+def _rated(one: Rated) -> dict[str, Any]:
+    return {
+        "layout": str(one.layout),
+        "workers": [
+            {"role": each.role, "count": one.layout.num_units * each.num, **each.parallelism._asdict()}
+            for each in one.layout.sets
+        ],
+        "num_gpus": one.layout.num_gpus,
+        "price_per_hour": one.price_per_hour,
+        "goodput_per_s": one.goodput_per_s,
+        "goodput_per_s_per_gpu": one.per_gpu,
+        "goodput_per_dollar": one.per_dollar,
+    }
+
+
+def _judged(verdict: Verdict) -> dict[str, Any]:
+    shares = verdict.attainment
+    return {
+        "rate_per_s": verdict.rate_per_s,
+        "attainment_joint": shares.joint,
+        "attainment_ttft": shares.ttft,
+        "attainment_tpot": shares.tpot,
+        "ttft_s": verdict.ttft_s,
+        "tpot_s": verdict.tpot_s,
+    }
