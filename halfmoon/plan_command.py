@@ -14,6 +14,7 @@ from rich.table import Table
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.planning import PlanResult, make_plan
+from halfmoon.plan.plot import check_plot, write_plot
 from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.summary import summary_of
 from halfmoon.sim.hardware import DEVICES
@@ -67,6 +68,9 @@ def plan(
     seed: Annotated[int, typer.Option(help="of all that is drawn")] = 0,
     jobs: Annotated[int | None, typer.Option(min=1, help="processes; default: one for each core")] = None,
     output: Annotated[Path, typer.Option(help="file for `halfmoon up --plan`")] = Path("plan.yaml"),
+    plot: Annotated[
+        Path | None, typer.Option(help="draws attainment and goodput over the rate: a .png or .html file")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="prints the plan as JSON")] = False,
 ) -> None:
     """Finds the layout that meets the targets with the fewest GPUs, or serves most with each."""
@@ -91,20 +95,29 @@ def plan(
         seed=seed,
     )
     try:
-        if not output.parent.is_dir():
-            raise InvalidRequest(f"the plan cannot be written: {output.parent} is no directory", param="output")
-        found = _planned(request, jobs)
+        _check_files(output, plot)
+        found = _planned(request, jobs, with_curves=plot is not None)
+        summary = summary_of(found)
+        output.write_text(found.file_text)
+        if plot is not None:
+            write_plot(plot, summary)
     except InvalidRequest as error:
         raise typer.BadParameter(error.message) from error
-    output.write_text(found.file_text)
-    summary = summary_of(found)
     if as_json:
         print(json.dumps(summary))
     else:
-        _print(summary, output)
+        _print(summary, output, plot)
 
 
-def _planned(request: PlanRequest, jobs: int | None) -> PlanResult:
+def _check_files(output: Path, plot: Path | None) -> None:
+    """Before the search, which takes longer."""
+    if not output.parent.is_dir():
+        raise InvalidRequest(f"the plan cannot be written: {output.parent} is no directory", param="output")
+    if plot is not None:
+        check_plot(plot)
+
+
+def _planned(request: PlanRequest, jobs: int | None, *, with_curves: bool) -> PlanResult:
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -115,10 +128,10 @@ def _planned(request: PlanRequest, jobs: int | None) -> PlanResult:
                 tasks[what] = bar.add_task(what, total=total)
             bar.update(tasks[what], completed=done)
 
-        return make_plan(request, jobs, advance)
+        return make_plan(request, jobs, advance, with_curves=with_curves)
 
 
-def _print(summary: dict[str, Any], output: Path) -> None:
+def _print(summary: dict[str, Any], output: Path, plot: Path | None) -> None:
     console = Console()
     table = Table(
         "layout", "GPUs", "$/h", "holds req/s", "each GPU", "for $1", "both / TTFT / TPOT met", "TTFT ms", "TPOT ms"
@@ -148,6 +161,8 @@ def _print(summary: dict[str, Any], output: Path) -> None:
         )
     for name, one in summary["sensitivity"].items():
         console.print(f"{name}: {_shares(one)} met, TTFT {_quantiles(one['ttft_s'])} ms", highlight=False)
+    if plot is not None:
+        console.print(f"drawn: {plot}", soft_wrap=True, highlight=False)
     console.print(f"written: {output}; start it with `halfmoon up --plan {output}`", soft_wrap=True, highlight=False)
 
 

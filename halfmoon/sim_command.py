@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +17,8 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.sim.asked_workload import asked_workload
 from halfmoon.sim.cluster import ClusterSpec, Targets
 from halfmoon.sim.lengths import KNOWN_LENGTHS
-from halfmoon.sim.result import OUTCOMES, SimResult, quantiles
+from halfmoon.sim.report import request_rows, simulation_summary
+from halfmoon.sim.result import SimResult
 from halfmoon.sim.simulation import simulate as run_simulation
 from halfmoon.sim.spec_file import read_cluster
 from halfmoon.sim.workload import Workload
@@ -78,9 +77,9 @@ def simulate(
         found = _run(spec, asked, seed)
     except InvalidRequest as error:
         raise typer.BadParameter(error.message) from error
-    summary = _summary(spec, found, wanted, attainment, criterion)
+    summary = simulation_summary(spec, found, wanted, attainment, criterion.value)
     if as_json:
-        print(json.dumps({**summary, "requests": _rows(asked, found)}))
+        print(json.dumps({**summary, "requests": request_rows(asked, found)}))
     else:
         _print(spec, summary)
 
@@ -91,73 +90,6 @@ def _run(spec: ClusterSpec, workload: Workload, seed: int) -> SimResult:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(workload))
         return run_simulation(spec, workload, seed, lambda done, total: bar.update(task, completed=done))
-
-
-def _summary(
-    spec: ClusterSpec, found: SimResult, targets: Targets, attainment: float, criterion: Criterion
-) -> dict[str, Any]:
-    shares = found.attainment(targets)
-    goodput = found.goodput_per_s(targets)
-    return {
-        "num_requests": len(found.start_s),
-        "outcomes": {name: int((found.outcome == index).sum()) for index, name in enumerate(OUTCOMES)},
-        "duration_s": found.duration_s,
-        "ttft_s": quantiles(found.ttft_s),
-        "tpot_s": quantiles(found.tpot_s),
-        "longest_gap_s": quantiles(found.longest_gap_s),
-        "tail_gap_s": quantiles(found.tail_gap_s),
-        "targets": asdict(targets),
-        "criterion": criterion.value,
-        "attainment": shares.value(criterion.value),
-        "attainment_ttft": shares.ttft,
-        "attainment_tpot": shares.tpot,
-        "attainment_tbt": shares.tbt,
-        "is_met": shares.value(criterion.value) >= attainment,
-        "goodput_per_s": goodput,
-        "goodput_per_s_per_gpu": goodput / spec.num_devices,
-        "num_gpus": spec.num_devices,
-        "price_per_hour": spec.price_per_hour,
-        "cached_tokens": int(found.cached_tokens.sum()),
-        "handover_bytes": found.handover_bytes,
-        "workers": [
-            {
-                "name": name,
-                "busy": float(busy_s / found.duration_s) if found.duration_s else 0.0,
-                "num_steps": int(num_steps),
-                "num_preempted": int(num_preempted),
-                "peak_kv": float(peak_kv),
-            }
-            for name, busy_s, num_steps, num_preempted, peak_kv in zip(*_columns(found), strict=True)
-        ],
-        "latency": [
-            {"source": group.latency.source, "fit_error": group.latency.error._asdict()} for group in spec.groups
-        ],
-    }
-
-
-def _columns(found: SimResult) -> tuple[Any, ...]:
-    workers = found.workers
-    return workers.names, workers.busy_s, workers.num_steps, workers.num_preempted, workers.peak_kv
-
-
-def _rows(workload: Workload, found: SimResult) -> list[dict[str, Any]]:
-    """By arrival; null where there is no such time."""
-    asked = {
-        "start_time": workload.start_s,
-        "prompt_len": workload.prompt_tokens,
-        "output_len": workload.output_tokens,
-    }
-    names = "ttft_s", "tpot_s", "longest_gap_s", "tail_gap_s", "end_s", "wait_s", "cached_tokens"
-    columns = asked | {name: getattr(found, name) for name in names}
-    rows = zip(*(column.tolist() for column in columns.values()), found.outcome.tolist(), strict=True)
-    return [
-        {**{name: _number(value) for name, value in zip(columns, row, strict=False)}, "outcome": OUTCOMES[row[-1]]}
-        for row in rows
-    ]
-
-
-def _number(value: float) -> float | None:
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _print(spec: ClusterSpec, summary: dict[str, Any]) -> None:

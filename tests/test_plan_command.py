@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from typer.testing import CliRunner
 from halfmoon.cli import app
 from halfmoon.errors import InvalidRequest
 from halfmoon.gpus import whole_gpus
+from halfmoon.plan.planning import make_plan
+from halfmoon.plan.plot import plot_spec
+from halfmoon.plan.request import PlanRequest
+from halfmoon.plan.summary import summary_of
 from halfmoon.planned_up import planned_options
 from halfmoon.sim.spec_file import read_cluster
 from halfmoon.up import PreparedModel, UpOptions, _other_specs
@@ -95,12 +100,49 @@ def test_what_is_written_can_be_simulated_and_started(tmp_path: Path) -> None:
         ({"attainment": "1.5"}, "attainment is a share"),
         ({"latency": "nonsense"}, "is no latency source"),
         ({"output": "/nowhere/plan.yaml"}, "is no directory"),
+        ({"plot": "/nowhere/plan.png"}, "/nowhere is no directory"),
+        ({"plot": "plan.pdf"}, "a plot is a .png or .html file, not plan.pdf"),
     ],
 )
 def test_what_cannot_be_is_explained(tmp_path: Path, changed: dict[str, str], says: str) -> None:
     code, _, error = run(tmp_path, **changed)
     assert code == 2
     assert says in error
+
+
+@pytest.mark.parametrize(("name", "begins"), [("plan.png", b"\x89PNG"), ("plan.html", b"<!DOCTYPE html>")])
+def test_a_plot_is_drawn(tmp_path: Path, name: str, begins: bytes) -> None:
+    pytest.importorskip("vl_convert")
+    code, text, error = run(tmp_path, plot=str(tmp_path / name), rate="2")
+    assert code == 0, error
+    assert f"drawn: {tmp_path / name}" in text
+    assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_curves_fall_where_a_layout_holds_no_more(tmp_path: Path) -> None:
+    request = PlanRequest("opt-13b", "a100-80g", "in=512,out=64", 0.2, 0.1, gpus_per_node=2, num_requests=60,
+                          latency="distserve:opt-13b")  # fmt: skip
+    summary = summary_of(make_plan(request, 1, with_curves=True))
+    names = [one["layout"] for one in summary["curves"]]
+    assert names[: len(summary["layouts"])] == [one["layout"] for one in summary["layouts"]]
+    for curve, layout in zip(summary["curves"], summary["layouts"], strict=False):
+        held = [rate <= layout["goodput_per_s"] for rate in curve["rate_per_s"]]
+        assert all(share >= 0.9 for share, is_held in zip(curve["attainment"], held, strict=True) if is_held)
+        assert curve["attainment"][-1] < 0.9
+    spec = plot_spec(summary)
+    assert {row["layout"] for row in spec["data"]["values"]} == set(names)
+    first, one = spec["data"]["values"][0], summary["curves"][0]
+    assert first["rate"] == pytest.approx(one["rate_per_s"][0] / one["num_gpus"])
+    rules = spec["hconcat"][0]["layer"]
+    assert rules[0]["data"]["values"][0]["y"] == 0.9, "the line of the goal"
+
+
+def test_without_the_library_a_plot_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    code, _, error = run(tmp_path, plot=str(tmp_path / "plan.png"))
+    assert code == 2
+    assert "pip install 'halfmoon[plot]'" in error
+    assert not (tmp_path / "plan.yaml").exists(), "it is said before the search"
 
 
 @pytest.mark.parametrize("text", ["]", "model: x", "model: x\ncluster: {workers: [{role: baker}]}"])

@@ -9,6 +9,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from halfmoon.plan.curves import Curve, curves
 from halfmoon.plan.goodput import Goal
 from halfmoon.plan.plan_file import plan_text
 from halfmoon.plan.question import Question, default_rules
@@ -23,13 +24,17 @@ from halfmoon.sim.latency_sources import latency_source
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """What was found. `verdicts` are of `plan.best`, one each; `what_if` is of the best one, by what changes."""
+    """What was found. `verdicts` are of `plan.best`, one each; `what_if` is of the best one, by what changes.
+
+    `curves` are of the best layouts and of the best of either kind, where they were asked for.
+    """
 
     request: PlanRequest
     question: Question
     plan: Plan
     verdicts: tuple[Verdict, ...]
     what_if: dict[str, Verdict]
+    curves: tuple[Curve, ...] = ()
 
     @property
     def file_text(self) -> str:
@@ -43,6 +48,8 @@ def make_plan(
     request: PlanRequest,
     num_processes: int | None = None,
     on_progress: Progress = lambda what, done, total: None,
+    *,
+    with_curves: bool = False,
 ) -> PlanResult:
     """The same request has the same plan, whatever the number of processes (None: one for each core).
 
@@ -52,9 +59,10 @@ def make_plan(
     question = asked(request)
     with _pool(num_processes or os.cpu_count() or 1) as pool:
         found = search(question, pool, on_progress)
+        drawn = curves(question, found.models, _compared(found), pool, on_progress) if with_curves else []
     verdicts = tuple(_verdict(question, found, one) for one in found.best)
     what_if = sensitivity(question, found.models, found.best[0].layout, verdicts[0].rate_per_s)
-    return PlanResult(request, question, found, verdicts, what_if)
+    return PlanResult(request, question, found, verdicts, what_if, tuple(drawn))
 
 
 def latency_text(request: PlanRequest) -> str:
@@ -98,6 +106,12 @@ def _pool(num_processes: int) -> Iterator[Executor]:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _compared(found: Plan) -> list[Rated]:
+    """The best, and the best of either kind if it is not among them."""
+    others = [one for one in (found.disaggregated, found.colocated) if one is not None and one not in found.best]
+    return [*found.best, *others]
 
 
 def _verdict(question: Question, found: Plan, one: Rated) -> Verdict:

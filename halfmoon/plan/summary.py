@@ -18,6 +18,7 @@ def summary_of(result: PlanResult) -> dict[str, Any]:
         "objective": question.objective,
         "criterion": question.goal.criterion,
         "attainment_asked": question.goal.attainment,
+        "rate_asked_per_s": question.rate_per_s,
         "targets": {"ttft_s": targets.ttft_s, "tpot_s": targets.tpot_s, "tbt_s": targets.tbt_s},
         "layouts": [
             {**_rated(one), **_judged(verdict)} for one, verdict in zip(found.best, result.verdicts, strict=True)
@@ -26,6 +27,15 @@ def summary_of(result: PlanResult) -> dict[str, Any]:
         "colocated": None if colocated is None else _rated(colocated),
         "over_colocated": None if colocated is None else best.per_gpu / colocated.per_gpu,
         "sensitivity": {name: _judged(verdict) for name, verdict in result.what_if.items()},
+        "curves": [
+            {
+                "layout": str(one.layout),
+                "num_gpus": one.layout.num_gpus,
+                "rate_per_s": list(one.rates_per_s),
+                "attainment": list(one.attainments),
+            }
+            for one in result.curves
+        ],
         "latency": sorted({model.source for model in found.models.values()}),
         "num_simulated": found.num_simulated,
         "num_ruled_out": found.num_ruled_out,
