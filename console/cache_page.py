@@ -55,15 +55,24 @@ def tier_row(tier: Mapping[str, Any], block_bytes: int | None) -> dict[str, Any]
     }
 
 
-def restored(placements: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Prompt tokens of the placed requests by where their KV came from: the worker, another one, computing."""
-    total = dict.fromkeys(TOKENS, 0)
+class Restored(NamedTuple):
+    """Prompt tokens by where their KV comes from: the worker itself, the store or another worker, computing."""
+
+    planned: dict[str, int]  # when they were placed
+    measured: dict[str, int]  # what was done in the end
+
+
+def restored(placements: Sequence[Mapping[str, Any]]) -> Restored:
+    """Of the requests that have their first token."""
+    total = Restored(dict.fromkeys(TOKENS, 0), dict.fromkeys(TOKENS, 0))
     for one in placements:
         chosen = next((each for each in one["candidates"] if each["worker_id"] == one["prefill_worker"]), None)
-        if chosen is not None:
-            total["cached"] += chosen["cached_tokens"]
-            total["fetched"] += chosen["fetched_tokens"]
-            total["computed"] += one["prompt_tokens"] - chosen["cached_tokens"] - chosen["fetched_tokens"]
+        measured = one["measured"] or {}
+        if chosen is None or measured.get("ttft_s") is None:
+            continue
+        _add(total.planned, one["prompt_tokens"], chosen["cached_tokens"], chosen["fetched_tokens"])
+        loaded = measured["loaded_tokens"]
+        _add(total.measured, one["prompt_tokens"], measured["cached_tokens"] - loaded, loaded)
     return total
 
 
@@ -71,6 +80,12 @@ def hit_shares(ages_s: Sequence[float], rates: Mapping[str, Sequence[float]]) ->
     """At each moment the share of prompt tokens that were not computed again; None where there were none."""
     pairs = zip(rates["cached_tokens"], rates["prompt_tokens"], strict=True)
     return [cached / prompt if prompt else None for cached, prompt in pairs][: len(ages_s)]
+
+
+def _add(total: dict[str, int], num_prompt: int, cached: int, loaded: int) -> None:
+    total["cached"] += cached
+    total["loaded"] += loaded
+    total["computed"] += num_prompt - cached - loaded
 
 
 def _draw(seen: Seen) -> None:
@@ -119,15 +134,17 @@ def _figures(cache: Mapping[str, Any], series: Mapping[str, Any]) -> None:
 
 
 def _restores(placements: Sequence[Mapping[str, Any]]) -> None:
-    totals = restored(placements)
-    if not any(totals.values()):
-        st.caption("No prompt has been placed yet.")
+    planned, measured = restored(placements)
+    if not any(measured.values()):
+        st.caption("No prompt has been computed yet.")
         return
-    rows = [{"label": "prompt tokens", "part": name, "value": value} for name, value in totals.items()]
-    charts.show(charts.parts(rows, TOKENS, "tokens"), "restores")
+    told = (("planned", planned), ("done", measured))
+    rows = [{"label": label, "part": name, "value": value} for label, of in told for name, value in of.items()]
+    charts.show(charts.parts(rows, TOKENS, "prompt tokens"), "restores")
     st.caption(
-        f"{count(totals['cached'])} were on the worker already, {count(totals['fetched'])} to be fetched from another "
-        f"holder, {count(totals['computed'])} to be computed: each request takes what is quickest."
+        f"{count(measured['cached'])} were on the worker already, {count(measured['loaded'])} were loaded, "
+        f"{count(measured['computed'])} computed. Loading and computing go towards each other until they meet, so "
+        "what is done differs from the plan where either was quicker than expected."
     )
 
 

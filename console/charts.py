@@ -108,14 +108,20 @@ def parts(rows: Sequence[Row], colours: Mapping[str, str], unit: str) -> Chart:
 
 
 def spans(rows: Sequence[Row], colours: Mapping[str, str]) -> Chart:
-    """A timeline: `service`, `name`, `start_ms`, `end_ms`, `predicted_ms`."""
+    """A timeline: `service`, `name`, `start_ms`, `end_ms`, `predicted_ms`, `amount`."""
     order = list(dict.fromkeys(row["service"] for row in rows))
     encoding = {
         "x": _quantity("start_ms", "ms since it arrived", axis={"tickCount": 8, "grid": True}),
         "x2": {"field": "end_ms"},
         "y": _labels("service", order),
         "color": _colour("name", [name for name in colours if any(row["name"] == name for row in rows)], colours),
-        "tooltip": [_tip("service"), _tip("name"), _tip("took_ms", ".4~g", "ms"), _tip("predicted_ms", ".4~g")],
+        "tooltip": [
+            _tip("service"),
+            _tip("name"),
+            _tip("took_ms", ".4~g", "ms"),
+            _tip("predicted_ms", ".4~g"),
+            _tip("amount"),
+        ],
     }
     told = [{**row, "took_ms": row["end_ms"] - row["start_ms"]} for row in rows]
     mark = {"type": "bar", "size": 18, "cornerRadius": 2}

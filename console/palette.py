@@ -14,6 +14,15 @@ ROLES = {"prefill": BLUE, "decode": ORANGE, "both": GREEN}
 PERCENTILES = {"p50": SKY, "p90": BLUE, "p99": PURPLE}
 OUTCOMES = {"good": GREEN, "late": ORANGE, "refused": GREY, "failed": RED}
 TTFT_PARTS = {"queue": GREY, "restore": SKY, "compute": BLUE}
-SPANS = {"admission": GREY, "queue": SKY, "prefill": BLUE, "first token": PURPLE, "decode": ORANGE}
-TOKENS = {"cached": GREEN, "fetched": SKY, "computed": BLUE}
+SPANS = {
+    "admission": GREY,
+    "queue": SKY,
+    "prefill": BLUE,
+    "chunk": SKY,
+    "restore": GREEN,
+    "transfer": PURPLE,
+    "first token": PURPLE,
+    "decode": ORANGE,
+}
+TOKENS = {"cached": GREEN, "loaded": SKY, "computed": BLUE}
 TIERS = {"workers": GREEN, "dram": BLUE, "disk": SKY, "cold": PURPLE}

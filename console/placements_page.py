@@ -11,7 +11,7 @@ from console import charts
 from console.gateway_api import GatewayApi, GatewayError
 from console.live import disconnected, empty, live
 from console.palette import BLUE, ORANGE, SPANS, TTFT_PARTS
-from console.quantities import NOTHING, ago, count, seconds
+from console.quantities import NOTHING, ago, count, seconds, size
 
 _LIMIT = 200
 _TABLE_PX = 380
@@ -188,10 +188,18 @@ def _draw_timeline(api: GatewayApi, placement: Placement) -> None:
             "start_ms": span["start_s"] * _MS,
             "end_ms": span["end_s"] * _MS,
             "predicted_ms": _ms(span["predicted_s"]),
+            "amount": _amount(span),
         }
         for span in spans
     ]
     charts.show(charts.spans(rows, SPANS), "timeline")
+
+
+def _amount(span: Mapping[str, Any]) -> str | None:
+    """Of tokens or bytes, where the span is of some."""
+    if span["num_tokens"] is not None:
+        return f"{span['num_tokens']} tokens"
+    return None if span["num_bytes"] is None else size(span["num_bytes"])
 
 
 def _ms(value_s: float | None) -> float | None:

@@ -120,9 +120,13 @@ class StepResult:
     decode_context_tokens: int = 0  # of those that decode
     num_preempted: int = 0
     duration_s: float = 0.0
+    ended_s: float = 0.0  # time.monotonic(): who hears of it may be late
     num_cached_tokens: Mapping[str, int] = field(
         default_factory=lambda: MappingProxyType({})
     )  # by request that began in this step
+    num_computed_tokens: Mapping[str, int] = field(
+        default_factory=lambda: MappingProxyType({})
+    )  # of its prompt, by request that had a chunk in this step
     stored_keys: tuple[bytes, ...] = ()  # of blocks that the prefix cache got since the step before
     evicted_keys: tuple[bytes, ...] = ()
     num_staged: Mapping[str, int] = field(

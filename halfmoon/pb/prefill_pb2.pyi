@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from halfmoon.pb import types_pb2 as _types_pb2
 import builtins as _builtins
@@ -103,6 +105,7 @@ class FirstToken(_message.Message):
     QUEUE_S_FIELD_NUMBER: _builtins.int
     COMPUTE_S_FIELD_NUMBER: _builtins.int
     NUM_LOADED_TOKENS_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """prompt tokens whose KV was not computed again"""
     queue_s: _builtins.float
@@ -113,6 +116,10 @@ class FirstToken(_message.Message):
     """of the cached ones, those that came from the store"""
     @_builtins.property
     def token(self) -> _types_pb2.Token: ...
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
+        """all but the transfer, which goes on"""
+
     def __init__(
         self,
         *,
@@ -121,14 +128,80 @@ class FirstToken(_message.Message):
         queue_s: _builtins.float = ...,
         compute_s: _builtins.float = ...,
         num_loaded_tokens: _builtins.int = ...,
+        phases: _abc.Iterable[Global___Phase] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "queue_s", b"queue_s", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "num_cached_tokens", b"num_cached_tokens", "num_loaded_tokens", b"num_loaded_tokens", "phases", b"phases", "queue_s", b"queue_s", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
+
+@_typing.final
+class Phase(_message.Message):
+    """A part of what the prefill worker did for the request. Seconds from the call's arrival there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Phase._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        UNSPECIFIED: Phase._Kind.ValueType  # 0
+        QUEUE: Phase._Kind.ValueType  # 1
+        """from the engine's having it to the first step that computes of it"""
+        RESTORE: Phase._Kind.ValueType  # 2
+        """from the decision to load until the last load ended; tokens loaded"""
+        CHUNK: Phase._Kind.ValueType  # 3
+        """one step's share of the prompt; tokens computed"""
+        TRANSFER: Phase._Kind.ValueType  # 4
+        """from asking the decode worker for room to its DONE; bytes sent"""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    UNSPECIFIED: Phase.Kind.ValueType  # 0
+    QUEUE: Phase.Kind.ValueType  # 1
+    """from the engine's having it to the first step that computes of it"""
+    RESTORE: Phase.Kind.ValueType  # 2
+    """from the decision to load until the last load ended; tokens loaded"""
+    CHUNK: Phase.Kind.ValueType  # 3
+    """one step's share of the prompt; tokens computed"""
+    TRANSFER: Phase.Kind.ValueType  # 4
+    """from asking the decode worker for room to its DONE; bytes sent"""
+
+    KIND_FIELD_NUMBER: _builtins.int
+    START_S_FIELD_NUMBER: _builtins.int
+    END_S_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    PLANNED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    kind: Global___Phase.Kind.ValueType
+    start_s: _builtins.float
+    end_s: _builtins.float
+    num_tokens: _builtins.int
+    planned_tokens: _builtins.int
+    """restore: what was to be loaded"""
+    num_bytes: _builtins.int
+    """transfer: as encoded"""
+    def __init__(
+        self,
+        *,
+        kind: Global___Phase.Kind.ValueType = ...,
+        start_s: _builtins.float = ...,
+        end_s: _builtins.float = ...,
+        num_tokens: _builtins.int = ...,
+        planned_tokens: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_s", b"end_s", "kind", b"kind", "num_bytes", b"num_bytes", "num_tokens", b"num_tokens", "planned_tokens", b"planned_tokens", "start_s", b"start_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 @_typing.final
 class HandedOver(_message.Message):
@@ -136,19 +209,25 @@ class HandedOver(_message.Message):
 
     KV_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
     kv_bytes: _builtins.int
     """as encoded"""
     transfer_s: _builtins.float
     """from the first token to the decode worker's DONE"""
+    @_builtins.property
+    def transfer(self) -> Global___Phase:
+        """all of it; absent where the request stays"""
+
     def __init__(
         self,
         *,
         kv_bytes: _builtins.int = ...,
         transfer_s: _builtins.float = ...,
+        transfer: Global___Phase | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "transfer", b"transfer", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -93,6 +93,7 @@ class StepOutcome:
     num_preempted: int
     began: dict[str, int]  # requests of which the first tokens were computed: how many were cached
     computed: dict[str, int]  # prompts of which something was computed: tokens whose KV is there now
+    chunks: dict[str, int]  # tokens of theirs that this step computed
     stored: tuple[bytes, ...]  # keys that the prefix cache knows now
     evicted: tuple[bytes, ...]  # and does not know any more
 
@@ -213,6 +214,7 @@ class ModelledEngine:
         tokens: list[ModelledToken] = []
         began: dict[str, int] = {}
         computed: dict[str, int] = {}
+        chunks: dict[str, int] = {}
         num_pairs, context_tokens, decode_context_tokens = 0.0, 0, 0
         for sequence in step.decodes:
             decode_context_tokens += sequence.num_tokens
@@ -230,6 +232,7 @@ class ModelledEngine:
             sequence.num_computed += num_tokens
             context_tokens += sequence.num_computed
             computed[sequence.request.request_id] = sequence.num_computed
+            chunks[sequence.request.request_id] = num_tokens
             self._name_blocks(sequence)
             if sequence.num_computed == sequence.num_tokens:
                 tokens.append(self._first(sequence))
@@ -245,6 +248,7 @@ class ModelledEngine:
             step.num_preempted,
             began,
             computed,
+            chunks,
             changes.stored,
             changes.evicted,
         )

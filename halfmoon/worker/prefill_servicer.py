@@ -21,6 +21,7 @@ from halfmoon.worker.decode_servicer import RENEW_S
 from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.kv_outflow import KVOutflow
 from halfmoon.worker.metrics import WorkerMetrics
+from halfmoon.worker.phase import Phase
 from halfmoon.worker.prefilling import Prefilling
 from halfmoon.worker.restoring import Restorer
 from halfmoon.worker.serving_engine import ServingEngine
@@ -94,6 +95,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         whole = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens)
         body = decode_pb2.HandoverOpen(generation=generation).SerializeToString()
         await self._channels.close_idle()
+        called_s = now_s()
         with self._channels.to(address) as link:
             async with transfer_to(link, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
                 await transfer.open(whole, body, codec)
@@ -102,7 +104,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 outflow = KVOutflow(self._engine, transfer, layout, generation.request_id, num_tokens, codec)
                 async with (
                     Prefilling(
-                        self._engine, self._state, generation, on_kv=outflow.on_kv, restorer=self._restorer
+                        self._engine,
+                        self._state,
+                        generation,
+                        on_kv=outflow.on_kv,
+                        restorer=self._restorer,
+                        called_s=called_s,
                     ) as prefilling,
                     beside(_keep_lease(transfer)) as lease,
                     outflow.running() as sending,
@@ -117,9 +124,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     async with beside(transfer.commit(commit.SerializeToString())) as done:
                         await first_of(done, outflow.gone.told)
                     done_s = now_s()
-        yield self._handed_over(outflow.num_bytes, done_s - opened_s, done_s - first.ended_s)
+        phase = Phase("transfer", called_s, done_s, num_bytes=outflow.num_bytes)
+        self._note_handed_over(outflow.num_bytes, done_s - opened_s, done_s - first.ended_s)
+        yield prefill_pb2.PrefillEvent(
+            handed_over=prefill_pb2.HandedOver(
+                kv_bytes=outflow.num_bytes,
+                transfer_s=done_s - first.ended_s,
+                transfer=phase.message(called_s),
+            )
+        )
 
-    def _handed_over(self, num_bytes: int, transfer_s: float, exposed_s: float) -> prefill_pb2.PrefillEvent:
+    def _note_handed_over(self, num_bytes: int, transfer_s: float, exposed_s: float) -> None:
         self._metrics.handover_bytes.labels("out").inc(num_bytes)
         self._metrics.handover_seconds.observe(transfer_s)
         self._metrics.handover_exposed_seconds.observe(exposed_s)
@@ -127,7 +142,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             "request.handed_over",
             extra={"kv_bytes": num_bytes, "transfer_s": round(transfer_s, 4), "exposed_s": round(exposed_s, 4)},
         )
-        return prefill_pb2.PrefillEvent(handed_over=prefill_pb2.HandedOver(kv_bytes=num_bytes, transfer_s=exposed_s))
 
     async def _keep(self, generation: types_pb2.Generation) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """Role "both": the request goes on here, its further tokens on the gateway's token stream."""

@@ -8,6 +8,7 @@ from halfmoon.engine.kv_watch import OnKV
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb import prefill_pb2, types_pb2
 from halfmoon.worker.beside import cancelled
+from halfmoon.worker.phase import Phase
 from halfmoon.worker.restoring import Restorer, Restoring
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
@@ -27,11 +28,16 @@ class Prefilling:
         prefill_only: bool = True,
         on_kv: OnKV | None = None,
         restorer: Restorer | None = None,
+        called_s: float | None = None,
     ) -> None:
-        """`on_kv` hears what of its KV is written, as `AsyncEngine.add` has it; `restorer` knows a store."""
+        """`on_kv` hears what of its KV is written, as `AsyncEngine.add` has it; `restorer` knows a store.
+
+        The request has come at `called_s`, or now.
+        """
         self._engine = engine
         self._state = state
         self._arrival_s = now_s()
+        self._called_s = self._arrival_s if called_s is None else called_s
         self._request = request_from(generation, prefill_only=prefill_only, arrival_s=self._arrival_s)
         self._on_kv = on_kv
         self._restorer = restorer
@@ -86,5 +92,11 @@ class Prefilling:
                 num_loaded_tokens=num_loaded,
                 queue_s=max(0.0, first.began_s - self._arrival_s),
                 compute_s=first.ended_s - first.began_s,
+                phases=[phase.message(self._called_s) for phase in self._phases(first)],
             )
         )
+
+    def _phases(self, first: FirstOutput) -> list[Phase]:
+        queue = Phase("queue", self._arrival_s, max(self._arrival_s, first.began_s))
+        restored = [] if self._restoring is None else [self._restoring.phase]
+        return [queue, *restored, *first.chunks]

@@ -234,7 +234,9 @@ class SimulatedEngine:
             decode_context_tokens=outcome.decode_context_tokens,
             num_preempted=outcome.num_preempted,
             duration_s=max(outcome.seconds, _LEAST_STEP_S),
+            ended_s=self._clock(),
             num_cached_tokens=outcome.began,
+            num_computed_tokens=outcome.chunks,
             stored_keys=outcome.stored,
             evicted_keys=outcome.evicted,
         )

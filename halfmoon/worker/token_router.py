@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import Cancelled, InvalidRequest, Unavailable
 from halfmoon.pb import decode_pb2, types_pb2
+from halfmoon.worker.phase import Phase
 from halfmoon.worker.wire import token_message
 
 
@@ -21,6 +22,7 @@ class FirstOutput:
     num_cached_tokens: int
     began_s: float  # when the step began that first computed something of the request
     ended_s: float  # when the token was here
+    chunks: Sequence[Phase] = ()  # in which steps it was computed
 
 
 @dataclass(slots=True)
@@ -29,6 +31,7 @@ class _Route:
     gateway_id: str
     num_cached_tokens: int = 0
     began_s: float | None = None
+    chunks: list[Phase] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -92,6 +95,13 @@ class TokenRouter:
             if route is not None and route.began_s is None:
                 route.num_cached_tokens, route.began_s = num_cached, began_s
 
+    def note_chunks(self, num_tokens: Mapping[str, int], began_s: float, ended_s: float) -> None:
+        """Requests of whose prompts a step computed so many tokens."""
+        for request_id, count in num_tokens.items():
+            route = self._routes.get(request_id)
+            if route is not None and route.first is not None:
+                route.chunks.append(Phase("chunk", began_s, ended_s, num_tokens=count))
+
     def deliver(self, outputs: Sequence[TokenOutput]) -> None:
         """Sorts one step's tokens into the outboxes, one wake-up a gateway."""
         touched: set[str] = set()
@@ -105,7 +115,7 @@ class TokenRouter:
                 if not route.first.done():
                     ended_s = self._clock()
                     began_s = ended_s if route.began_s is None else route.began_s
-                    route.first.set_result(FirstOutput(output, route.num_cached_tokens, began_s, ended_s))
+                    route.first.set_result(FirstOutput(output, route.num_cached_tokens, began_s, ended_s, route.chunks))
                 route.first = None
                 continue
             outbox = self._outboxes.get(route.gateway_id)

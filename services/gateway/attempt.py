@@ -119,8 +119,9 @@ class Attempt:
                 self._note_prefilled(first, at_s)
                 self._progress.note_prefill(first)
                 return self._accept(first.token, at_s)
-            case HandedOver():
+            case HandedOver() as handed_over:
                 self._handed_over = True
+                self._progress.note_handed_over(handed_over)
             case PrefillEnded(None) if self._order.has_begun:
                 self._handed_over = True
             case PrefillEnded(None):

@@ -61,13 +61,14 @@ class ConsoleEndpoints:
         """GET /halfmoon/v1/requests/{request_id}: row, decision and timeline. Raises NotFound or Unavailable."""
         request_id = request.match_info["request_id"]
         decisions, now_s = self._observations.decisions, self._cluster.clock()
-        decision = decisions.of(request_id, now_s) or decisions.of(f"{request_id}-0", now_s)
+        decided_id = next((one for one in (request_id, f"{request_id}-0") if decisions.of(one, now_s)), request_id)
+        decision = decisions.of(decided_id, now_s)
         found = await self._ledger.outcomes.of(request_id)
         if found is None and decision is None:
             raise NotFound(f"there is no request {request_id!r} in the ledger")
         row = found and {**found.as_dict(), "created_at": found.created_at.isoformat()}
         waited_s = decision["waited_s"] if decision else 0.0
-        spans = [one._asdict() for one in timeline(row, waited_s)] if row else []
+        spans = [one._asdict() for one in timeline(row, waited_s, decisions.phases(decided_id))] if row else []
         return web.json_response({"request": row, "decision": decision, "timeline": spans})
 
     async def cache(self, request: web.Request) -> web.Response:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from halfmoon.pb.prefill_pb2 import Phase
 from halfmoon.policy.candidates import Candidate
 from services.gateway.progress import Progress
 
@@ -49,6 +50,7 @@ class _Case:
     decision: Decision
     moves: list[Move] = field(default_factory=list)
     measured: dict[str, Any] | None = None  # None while it runs
+    phases: Sequence[Phase] = ()  # of its first prefill
 
 
 class Decisions:
@@ -73,6 +75,7 @@ class Decisions:
     def note_ended(self, request_id: str, progress: Progress, status: str, e2e_s: float) -> None:
         """What was measured of it."""
         if (case := self._cases.get(request_id)) is not None:
+            case.phases = progress.phases
             case.measured = {
                 "status": status,
                 "queue_s": progress.queue_s,
@@ -81,6 +84,7 @@ class Decisions:
                 "tbt_s": progress.mean_tbt_s,
                 "e2e_s": e2e_s,
                 "cached_tokens": progress.cached_tokens,
+                "loaded_tokens": progress.loaded_tokens,
                 "output_tokens": len(progress.output_token_ids),
             }
 
@@ -93,6 +97,11 @@ class Decisions:
         """One of them; None when it is not among the latest."""
         case = self._cases.get(request_id)
         return None if case is None else _shown(case, now_s)
+
+    def phases(self, request_id: str) -> Sequence[Phase]:
+        """What the prefill worker did for it; nothing where it is not known (any more)."""
+        case = self._cases.get(request_id)
+        return () if case is None else case.phases
 
 
 def _shown(case: _Case, now_s: float) -> dict[str, Any]:

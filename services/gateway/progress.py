@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from halfmoon.pb.prefill_pb2 import FirstToken
+from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, Phase
 
 _MIN_GAPS = 4
 
@@ -17,6 +17,8 @@ class Progress:
         self.arrived_s = arrived_s
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.loaded_tokens = 0  # of the cached ones, those that came from the store
+        self.phases: list[Phase] = []  # of the first attempt, as its prefill worker told them
         self.output_token_ids: list[int] = []
         self.prefill_worker: str | None = None
         self.decode_worker: str | None = None
@@ -37,7 +39,13 @@ class Progress:
         """What the prefill worker said of the first attempt; later ones recompute our own tokens."""
         if self.queue_s is None:
             self.queue_s, self.prefill_s = first.queue_s, first.compute_s
-            self.cached_tokens = first.num_cached_tokens
+            self.cached_tokens, self.loaded_tokens = first.num_cached_tokens, first.num_loaded_tokens
+            self.phases += first.phases
+
+    def note_handed_over(self, handed_over: HandedOver) -> None:
+        """What the prefill worker said of the first attempt's transfer."""
+        if not self.num_retries and handed_over.HasField("transfer"):
+            self.phases.append(handed_over.transfer)
 
     def note_tokens(self, token_ids: Sequence[int], at_s: float) -> None:
         """Tokens that arrived together."""

@@ -50,14 +50,22 @@ PLACEMENT: dict[str, Any] = {
     "predicted": {"ttft_s": 0.06, "tbt_s": 0.01}, "moves": [],
     "measured": {
         "status": "ok", "queue_s": 0.01, "prefill_s": 0.05, "ttft_s": 0.08, "tbt_s": 0.012, "e2e_s": 0.5,
-        "cached_tokens": 64, "output_tokens": 20,
+        "cached_tokens": 64, "loaded_tokens": 24, "output_tokens": 20,
     },
     "candidates": [_CANDIDATE, _CANDIDATE | {"worker_id": "prefill-2", "compute_s": 0.1, "ttft_s": 0.11}],
 }  # fmt: skip
 REFUSED = PLACEMENT | {
     "request_id": "r-2", "refusal": "ttft", "prefill_worker": None, "decode_worker": None, "measured": None,
 }  # fmt: skip
-_SPAN = {"service": "gateway", "name": "admission", "start_s": 0.0, "end_s": 0.002, "predicted_s": None}
+_SPAN: dict[str, Any] = {
+    "service": "gateway",
+    "name": "admission",
+    "start_s": 0.0,
+    "end_s": 0.002,
+    "predicted_s": None,
+    "num_tokens": None,
+    "num_bytes": None,
+}
 REQUEST: dict[str, Any] = {
     "request": {"request_id": "r-1"}, "decision": PLACEMENT,
     "timeline": [_SPAN, _SPAN | {"service": "prefill-1", "name": "prefill", "start_s": 0.002, "end_s": 0.07}],

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("streamlit")
 
 from console import charts, cluster_map
+from console.cache_page import restored
 from console.class_form import preview_sentence, rules_of, seconds_of
 from console.class_history import change, undo_of
 from console.entrance import is_right
@@ -151,6 +152,12 @@ def test_quantities() -> None:
 def test_the_right_token() -> None:
     assert is_right("secret", "secret")
     assert not is_right("Secret", "secret")
+
+
+def test_what_was_loaded_in_the_end_stands_beside_the_plan() -> None:
+    planned, measured = restored([PLACEMENT, REFUSED, PLACEMENT | {"measured": None}])
+    assert planned == {"cached": 64, "loaded": 0, "computed": 36}
+    assert measured == {"cached": 40, "loaded": 24, "computed": 36}
 
 
 def test_candidates_and_timelines_become_charts() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfmoon.pb.prefill_pb2 import Phase
 from services.gateway.decisions import Decision, Decisions
 from services.gateway.departures import Departures
 from services.gateway.hot_prefixes import HotPrefixes
@@ -113,6 +114,21 @@ def test_a_timeline_has_every_part() -> None:
     assert [span.name for span in spans] == ["admission", "queue", "prefill", "first token", "decode"]
     assert [span.end_s for span in spans] == pytest.approx([0.1, 0.3, 0.8, 1.0, 3.0])
     assert spans[-1].predicted_s == pytest.approx(2.0)
+
+
+def test_what_the_prefill_worker_told_is_on_lines_of_its_own() -> None:
+    phases = [
+        Phase(kind=Phase.TRANSFER, start_s=0.0, end_s=0.95, num_bytes=4096),
+        Phase(kind=Phase.QUEUE, start_s=0.05, end_s=0.25),
+        Phase(kind=Phase.RESTORE, start_s=0.06, end_s=0.5, num_tokens=128),
+        Phase(kind=Phase.CHUNK, start_s=0.25, end_s=0.75, num_tokens=64),
+    ]
+    spans = {span.name: span for span in timeline(ROW, 0.1, phases)}
+    assert (spans["queue"].start_s, spans["queue"].end_s) == pytest.approx((0.15, 0.35))  # after the reservation
+    beside = {name: (spans[name].service, spans[name].num_tokens) for name in ("transfer", "restore", "chunk")}
+    assert beside == {"transfer": ("p → d", None), "restore": ("store → p", 128), "chunk": ("p: steps", 64)}
+    assert [spans[name].end_s for name in beside] == pytest.approx([1.05, 0.6, 0.85])
+    assert spans["transfer"].num_bytes == 4096
 
 
 @pytest.mark.parametrize(

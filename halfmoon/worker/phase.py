@@ -1,0 +1,40 @@
+"""What a prefill worker did for one request, and when: the one source of times for timelines and traces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from halfmoon.pb import prefill_pb2
+
+PhaseKind = Literal["queue", "restore", "chunk", "transfer"]
+
+_KINDS: dict[PhaseKind, prefill_pb2.Phase.Kind.ValueType] = {
+    "queue": prefill_pb2.Phase.QUEUE,
+    "restore": prefill_pb2.Phase.RESTORE,
+    "chunk": prefill_pb2.Phase.CHUNK,
+    "transfer": prefill_pb2.Phase.TRANSFER,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One part of the work, on this process's clock; prefill.proto says what counts as what."""
+
+    kind: PhaseKind
+    start_s: float
+    end_s: float
+    num_tokens: int = 0
+    planned_tokens: int = 0
+    num_bytes: int = 0
+
+    def message(self, called_s: float) -> prefill_pb2.Phase:
+        """As the gateway hears of it, which called at `called_s`."""
+        return prefill_pb2.Phase(
+            kind=_KINDS[self.kind],
+            start_s=self.start_s - called_s,
+            end_s=self.end_s - called_s,
+            num_tokens=self.num_tokens,
+            planned_tokens=self.planned_tokens,
+            num_bytes=self.num_bytes,
+        )
