@@ -7,5 +7,5 @@ up:
 	@exec .venv/bin/halfmoon up $(ARGS)
 
 test:
-	@scripts/setup
+	@scripts/setup --dev
 	@scripts/test $(ARGS)

@@ -68,7 +68,7 @@ async def s3(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     """moto's server: S3's protocol over HTTP, objects in its memory."""
     pytest.importorskip("obstore")
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("flask") is None:
-        pytest.skip("moto[server] is not installed")
+        pytest.skip("moto is not installed")
     port = free_port()
     for name, value in {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
