@@ -14,21 +14,25 @@ import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
 from prometheus_client import CollectorRegistry
 
 from halfmoon.kv.layout import KVLayout
+from halfmoon.rpc.chain import Chain
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.transport.link import LinkSettings
 from services.kvstore.assembly import Store, running_store
 from services.kvstore.entry import Tier
 from services.kvstore.identity import block_id
 from services.kvstore.settings import KVStoreSettings
 
 LAYOUT = KVLayout(30, 3, 64, "bfloat16", 64)
+RUN = 11  # blocks a call: what fits into a worker's 16 MiB
 LIMIT_S = 60.0
 
 
@@ -45,18 +49,32 @@ async def measure(num_blocks: int, num_rounds: int, directory: Path) -> dict[str
         running_server("127.0.0.1:0", store.registrations, RpcMetrics(CollectorRegistry()), grace_s=0) as server,
     ):
         client = KVStoreClient(f"127.0.0.1:{server.port}")
+        elsewhere = KVStoreClient(f"127.0.0.1:{server.port}", link_settings=LinkSettings(transports=()))
 
         async def copy() -> None:
             for n in range(num_blocks):
                 np.copyto(out[n], data[n])
 
         async def put() -> None:
-            for key, block in zip(keys, data, strict=True):
-                await client.put(key, LAYOUT, block.data, deadline_s=LIMIT_S)
+            await put_all(client)
+
+        async def put_apart() -> None:
+            await put_all(elsewhere)
+
+        async def put_all(by: KVStoreClient) -> None:
+            depth = 0
+            while depth < num_blocks:
+                run = slice(depth, min(depth + RUN, num_blocks))
+                chain = Chain(keys[depth - 1] if depth else b"", depth)
+                cells = [block.data for block in data[run]]
+                depth += (await by.put_run(keys[run], LAYOUT, cells, chain, deadline_s=LIMIT_S)).num_held
 
         async def get() -> None:
-            for n, key in enumerate(keys):
-                out[n] = np.frombuffer(await client.get(key, LAYOUT, deadline_s=LIMIT_S), np.uint8)
+            async with aclosing(client.get_run(keys, LAYOUT, deadline_s=LIMIT_S)) as blocks:
+                n = 0
+                async for cells in blocks:
+                    out[n] = np.frombuffer(cells, np.uint8)
+                    n += 1
 
         async def borrow() -> None:
             async with client.borrow(keys, deadline_s=LIMIT_S) as blocks:
@@ -71,6 +89,7 @@ async def measure(num_blocks: int, num_rounds: int, directory: Path) -> dict[str
         paths: dict[str, Callable[[], Awaitable[None]]] = {
             "a plain copy": copy,
             "put, shared memory": put,
+            "put, gRPC": put_apart,
             "get, gRPC": get,
             "borrow, checked, copied out": borrow,
             "disk to DRAM (page cache)": from_disk,
@@ -79,11 +98,14 @@ async def measure(num_blocks: int, num_rounds: int, directory: Path) -> dict[str
             for name, path in paths.items():
                 if name.startswith("disk"):
                     await store.pool.settled()
+                if name.startswith("put"):
+                    await store.pool.drop(map(block_id, keys))  # what is here is not put
                 started_s = time.perf_counter()
                 await path()
                 took.setdefault(name, []).append(time.perf_counter() - started_s)
                 assert name.startswith(("put", "disk")) or np.array_equal(out, data)
         await client.close()
+        await elsewhere.close()
     return {name: times[1:] for name, times in took.items()}
 
 

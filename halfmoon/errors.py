@@ -4,6 +4,7 @@
     ├── InvalidRequest               INVALID_ARGUMENT      bad input; `param` names the field
     ├── NotFound                     NOT_FOUND             absent block, unknown request
     │   └── UnknownModel             NOT_FOUND             no such model is served here
+    ├── AlreadyHere                  ALREADY_EXISTS        what was to be stored is stored
     ├── DataLoss                     DATA_LOSS             a digest did not match
     ├── Incompatible                 FAILED_PRECONDITION   wrong model, layout or version
     ├── NoCapacity                   RESOURCE_EXHAUSTED    full now; `retry_after_ms` says when to come back
@@ -46,6 +47,12 @@ class NotFound(HalfmoonError):
 
 class UnknownModel(NotFound):
     """The named model is not served here."""
+
+
+class AlreadyHere(HalfmoonError):
+    """What somebody wants to store is here."""
+
+    grpc_status = "ALREADY_EXISTS"
 
 
 class DataLoss(HalfmoonError):

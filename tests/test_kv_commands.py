@@ -15,7 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from halfmoon.cli import app
-from halfmoon.rpc.kvstore_client import Chain, KVStoreClient
+from halfmoon.rpc.chain import Chain
+from halfmoon.rpc.kvstore_client import KVStoreClient
 from services.kvstore.identity import block_id
 from tests.services.kvstore.blocks import LAYOUT, content, key
 

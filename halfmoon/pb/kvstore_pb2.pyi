@@ -221,6 +221,104 @@ class LentBlock(_message.Message):
 Global___LentBlock: _TypeAlias = LentBlock  # noqa: Y015
 
 @_typing.final
+class TakeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_S_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    segment: _builtins.str
+    """<host id>/<name>, see halfmoon.rpc.transport.memfd"""
+    tenant_salt: _builtins.bytes
+    parent: _builtins.bytes
+    """key of the block before the first, which must be here; empty: there is none"""
+    depth: _builtins.int
+    """blocks before the first"""
+    recompute_s: _builtins.float
+    """what computing each took on average; 0: unknown"""
+    ttl_s: _builtins.float
+    """0: the store's own"""
+    @_builtins.property
+    def layout(self) -> _types_pb2.KVLayout: ...
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___OfferedBlock]: ...
+    def __init__(
+        self,
+        *,
+        segment: _builtins.str = ...,
+        layout: _types_pb2.KVLayout | None = ...,
+        tenant_salt: _builtins.bytes = ...,
+        parent: _builtins.bytes = ...,
+        depth: _builtins.int = ...,
+        recompute_s: _builtins.float = ...,
+        ttl_s: _builtins.float = ...,
+        blocks: _abc.Iterable[Global___OfferedBlock] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "depth", b"depth", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "segment", b"segment", "tenant_salt", b"tenant_salt", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeRequest: _TypeAlias = TakeRequest  # noqa: Y015
+
+@_typing.final
+class OfferedBlock(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    offset: _builtins.int
+    """of the raw block, canonical order"""
+    digest: _builtins.int
+    """xxh3-64 of its bytes"""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        digest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "key", b"key", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OfferedBlock: _TypeAlias = OfferedBlock  # noqa: Y015
+
+@_typing.final
+class TakeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_HELD_FIELD_NUMBER: _builtins.int
+    NUM_NEW_FIELD_NUMBER: _builtins.int
+    num_held: _builtins.int
+    """leading blocks that are here now, at least one: if there is none the call fails"""
+    num_new: _builtins.int
+    """of these that came with this call"""
+    def __init__(
+        self,
+        *,
+        num_held: _builtins.int = ...,
+        num_new: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_held", b"num_held", "num_new", b"num_new"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeResponse: _TypeAlias = TakeResponse  # noqa: Y015
+
+@_typing.final
 class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -838,36 +936,40 @@ class TierVerdict(_message.Message):
 Global___TierVerdict: _TypeAlias = TierVerdict  # noqa: Y015
 
 @_typing.final
-class BlockOpen(_message.Message):
-    """Put: the client sends OPEN (its range is one whole block, at its place in the prompt), the store answers ACCEPT;
-    DATA..., COMMIT (no body), the store answers DONE. The block is visible from DONE on.
-    Get: the client sends OPEN; its range names the layers and heads it wants and where it counts the block's tokens
-    from. The store answers DATA frames that cover that range, then DONE.
+class BlocksOpen(_message.Message):
+    """Put: the client sends OPEN (its range is a run of whole blocks, at their place in the prompt), the store answers ACCEPT;
+    DATA..., COMMIT (no body), the store answers DONE. The blocks are visible from DONE on. What another writer brings just
+    now is waited for; if the first block is here, the OPEN fails with ALREADY_EXISTS, and what is missing may be sent.
+    Get: the client sends OPEN; its range names the layers and heads it wants of every block and where it counts the first
+    block's tokens from. The store answers DATA frames that cover that range, one block's after the other's, each a block's
+    tokens further; then DONE. The first block that cannot be read ends them, and if it is the first one fails the call.
     Errors: absent NOT_FOUND, as is the block before a Put's; over the budget RESOURCE_EXHAUSTED; another layout
     FAILED_PRECONDITION; digest DATA_LOSS; a tier that cannot be reached UNAVAILABLE.
 
-    Body of OPEN, of a Put and of a Get: which block the frames that follow carry.
+    Body of OPEN, of a Put and of a Get: which blocks the frames that follow carry.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    KEY_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
     RECOMPUTE_S_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
-    key: _builtins.bytes
-    """16 bytes"""
     tenant_salt: _builtins.bytes
     parent: _builtins.bytes
     """of a Put:
-    key of the block before it, which must be here; empty: there is none
+    key of the block before the first, which must be here; empty: there is none
     """
     recompute_s: _builtins.float
-    """what computing the block took; 0: unknown"""
+    """what computing each took on average; 0: unknown"""
     ttl_s: _builtins.float
     """0: the store's own"""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """16 bytes each; of a Put successive ones of a prompt"""
+
     @_builtins.property
     def layout(self) -> _types_pb2.KVLayout:
         """of a Put: the store holds blocks of any layout; a Get needs none"""
@@ -875,7 +977,7 @@ class BlockOpen(_message.Message):
     def __init__(
         self,
         *,
-        key: _builtins.bytes = ...,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
         layout: _types_pb2.KVLayout | None = ...,
         tenant_salt: _builtins.bytes = ...,
         parent: _builtins.bytes = ...,
@@ -884,8 +986,8 @@ class BlockOpen(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "tenant_salt", b"tenant_salt", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "tenant_salt", b"tenant_salt", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___BlockOpen: _TypeAlias = BlockOpen  # noqa: Y015
+Global___BlocksOpen: _TypeAlias = BlocksOpen  # noqa: Y015

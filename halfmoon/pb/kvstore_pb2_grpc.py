@@ -57,6 +57,11 @@ class KVStoreStub:
                 request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.BorrowRequest.SerializeToString,
                 response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.BorrowResponse.FromString,
                 _registered_method=True)
+        self.Take = channel.unary_unary(
+                '/halfmoon.KVStore/Take',
+                request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.TakeRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.TakeResponse.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/halfmoon.KVStore/Watch',
                 request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.WatchRequest.SerializeToString,
@@ -110,6 +115,14 @@ class KVStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Take(self, request, context):
+        """For writers on the store's host: stores successive blocks of a prompt out of the writer's memory, which has to stay as
+        it is until the answer. Nothing is copied of blocks that are here; what another writer brings just now is waited for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed.
         """
@@ -151,6 +164,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Borrow,
                     request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.BorrowRequest.FromString,
                     response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.BorrowResponse.SerializeToString,
+            ),
+            'Take': grpc.unary_unary_rpc_method_handler(
+                    servicer.Take,
+                    request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.TakeRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.TakeResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -279,6 +297,33 @@ class KVStore:
             '/halfmoon.KVStore/Borrow',
             halfmoon_dot_pb_dot_kvstore__pb2.BorrowRequest.SerializeToString,
             halfmoon_dot_pb_dot_kvstore__pb2.BorrowResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Take(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/halfmoon.KVStore/Take',
+            halfmoon_dot_pb_dot_kvstore__pb2.TakeRequest.SerializeToString,
+            halfmoon_dot_pb_dot_kvstore__pb2.TakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,10 @@ class KVStoreStub:
     """For readers on the store's host: where blocks lie in its memory. The blocks stay as they are while the call lasts:
     the reader ends its side when it is done, and what it has read is right if the store's last message follows.
     """
+    Take: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.TakeRequest, _kvstore_pb2.TakeResponse]
+    """For writers on the store's host: stores successive blocks of a prompt out of the writer's memory, which has to stay as
+    it is until the answer. Nothing is copied of blocks that are here; what another writer brings just now is waited for.
+    """
     Watch: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]
     """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed."""
     Delete: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.DeleteRequest, _kvstore_pb2.DeleteResponse]
@@ -72,6 +76,10 @@ class KVStoreAsyncStub(KVStoreStub):
     Borrow: _aio.StreamStreamMultiCallable[_kvstore_pb2.BorrowRequest, _kvstore_pb2.BorrowResponse]  # type: ignore[assignment]
     """For readers on the store's host: where blocks lie in its memory. The blocks stay as they are while the call lasts:
     the reader ends its side when it is done, and what it has read is right if the store's last message follows.
+    """
+    Take: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.TakeRequest, _kvstore_pb2.TakeResponse]  # type: ignore[assignment]
+    """For writers on the store's host: stores successive blocks of a prompt out of the writer's memory, which has to stay as
+    it is until the answer. Nothing is copied of blocks that are here; what another writer brings just now is waited for.
     """
     Watch: _aio.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]  # type: ignore[assignment]
     """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed."""
@@ -118,6 +126,16 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.BorrowResponse], _abc.AsyncIterator[_kvstore_pb2.BorrowResponse]]:
         """For readers on the store's host: where blocks lie in its memory. The blocks stay as they are while the call lasts:
         the reader ends its side when it is done, and what it has read is right if the store's last message follows.
+        """
+
+    @_abc_1.abstractmethod
+    def Take(
+        self,
+        request: _kvstore_pb2.TakeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.TakeResponse, _abc.Awaitable[_kvstore_pb2.TakeResponse]]:
+        """For writers on the store's host: stores successive blocks of a prompt out of the writer's memory, which has to stay as
+        it is until the answer. Nothing is copied of blocks that are here; what another writer brings just now is waited for.
         """
 
     @_abc_1.abstractmethod

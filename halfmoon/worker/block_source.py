@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
 
 from halfmoon.errors import DataLoss, Incompatible, NotFound
 from halfmoon.kv.layout import KVBytes, KVLayout
@@ -54,12 +55,15 @@ class BlockSource:
 
     async def _get(self, store: KVStoreClient, keys: Mapping[int, bytes], write: Write) -> list[int]:
         written: list[int] = []
-        for index, key in keys.items():
-            try:
-                cells = await store.get(key, self._layout, deadline_s=_DEADLINE_S)
-            except (NotFound, DataLoss) as error:
-                log.debug("store.miss", extra={"reason": error.message})
-                break
-            await write(index, cells)
-            written.append(index)
+        async with aclosing(store.get_run(list(keys.values()), self._layout, deadline_s=_DEADLINE_S)) as blocks:
+            for index in keys:
+                try:
+                    cells = await anext(blocks, None)
+                except (NotFound, DataLoss) as error:
+                    log.debug("store.miss", extra={"reason": error.message})
+                    break
+                if cells is None:
+                    break
+                await write(index, cells)
+                written.append(index)
         return written

@@ -9,15 +9,17 @@ from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.config import BlockChain
 from halfmoon.errors import HalfmoonError
 from halfmoon.policy.latency import PrefillModel
-from halfmoon.rpc.kvstore_client import Chain, KVStoreClient
+from halfmoon.rpc.chain import Chain
+from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.worker.chain_queue import ChainQueue
 from halfmoon.worker.store_link import StoreLink
 from halfmoon.worker.store_metrics import StoreMetrics
 
 log = logging.getLogger(__name__)
 
-_HELD_AT_ONCE = 4  # blocks that the prefix cache may not evict meanwhile
+_HELD_BYTES = 16 << 20  # of blocks that the prefix cache may not evict meanwhile: these go in one call
 _CALL_S = 5.0
+_SLOWEST_BYTES_PER_S = 250e3  # what goes more slowly has failed
 
 
 class StoreWriter:
@@ -67,15 +69,20 @@ class StoreWriter:
             log.debug("store.put_failed", extra={"reason": error.message})
 
     async def _put_some(self, store: KVStoreClient, keys: Sequence[bytes], depth: int) -> int:
-        """The next blocks of a chain, as far as they are in the prefix cache still; how many."""
+        """The next blocks of a chain, as far as they are in the prefix cache still; how many the store has now."""
         layout = self._engine.engine.layout
-        async with self._engine.cached(keys[depth : depth + _HELD_AT_ONCE]) as blocks:
-            for index, block in enumerate(blocks, depth):
-                cells = await self._engine.read_block(block)
-                start = index * layout.block_tokens
-                recompute_s = self._prefill_model().seconds(layout.block_tokens, start)
-                place = Chain(keys[index - 1] if index else b"", index, recompute_s)
-                await store.put(keys[index], layout, cells, place, deadline_s=_CALL_S)
-                self._metrics.put_blocks.labels("stored").inc()
-                self._metrics.put_bytes.inc(len(cells))
-            return len(blocks)
+        most = max(1, _HELD_BYTES // layout.block_bytes)
+        async with self._engine.cached(keys[depth : depth + most]) as blocks:
+            if not blocks:
+                return 0
+            cells = [await self._engine.read_block(block) for block in blocks]
+            middle = depth * layout.block_tokens + (len(blocks) - 1) * layout.block_tokens // 2
+            recompute_s = self._prefill_model().seconds(layout.block_tokens, middle)
+            chain = Chain(keys[depth - 1] if depth else b"", depth, recompute_s)
+            deadline_s = _CALL_S + len(blocks) * layout.block_bytes / _SLOWEST_BYTES_PER_S
+            run = keys[depth : depth + len(blocks)]
+            stored = await store.put_run(run, layout, cells, chain, deadline_s=deadline_s)
+        self._metrics.put_blocks.labels("stored").inc(stored.num_new)
+        self._metrics.put_blocks.labels("there").inc(stored.num_held - stored.num_new)
+        self._metrics.put_bytes.inc(stored.num_new * layout.block_bytes)
+        return stored.num_held

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 
 import grpc
@@ -18,11 +18,13 @@ from halfmoon.rpc.transport.memfd import SharedSegment, host_id
 from services.kvstore.bytes_servicer import KVBytesServicer
 from services.kvstore.cold import ColdClient, ColdTier
 from services.kvstore.disk import DiskTier
+from services.kvstore.incoming import Arrivals
 from services.kvstore.lending import Lender
 from services.kvstore.pool import Pool
 from services.kvstore.replication import Replicator
 from services.kvstore.servicer import KVStoreAdminServicer, KVStoreServicer
 from services.kvstore.settings import KVStoreSettings
+from services.kvstore.taking import Taker
 
 log = logging.getLogger(__name__)
 
@@ -42,29 +44,28 @@ class Store:
 async def running_store(settings: KVStoreSettings) -> AsyncIterator[Store]:
     """Opens the tiers; what the disk has is served at once. Raises InvalidRequest if a tier cannot be had."""
     options = settings.pool_options()
-    segment, memory = _arena(int(settings.dram_bytes))
-    intake = KVIntake()
-    try:
+    with ExitStack() as stack:
+        segment, memory = _arena(int(settings.dram_bytes))
+        if segment is not None:
+            stack.enter_context(closing(segment))
+        intake = stack.enter_context(closing(KVIntake()))
         cold = _cold(settings, options.retry_pause_s)
         disk = None if settings.disk_dir is None else await _disk(settings)
         pool = Pool(memory, options, disk, cold)
         name = None if segment is None else f"{host_id()}/{segment.name}"
-        lender = Lender(pool, settings.lease_s, name)
-        replicator = Replicator(pool)
-        control, admin = KVStoreServicer(pool, lender, replicator), KVStoreAdminServicer(pool)
+        replicator, arrivals = Replicator(pool), Arrivals(pool)
+        taker = stack.enter_context(closing(Taker(pool, arrivals)))
+        control = KVStoreServicer(pool, Lender(pool, settings.lease_s, name), taker, replicator)
+        admin = KVStoreAdminServicer(pool)
         async with pool.running(replicator.run()):
             yield Store(
                 pool,
                 (
                     lambda server: kvstore_pb2_grpc.add_KVStoreServicer_to_server(control, server),
                     lambda server: kvstore_pb2_grpc.add_KVStoreAdminServicer_to_server(admin, server),
-                    KVBytesServicer(pool, intake, settings.lease_s).registration(),
+                    KVBytesServicer(pool, arrivals, intake, settings.lease_s).registration(),
                 ),
             )
-    finally:
-        intake.close()
-        if segment is not None:
-            segment.close()
 
 
 def _arena(num_bytes: int) -> tuple[SharedSegment | None, memoryview]:

@@ -45,6 +45,7 @@ class Draft:
     meta: BlockMeta
     layout: KVLayout
     room: Room
+    held: bytes | None  # the block before it, unless that is on its way, too
 
     def write(self, part: KVRange, payload: Buffer) -> None:
         """Puts `payload` (canonical order) at `part`, which counts tokens from the block's first."""
@@ -67,22 +68,27 @@ class DramTier:
         """The whole arena."""
         return self._arena.capacity_bytes
 
-    def reserve(self, meta: BlockMeta) -> Draft:
+    def reserve(self, meta: BlockMeta, after: Draft | None = None) -> Draft:
         """Makes room for one block, evicting others if it must; what comes before it is held until the draft ends.
 
-        Raises NotFound if that is not here, NoCapacity: for ever when the block is larger than the arena, else until
-        drafts and readers end, with `retry_after_ms`.
+        Where that is still on its way it is `after`, and has to be committed first. Raises NotFound if it is not here,
+        NoCapacity: for ever when the block is larger than the arena, else until drafts and readers end, with
+        `retry_after_ms`.
         """
         assert meta.layout is not None
-        self._check_parent(meta)
-        if meta.parent is not None:
-            self._catalog.hold(meta.parent)
+        assert after is None or after.meta.id == meta.parent
+        if after is None:
+            self._check_parent(meta)
+        held = meta.parent if after is None else None
+        if held is not None:
+            self._catalog.hold(held)
         try:
             room = self._room(meta.layout.block_bytes)
         except NoCapacity:
-            self._release_parent(meta)
+            if held is not None:
+                self._catalog.release(held)
             raise
-        draft = Draft(meta, meta.layout, room)
+        draft = Draft(meta, meta.layout, room, held)
         self._drafts[id(draft)] = draft
         self.reserved_bytes += room.view.nbytes
         return draft
@@ -117,7 +123,8 @@ class DramTier:
         if self._drafts.pop(id(draft), None) is not None:
             self.reserved_bytes -= draft.room.view.nbytes
             self._arena.release(draft.room)
-            self._release_parent(draft.meta)
+            if draft.held is not None:
+                self._catalog.release(draft.held)
 
     def acquire(self, block: bytes, use: bool = True) -> Block:
         """The block, held, and used unless the store itself reads it.

@@ -119,17 +119,27 @@ class Pool:
         """Begins to bring the leading blocks to DRAM; gives how many are there or will come."""
         return self._loader.prefetch([entry.meta.id for entry in self.catalog.match(blocks, self._now_s())])
 
-    def reserve(self, meta: BlockMeta, ttl_s: float = 0.0) -> Draft:
-        """Room for a block on its way in; `ttl_s` 0 is the store's own.
+    def take_over(self, meta: BlockMeta) -> bool:
+        """Whether a block that somebody offers is here and can be read; if so, it is nobody else's copy any more.
+
+        Raises Incompatible if it is here in another layout.
+        """
+        self._check_layout(meta)
+        if not self.match([meta.id]):
+            return False
+        if self.replicas.unmark(meta.id):
+            self._copies.enqueue(meta)
+        return True
+
+    def reserve(self, meta: BlockMeta, ttl_s: float = 0.0, after: Draft | None = None) -> Draft:
+        """Room for a block on its way in, behind the draft `after`, if any; `ttl_s` 0 is the store's own.
 
         Raises Incompatible if the block is here in another layout, and as `DramTier.reserve` does.
         """
-        entry = self.catalog.get(meta.id)
-        if entry is not None and entry.meta.layout not in (None, meta.layout):
-            raise Incompatible("the block with this key has another KV layout", param="layout")
+        self._check_layout(meta)
         expires_at_s = self._now_s() + (ttl_s or self.options.ttl_s)
         known = BlockMeta(meta.id, meta.parent, meta.depth, meta.layout, meta.recompute_s, expires_at_s)
-        return self.dram.reserve(known)
+        return self.dram.reserve(known, after)
 
     async def commit(self, draft: Draft) -> None:
         """Makes a block visible, whose every byte was written, and has it copied down behind the caller."""
@@ -208,6 +218,11 @@ class Pool:
     def num_waiting(self, tier: Tier) -> int:
         """Blocks to be copied there."""
         return self._copies.num_waiting(tier)
+
+    def _check_layout(self, meta: BlockMeta) -> None:
+        entry = self.catalog.get(meta.id)
+        if entry is not None and entry.meta.layout not in (None, meta.layout):
+            raise Incompatible("the block with this key has another KV layout", param="layout")
 
     async def _acquire(self, block: bytes) -> Loan:
         entry = self.catalog.live(block, self._now_s())

@@ -27,9 +27,9 @@ class ReplicaMarks:
         """It has just been copied here."""
         self._marks[block] = _Mark(num_uses, now_s)
 
-    def unmark(self, block: bytes) -> None:
-        """It is this store's own."""
-        self._marks.pop(block, None)
+    def unmark(self, block: bytes) -> bool:
+        """It is this store's own. Whether it was not."""
+        return self._marks.pop(block, None) is not None
 
     def cooled(self, catalog: Catalog, now_s: float, cool_s: float) -> list[bytes]:
         """Those that nobody has used for `cool_s` and nothing rests on; to be asked again when they are gone."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from halfmoon.errors import HalfmoonError, NoCapacity
 from halfmoon.kv.frame import KVRange
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.layout import KVBytes, KVLayout
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from services.kvstore.identity import BlockMeta, block_id
 from services.kvstore.pool import Pool
@@ -41,10 +42,11 @@ class Replicator:
 
     def request(self, source: str, keys: Sequence[bytes], salt: bytes, layout: KVLayout) -> int:
         """Has a prompt's blocks copied behind the caller; gives how many are missing. Raises NoCapacity."""
-        num_missing = sum(block_id(key, salt) not in self._pool.catalog for key in keys)
+        wanted = _Wanted(source, keys, salt, layout)
+        num_missing = self._num_missing(wanted)
         if num_missing:
             try:
-                self._waiting.put_nowait(_Wanted(source, keys, salt, layout))
+                self._waiting.put_nowait(wanted)
             except asyncio.QueueFull:
                 raise NoCapacity(
                     f"{MAX_WAITING} prompts are to be copied already", retry_after_ms=_RETRY_AFTER_MS
@@ -55,16 +57,13 @@ class Replicator:
         """Copies until it is cancelled."""
         while True:
             wanted = await self._waiting.get()
-            num_left = len(wanted.keys)
             client = KVStoreClient(wanted.source, wanted.salt)
             try:
-                for depth, key in enumerate(wanted.keys):
-                    await self._copy(client, wanted, depth, key)
-                    num_left -= 1
+                await self._copy(client, wanted)
             except HalfmoonError as error:
-                self._pool.counts.num_unreplicated += num_left
-                log.info("replication.ended", extra={"num_left": num_left, "reason": error.message})
+                log.info("replication.ended", extra={"reason": error.message})
             finally:
+                self._pool.counts.num_unreplicated += self._num_missing(wanted)
                 await client.close()
                 self._waiting.task_done()
 
@@ -72,14 +71,28 @@ class Replicator:
         """Returns when nothing waits. For tests."""
         await self._waiting.join()
 
-    async def _copy(self, client: KVStoreClient, wanted: _Wanted, depth: int, key: bytes) -> None:
-        block = block_id(key, wanted.salt)
-        if block in self._pool.catalog:
+    def _num_missing(self, wanted: _Wanted) -> int:
+        return sum(block_id(key, wanted.salt) not in self._pool.catalog for key in wanted.keys)
+
+    async def _copy(self, client: KVStoreClient, wanted: _Wanted) -> None:
+        first = len(wanted.keys) - self._num_missing(wanted)  # no block is here without those before it
+        missing = wanted.keys[first:]
+        if not missing:
             return
+        deadline_s = len(missing) * _BLOCK_DEADLINE_S
+        async with aclosing(client.get_run(missing, wanted.layout, deadline_s=deadline_s)) as blocks:
+            depth = first
+            async for cells in blocks:
+                await self._enter(wanted, depth, cells)
+                depth += 1
+
+    async def _enter(self, wanted: _Wanted, depth: int, cells: KVBytes) -> None:
         layout = wanted.layout
-        cells = await client.get(key, layout, deadline_s=_BLOCK_DEADLINE_S)
         parent = block_id(wanted.keys[depth - 1], wanted.salt) if depth else None
-        draft = self._pool.reserve(BlockMeta(block, parent, depth, layout))
+        meta = BlockMeta(block_id(wanted.keys[depth], wanted.salt), parent, depth, layout)
+        if meta.id in self._pool.catalog:  # a worker brought it meanwhile
+            return
+        draft = self._pool.reserve(meta)
         try:
             draft.write(KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, layout.block_tokens), cells)
             await self._pool.commit_replica(draft)

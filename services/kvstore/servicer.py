@@ -15,6 +15,7 @@ from services.kvstore.identity import block_id
 from services.kvstore.lending import Lender
 from services.kvstore.pool import Pool
 from services.kvstore.replication import Replicator
+from services.kvstore.taking import Taker
 from services.kvstore.wire import TIERS, checked_ids, info_message, named_layout, place_message, tiers_from
 
 _PART = 4096  # blocks or events in a message, some 200 KB
@@ -32,9 +33,10 @@ Item = TypeVar("Item")
 class KVStoreServicer(kvstore_pb2_grpc.KVStoreServicer):
     """Translates between workers and a `Pool`."""
 
-    def __init__(self, pool: Pool, lender: Lender, replicator: Replicator) -> None:
+    def __init__(self, pool: Pool, lender: Lender, taker: Taker, replicator: Replicator) -> None:
         self._pool = pool
         self._lender = lender
+        self._taker = taker
         self._replicator = replicator
 
     async def Match(
@@ -68,6 +70,12 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServicer):
         """See kvstore.proto."""
         async for response in self._lender.lend(request_iterator):
             yield response
+
+    async def Take(
+        self, request: kvstore_pb2.TakeRequest, context: grpc.aio.ServicerContext
+    ) -> kvstore_pb2.TakeResponse:
+        """See kvstore.proto."""
+        return await self._taker.take(request)
 
     async def Watch(
         self, request: kvstore_pb2.WatchRequest, context: grpc.aio.ServicerContext

@@ -14,7 +14,8 @@ from halfmoon.errors import DataLoss, DeadlineExceeded, Incompatible, NoCapacity
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.layout import KVLayout
 from halfmoon.pb import kvstore_pb2
-from halfmoon.rpc.kvstore_client import Chain, KVStoreClient
+from halfmoon.rpc.chain import Chain
+from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.transport.link import LinkSettings
@@ -179,7 +180,7 @@ async def test_a_store_that_goes_ends_the_loan() -> None:
 async def test_a_store_elsewhere_lends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served() as (_, address), client(address) as it:
         await put_chain(it, 1)
-        monkeypatch.setattr("halfmoon.rpc.kvstore_client.host_id", lambda: "another")
+        monkeypatch.setattr("halfmoon.rpc.transport.mapped.host_id", lambda: "another")
         with pytest.raises(Incompatible):
             async with it.borrow(KEYS[:1], deadline_s=LIMIT_S):
                 pass

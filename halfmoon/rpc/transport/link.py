@@ -101,6 +101,12 @@ class KVLink:
             raise Incompatible(f"the receiver chose the transport {choice.name!r}, which was not offered")
         return self._outlets[choice.name]
 
+    async def passed(self, num_bytes: int) -> None:
+        """Returns when so many bytes would be through, if the link is slow on purpose."""
+        if self.limiter is not None:
+            now_s = self.clock.time()
+            await self.clock.sleep(self.limiter.arrival_s(num_bytes, now_s) - now_s)
+
     def abandon(self, outlet: Outlet, buffer: StagingBuffer, share: Share) -> None:
         """Gives back a place that was never sent: it is free only when nobody fills it any more."""
         self._parked.append((outlet, buffer, share))

@@ -35,11 +35,13 @@ from halfmoon.rpc.status import error_from
 from halfmoon.rpc.transfer import KVIntake, TransferSender, transfer_to
 from services.kvstore.bytes_servicer import KVBytesServicer
 from services.kvstore.identity import block_id
+from services.kvstore.incoming import Arrivals
 from services.kvstore.lending import Lender
 from services.kvstore.metrics import KVStoreMetrics
 from services.kvstore.pool import Pool
 from services.kvstore.replication import Replicator
 from services.kvstore.servicer import KVStoreServicer
+from services.kvstore.taking import Taker
 
 LAYOUT = KVLayout(2, 2, 4, "float32", 8)
 BIG = KVLayout(3, 4, 64, "float16", 1024)  # more than one frame
@@ -108,12 +110,12 @@ class Store:
 @asynccontextmanager
 async def served(budget_bytes: int = 64 << 20, lease_s: float = 30) -> AsyncIterator[Store]:
     pool = Pool(memoryview(bytearray(budget_bytes)))
-    metrics = KVStoreMetrics(pool)
-    control = KVStoreServicer(pool, Lender(pool, lease_s, None), Replicator(pool))
+    metrics, arrivals = KVStoreMetrics(pool), Arrivals(pool)
+    control = KVStoreServicer(pool, Lender(pool, lease_s, None), Taker(pool, arrivals), Replicator(pool))
     intake = KVIntake()
     services = (
         lambda server: kvstore_pb2_grpc.add_KVStoreServicer_to_server(control, server),
-        KVBytesServicer(pool, intake, lease_s).registration(),
+        KVBytesServicer(pool, arrivals, intake, lease_s).registration(),
     )
     async with (
         running_server("127.0.0.1:0", services, metrics.rpc, grace_s=0) as server,
@@ -130,7 +132,7 @@ def whole_block(layout: KVLayout, token_start: int = 0) -> KVRange:
 
 
 def body(layout: KVLayout | None, key: bytes = KEY) -> bytes:
-    message = kvstore_pb2.BlockOpen(key=key)
+    message = kvstore_pb2.BlocksOpen(keys=[key])
     if layout is not None:
         message.layout.CopyFrom(
             types_pb2.KVLayout(

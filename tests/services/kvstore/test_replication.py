@@ -11,19 +11,22 @@ import pytest
 
 from halfmoon.errors import InvalidRequest, NoCapacity
 from halfmoon.pb import kvstore_pb2_grpc
-from halfmoon.rpc.kvstore_client import Chain, KVStoreClient
+from halfmoon.rpc.chain import Chain
+from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.transfer import KVIntake
 from services.kvstore.bytes_servicer import KVBytesServicer
 from services.kvstore.disk import DiskTier
 from services.kvstore.entry import Tier
 from services.kvstore.identity import block_id
+from services.kvstore.incoming import Arrivals
 from services.kvstore.lending import Lender
 from services.kvstore.metrics import KVStoreMetrics
 from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool
 from services.kvstore.replication import MAX_WAITING, Replicator
 from services.kvstore.servicer import KVStoreServicer
+from services.kvstore.taking import Taker
 from tests.services.kvstore.blocks import LAYOUT, content, key, meta, put
 
 KEYS = [key(n) for n in range(6)]
@@ -51,11 +54,11 @@ async def store(disk: DiskTier | None = None, copying: bool = True) -> AsyncIter
     clock, intake = Clock(), KVIntake()
     options = PoolOptions(sweep_s=3600, drain_s=0, replica_cool_s=60)
     pool = Pool(memoryview(bytearray(16 * LAYOUT.block_bytes)), options, disk, now_s=clock)
-    replicator = Replicator(pool)
-    control = KVStoreServicer(pool, Lender(pool, 30, None), replicator)
+    replicator, arrivals = Replicator(pool), Arrivals(pool)
+    control = KVStoreServicer(pool, Lender(pool, 30, None), Taker(pool, arrivals), replicator)
     services = (
         lambda server: kvstore_pb2_grpc.add_KVStoreServicer_to_server(control, server),
-        KVBytesServicer(pool, intake, 30).registration(),
+        KVBytesServicer(pool, arrivals, intake, 30).registration(),
     )
     async with (
         pool.running(*([replicator.run()] if copying else [])),

@@ -1,0 +1,164 @@
+"""The store's block bytes as raw frames, many blocks a stream. kvstore.proto states both exchanges."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import replace
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from halfmoon.errors import AlreadyHere, DataLoss, NoCapacity
+from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame, plan_frames
+from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.negotiation import encode_open
+from halfmoon.kv.receiver import Coverage
+from halfmoon.pb import kvstore_pb2
+from halfmoon.rpc.chain import Chain, Stored
+from halfmoon.rpc.layout_message import layout_message
+from halfmoon.rpc.status import in_our_tree
+from halfmoon.rpc.transfer import TransferSender, transfer_to
+from halfmoon.rpc.transport.link import KVLink
+
+_PUT, _GET = "/halfmoon.KVStoreBytes/Put", "/halfmoon.KVStoreBytes/Get"
+_TRANSFER_ID = bytes(16)  # a Get's stream carries one transfer
+
+
+async def put_blocks(
+    link: KVLink,
+    keys: Sequence[bytes],
+    layout: KVLayout,
+    cells: Sequence[KVBytes],
+    chain: Chain,
+    salt: bytes,
+    *,
+    deadline_s: float,
+) -> Stored:
+    """Stores successive blocks of a prompt, or half as many where there is no room for all."""
+    body = kvstore_pb2.BlocksOpen(
+        keys=keys, layout=layout_message(layout), tenant_salt=salt, parent=chain.parent,
+        recompute_s=chain.recompute_s, ttl_s=chain.ttl_s,
+    )  # fmt: skip
+    start = chain.depth * layout.block_tokens
+    try:
+        async with transfer_to(link, layout, deadline_s=deadline_s, method=_PUT) as sender:
+            await sender.open(whole_blocks(layout, start, len(keys)), body.SerializeToString())
+            for index, block in enumerate(cells):
+                await _send_block(sender, layout, start + index * layout.block_tokens, block)
+            await sender.commit(b"")
+    except AlreadyHere:
+        return Stored(1, 0)
+    except NoCapacity:
+        if len(keys) == 1:
+            raise
+        fewer = len(keys) // 2
+        return await put_blocks(link, keys[:fewer], layout, cells[:fewer], chain, salt, deadline_s=deadline_s)
+    return Stored(len(keys), len(keys))
+
+
+async def get_blocks(
+    link: KVLink,
+    keys: Sequence[bytes],
+    layout: KVLayout,
+    wanted: KVRange,
+    salt: bytes,
+    arrival: Callable[[int], Awaitable[None]],
+    *,
+    deadline_s: float,
+) -> AsyncGenerator[memoryview, None]:
+    """As `KVStoreClient.get_run`; `arrival` returns when so many bytes would have come."""
+    body = kvstore_pb2.BlocksOpen(keys=keys, tenant_salt=salt).SerializeToString()
+    opening = Frame(FrameKind.OPEN, _TRANSFER_ID, layout.fingerprint(), 0, wanted, payload=encode_open((), body))
+    call = link.peer.raw_stream(_GET, deadline_s=deadline_s)
+    try:
+        with in_our_tree(link.peer.address):
+            await _send(call, encode_frame(opening))
+        for index in range(len(keys)):
+            cells = await _next_block(call, link, layout, _further(wanted, index * layout.block_tokens), arrival)
+            if cells is None:
+                return
+            yield cells
+    finally:
+        call.cancel()
+
+
+async def _send_block(sender: TransferSender, layout: KVLayout, start: int, cells: KVBytes) -> None:
+    view = np.frombuffer(cells, np.uint8).reshape(_row_shape(layout))
+    for part in plan_frames(layout, layout.whole(), start, layout.block_tokens):
+        buffer = await sender.buffer(part.num_bytes(layout))
+        source = view[_slices(replace(part, token_start=part.token_start - start))]
+        np.copyto(np.frombuffer(buffer.view, np.uint8).reshape(source.shape), source)
+        await sender.data(part, buffer)
+
+
+async def _next_block(
+    call: grpc.aio.StreamStreamCall,
+    link: KVLink,
+    layout: KVLayout,
+    wanted: KVRange,
+    arrival: Callable[[int], Awaitable[None]],
+) -> memoryview | None:
+    """None after the last one."""
+    out: NDArray[np.uint8] | None = None
+    coverage = Coverage(wanted)
+    while not coverage.is_whole():
+        with in_our_tree(link.peer.address):
+            message = await call.read()
+        frame = None if message is grpc.aio.EOF else decode_frame(message)
+        if frame is None or frame.kind is FrameKind.DONE:
+            if frame is not None and out is None:
+                return None
+            raise DataLoss("the store sent only a part of the block")
+        if out is None:
+            out = np.empty((*wanted.shape(layout)[:-1], layout.head_dim * layout.item_bytes), np.uint8)
+        coverage.add(frame.range)
+        into = out[_slices(_from_start(frame.range, wanted))]
+        np.copyto(into, np.frombuffer(frame.payload, np.uint8).reshape(into.shape))
+        await arrival(into.nbytes)
+    assert out is not None, "no block is empty"
+    return memoryview(out.reshape(-1).data)
+
+
+def whole_blocks(layout: KVLayout, token_start: int, num_blocks: int) -> KVRange:
+    """All of successive blocks."""
+    num_tokens = num_blocks * layout.block_tokens
+    return KVRange(0, layout.num_layers, 0, layout.num_kv_heads, token_start, num_tokens)
+
+
+def _further(part: KVRange, num_tokens: int) -> KVRange:
+    return replace(part, token_start=part.token_start + num_tokens)
+
+
+def _row_shape(layout: KVLayout) -> tuple[int, ...]:
+    return layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim * layout.item_bytes
+
+
+def _from_start(part: KVRange, whole: KVRange) -> KVRange:
+    """`part`, counted from the beginning of `whole` in every direction."""
+    return KVRange(
+        part.layer_start - whole.layer_start,
+        part.layer_end - whole.layer_start,
+        part.head_start - whole.head_start,
+        part.head_end - whole.head_start,
+        part.token_start - whole.token_start,
+        part.num_tokens,
+    )
+
+
+def _slices(part: KVRange) -> tuple[slice, ...]:
+    return (
+        slice(part.layer_start, part.layer_end),
+        slice(None),
+        slice(part.head_start, part.head_end),
+        slice(part.token_start, part.token_start + part.num_tokens),
+    )
+
+
+async def _send(call: grpc.aio.StreamStreamCall, message: bytes) -> None:
+    try:
+        await call.write(message)
+        await call.done_writing()
+    except asyncio.InvalidStateError:  # the store refused already: reading says why
+        return

@@ -1,0 +1,105 @@
+"""Blocks on their way to a store of the same host: laid out in shared memory, out of which it takes them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from halfmoon.errors import Incompatible
+from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
+from halfmoon.rpc.chain import Chain, Stored
+from halfmoon.rpc.layout_message import layout_message
+from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.transport.link import KVLink
+from halfmoon.rpc.transport.memfd import SharedSegment, host_id
+from halfmoon.rpc.transport.shm import NAME as SHM
+
+log = logging.getLogger(__name__)
+
+_SEGMENT_BYTES = 16 << 20  # at least; one block, where that is larger
+
+
+class Outbox:
+    """Owns the segment, which one run of blocks uses at a time, and whether the store can reach it."""
+
+    def __init__(self, peer: Peer, link: KVLink) -> None:
+        """link: what bytes take otherwise; if it is slow on purpose, so is this."""
+        self._peer = peer
+        self._stub = kvstore_pb2_grpc.KVStoreStub(peer.channel)
+        self._link = link
+        self._segment: SharedSegment | None = None
+        self._turn = asyncio.Lock()
+        self._is_reached = SHM in link.settings.transports
+
+    async def put(
+        self,
+        keys: Sequence[bytes],
+        layout: KVLayout,
+        cells: Sequence[KVBytes],
+        chain: Chain,
+        salt: bytes,
+        *,
+        deadline_s: float,
+    ) -> Stored | None:
+        """As `KVStoreClient.put_run`, of as many blocks as there is room for; None if the store cannot reach them."""
+        if not self._is_reached:
+            return None
+        try:
+            async with self._turn:
+                request = await self._laid_out(keys, layout, cells, chain, salt)
+                await self._link.passed(len(request.blocks) * layout.block_bytes)
+                response = await self._peer.call(self._stub.Take, request, deadline_s=deadline_s)
+        except (Incompatible, OSError) as error:
+            if isinstance(error, Incompatible) and error.param != "segment":
+                raise
+            self._is_reached = False
+            log.info("store.not_taking", extra={"reason": str(error)})
+            return None
+        return Stored(response.num_held, response.num_new)
+
+    def close(self) -> None:
+        """Lets go of the segment."""
+        if self._segment is not None:
+            self._segment.close()
+
+    async def _laid_out(
+        self, keys: Sequence[bytes], layout: KVLayout, cells: Sequence[KVBytes], chain: Chain, salt: bytes
+    ) -> kvstore_pb2.TakeRequest:
+        segment = self._with_room(layout.block_bytes)
+        num_blocks = min(len(keys), segment.memory.nbytes // layout.block_bytes)
+        digests = await asyncio.to_thread(_copied, segment.memory, layout.block_bytes, cells[:num_blocks])
+        return kvstore_pb2.TakeRequest(
+            segment=f"{host_id()}/{segment.name}",
+            layout=layout_message(layout),
+            tenant_salt=salt,
+            parent=chain.parent,
+            depth=chain.depth,
+            recompute_s=chain.recompute_s,
+            ttl_s=chain.ttl_s,
+            blocks=[
+                kvstore_pb2.OfferedBlock(key=key, offset=index * layout.block_bytes, digest=digest)
+                for index, (key, digest) in enumerate(zip(keys, digests, strict=False))
+            ],
+        )
+
+    def _with_room(self, block_bytes: int) -> SharedSegment:
+        """Raises OSError where the system has no shared memory."""
+        if self._segment is None or self._segment.memory.nbytes < block_bytes:
+            self.close()
+            self._segment = SharedSegment(max(_SEGMENT_BYTES, block_bytes))
+        return self._segment
+
+
+def _copied(memory: memoryview, block_bytes: int, cells: Sequence[KVBytes]) -> list[int]:
+    """The digests of the blocks, which lie one after the other in `memory` now."""
+    digests = []
+    for index, block in enumerate(cells):
+        place = memory[index * block_bytes : (index + 1) * block_bytes]
+        np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(block, np.uint8))
+        digests.append(xxhash.xxh3_64_intdigest(place))
+    return digests
