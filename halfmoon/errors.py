@@ -2,6 +2,7 @@
 
     HalfmoonError                    INTERNAL              a bug of ours
     ├── InvalidRequest               INVALID_ARGUMENT      bad input; `param` names the field
+    ├── Unauthenticated              UNAUTHENTICATED       no operator token, or a wrong one
     ├── NotFound                     NOT_FOUND             absent block, unknown request
     │   └── UnknownModel             NOT_FOUND             no such model is served here
     ├── AlreadyHere                  ALREADY_EXISTS        what was to be stored is stored
@@ -37,6 +38,12 @@ class InvalidRequest(HalfmoonError):
     """A user's or peer's input is wrong; `param` names the offending field where there is one."""
 
     grpc_status = "INVALID_ARGUMENT"
+
+
+class Unauthenticated(HalfmoonError):
+    """The caller has no token where one is needed, or a wrong one."""
+
+    grpc_status = "UNAUTHENTICATED"
 
 
 class NotFound(HalfmoonError):

@@ -14,14 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.sim.asked_workload import asked_workload
-from halfmoon.sim.cluster import ClusterSpec, Targets
+from halfmoon.sim.cluster import ClusterSpec
 from halfmoon.sim.lengths import KNOWN_LENGTHS
-from halfmoon.sim.report import request_rows, simulation_summary
-from halfmoon.sim.result import SimResult
-from halfmoon.sim.simulation import simulate as run_simulation
-from halfmoon.sim.spec_file import read_cluster
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.point import Point, PointRequest, simulate_point
 
 
 class Criterion(StrEnum):
@@ -64,32 +59,39 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="prints every request's times as JSON")] = False,
 ) -> None:
     """Simulates a cluster: every request's TTFT, TPOT and TBT, and how many meet their targets."""
+    request = PointRequest(
+        cluster=str(cluster),
+        workload=workload,
+        latency=latency,
+        rate_per_s=rate,
+        num_requests=requests,
+        process=arrivals.value,
+        cv=cv,
+        ttft_s=ttft,
+        tpot_s=tpot,
+        tbt_s=tbt,
+        tbt_of=None if tbt_of is None else tbt_of.value,
+        attainment=attainment,
+        criterion=criterion.value,
+        seed=seed,
+    )
     try:
-        spec = read_cluster(cluster, latency)
-        kept = spec.targets
-        wanted = Targets(
-            kept.ttft_s if ttft is None else ttft,
-            kept.tpot_s if tpot is None else tpot,
-            kept.tbt_s if tbt is None else tbt,
-            kept.tbt_of if tbt_of is None else tbt_of.value,
-        )
-        asked = asked_workload(workload, rate, requests, arrivals.value, cv, seed)
-        found = _run(spec, asked, seed)
+        found = _simulated(request)
     except InvalidRequest as error:
         raise typer.BadParameter(error.message) from error
-    summary = simulation_summary(spec, found, wanted, attainment, criterion.value)
+    summary = found.summary(with_requests=as_json)
     if as_json:
-        print(json.dumps({**summary, "requests": request_rows(asked, found)}))
+        print(json.dumps(summary))
     else:
-        _print(spec, summary)
+        _print(found.spec, summary)
 
 
-def _run(spec: ClusterSpec, workload: Workload, seed: int) -> SimResult:
+def _simulated(request: PointRequest) -> Point:
     console = Console(stderr=True)
     columns = TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(workload))
-        return run_simulation(spec, workload, seed, lambda done, total: bar.update(task, completed=done))
+        task = bar.add_task("")
+        return simulate_point(request, lambda done, total: bar.update(task, completed=done, total=total))
 
 
 def _print(spec: ClusterSpec, summary: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ async def _start(options: UpOptions, supervisor: Supervisor, terminal: Console, 
     model = await prepared_model(options.model, terminal)
     if options.simulation is not None:
         model = PreparedModel(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
-    store = f"127.0.0.1:{free_port()}"
+    store, planner = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     options = replace(options, operator_token=_operator_token(options))
     if options.num_gateways == 1:
         specs = [gateway_spec(options, model, store=store)]
@@ -113,7 +113,7 @@ async def _start(options: UpOptions, supervisor: Supervisor, terminal: Console, 
         specs = [gateway_spec(options, model, number, store) for number in range(options.num_gateways)]
     announced = await children_ready([await supervisor.start(spec) for spec in specs])
     cluster = ",".join(one["address"] for one in announced)
-    others = [await supervisor.start(spec) for spec in _other_specs(options, model, cluster, store)]
+    others = [await supervisor.start(spec) for spec in _other_specs(options, model, cluster, store, planner)]
     await children_ready([child for child in others if child.spec.name != "console"])
     url = announced[0]["http"]
     await _until_healthy(url)
@@ -172,18 +172,15 @@ def gateway_spec(
     return ServiceSpec(f"gateway-{number}" if is_shared else "gateway", arguments, keys, restarts=is_shared)
 
 
-def _other_specs(options: UpOptions, model: PreparedModel, cluster: str, store: str) -> list[ServiceSpec]:
+def _other_specs(options: UpOptions, model: PreparedModel, cluster: str, store: str, planner: str) -> list[ServiceSpec]:
     which = ("--model", model.path, "--model-name", model.name)
     common = ("--gateway", cluster, "--device", options.device, "--dtype", options.dtype, *which)
     environment = {**_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false"}
     state = ("--state-dir", str(options.state_dir), "--kv-store", store)
-    specs = [
-        store_spec(options.store, options.state_dir, store),
-        ServiceSpec("planner", ("-m", "services.planner"), {}, restarts=True),
-    ]
+    specs = [store_spec(options.store, options.state_dir, store), _planner_spec(options, planner)]
     counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
     if options.console and find_spec("streamlit") is not None:
-        specs.append(_console_spec(options))
+        specs.append(_console_spec(options, planner))
     if options.simulation is not None:
         return specs + simulation_specs(options.simulation, counts, cluster, which)
     workers = [(role, index) for role, count in counts.items() for index in range(count)]
@@ -221,7 +218,14 @@ def _openmp_waiting(options: UpOptions) -> dict[str, str]:
     return {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def _console_spec(options: UpOptions) -> ServiceSpec:
+def _planner_spec(options: UpOptions, address: str) -> ServiceSpec:
+    """At the same address whenever it is started again; its plans are in the gateway's ledger."""
+    arguments = ("-m", "services.planner", "--listen", address, "--state-dir", str(options.state_dir))
+    token = {"HALFMOON_PLANNER_OPERATOR_TOKEN": options.operator_token} if options.operator_token else {}
+    return ServiceSpec("planner", arguments, token, restarts=True)
+
+
+def _console_spec(options: UpOptions, planner: str) -> ServiceSpec:
     app = Path(__file__).resolve().parent.parent / "console" / "app.py"
     flags: Mapping[str, Any] = {
         "server.port": options.console_port,
@@ -230,7 +234,7 @@ def _console_spec(options: UpOptions) -> ServiceSpec:
         "browser.gatherUsageStats": "false",
     }
     arguments = ("-m", "streamlit", "run", str(app), *(f"--{key}={value}" for key, value in flags.items()))
-    environment = {"HALFMOON_CONSOLE_GATEWAY_URL": _url(options)}
+    environment = {"HALFMOON_CONSOLE_GATEWAY_URL": _url(options), "HALFMOON_CONSOLE_PLANNER": planner}
     if options.api_keys:
         environment["HALFMOON_CONSOLE_API_KEY"] = options.api_keys[0]
     if options.operator_token:

@@ -17,7 +17,7 @@ MODEL = PreparedModel("/models/m", "m")
 
 
 def names(options: UpOptions) -> list[str]:
-    return [spec.name for spec in _other_specs(options, MODEL, "127.0.0.1:7000", "127.0.0.1:7003")]
+    return [spec.name for spec in _other_specs(options, MODEL, "127.0.0.1:7000", "127.0.0.1:7003", "x:4")]
 
 
 def test_one_process_a_worker() -> None:
@@ -28,7 +28,9 @@ def test_one_process_a_worker() -> None:
 @pytest.mark.parametrize(("num_both", "variable"), [(1, "GOMP_SPINCOUNT"), (2, "OMP_WAIT_POLICY")])
 def test_threads_spin_only_where_a_worker_is_alone(num_both: int, variable: str) -> None:
     options = UpOptions(num_prefill=0, num_decode=0, num_both=num_both, console=False)
-    workers = [spec for spec in _other_specs(options, MODEL, "x:1", "127.0.0.1:7003") if spec.name.startswith("both")]
+    workers = [
+        spec for spec in _other_specs(options, MODEL, "x:1", "127.0.0.1:7003", "x:4") if spec.name.startswith("both")
+    ]
     assert len(workers) == num_both
     assert all(variable in spec.environment for spec in workers)
 
@@ -54,6 +56,16 @@ def test_one_of_several_gateways_shares_its_port_and_comes_back_where_it_was() -
     assert not any(place.endswith(":0") for place in places[1:])
 
 
+def test_the_console_finds_the_planner_and_the_planner_the_ledger(tmp_path: Path) -> None:
+    pytest.importorskip("streamlit")
+    options = UpOptions(state_dir=tmp_path, operator_token="secret")
+    specs = {spec.name: spec for spec in _other_specs(options, MODEL, "x:1", "x:2", "127.0.0.1:7")}
+    planner, console = specs["planner"], specs["console"]
+    assert console.environment["HALFMOON_CONSOLE_PLANNER"] == "127.0.0.1:7"
+    assert planner.arguments[2:] == ("--listen", "127.0.0.1:7", "--state-dir", str(tmp_path))
+    assert planner.environment == {"HALFMOON_PLANNER_OPERATOR_TOKEN": "secret"}
+
+
 def test_keys_are_not_in_the_command_line() -> None:
     spec = gateway_spec(UpOptions(api_keys=("secret",)), MODEL)
     assert "secret" not in " ".join(spec.arguments)
@@ -75,7 +87,9 @@ def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_simulated_workers_are_shared_by_their_processes() -> None:
     simulation = SimulatedWorkers("instant", time_scale=2.0, num_processes=3)
-    specs = _other_specs(UpOptions(num_prefill=4, num_decode=2, simulation=simulation), MODEL, "x:1", "127.0.0.1:7003")
+    specs = _other_specs(
+        UpOptions(num_prefill=4, num_decode=2, simulation=simulation), MODEL, "x:1", "127.0.0.1:7003", "x:4"
+    )
     processes = [spec for spec in specs if "services.simulation" in spec.arguments]
     assert len(processes) == 3
     for role, count in (("--prefill", 4), ("--decode", 2), ("--both", 0)):
@@ -104,7 +118,9 @@ def test_an_unknown_profile_is_refused_before_anything_starts() -> None:
 
 def test_workers_find_the_store_wherever_its_tiers_are(tmp_path: Path) -> None:
     store = StoreOptions(cold_url="s3://key:secret@bucket", dram_bytes="1GiB", disk_codec="int8+zstd")
-    specs = _other_specs(UpOptions(console=False, store=store, state_dir=tmp_path), MODEL, "x:1", "127.0.0.1:7003")
+    specs = _other_specs(
+        UpOptions(console=False, store=store, state_dir=tmp_path), MODEL, "x:1", "127.0.0.1:7003", "x:4"
+    )
     kvstore = next(spec for spec in specs if spec.name == "kvstore")
     given = dict(zip(kvstore.arguments[2::2], kvstore.arguments[3::2], strict=True))
     assert (given["--dram-bytes"], given["--disk-dir"]) == ("1GiB", str(tmp_path / "kvstore"))
@@ -127,7 +143,9 @@ def test_gateway_and_console_have_one_operator_token_and_one_store() -> None:
     gateway = gateway_spec(options, MODEL, store="127.0.0.1:7003")
     assert gateway.environment["HALFMOON_GATEWAY_OPERATOR_TOKEN"] == "o"
     assert gateway.arguments[gateway.arguments.index("--kv-store") + 1] == "127.0.0.1:7003"
-    console = next(spec for spec in _other_specs(options, MODEL, "x:1", "127.0.0.1:7003") if spec.name == "console")
+    console = next(
+        spec for spec in _other_specs(options, MODEL, "x:1", "127.0.0.1:7003", "x:4") if spec.name == "console"
+    )
     assert console.environment["HALFMOON_CONSOLE_OPERATOR_TOKEN"] == "o"
     assert "o" not in (*gateway.arguments, *console.arguments)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from halfmoon.ledger.database import Database
 from halfmoon.ledger.models import PlanRow
 
 
-class StoredPlan(NamedTuple):
+class NewPlan(NamedTuple):
     """A layout that was found for a goal, which this room does not read."""
 
     model: str
@@ -21,26 +22,40 @@ class StoredPlan(NamedTuple):
     figures: dict[str, Any]
 
 
+class StoredPlan(NamedTuple):
+    """A plan, by its number, and when it was kept."""
+
+    id: int
+    created_at: datetime
+    plan: NewPlan
+
+
 class Plans:
     """Reads and writes the table of plans. Owns nothing. Raises Unavailable when the database does not answer."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def add(self, plan: StoredPlan) -> None:
+    async def add(self, plan: NewPlan) -> StoredPlan:
         """Keeps a plan that was made now."""
 
-        async def work(session: AsyncSession) -> None:
-            session.add(PlanRow(created_at=datetime.now(UTC), **plan._asdict()))
-
-        await self._database.run(work)
-
-    async def newest(self, model: str) -> StoredPlan | None:
-        """Of a model; None where there is none."""
-        of_model = select(PlanRow).where(PlanRow.model == model).order_by(PlanRow.id.desc()).limit(1)
-
-        async def work(session: AsyncSession) -> StoredPlan | None:
-            row = (await session.scalars(of_model)).first()
-            return None if row is None else StoredPlan(row.model, row.goal, row.layout, row.figures)
+        async def work(session: AsyncSession) -> StoredPlan:
+            row = PlanRow(created_at=datetime.now(UTC), **plan._asdict())
+            session.add(row)
+            await session.flush()
+            return _stored(row)
 
         return await self._database.run(work)
+
+    async def newest(self, limit: int) -> Sequence[StoredPlan]:
+        """Newest first."""
+
+        async def work(session: AsyncSession) -> list[StoredPlan]:
+            rows = await session.scalars(select(PlanRow).order_by(PlanRow.id.desc()).limit(limit))
+            return [_stored(row) for row in rows]
+
+        return await self._database.run(work)
+
+
+def _stored(row: PlanRow) -> StoredPlan:
+    return StoredPlan(row.id, row.created_at, NewPlan(row.model, row.goal, row.layout, row.figures))

@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -96,3 +98,495 @@ class CapacityResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CapacityResponse: _TypeAlias = CapacityResponse  # noqa: Y015
+
+@_typing.final
+class File(_message.Message):
+    """What a request names may be a file that comes with it; no file of the planner's host is read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """letters, digits, ._-, ending in .json, .jsonl, .csv or .yaml"""
+    content: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        content: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___File: _TypeAlias = File  # noqa: Y015
+
+@_typing.final
+class PlanRequest(_message.Message):
+    """The words of `halfmoon plan`: what is not set is its default."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
+    WORKLOAD_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
+    TBT_S_FIELD_NUMBER: _builtins.int
+    TBT_OF_FIELD_NUMBER: _builtins.int
+    NUM_NODES_FIELD_NUMBER: _builtins.int
+    GPUS_PER_NODE_FIELD_NUMBER: _builtins.int
+    RATE_PER_S_FIELD_NUMBER: _builtins.int
+    ATTAINMENT_FIELD_NUMBER: _builtins.int
+    CRITERION_FIELD_NUMBER: _builtins.int
+    OBJECTIVE_FIELD_NUMBER: _builtins.int
+    AFFINITY_FIELD_NUMBER: _builtins.int
+    LATENCY_FIELD_NUMBER: _builtins.int
+    MAX_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    WITH_CURVES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """of the catalogue, or a file config.json"""
+    gpu: _builtins.str
+    workload: _builtins.str
+    """of the catalogue, in=512,out=64, or a file"""
+    ttft_s: _builtins.float
+    tpot_s: _builtins.float
+    tbt_s: _builtins.float
+    tbt_of: _builtins.str
+    num_nodes: _builtins.int
+    gpus_per_node: _builtins.int
+    rate_per_s: _builtins.float
+    attainment: _builtins.float
+    criterion: _builtins.str
+    objective: _builtins.str
+    affinity: _builtins.str
+    latency: _builtins.str
+    """of the catalogue, or a file"""
+    max_running: _builtins.int
+    num_requests: _builtins.int
+    seed: _builtins.int
+    with_curves: _builtins.bool
+    """attainment over the rate, for each layout"""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___File]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        gpu: _builtins.str = ...,
+        workload: _builtins.str = ...,
+        ttft_s: _builtins.float = ...,
+        tpot_s: _builtins.float = ...,
+        tbt_s: _builtins.float | None = ...,
+        tbt_of: _builtins.str | None = ...,
+        num_nodes: _builtins.int | None = ...,
+        gpus_per_node: _builtins.int | None = ...,
+        rate_per_s: _builtins.float | None = ...,
+        attainment: _builtins.float | None = ...,
+        criterion: _builtins.str | None = ...,
+        objective: _builtins.str | None = ...,
+        affinity: _builtins.str | None = ...,
+        latency: _builtins.str | None = ...,
+        max_running: _builtins.int | None = ...,
+        num_requests: _builtins.int | None = ...,
+        seed: _builtins.int | None = ...,
+        files: _abc.Iterable[Global___File] | None = ...,
+        with_curves: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_criterion", b"_criterion", "_gpus_per_node", b"_gpus_per_node", "_latency", b"_latency", "_max_running", b"_max_running", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "criterion", b"criterion", "gpus_per_node", b"gpus_per_node", "latency", b"latency", "max_running", b"max_running", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_criterion", b"_criterion", "_gpus_per_node", b"_gpus_per_node", "_latency", b"_latency", "_max_running", b"_max_running", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "criterion", b"criterion", "files", b"files", "gpu", b"gpu", "gpus_per_node", b"gpus_per_node", "latency", b"latency", "max_running", b"max_running", "model", b"model", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "with_curves", b"with_curves", "workload", b"workload"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__affinity: _TypeAlias = _typing.Literal["affinity"]  # noqa: Y015
+    _WhichOneofArgType__affinity: _TypeAlias = _typing.Literal["_affinity", b"_affinity"]  # noqa: Y015
+    _WhichOneofReturnType__attainment: _TypeAlias = _typing.Literal["attainment"]  # noqa: Y015
+    _WhichOneofArgType__attainment: _TypeAlias = _typing.Literal["_attainment", b"_attainment"]  # noqa: Y015
+    _WhichOneofReturnType__criterion: _TypeAlias = _typing.Literal["criterion"]  # noqa: Y015
+    _WhichOneofArgType__criterion: _TypeAlias = _typing.Literal["_criterion", b"_criterion"]  # noqa: Y015
+    _WhichOneofReturnType__gpus_per_node: _TypeAlias = _typing.Literal["gpus_per_node"]  # noqa: Y015
+    _WhichOneofArgType__gpus_per_node: _TypeAlias = _typing.Literal["_gpus_per_node", b"_gpus_per_node"]  # noqa: Y015
+    _WhichOneofReturnType__latency: _TypeAlias = _typing.Literal["latency"]  # noqa: Y015
+    _WhichOneofArgType__latency: _TypeAlias = _typing.Literal["_latency", b"_latency"]  # noqa: Y015
+    _WhichOneofReturnType__max_running: _TypeAlias = _typing.Literal["max_running"]  # noqa: Y015
+    _WhichOneofArgType__max_running: _TypeAlias = _typing.Literal["_max_running", b"_max_running"]  # noqa: Y015
+    _WhichOneofReturnType__num_nodes: _TypeAlias = _typing.Literal["num_nodes"]  # noqa: Y015
+    _WhichOneofArgType__num_nodes: _TypeAlias = _typing.Literal["_num_nodes", b"_num_nodes"]  # noqa: Y015
+    _WhichOneofReturnType__num_requests: _TypeAlias = _typing.Literal["num_requests"]  # noqa: Y015
+    _WhichOneofArgType__num_requests: _TypeAlias = _typing.Literal["_num_requests", b"_num_requests"]  # noqa: Y015
+    _WhichOneofReturnType__objective: _TypeAlias = _typing.Literal["objective"]  # noqa: Y015
+    _WhichOneofArgType__objective: _TypeAlias = _typing.Literal["_objective", b"_objective"]  # noqa: Y015
+    _WhichOneofReturnType__rate_per_s: _TypeAlias = _typing.Literal["rate_per_s"]  # noqa: Y015
+    _WhichOneofArgType__rate_per_s: _TypeAlias = _typing.Literal["_rate_per_s", b"_rate_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__tbt_of: _TypeAlias = _typing.Literal["tbt_of"]  # noqa: Y015
+    _WhichOneofArgType__tbt_of: _TypeAlias = _typing.Literal["_tbt_of", b"_tbt_of"]  # noqa: Y015
+    _WhichOneofReturnType__tbt_s: _TypeAlias = _typing.Literal["tbt_s"]  # noqa: Y015
+    _WhichOneofArgType__tbt_s: _TypeAlias = _typing.Literal["_tbt_s", b"_tbt_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__affinity) -> _WhichOneofReturnType__affinity | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attainment) -> _WhichOneofReturnType__attainment | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__criterion) -> _WhichOneofReturnType__criterion | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpus_per_node) -> _WhichOneofReturnType__gpus_per_node | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__latency) -> _WhichOneofReturnType__latency | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_running) -> _WhichOneofReturnType__max_running | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_nodes) -> _WhichOneofReturnType__num_nodes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_requests) -> _WhichOneofReturnType__num_requests | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__objective) -> _WhichOneofReturnType__objective | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rate_per_s) -> _WhichOneofReturnType__rate_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tbt_of) -> _WhichOneofReturnType__tbt_of | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tbt_s) -> _WhichOneofReturnType__tbt_s | None: ...
+
+Global___PlanRequest: _TypeAlias = PlanRequest  # noqa: Y015
+
+@_typing.final
+class PlanUpdate(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITING_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def waiting(self) -> Global___Waiting: ...
+    @_builtins.property
+    def progress(self) -> Global___Progress: ...
+    @_builtins.property
+    def plan(self) -> Global___StoredPlan:
+        """the last"""
+
+    def __init__(
+        self,
+        *,
+        waiting: Global___Waiting | None = ...,
+        progress: Global___Progress | None = ...,
+        plan: Global___StoredPlan | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "progress", b"progress", "update", b"update", "waiting", b"waiting"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "progress", b"progress", "update", b"update", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_update: _TypeAlias = _typing.Literal["waiting", "progress", "plan"]  # noqa: Y015
+    _WhichOneofArgType_update: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_update) -> _WhichOneofReturnType_update | None: ...
+
+Global___PlanUpdate: _TypeAlias = PlanUpdate  # noqa: Y015
+
+@_typing.final
+class Waiting(_message.Message):
+    """Others are before this."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AHEAD_FIELD_NUMBER: _builtins.int
+    ahead: _builtins.int
+    def __init__(
+        self,
+        *,
+        ahead: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Waiting: _TypeAlias = Waiting  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    done: _builtins.int
+    total: _builtins.int
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        done: _builtins.int = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "total", b"total", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
+
+@_typing.final
+class StoredPlan(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    CREATED_AT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_JSON_FIELD_NUMBER: _builtins.int
+    SUMMARY_JSON_FIELD_NUMBER: _builtins.int
+    PLAN_YAML_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """0: the ledger did not take it"""
+    created_at: _builtins.str
+    """ISO 8601"""
+    model: _builtins.str
+    request_json: _builtins.str
+    """the fields of PlanRequest that were set"""
+    summary_json: _builtins.str
+    """as `halfmoon plan --json` prints it"""
+    plan_yaml: _builtins.str
+    """for `halfmoon up --plan`"""
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        created_at: _builtins.str = ...,
+        model: _builtins.str = ...,
+        request_json: _builtins.str = ...,
+        summary_json: _builtins.str = ...,
+        plan_yaml: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "id", b"id", "model", b"model", "plan_yaml", b"plan_yaml", "request_json", b"request_json", "summary_json", b"summary_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredPlan: _TypeAlias = StoredPlan  # noqa: Y015
+
+@_typing.final
+class SimulateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    WORKLOAD_FIELD_NUMBER: _builtins.int
+    LATENCY_FIELD_NUMBER: _builtins.int
+    RATE_PER_S_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
+    TBT_S_FIELD_NUMBER: _builtins.int
+    TBT_OF_FIELD_NUMBER: _builtins.int
+    ATTAINMENT_FIELD_NUMBER: _builtins.int
+    CRITERION_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    WITH_REQUESTS_FIELD_NUMBER: _builtins.int
+    workload: _builtins.str
+    """as in PlanRequest"""
+    latency: _builtins.str
+    rate_per_s: _builtins.float
+    num_requests: _builtins.int
+    ttft_s: _builtins.float
+    tpot_s: _builtins.float
+    tbt_s: _builtins.float
+    tbt_of: _builtins.str
+    attainment: _builtins.float
+    criterion: _builtins.str
+    seed: _builtins.int
+    with_requests: _builtins.bool
+    """every request's times, too"""
+    @_builtins.property
+    def cluster(self) -> Global___File:
+        """as `halfmoon simulate --cluster` takes it"""
+
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___File]: ...
+    def __init__(
+        self,
+        *,
+        cluster: Global___File | None = ...,
+        workload: _builtins.str = ...,
+        latency: _builtins.str | None = ...,
+        rate_per_s: _builtins.float | None = ...,
+        num_requests: _builtins.int | None = ...,
+        ttft_s: _builtins.float | None = ...,
+        tpot_s: _builtins.float | None = ...,
+        tbt_s: _builtins.float | None = ...,
+        tbt_of: _builtins.str | None = ...,
+        attainment: _builtins.float | None = ...,
+        criterion: _builtins.str | None = ...,
+        seed: _builtins.int | None = ...,
+        files: _abc.Iterable[Global___File] | None = ...,
+        with_requests: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attainment", b"_attainment", "_criterion", b"_criterion", "_latency", b"_latency", "_num_requests", b"_num_requests", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "attainment", b"attainment", "cluster", b"cluster", "criterion", b"criterion", "latency", b"latency", "num_requests", b"num_requests", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attainment", b"_attainment", "_criterion", b"_criterion", "_latency", b"_latency", "_num_requests", b"_num_requests", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "attainment", b"attainment", "cluster", b"cluster", "criterion", b"criterion", "files", b"files", "latency", b"latency", "num_requests", b"num_requests", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "with_requests", b"with_requests", "workload", b"workload"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__attainment: _TypeAlias = _typing.Literal["attainment"]  # noqa: Y015
+    _WhichOneofArgType__attainment: _TypeAlias = _typing.Literal["_attainment", b"_attainment"]  # noqa: Y015
+    _WhichOneofReturnType__criterion: _TypeAlias = _typing.Literal["criterion"]  # noqa: Y015
+    _WhichOneofArgType__criterion: _TypeAlias = _typing.Literal["_criterion", b"_criterion"]  # noqa: Y015
+    _WhichOneofReturnType__latency: _TypeAlias = _typing.Literal["latency"]  # noqa: Y015
+    _WhichOneofArgType__latency: _TypeAlias = _typing.Literal["_latency", b"_latency"]  # noqa: Y015
+    _WhichOneofReturnType__num_requests: _TypeAlias = _typing.Literal["num_requests"]  # noqa: Y015
+    _WhichOneofArgType__num_requests: _TypeAlias = _typing.Literal["_num_requests", b"_num_requests"]  # noqa: Y015
+    _WhichOneofReturnType__rate_per_s: _TypeAlias = _typing.Literal["rate_per_s"]  # noqa: Y015
+    _WhichOneofArgType__rate_per_s: _TypeAlias = _typing.Literal["_rate_per_s", b"_rate_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__tbt_of: _TypeAlias = _typing.Literal["tbt_of"]  # noqa: Y015
+    _WhichOneofArgType__tbt_of: _TypeAlias = _typing.Literal["_tbt_of", b"_tbt_of"]  # noqa: Y015
+    _WhichOneofReturnType__tbt_s: _TypeAlias = _typing.Literal["tbt_s"]  # noqa: Y015
+    _WhichOneofArgType__tbt_s: _TypeAlias = _typing.Literal["_tbt_s", b"_tbt_s"]  # noqa: Y015
+    _WhichOneofReturnType__tpot_s: _TypeAlias = _typing.Literal["tpot_s"]  # noqa: Y015
+    _WhichOneofArgType__tpot_s: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attainment) -> _WhichOneofReturnType__attainment | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__criterion) -> _WhichOneofReturnType__criterion | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__latency) -> _WhichOneofReturnType__latency | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_requests) -> _WhichOneofReturnType__num_requests | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rate_per_s) -> _WhichOneofReturnType__rate_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tbt_of) -> _WhichOneofReturnType__tbt_of | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tbt_s) -> _WhichOneofReturnType__tbt_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_s) -> _WhichOneofReturnType__tpot_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_s) -> _WhichOneofReturnType__ttft_s | None: ...
+
+Global___SimulateRequest: _TypeAlias = SimulateRequest  # noqa: Y015
+
+@_typing.final
+class SimulateUpdate(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITING_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    RESULT_JSON_FIELD_NUMBER: _builtins.int
+    result_json: _builtins.str
+    """the last: as `halfmoon simulate --json` prints it"""
+    @_builtins.property
+    def waiting(self) -> Global___Waiting: ...
+    @_builtins.property
+    def progress(self) -> Global___Progress: ...
+    def __init__(
+        self,
+        *,
+        waiting: Global___Waiting | None = ...,
+        progress: Global___Progress | None = ...,
+        result_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result_json", b"result_json", "update", b"update", "waiting", b"waiting"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result_json", b"result_json", "update", b"update", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_update: _TypeAlias = _typing.Literal["waiting", "progress", "result_json"]  # noqa: Y015
+    _WhichOneofArgType_update: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_update) -> _WhichOneofReturnType_update | None: ...
+
+Global___SimulateUpdate: _TypeAlias = SimulateUpdate  # noqa: Y015
+
+@_typing.final
+class ListPlansRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """1 to 100"""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPlansRequest: _TypeAlias = ListPlansRequest  # noqa: Y015
+
+@_typing.final
+class ListPlansResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLANS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredPlan]: ...
+    def __init__(
+        self,
+        *,
+        plans: _abc.Iterable[Global___StoredPlan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plans", b"plans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPlansResponse: _TypeAlias = ListPlansResponse  # noqa: Y015
+
+@_typing.final
+class CatalogueRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CatalogueRequest: _TypeAlias = CatalogueRequest  # noqa: Y015
+
+@_typing.final
+class CatalogueResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GPUS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    WORKLOADS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def workloads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        gpus: _abc.Iterable[_builtins.str] | None = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
+        workloads: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpus", b"gpus", "models", b"models", "workloads", b"workloads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CatalogueResponse: _TypeAlias = CatalogueResponse  # noqa: Y015

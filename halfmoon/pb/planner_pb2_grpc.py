@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PlannerStub:
-    """Which configuration to run.
+    """Which configuration to run. Every call needs the operator token beyond loopback: metadata `authorization: Bearer …`.
     """
 
     def __init__(self, channel):
@@ -40,14 +40,63 @@ class PlannerStub:
                 request_serializer=halfmoon_dot_pb_dot_planner__pb2.CapacityRequest.SerializeToString,
                 response_deserializer=halfmoon_dot_pb_dot_planner__pb2.CapacityResponse.FromString,
                 _registered_method=True)
+        self.Plan = channel.unary_stream(
+                '/halfmoon.Planner/Plan',
+                request_serializer=halfmoon_dot_pb_dot_planner__pb2.PlanRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_planner__pb2.PlanUpdate.FromString,
+                _registered_method=True)
+        self.Simulate = channel.unary_stream(
+                '/halfmoon.Planner/Simulate',
+                request_serializer=halfmoon_dot_pb_dot_planner__pb2.SimulateRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_planner__pb2.SimulateUpdate.FromString,
+                _registered_method=True)
+        self.ListPlans = channel.unary_unary(
+                '/halfmoon.Planner/ListPlans',
+                request_serializer=halfmoon_dot_pb_dot_planner__pb2.ListPlansRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_planner__pb2.ListPlansResponse.FromString,
+                _registered_method=True)
+        self.Catalogue = channel.unary_unary(
+                '/halfmoon.Planner/Catalogue',
+                request_serializer=halfmoon_dot_pb_dot_planner__pb2.CatalogueRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_planner__pb2.CatalogueResponse.FromString,
+                _registered_method=True)
 
 
 class PlannerServicer:
-    """Which configuration to run.
+    """Which configuration to run. Every call needs the operator token beyond loopback: metadata `authorization: Bearer …`.
     """
 
     def Capacity(self, request, context):
         """What fits in memory: weights, KV blocks, and how many sequences of a given length run at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Plan(self, request, context):
+        """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is told. Who leaves the stream ends the
+        search. RESOURCE_EXHAUSTED where too many wait already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Simulate(self, request, context):
+        """One cluster under one workload, as `halfmoon simulate`. Otherwise as Plan; nothing is kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPlans(self, request, context):
+        """Plans of before, newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Catalogue(self, request, context):
+        """What a request may name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -61,6 +110,26 @@ def add_PlannerServicer_to_server(servicer, server):
                     request_deserializer=halfmoon_dot_pb_dot_planner__pb2.CapacityRequest.FromString,
                     response_serializer=halfmoon_dot_pb_dot_planner__pb2.CapacityResponse.SerializeToString,
             ),
+            'Plan': grpc.unary_stream_rpc_method_handler(
+                    servicer.Plan,
+                    request_deserializer=halfmoon_dot_pb_dot_planner__pb2.PlanRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_planner__pb2.PlanUpdate.SerializeToString,
+            ),
+            'Simulate': grpc.unary_stream_rpc_method_handler(
+                    servicer.Simulate,
+                    request_deserializer=halfmoon_dot_pb_dot_planner__pb2.SimulateRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_planner__pb2.SimulateUpdate.SerializeToString,
+            ),
+            'ListPlans': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPlans,
+                    request_deserializer=halfmoon_dot_pb_dot_planner__pb2.ListPlansRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_planner__pb2.ListPlansResponse.SerializeToString,
+            ),
+            'Catalogue': grpc.unary_unary_rpc_method_handler(
+                    servicer.Catalogue,
+                    request_deserializer=halfmoon_dot_pb_dot_planner__pb2.CatalogueRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_planner__pb2.CatalogueResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'halfmoon.Planner', rpc_method_handlers)
@@ -70,7 +139,7 @@ def add_PlannerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Planner:
-    """Which configuration to run.
+    """Which configuration to run. Every call needs the operator token beyond loopback: metadata `authorization: Bearer …`.
     """
 
     @staticmethod
@@ -90,6 +159,114 @@ class Planner:
             '/halfmoon.Planner/Capacity',
             halfmoon_dot_pb_dot_planner__pb2.CapacityRequest.SerializeToString,
             halfmoon_dot_pb_dot_planner__pb2.CapacityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Plan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/halfmoon.Planner/Plan',
+            halfmoon_dot_pb_dot_planner__pb2.PlanRequest.SerializeToString,
+            halfmoon_dot_pb_dot_planner__pb2.PlanUpdate.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Simulate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/halfmoon.Planner/Simulate',
+            halfmoon_dot_pb_dot_planner__pb2.SimulateRequest.SerializeToString,
+            halfmoon_dot_pb_dot_planner__pb2.SimulateUpdate.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPlans(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/halfmoon.Planner/ListPlans',
+            halfmoon_dot_pb_dot_planner__pb2.ListPlansRequest.SerializeToString,
+            halfmoon_dot_pb_dot_planner__pb2.ListPlansResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Catalogue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/halfmoon.Planner/Catalogue',
+            halfmoon_dot_pb_dot_planner__pb2.CatalogueRequest.SerializeToString,
+            halfmoon_dot_pb_dot_planner__pb2.CatalogueResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PlannerStub:
-    """Which configuration to run."""
+    """Which configuration to run. Every call needs the operator token beyond loopback: metadata `authorization: Bearer …`."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -35,17 +35,37 @@ class PlannerStub:
     def __new__(cls, channel: _aio.Channel) -> PlannerAsyncStub: ...
     Capacity: _grpc.UnaryUnaryMultiCallable[_planner_pb2.CapacityRequest, _planner_pb2.CapacityResponse]
     """What fits in memory: weights, KV blocks, and how many sequences of a given length run at once."""
+    Plan: _grpc.UnaryStreamMultiCallable[_planner_pb2.PlanRequest, _planner_pb2.PlanUpdate]
+    """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is told. Who leaves the stream ends the
+    search. RESOURCE_EXHAUSTED where too many wait already.
+    """
+    Simulate: _grpc.UnaryStreamMultiCallable[_planner_pb2.SimulateRequest, _planner_pb2.SimulateUpdate]
+    """One cluster under one workload, as `halfmoon simulate`. Otherwise as Plan; nothing is kept."""
+    ListPlans: _grpc.UnaryUnaryMultiCallable[_planner_pb2.ListPlansRequest, _planner_pb2.ListPlansResponse]
+    """Plans of before, newest first."""
+    Catalogue: _grpc.UnaryUnaryMultiCallable[_planner_pb2.CatalogueRequest, _planner_pb2.CatalogueResponse]
+    """What a request may name."""
 
 @_typing.type_check_only
 class PlannerAsyncStub(PlannerStub):
-    """Which configuration to run."""
+    """Which configuration to run. Every call needs the operator token beyond loopback: metadata `authorization: Bearer …`."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Capacity: _aio.UnaryUnaryMultiCallable[_planner_pb2.CapacityRequest, _planner_pb2.CapacityResponse]  # type: ignore[assignment]
     """What fits in memory: weights, KV blocks, and how many sequences of a given length run at once."""
+    Plan: _aio.UnaryStreamMultiCallable[_planner_pb2.PlanRequest, _planner_pb2.PlanUpdate]  # type: ignore[assignment]
+    """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is told. Who leaves the stream ends the
+    search. RESOURCE_EXHAUSTED where too many wait already.
+    """
+    Simulate: _aio.UnaryStreamMultiCallable[_planner_pb2.SimulateRequest, _planner_pb2.SimulateUpdate]  # type: ignore[assignment]
+    """One cluster under one workload, as `halfmoon simulate`. Otherwise as Plan; nothing is kept."""
+    ListPlans: _aio.UnaryUnaryMultiCallable[_planner_pb2.ListPlansRequest, _planner_pb2.ListPlansResponse]  # type: ignore[assignment]
+    """Plans of before, newest first."""
+    Catalogue: _aio.UnaryUnaryMultiCallable[_planner_pb2.CatalogueRequest, _planner_pb2.CatalogueResponse]  # type: ignore[assignment]
+    """What a request may name."""
 
 class PlannerServicer(metaclass=_abc_1.ABCMeta):
-    """Which configuration to run."""
+    """Which configuration to run. Every call needs the operator token beyond loopback: metadata `authorization: Bearer …`."""
 
     @_abc_1.abstractmethod
     def Capacity(
@@ -54,5 +74,39 @@ class PlannerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_planner_pb2.CapacityResponse, _abc.Awaitable[_planner_pb2.CapacityResponse]]:
         """What fits in memory: weights, KV blocks, and how many sequences of a given length run at once."""
+
+    @_abc_1.abstractmethod
+    def Plan(
+        self,
+        request: _planner_pb2.PlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_planner_pb2.PlanUpdate], _abc.AsyncIterator[_planner_pb2.PlanUpdate]]:
+        """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is told. Who leaves the stream ends the
+        search. RESOURCE_EXHAUSTED where too many wait already.
+        """
+
+    @_abc_1.abstractmethod
+    def Simulate(
+        self,
+        request: _planner_pb2.SimulateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_planner_pb2.SimulateUpdate], _abc.AsyncIterator[_planner_pb2.SimulateUpdate]]:
+        """One cluster under one workload, as `halfmoon simulate`. Otherwise as Plan; nothing is kept."""
+
+    @_abc_1.abstractmethod
+    def ListPlans(
+        self,
+        request: _planner_pb2.ListPlansRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_planner_pb2.ListPlansResponse, _abc.Awaitable[_planner_pb2.ListPlansResponse]]:
+        """Plans of before, newest first."""
+
+    @_abc_1.abstractmethod
+    def Catalogue(
+        self,
+        request: _planner_pb2.CatalogueRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_planner_pb2.CatalogueResponse, _abc.Awaitable[_planner_pb2.CatalogueResponse]]:
+        """What a request may name."""
 
 def add_PlannerServicer_to_server(servicer: PlannerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

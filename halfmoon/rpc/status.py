@@ -18,6 +18,7 @@ _RETRY_KEY = "retry-after-ms"
 _BY_STATUS: dict[grpc.StatusCode, type[HalfmoonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
     grpc.StatusCode.OUT_OF_RANGE: errors.InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
     grpc.StatusCode.NOT_FOUND: errors.NotFound,
     grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyHere,
     grpc.StatusCode.DATA_LOSS: errors.DataLoss,

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import hmac
-from hashlib import sha256
-
 from aiohttp import web
 
-from halfmoon.rpc.loopback import is_loopback
+from halfmoon.rpc.operator_token import OperatorToken
 from services.gateway.api_keys import WrongKey
 
 _PREFIX = "/halfmoon/"
 
 
 class OperatorAccess:
-    """Owns the token's digest. Without a token the control API is for gateways bound to loopback."""
+    """Without a token the control API is for gateways bound to loopback."""
 
     def __init__(self, token: str | None, host: str) -> None:
-        self._digest = _digest(token) if token else None
-        self._is_local = is_loopback(host)
+        self._token = OperatorToken(token, host)
 
     def governs(self, request: web.Request) -> bool:
         """Whether this decides about the request, and no API key does."""
-        return request.path.startswith(_PREFIX) and not (self._digest is None and self._is_local)
+        return request.path.startswith(_PREFIX) and not self._token.is_open
 
     def check(self, request: web.Request) -> None:
         """Raises WrongKey."""
-        if self._digest is None:
+        if not self._token.is_known:
             raise WrongKey(
                 "the control API is closed: this gateway listens beyond loopback and has no operator token; "
                 "start it with --operator-token, or HALFMOON_GATEWAY_OPERATOR_TOKEN"
             )
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip()), self._digest):
+        if not self._token.is_in(request.headers.get("Authorization", "")):
             raise WrongKey("the operator token is needed: send the header 'Authorization: Bearer <token>'")
-
-
-def _digest(token: str) -> bytes:
-    return sha256(token.encode(errors="surrogateescape")).digest()

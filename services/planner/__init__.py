@@ -1,1 +1,1 @@
-"""Which configuration to run: for now, what fits in memory."""
+"""Which configuration to run: what fits in memory, the search for a layout, simulations, and plans of before."""

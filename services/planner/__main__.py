@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from halfmoon.ledger.ledger import open_ledger
+from halfmoon.rpc.operator_token import OperatorToken
 from halfmoon.rpc.service import serve_until_told_to_stop, service_main
+from services.planner.job_process import run_job
+from services.planner.jobs import Jobs
 from services.planner.metrics import PlannerMetrics
 from services.planner.model import read_model_config
 from services.planner.servicer import PlannerServicer
 from services.planner.settings import PlannerSettings
+from services.planner.turns import Turns
 
 
 async def serve(settings: PlannerSettings) -> None:
     """Runs the planner until it is told to stop. Raises InvalidRequest if it cannot listen."""
-    servicer = PlannerServicer(read_model_config)
-    await serve_until_told_to_stop(settings, [servicer.register], PlannerMetrics())
+    token = OperatorToken(settings.operator_token, settings.host)
+    jobs = Jobs(Turns(settings.max_running, settings.max_waiting), settings.deadline_s, run_job)
+    async with open_ledger(settings.ledger) as ledger:
+        servicer = PlannerServicer(read_model_config, ledger.plans, jobs, token, settings.processes)
+        await serve_until_told_to_stop(settings, [servicer.register], PlannerMetrics())
 
 
 if __name__ == "__main__":

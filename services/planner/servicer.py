@@ -1,26 +1,53 @@
-"""halfmoon.Planner on the wire: protobuf in and out of `capacity`."""
+"""halfmoon.Planner on the wire: protobuf in and out of `capacity`, of jobs and of the plans that are kept."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import Any
 
 import grpc
 
 from halfmoon.engine.model_config import ModelConfig
-from halfmoon.errors import InvalidRequest
+from halfmoon.errors import InvalidRequest, Unauthenticated, Unavailable
+from halfmoon.ledger.plans import NewPlan, Plans, StoredPlan
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
+from halfmoon.rpc.operator_token import AUTHORIZATION_KEY, OperatorToken
+from halfmoon.sim.hardware import DEVICES
+from halfmoon.sim.lengths import KNOWN_LENGTHS
+from halfmoon.sim.model_shape import MODELS
 from services.planner.capacity import CapacityQuestion, capacity
+from services.planner.job import JobProgress, PlanJob, PointJob
+from services.planner.jobs import Jobs, JobWaits
+from services.planner.wire import files_of, plan_request, point_request, set_fields, stored_plan
+
+log = logging.getLogger(__name__)
 
 _DEFAULT_BLOCK_TOKENS = 64
 _DEFAULT_RESERVED_SHARE = 0.1
+_MOST_LISTED = 100
 
 
 class PlannerServicer(planner_pb2_grpc.PlannerServicer):
-    """Knows how to get a model's configuration (`read_config`, which may block) and nothing else of its own."""
+    """Knows how to get a model's configuration (`read_config`, which may block). Owns nothing."""
 
-    def __init__(self, read_config: Callable[[str], ModelConfig]) -> None:
+    def __init__(
+        self,
+        read_config: Callable[[str], ModelConfig],
+        plans: Plans,
+        jobs: Jobs,
+        token: OperatorToken,
+        num_processes: int,
+    ) -> None:
         self._read_config = read_config
+        self._plans = plans
+        self._jobs = jobs
+        self._token = token
+        self._num_processes = num_processes
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the service to a server."""
@@ -30,6 +57,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
         self, request: planner_pb2.CapacityRequest, context: grpc.aio.ServicerContext
     ) -> planner_pb2.CapacityResponse:
         """See planner.proto."""
+        self._check_operator(context)
         if not request.model:
             raise InvalidRequest("which model?", param="model")
         config = await asyncio.to_thread(self._read_config, request.model)
@@ -42,6 +70,83 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
             fits=answer.fits,
             explanation=answer.explanation,
         )
+
+    async def Plan(
+        self, request: planner_pb2.PlanRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[planner_pb2.PlanUpdate]:
+        """See planner.proto."""
+        self._check_operator(context)
+        asked, files = plan_request(request), files_of(request.files)
+        job = PlanJob(asked, self._num_processes, request.with_curves)
+        async with aclosing(self._jobs.updates(job, files)) as updates:
+            async for update in updates:
+                if isinstance(update, JobWaits):
+                    yield planner_pb2.PlanUpdate(waiting=_waiting(update))
+                elif isinstance(update, JobProgress):
+                    yield planner_pb2.PlanUpdate(progress=_progress(update))
+                else:
+                    found = update.found
+                    new = NewPlan(asked.model, set_fields(request), {"plan_yaml": found["plan_yaml"]}, found["summary"])
+                    yield planner_pb2.PlanUpdate(plan=stored_plan(await self._kept(new)))
+
+    async def Simulate(
+        self, request: planner_pb2.SimulateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[planner_pb2.SimulateUpdate]:
+        """See planner.proto."""
+        self._check_operator(context)
+        asked, files = point_request(request), files_of([request.cluster, *request.files])
+        async with aclosing(self._jobs.updates(PointJob(asked, request.with_requests), files)) as updates:
+            async for update in updates:
+                if isinstance(update, JobWaits):
+                    yield planner_pb2.SimulateUpdate(waiting=_waiting(update))
+                elif isinstance(update, JobProgress):
+                    yield planner_pb2.SimulateUpdate(progress=_progress(update))
+                else:
+                    yield planner_pb2.SimulateUpdate(result_json=json.dumps(update.found))
+
+    async def ListPlans(
+        self, request: planner_pb2.ListPlansRequest, context: grpc.aio.ServicerContext
+    ) -> planner_pb2.ListPlansResponse:
+        """See planner.proto."""
+        self._check_operator(context)
+        if not 1 <= request.limit <= _MOST_LISTED:
+            raise InvalidRequest(f"limit must be 1..{_MOST_LISTED}", param="limit")
+        return planner_pb2.ListPlansResponse(plans=map(stored_plan, await self._plans.newest(request.limit)))
+
+    async def Catalogue(
+        self, request: planner_pb2.CatalogueRequest, context: grpc.aio.ServicerContext
+    ) -> planner_pb2.CatalogueResponse:
+        """See planner.proto."""
+        self._check_operator(context)
+        return planner_pb2.CatalogueResponse(gpus=DEVICES, models=MODELS, workloads=KNOWN_LENGTHS)
+
+    async def _kept(self, plan: NewPlan) -> StoredPlan:
+        """In the ledger; where that does not answer the plan is told all the same, without a number."""
+        try:
+            return await self._plans.add(plan)
+        except Unavailable as error:
+            log.error("plan.not_kept", extra={"reason": error.message})
+            return StoredPlan(0, datetime.now(UTC), plan)
+
+    def _check_operator(self, context: grpc.aio.ServicerContext) -> None:
+        if self._token.is_open:
+            return
+        if not self._token.is_known:
+            raise Unauthenticated(
+                "the planner is closed: it listens beyond loopback and has no operator token; "
+                "start it with --operator-token, or HALFMOON_PLANNER_OPERATOR_TOKEN"
+            )
+        metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
+        if not self._token.is_in(str(metadata.get(AUTHORIZATION_KEY, ""))):
+            raise Unauthenticated("the operator token is needed: send the metadata 'authorization: Bearer <token>'")
+
+
+def _waiting(update: JobWaits) -> planner_pb2.Waiting:
+    return planner_pb2.Waiting(ahead=update.num_ahead)
+
+
+def _progress(update: JobProgress) -> planner_pb2.Progress:
+    return planner_pb2.Progress(what=update.what, done=update.done, total=update.total)
 
 
 def _question(request: planner_pb2.CapacityRequest) -> CapacityQuestion:

@@ -16,7 +16,7 @@ from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.ledger.database import mask_password, open_database
 from halfmoon.ledger.ledger import Ledger, open_ledger
 from halfmoon.ledger.output_samples import OutputSample
-from halfmoon.ledger.plans import StoredPlan
+from halfmoon.ledger.plans import NewPlan
 from halfmoon.ledger.profiles import StoredProfile
 from tests.ledger.postgresql import PostgresqlServer
 from tests.ledger.rows import WHEN, row
@@ -150,12 +150,14 @@ async def test_profiles_and_plans_are_kept(ledger_url: str) -> None:
     async with open_ledger(ledger_url) as ledger:
         for b in (0.5, 0.25):
             await ledger.profiles.put(StoredProfile("prefill cpu", now, (0.0, b, 0.0), (0.0, 0.0, 0.0)))
-        assert await ledger.plans.newest("m") is None
-        for rate in (1, 2):
-            await ledger.plans.add(StoredPlan("m", {"rate": rate}, {"prefill": 1}, {"goodput": 3.5}))
+        assert await ledger.plans.newest(9) == []
+        made = [
+            await ledger.plans.add(NewPlan("m", {"rate": rate}, {"prefill": 1}, {"goodput": 3.5})) for rate in (1, 2)
+        ]
     async with open_ledger(ledger_url) as again:
         assert await again.profiles.all() == [StoredProfile("prefill cpu", now, (0.0, 0.25, 0.0), (0.0, 0.0, 0.0))]
-        assert await again.plans.newest("m") == StoredPlan("m", {"rate": 2}, {"prefill": 1}, {"goodput": 3.5})
+        assert await again.plans.newest(9) == made[::-1]
+        assert [one.plan.goal for one in await again.plans.newest(1)] == [{"rate": 2}]
 
 
 @pytest.mark.parametrize("url", ["no url", "nodb://x", "mysql://x/y", "postgresql://h:port/x"])

@@ -14,15 +14,20 @@ from pathlib import Path
 import pytest
 
 from halfmoon.errors import Incompatible, InvalidRequest, UnknownModel
+from halfmoon.ledger.ledger import Ledger, open_ledger
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
+from halfmoon.rpc.operator_token import OperatorToken
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.service import read_settings
 from services.planner import model as model_module
+from services.planner.job_process import run_job
+from services.planner.jobs import Jobs
 from services.planner.metrics import PlannerMetrics
 from services.planner.model import read_model_config
 from services.planner.servicer import PlannerServicer
 from services.planner.settings import PlannerSettings
+from services.planner.turns import Turns
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,12 +62,17 @@ class Planner:
 
 @asynccontextmanager
 async def planner() -> AsyncIterator[Planner]:
-    servicer = PlannerServicer(read_model_config)
     async with (
-        running_server("127.0.0.1:0", [servicer.register], PlannerMetrics().rpc, grace_s=0) as server,
+        open_ledger("sqlite://") as ledger,
+        running_server("127.0.0.1:0", [_servicer(ledger).register], PlannerMetrics().rpc, grace_s=0) as server,
         Peer(f"127.0.0.1:{server.port}") as peer,
     ):
         yield Planner(peer)
+
+
+def _servicer(ledger: Ledger) -> PlannerServicer:
+    jobs = Jobs(Turns(1, 0), 1.0, run_job)
+    return PlannerServicer(read_model_config, ledger.plans, jobs, OperatorToken(None, "127.0.0.1"), 1)
 
 
 async def test_capacity_of_a_directory(model_dir: str) -> None:
@@ -134,16 +144,18 @@ def test_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         read_settings(PlannerSettings, [])
 
 
-def test_the_program_says_ready_and_stops_cleanly() -> None:
+def test_the_program_says_ready_and_stops_cleanly(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    command = [sys.executable, "-m", "services.planner", "--metrics-port", "0"]
+    command = [sys.executable, "-m", "services.planner", "--metrics-port", "0", "--state-dir", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
         assert process.stderr is not None
         try:
-            events = [json.loads(process.stderr.readline()) for _ in range(2)]
+            events = [json.loads(process.stderr.readline())]
+            while events[-1]["event"] != "service.ready":
+                events.append(json.loads(process.stderr.readline()))
         finally:
             process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
-    assert [event["event"] for event in events] == ["service.settings", "service.ready"]
-    assert events[1]["address"].startswith("127.0.0.1:")
+    assert events[0]["event"] == "service.settings"
+    assert events[-1]["address"].startswith("127.0.0.1:")
     assert (process.returncode, rest) == (0, "")

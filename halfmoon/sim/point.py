@@ -1,0 +1,70 @@
+"""The simulator's entry: one cluster under one workload. `halfmoon simulate` and the planner service call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfmoon.sim.arrivals import ArrivalProcess
+from halfmoon.sim.asked_workload import asked_workload
+from halfmoon.sim.cluster import ClusterSpec, Targets, TbtOf
+from halfmoon.sim.report import request_rows, simulation_summary
+from halfmoon.sim.result import Criterion, SimResult
+from halfmoon.sim.simulation import simulate
+from halfmoon.sim.spec_file import read_cluster
+from halfmoon.sim.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class PointRequest:
+    """The options of `halfmoon simulate`. Targets that are None are those of the cluster's file."""
+
+    cluster: str  # a path
+    workload: str
+    latency: str | None = None
+    rate_per_s: float | None = None
+    num_requests: int | None = None
+    process: ArrivalProcess = "poisson"
+    cv: float = 1.0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    tbt_s: float | None = None
+    tbt_of: TbtOf | None = None
+    attainment: float = 0.9
+    criterion: Criterion = "joint"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What was asked, and what came of it."""
+
+    spec: ClusterSpec
+    workload: Workload
+    targets: Targets
+    request: PointRequest
+    result: SimResult
+
+    def summary(self, *, with_requests: bool) -> dict[str, Any]:
+        """Plain values, as `sim.report` has them."""
+        request = self.request
+        found = simulation_summary(self.spec, self.result, self.targets, request.attainment, request.criterion)
+        return {**found, "requests": request_rows(self.workload, self.result)} if with_requests else found
+
+
+def simulate_point(request: PointRequest, on_progress: Callable[[int, int], None] | None = None) -> Point:
+    """Raises InvalidRequest for what makes no sense."""
+    spec = read_cluster(Path(request.cluster), request.latency)
+    kept = spec.targets
+    targets = Targets(
+        kept.ttft_s if request.ttft_s is None else request.ttft_s,
+        kept.tpot_s if request.tpot_s is None else request.tpot_s,
+        kept.tbt_s if request.tbt_s is None else request.tbt_s,
+        request.tbt_of or kept.tbt_of,
+    )
+    workload = asked_workload(
+        request.workload, request.rate_per_s, request.num_requests, request.process, request.cv, request.seed
+    )
+    return Point(spec, workload, targets, request, simulate(spec, workload, request.seed, on_progress))

@@ -1,0 +1,67 @@
+"""Jobs from the moment they are asked for: their turn, then their process, within one deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from halfmoon.errors import DeadlineExceeded
+from halfmoon.rpc.context import bounded_deadline_s
+from services.planner.job import Job, JobProgress, JobResult
+from services.planner.turns import Turns
+
+
+@dataclass(frozen=True, slots=True)
+class JobWaits:
+    """Others are before it."""
+
+    num_ahead: int
+
+
+JobUpdate: TypeAlias = JobWaits | JobProgress | JobResult
+RunJob: TypeAlias = Callable[[Job, Mapping[str, bytes]], AsyncGenerator[JobProgress | JobResult, None]]
+
+
+class Jobs:
+    """Owns the line of jobs. `run` is what a job does when it is its turn; it ends when its iteration is left."""
+
+    def __init__(self, turns: Turns, deadline_s: float, run: RunJob) -> None:
+        self._turns = turns
+        self._deadline_s = deadline_s
+        self._run = run
+
+    async def updates(self, job: Job, files: Mapping[str, bytes]) -> AsyncGenerator[JobUpdate, None]:
+        """All that is said of a job, its result last; leaving the iteration ends it.
+
+        Raises NoCapacity, DeadlineExceeded, and what the job raises.
+        """
+        deadline_s = bounded_deadline_s(self._deadline_s)
+        deadline_at_s = asyncio.get_running_loop().time() + deadline_s
+        with self._turns.ticket() as ticket:
+            while num_ahead := self._turns.num_ahead(ticket):
+                ticket.moved.clear()
+                yield JobWaits(num_ahead)
+                try:
+                    async with asyncio.timeout_at(deadline_at_s):
+                        await ticket.moved.wait()
+                except TimeoutError as error:
+                    raise _overdue(deadline_s) from error
+            async with aclosing(self._run(job, files)) as events:
+                while True:
+                    try:
+                        async with asyncio.timeout_at(deadline_at_s):
+                            event = await anext(events)
+                    except TimeoutError as error:
+                        raise _overdue(deadline_s) from error
+                    yield event
+                    if isinstance(event, JobResult):
+                        return
+
+
+def _overdue(deadline_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"not done within {deadline_s:.0f} s: ask for fewer requests or GPUs, or give it more time with --deadline-s"
+    )

@@ -1,0 +1,291 @@
+"""Plans and simulations over a real loopback channel: progress, turns, deadlines, cancelling, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from halfmoon.errors import DeadlineExceeded, HalfmoonError, InvalidRequest, NoCapacity, Unauthenticated, Unavailable
+from halfmoon.ledger.ledger import open_ledger
+from halfmoon.ledger.plans import NewPlan, Plans, StoredPlan
+from halfmoon.pb import planner_pb2, planner_pb2_grpc
+from halfmoon.rpc.operator_token import OperatorToken
+from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.server import running_server
+from halfmoon.rpc.status import error_from
+from services.planner.job import Job, JobProgress, JobResult, PlanJob
+from services.planner.job_process import run_job
+from services.planner.jobs import Jobs, RunJob
+from services.planner.metrics import PlannerMetrics
+from services.planner.model import read_model_config
+from services.planner.servicer import PlannerServicer
+from services.planner.turns import Turns
+from services.planner.wire import plan_request
+
+ASKED = planner_pb2.PlanRequest(
+    model="opt-13b", gpu="a100-80g", workload="in=512,out=64", ttft_s=0.2, tpot_s=0.1, gpus_per_node=1,
+    num_requests=30, latency="distserve:opt-13b", with_curves=True,
+)  # fmt: skip
+CLUSTER = b"""
+latency: distserve:opt-13b
+workers: [{role: prefill, max_batch_tokens: 60000}, {role: decode, max_running: 200}]
+network: {handover: pull, bytes_per_s: 600e9, latency_s: 0}
+targets: {ttft_s: 0.2, tpot_s: 0.1}
+"""
+ROWS = [{"start_time": 10.0 * number, "prompt_len": 512, "output_len": 64} for number in range(5)]
+POINT = planner_pb2.SimulateRequest(
+    cluster=planner_pb2.File(name="cluster.yaml", content=CLUSTER),
+    workload="w.json",
+    files=[planner_pb2.File(name="w.json", content=json.dumps(ROWS).encode())],
+    with_requests=True,
+)
+
+
+class Bench:
+    """Stands in for processes: a job says what is put to it, until its result."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.files: list[Mapping[str, bytes]] = []
+        self.num_inside = 0
+        self.left = asyncio.Event()
+        self.said: asyncio.Queue[JobProgress | JobResult] = asyncio.Queue()
+
+    async def run(self, job: Job, files: Mapping[str, bytes]) -> AsyncGenerator[JobProgress | JobResult, None]:
+        self.jobs.append(job)
+        self.files.append(files)
+        self.num_inside += 1
+        try:
+            while True:
+                yield await self.said.get()
+        finally:
+            self.num_inside -= 1
+            self.left.set()
+
+    def finish(self) -> None:
+        self.said.put_nowait(JobResult({"summary": {"gpu": "x"}, "plan_yaml": "model: m"}))
+
+
+class AwayPlans(Plans):
+    """A ledger that does not answer."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def add(self, plan: NewPlan) -> StoredPlan:
+        raise Unavailable("the ledger is away")
+
+
+@asynccontextmanager
+async def planner(
+    run: RunJob,
+    plans: Plans | None = None,
+    token: OperatorToken | None = None,
+    deadline_s: float = 120,
+    most_waiting: int = 1,
+) -> AsyncIterator[planner_pb2_grpc.PlannerStub]:
+    jobs = Jobs(Turns(1, most_waiting), deadline_s, run)
+    token = token or OperatorToken(None, "127.0.0.1")
+    servicer = PlannerServicer(read_model_config, plans or AwayPlans(), jobs, token, 1)
+    async with (
+        running_server("127.0.0.1:0", [servicer.register], PlannerMetrics().rpc, grace_s=0) as server,
+        Peer(f"127.0.0.1:{server.port}") as peer,
+    ):
+        yield planner_pb2_grpc.PlannerStub(peer.channel)
+
+
+async def all_of(call: Any) -> list[Any]:
+    """What a stream says. Raises errors of our tree."""
+    try:
+        return [update async for update in call]
+    except grpc.aio.AioRpcError as error:
+        raise error_from(error) from error
+
+
+async def test_a_plan_is_found_kept_and_listed(tmp_path: Path) -> None:
+    """The search itself, in its process."""
+    async with (
+        open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger,
+        planner(run_job, ledger.plans) as stub,
+    ):
+        updates = await all_of(stub.Plan(ASKED, timeout=120))
+        listed = await stub.ListPlans(planner_pb2.ListPlansRequest(limit=5), timeout=30)
+    assert {one.WhichOneof("update") for one in updates[:-1]} == {"progress"}
+    assert {one.progress.what for one in updates[:-1]} >= {"workers alone", "curves"}
+    plan = updates[-1].plan
+    assert list(listed.plans) == [plan]
+    summary = json.loads(plan.summary_json)
+    assert summary["layouts"][0]["layout"] == summary["curves"][0]["layout"]
+    assert json.loads(plan.request_json)["latency"] == "distserve:opt-13b"
+    assert plan.id == 1
+    assert plan.plan_yaml.startswith("model: opt-13b\n")
+
+
+async def test_a_simulation_reads_the_files_that_came_with_it() -> None:
+    async with planner(run_job) as stub:
+        updates = await all_of(stub.Simulate(POINT, timeout=120))
+    found = json.loads(updates[-1].result_json)
+    assert found["ttft_s"]["p50"] == pytest.approx(0.0752, abs=5e-5)
+    assert len(found["requests"]) == 5
+    assert updates[-2].progress.done == 5
+
+
+async def test_leaving_the_iteration_ends_the_process_and_what_it_started() -> None:
+    before = set(psutil.Process().children(recursive=True))
+    async with aclosing(run_job(PlanJob(plan_request(ASKED), 2, True), {})) as events:
+        await anext(events)
+        started = set(psutil.Process().children(recursive=True)) - before
+        assert len(started) >= 3  # itself, and two of its own
+    gone, alive = psutil.wait_procs(list(started), timeout=60)
+    assert not alive
+    assert len(gone) == len(started)
+
+
+async def test_who_leaves_the_stream_ends_the_job() -> None:
+    bench = Bench()
+    async with planner(bench.run) as stub:
+        call = stub.Plan(ASKED, timeout=60)
+        bench.said.put_nowait(JobProgress("workers alone", 1, 2))
+        assert (await call.read()).progress.done == 1
+        assert bench.num_inside == 1
+        call.cancel()
+        await asyncio.wait_for(bench.left.wait(), 60)
+        assert bench.num_inside == 0
+
+
+async def test_one_runs_the_next_waits_and_is_told_and_a_third_is_refused() -> None:
+    bench = Bench()
+    async with planner(bench.run) as stub:
+        first = stub.Plan(ASKED, timeout=60)
+        bench.said.put_nowait(JobProgress("x", 0, 1))
+        await first.read()
+        second = stub.Plan(ASKED, timeout=60)
+        assert (await second.read()).waiting.ahead == 1
+        with pytest.raises(NoCapacity) as caught:
+            await all_of(stub.Plan(ASKED, timeout=60))
+        assert caught.value.retry_after_ms is not None
+        bench.finish()
+        assert (await first.read()).WhichOneof("update") == "plan"
+        bench.finish()
+        assert (await second.read()).WhichOneof("update") == "plan"
+    assert len(bench.jobs) == 2
+
+
+async def test_a_plan_that_cannot_be_kept_is_told_all_the_same() -> None:
+    bench = Bench()
+    bench.finish()
+    async with planner(bench.run) as stub:
+        plan = (await all_of(stub.Plan(ASKED, timeout=60)))[-1].plan
+    assert (plan.id, plan.plan_yaml) == (0, "model: m")
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+async def test_what_takes_too_long_ends(is_waiting: bool) -> None:
+    bench = Bench()
+    turns = Turns(1, 1)
+    jobs = Jobs(turns, 0.01, bench.run)
+
+    async def ask() -> None:
+        async with aclosing(jobs.updates(PlanJob(plan_request(ASKED), 1, False), {})) as updates:
+            async for _ in updates:
+                pass
+
+    if is_waiting:
+        with turns.ticket(), pytest.raises(DeadlineExceeded, match="fewer requests"):
+            await ask()
+        return
+    with pytest.raises(DeadlineExceeded, match="fewer requests"):
+        await ask()
+    assert bench.num_inside == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "param", "says"),
+    [
+        ({"model": ""}, "model", "a plan needs model"),
+        ({"tpot_s": 0}, "tpot_s", "a plan needs tpot_s"),
+        ({"criterion": "none"}, "criterion", "'joint' or 'marginal'"),
+        ({"num_requests": 1}, "num_requests", "2..20000"),
+        ({"num_requests": 1 << 30}, "num_requests", "2..20000"),
+        ({"workload": "/etc/passwd"}, "workload", "send the file along"),
+        ({"latency": "roofline:../x.json"}, "latency", "send the file along"),
+        ({"model": "~/model"}, "model", "send the file along"),
+        ({"files": [planner_pb2.File(name="../w.json")]}, "files", "a file's name has letters"),
+        ({"files": [planner_pb2.File(name="numpy.py")]}, "files", "a file's name has letters"),
+    ],
+)
+async def test_a_bad_plan_request_is_refused_before_its_turn(changed: dict[str, Any], param: str, says: str) -> None:
+    bench, request = Bench(), planner_pb2.PlanRequest()
+    request.CopyFrom(ASKED)
+    for name in changed:
+        request.ClearField(name)  # type: ignore[arg-type]
+    request.MergeFrom(planner_pb2.PlanRequest(**changed))
+    async with planner(bench.run) as stub:
+        with pytest.raises(InvalidRequest, match=says) as caught:
+            await all_of(stub.Plan(request, timeout=60))
+    assert caught.value.param == param
+    assert not bench.jobs
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"latency: /etc/passwd", "send the file along"), (b"]", "cannot be read")]
+)
+async def test_a_bad_cluster_is_refused(content: bytes, says: str) -> None:
+    bench = Bench()
+    request = planner_pb2.SimulateRequest(
+        cluster=planner_pb2.File(name="cluster.yaml", content=content), workload="chat"
+    )
+    async with planner(bench.run) as stub:
+        with pytest.raises(InvalidRequest, match=says):
+            await all_of(stub.Simulate(request, timeout=60))
+    assert not bench.jobs
+
+
+async def test_what_the_job_refuses_is_told() -> None:
+    request = planner_pb2.PlanRequest()
+    request.CopyFrom(ASKED)
+    request.gpu = "v100"
+    async with planner(run_job) as stub:
+        with pytest.raises(InvalidRequest, match="known are a100-80g") as caught:
+            await all_of(stub.Plan(request, timeout=120))
+    assert caught.value.param == "gpu"
+
+
+@pytest.mark.parametrize(
+    ("token", "sent", "is_let_in"),
+    [
+        (OperatorToken("secret", "127.0.0.1"), "Bearer secret", True),
+        (OperatorToken("secret", "127.0.0.1"), "Bearer wrong", False),
+        (OperatorToken("secret", "0.0.0.0"), "", False),
+        (OperatorToken(None, "0.0.0.0"), "Bearer ", False),
+        (OperatorToken(None, "::1"), "", True),
+    ],
+)
+async def test_beyond_loopback_the_operator_token_is_needed(token: OperatorToken, sent: str, is_let_in: bool) -> None:
+    metadata = (("authorization", sent),)
+    async with planner(Bench().run, token=token) as stub:
+        calls = (
+            stub.Catalogue(planner_pb2.CatalogueRequest(), timeout=30, metadata=metadata),
+            stub.ListPlans(planner_pb2.ListPlansRequest(), timeout=30, metadata=metadata),
+            stub.Capacity(planner_pb2.CapacityRequest(), timeout=30, metadata=metadata),
+            stub.Plan(planner_pb2.PlanRequest(), timeout=30, metadata=metadata).read(),
+            stub.Simulate(planner_pb2.SimulateRequest(), timeout=30, metadata=metadata).read(),
+        )
+        refused = [isinstance(one, Unauthenticated) for one in await asyncio.gather(*map(_error_of, calls))]
+    assert refused == [not is_let_in] * len(calls)
+
+
+async def _error_of(call: Any) -> HalfmoonError | None:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error_from(error)
+    return None
