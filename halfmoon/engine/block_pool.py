@@ -16,19 +16,37 @@ class BlockPool:
     Ids are handed out so that a sequence's blocks lie next to each other: attention then reads them in place. A
     sequence may lay a claim to free blocks after its last one; others take claimed blocks only when nothing else is
     left, so a claim costs nobody capacity.
+
+    The last `num_divisible` blocks are of two halves each: one of the block's own id, and a second one, whose id is
+    no block's meanwhile. A used one can do with its own half (`halve`); two halves without a use make a free block.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_divisible: int = 0) -> None:
+        """Ids go to `num_blocks + num_divisible`, as many at once as there is room for."""
         self.num_blocks = num_blocks
-        self._references: NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
+        num_ids = num_blocks + num_divisible
+        self._references: NDArray[np.int32] = np.zeros(num_ids, dtype=np.int32)
         self._num_free = num_blocks
-        self._claimed: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
+        self._claimed: NDArray[np.bool_] = np.zeros(num_ids, dtype=np.bool_)
         self._claim_ends: dict[int, int] = {}  # last block of a sequence -> end of the claim that follows it
+        self._first_divisible = num_blocks - num_divisible
+        self._seconds: NDArray[np.int64] = np.full(num_ids, -1, dtype=np.int64)  # -1: has no second half
+        self._seconds[self._first_divisible : num_blocks] = np.arange(num_blocks, num_ids)
+        self._is_block: NDArray[np.bool_] = np.arange(num_ids) < num_blocks  # others are second halves, or odd
+        self._odd: int | None = None  # a half that nobody uses and no block has
 
     @property
     def num_free(self) -> int:
         """Blocks nobody references."""
         return self._num_free
+
+    def num_free_with(self, num_whole: int, num_half: int) -> int:
+        """Blocks nobody would reference if so many whole and halved ones were given back."""
+        return self._num_free + num_whole + (num_half + (self._odd is not None)) // 2
+
+    def is_half(self, block: int) -> bool:
+        """Whether a divisible block does with its own half."""
+        return block >= self._first_divisible and bool(self._seconds[block] < 0)
 
     def references(self, block: int) -> int:
         """How many holders `block` has."""
@@ -45,7 +63,7 @@ class BlockPool:
         blocks: list[int] = []
         end = self._drop_claim(near) if near is not None else None
         while len(blocks) < num_blocks:
-            following = (blocks[-1] if blocks else self.num_blocks if near is None else near) + 1
+            following = (blocks[-1] if blocks else len(self._references) if near is None else near) + 1
             taken = range(following, following + 1)
             if not self._is_available(following):
                 taken = self._best_run(num_blocks - len(blocks), room)
@@ -68,33 +86,84 @@ class BlockPool:
             assert self._references[block] > 0, f"block {block} is freed twice"
             self._references[block] -= 1
             if self._references[block] == 0:
-                self._num_free += 1
                 self._drop_claim(block)
+                if self.is_half(block):
+                    self._is_block[block] = False
+                    self._put_half(block)
+                else:
+                    self._num_free += 1
+
+    def seconds(self, blocks: Sequence[int]) -> NDArray[np.int64]:
+        """Ids of the second halves of divisible blocks; -1 where a block does without."""
+        return self._seconds[list(blocks)]
+
+    def halve(self, block: int) -> None:
+        """A used, divisible block does with its own half from now on, until it is free."""
+        second = int(self._seconds[block])
+        assert self._references[block] > 0, f"block {block} is free"
+        assert second >= 0, f"block {block} has no second half"
+        self._seconds[block] = -1
+        self._put_half(second)
+
+    def make_whole(self, block: int) -> bool:
+        """Gives a halved block a second half. False, and nothing changes, where there is none."""
+        assert self._references[block] > 0, f"block {block} is free"
+        assert self._seconds[block] < 0, f"block {block} is whole"
+        if self._odd is None:
+            free = np.flatnonzero(self._free())
+            if not len(free) or free[-1] < self._first_divisible:
+                return False
+            self._odd = int(free[-1])
+            self._is_block[self._odd] = False
+            self._num_free -= 1
+            self._seconds[block], self._seconds[self._odd] = self._seconds[self._odd], -1
+            return True
+        self._seconds[block], self._odd = self._odd, None
+        return True
 
     def check_integrity(self) -> None:
         """Asserts that counts, free blocks and claims agree."""
-        free = self._references == 0
+        free = self._free()
         assert (self._references >= 0).all(), "a reference count is negative"
         assert int(free.sum()) == self._num_free, "the number of free blocks is wrong"
-        claims = np.zeros(self.num_blocks, dtype=np.bool_)
+        halves = [*np.flatnonzero(self._is_block), *self._seconds[self._seconds >= 0]]
+        halves += [] if self._odd is None else [self._odd]
+        assert sorted(halves) == list(range(len(self._references))), "a half is used twice, or was lost"
+        assert (self._seconds[free][np.flatnonzero(free) >= self._first_divisible] >= 0).all(), "a free block is half"
+        claims = np.zeros(len(self._references), dtype=np.bool_)
         for last, end in self._claim_ends.items():
             assert self._references[last] > 0, f"free block {last} lays a claim"
             claims[last + 1 : end] = True
         assert (claims == self._claimed).all(), "the claims overlap or were lost"
 
     def _is_available(self, block: int) -> bool:
-        return block < self.num_blocks and self._references[block] == 0 and not self._claimed[block]
+        if block >= len(self._references) or not self._is_block[block]:
+            return False
+        return bool(self._references[block] == 0 and not self._claimed[block])
+
+    def _free(self) -> NDArray[np.bool_]:
+        free: NDArray[np.bool_] = (self._references == 0) & self._is_block
+        return free
+
+    def _put_half(self, half: int) -> None:
+        """Nobody uses it any more: with the other such one it makes a block."""
+        if self._odd is None:
+            self._odd = half
+            return
+        self._seconds[half], self._odd = self._odd, None
+        self._is_block[half] = True
+        self._num_free += 1
 
     def _best_run(self, num_blocks: int, room: int) -> range:
         """The start of the smallest unclaimed free run that has room, else of the largest, else of any free run."""
-        for free in ((self._references == 0) & ~self._claimed, self._references == 0):
+        for free in (self._free() & ~self._claimed, self._free()):
             edges = np.flatnonzero(np.diff(free, prepend=False, append=False))  # starts and ends, in turn
             if not len(edges):
                 continue
             starts, lengths = edges[::2], edges[1::2] - edges[::2]
             for size in (num_blocks + room, num_blocks):
                 if (lengths >= size).any():
-                    best = int(np.argmin(np.where(lengths >= size, lengths, self.num_blocks + 1)))
+                    best = int(np.argmin(np.where(lengths >= size, lengths, len(free) + 1)))
                     return range(int(starts[best]), int(starts[best]) + num_blocks)
             best = int(np.argmax(lengths))
             return range(int(starts[best]), int(starts[best] + lengths[best]))
@@ -102,7 +171,7 @@ class BlockPool:
 
     def _claim_after(self, last: int, end: int | None, room: int) -> None:
         """Claims the free blocks from `last + 1` up to `end`, or the next `room` ones; stops at another's."""
-        stop = min(last + 1 + room, self.num_blocks) if end is None or end <= last else end
+        stop = min(last + 1 + room, len(self._references)) if end is None or end <= last else end
         position = last + 1
         while position < stop and self._is_available(position):
             self._claimed[position] = True

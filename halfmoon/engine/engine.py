@@ -27,6 +27,7 @@ from halfmoon.engine.models import build_model
 from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_weights
 from halfmoon.engine.offload.build import Offload
 from halfmoon.engine.offload.runner import OffloadRunner
+from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.engine.parallel.runner import ParallelRunner
 from halfmoon.engine.prefix_cache import PrefixCache
 from halfmoon.engine.request import EngineRequest, TokenOutput
@@ -78,7 +79,7 @@ class Engine:
         self.num_blocks = memory.num_blocks
         self.context_tokens = min(self._most_tokens, self.num_blocks * config.block_tokens)  # of prompt and output
         self._limits = RequestLimits(model_config.vocab_size, self._most_tokens, self.num_blocks, self.layout)
-        self._pool = BlockPool(self.num_blocks)
+        self._pool = memory.pool if isinstance(memory, TieredKV) else BlockPool(self.num_blocks)
         root = partial(root_key, checkpoint.fingerprint, self.layout) if config.prefix_cache else None
         self._cache = PrefixCache(self._pool, config.block_tokens, root)
         limits = SchedulerLimits(config.step_tokens, config.prefill_chunk_tokens, config.max_running)
@@ -304,7 +305,7 @@ class Engine:
             ended_s=time.monotonic(),
             stored_keys=changes.stored,
             evicted_keys=changes.evicted,
-            num_staged=self._runner.take_num_staged() if isinstance(self._runner, OffloadRunner) else {},
+            num_staged=self._runner.chooser.take_num_staged() if isinstance(self._runner, OffloadRunner) else {},
             chains=tuple(chains),
         )
 

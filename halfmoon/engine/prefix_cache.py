@@ -34,14 +34,15 @@ class PrefixCache:
         self._root = root
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._idle: OrderedDict[int, bool] = OrderedDict()  # whether it is half; least recently used first
+        self._num_idle_halves = 0
         self._stored: dict[bytes, None] = {}  # since the changes were taken last
         self._evicted: dict[bytes, None] = {}
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out: free ones and idle ones."""
-        return self._pool.num_free + len(self._idle)
+        return self._pool.num_free_with(len(self._idle) - self._num_idle_halves, self._num_idle_halves)
 
     @property
     def num_cached(self) -> int:
@@ -55,7 +56,7 @@ class PrefixCache:
             block = self._blocks.get(self._key(sequence, index))
             if block is None:
                 break
-            self._idle.pop(block, None)
+            self._note_used(block)
             blocks.append(block)
         self._pool.share(blocks)
         return blocks
@@ -73,7 +74,8 @@ class PrefixCache:
         for block in reversed(blocks):
             self._pool.release([block])
             if block in self._keys and self._pool.references(block) == 1:
-                self._idle[block] = None
+                self._idle[block] = self._pool.is_half(block)
+                self._num_idle_halves += self._idle[block]
 
     def hold(self, keys: SequenceOf[bytes]) -> list[int]:
         """References to the blocks of the leading keys that are here, to be given back with `release`."""
@@ -82,7 +84,7 @@ class PrefixCache:
             if key not in self._blocks:
                 break
             blocks.append(self._blocks[key])
-            self._idle.pop(blocks[-1], None)
+            self._note_used(blocks[-1])
         self._pool.share(blocks)
         return blocks
 
@@ -122,13 +124,19 @@ class PrefixCache:
         assert self._keys == {block: key for key, block in self._blocks.items()}, "the maps disagree"
         idle = {block for block in self._keys if self._pool.references(block) == 1}
         assert idle == set(self._idle), "a block is idle and referenced, or neither"
+        assert all(self._pool.is_half(block) == is_half for block, is_half in self._idle.items()), "an idle block moved"
+        assert sum(self._idle.values()) == self._num_idle_halves, "the number of idle halves is wrong"
 
     def _evict(self) -> None:
-        block, _ = self._idle.popitem(last=False)
+        block = next(iter(self._idle))
+        self._note_used(block)
         key = self._keys.pop(block)
         del self._blocks[key]
         _note(key, self._evicted, self._stored)
         self._pool.release([block])
+
+    def _note_used(self, block: int) -> None:
+        self._num_idle_halves -= self._idle.pop(block, False)
 
     def _key(self, sequence: Sequence, index: int) -> bytes:
         """Key of the sequence's block `index`; computed once, in order, and kept with the sequence."""

@@ -1,14 +1,16 @@
 """How much of a sequence's KV to compute again instead of loading it from host memory (KVPR, arXiv 2411.17089).
 
-A decode step needs the K and V of all `n` tokens of a layer on the device. Of the first `l` it may fetch less and
-compute the rest: from the layer's inputs X (half the size of K + V where every query head has its own KV head), or from
-the tokens themselves, which need no fetch and a whole layer's work. All figures are of one layer and one token.
+A decode step needs the K and V of all `n` tokens of a layer on the device. Some of them it may fetch less for and
+compute: `l` from the layer's inputs X (half the size of K + V where every query head has its own KV head), or `m` from
+the tokens themselves, which need no fetch and a whole layer's work. The rest is loaded. All figures are of one layer.
 
-    within a layer   T(l) = fetch * l + max(base + compute * l, load * (n - l))   inputs first, then KV beside computing
-    across layers    T(l) = max(fetch * l + load * (n - l), base + compute * l)   the link goes on with the next layer
+    the first layer    fetch * l + max(base + compute * l, load * (n - l))    inputs first, then KV beside computing
+    every other one    max(fetch * l + load * (n - l), base + compute * l)    its fetch began with the layer before it
 
-Both are convex and piecewise linear with one bend. With base 0, fetch x and load 2x the first is KVPR's, whose bend is
-l* = 2 x n / (c + 2 x); neither can gain more than fetch / load saves, so at most twice where X is half of KV.
+The first is KVPR's, which has one buffer: with base 0, fetch x and load 2x it bends at l* = 2 x n / (c + 2 x). With two
+buffers the link does not wait for the device: a step takes the mean of the two, weighted by its layers. Both are convex
+and piecewise linear with one bend each, so the best `l` is at a bend or at an end. Neither can gain more than
+load / fetch, so at most twice where X is half of K and V.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["load", "inputs", "tokens"]
-Overlap = Literal["within", "across"]
 
 _MIN_GAIN = 0.05  # of the time of loading everything; a smaller one is within what was measured wrongly
+_REPAID_STEPS = 16  # a step may be slower if as many of those that follow make up for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Recompute:
 
     fetch_s: float  # what has to come over the link for it
     compute_s: float
+    begin_s: float = 0.0  # of computing any at all, once a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,9 @@ class OffloadCosts:
 
     load_s: float
     base_s: float
-    inputs: Recompute | None  # None: X is not kept, or not smaller than K and V
+    inputs: Recompute | None  # None: the model does not make K and V from inputs, or those are not smaller
     tokens: Recompute
+    begin_fetch_s: float = 0.0  # of each of a layer's fetches, whatever its size
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,33 +53,95 @@ class Split:
     layer_s: float
 
 
-def choose_split(costs: OffloadCosts, num_tokens: int, overlap: Overlap) -> Split:
-    """The fastest way for a batch whose sequences have `num_tokens` known tokens each."""
-    plain = Split("load", 0, layer_time(costs, None, num_tokens, 0, overlap))
-    found = [plain]
-    for kind, way in (("inputs", costs.inputs), ("tokens", costs.tokens)):
-        if way is not None:
-            best = best_num_tokens(costs, way, num_tokens, overlap)
-            found.append(Split(kind, best, layer_time(costs, way, num_tokens, best, overlap)))  # type: ignore[arg-type]
+def choose_split(costs: OffloadCosts, num_tokens: int, num_layers: int) -> Split:
+    """The fastest way for a batch whose sequences have `num_tokens` known tokens together."""
+    plain = Split("load", 0, layer_time(costs, num_tokens, num_layers))
+    found = [plain, best_tokens(costs, num_tokens, num_layers)]
+    if costs.inputs is not None:
+        found.append(best_inputs(costs, num_tokens, num_layers))
     fastest = min(found, key=lambda split: split.layer_s)
     return fastest if fastest.layer_s <= (1 - _MIN_GAIN) * plain.layer_s else plain
 
 
-def best_num_tokens(costs: OffloadCosts, way: Recompute, num_tokens: int, overlap: Overlap) -> int:
-    """The number of tokens to compute again that makes a layer fastest; 0 where none helps."""
+def best_inputs(costs: OffloadCosts, num_tokens: int, num_layers: int) -> Split:
+    """The number of tokens whose inputs are fetched that makes a step fastest; 0 where none helps."""
+    assert costs.inputs is not None
+    times = {
+        number: layer_time(costs, num_tokens, num_layers, num_inputs=number)
+        for number in _bends(costs, costs.inputs, num_tokens)
+    }
+    best = min(times, key=lambda number: (times[number], number))
+    return Split("inputs", best, times[best])
+
+
+def best_tokens(costs: OffloadCosts, num_tokens: int, num_layers: int) -> Split:
+    """The number of tokens that run again that makes a step fastest; 0 where none helps."""
+    times = {
+        number: layer_time(costs, num_tokens, num_layers, num_again=number)
+        for number in _bends(costs, costs.tokens, num_tokens)
+    }
+    best = min(times, key=lambda number: (times[number], number))
+    return Split("tokens", best, times[best])
+
+
+def is_worth_less_inputs(costs: OffloadCosts, num_tokens: int, num_layers: int, num_inputs: int, best_s: float) -> bool:
+    """Whether so many tokens kept as inputs cost notably more than the best split: what was measured has changed."""
+    return layer_time(costs, num_tokens, num_layers, num_inputs) > best_s * (1 + _MIN_GAIN)
+
+
+def blocks_to_run_again(
+    costs: OffloadCosts,
+    num_tokens: int,
+    num_layers: int,
+    num_inputs: int,
+    more_blocks: int,
+    block_tokens: int,
+    steps_left: int,
+) -> int:
+    """How many of `more_blocks` to run again in this step, so that their inputs, which nobody kept, are known after it.
+
+    As many as are hidden behind what is loaded, or else one, if the steps that are left repay it.
+    """
+
+    def extra_s(blocks: int) -> float:
+        return layer_time(costs, num_tokens, num_layers, num_inputs, blocks * block_tokens) - now_s
+
+    now_s = layer_time(costs, num_tokens, num_layers, num_inputs)
+    hidden = [blocks for blocks in range(1, more_blocks + 1) if extra_s(blocks) <= 0]
+    if hidden or not more_blocks:
+        return max(hidden, default=0)
+    gain_s = now_s - layer_time(costs, num_tokens, num_layers, num_inputs + block_tokens)
+    return int(extra_s(1) < gain_s * min(steps_left, _REPAID_STEPS))
+
+
+def layer_time(costs: OffloadCosts, num_tokens: int, num_layers: int, num_inputs: int = 0, num_again: int = 0) -> float:
+    """Mean seconds of a layer if so many tokens are computed from inputs, and so many from the tokens themselves."""
+    fetch_s = load_s = 0.0
+    compute_s = costs.base_s
+    if num_inputs:
+        assert costs.inputs is not None
+        fetch_s = costs.begin_fetch_s + costs.inputs.fetch_s * num_inputs
+        compute_s += costs.inputs.begin_s + costs.inputs.compute_s * num_inputs
+    if num_again:
+        compute_s += costs.tokens.begin_s + costs.tokens.compute_s * num_again
+    if num_inputs + num_again < num_tokens:
+        load_s = costs.begin_fetch_s + costs.load_s * (num_tokens - num_inputs - num_again)
+    first_s = fetch_s + max(compute_s, load_s)
+    other_s = max(fetch_s + load_s, compute_s)
+    return (first_s + (num_layers - 1) * other_s) / num_layers
+
+
+def _bends(costs: OffloadCosts, way: Recompute, num_tokens: int) -> set[int]:
+    """Where either line bends, to the next whole number each way, and the ends."""
+    numbers = {0, num_tokens}
     if way.fetch_s >= costs.load_s:
-        return 0
-    saved_s = costs.load_s if overlap == "within" else costs.load_s - way.fetch_s
-    bend = (costs.load_s * num_tokens - costs.base_s) / (way.compute_s + saved_s)
-    near = {min(max(int(bend) + step, 0), num_tokens) for step in (0, 1)}
-    return min(near, key=lambda number: (layer_time(costs, way, num_tokens, number, overlap), number))
-
-
-def layer_time(costs: OffloadCosts, way: Recompute | None, num_tokens: int, computed: int, overlap: Overlap) -> float:
-    """Seconds of one layer if the first `computed` tokens are computed in that way (None: there are none such)."""
-    fetch_s = 0.0 if way is None else way.fetch_s * computed
-    compute_s = costs.base_s + (0.0 if way is None else way.compute_s * computed)
-    load_s = costs.load_s * (num_tokens - computed)
-    if overlap == "within":
-        return fetch_s + max(compute_s, load_s)
-    return max(fetch_s + load_s, compute_s)
+        return numbers
+    ahead_s = costs.begin_fetch_s + costs.load_s * num_tokens - costs.base_s - way.begin_s
+    begin_s = costs.begin_fetch_s if way.fetch_s else 0.0
+    for beyond_s, slope_s in (
+        (ahead_s, way.compute_s + costs.load_s),
+        (ahead_s + begin_s, way.compute_s + costs.load_s - way.fetch_s),
+    ):
+        bend = int(min(max(beyond_s / slope_s, 0), num_tokens))
+        numbers |= {min(max(bend + step, 0), num_tokens) for step in (-1, 0, 1, 2)}
+    return numbers | {min(1, num_tokens), max(num_tokens - 1, 0)}

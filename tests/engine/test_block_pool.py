@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -64,6 +65,73 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
+
+NUM_DIVISIBLE = 12
+
+
+class DivisibleMachine(RuleBasedStateMachine):
+    """Holders come, halve blocks or make them whole, and go; the model counts halves, and knows who has which."""
+
+    holders = Bundle("holders")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_BLOCKS, NUM_DIVISIBLE)
+        self.is_half: dict[int, bool] = {}
+
+    @rule(target=holders, count=st.integers(0, 8), room=st.integers(0, 6))
+    def allocate(self, count: int, room: int) -> list[int]:
+        if count > self.pool.num_free:
+            with pytest.raises(NoCapacity):
+                self.pool.allocate(count, room=room)
+            return []
+        blocks = self.pool.allocate(count, room=room)
+        assert not set(blocks) & self.is_half.keys()
+        self.is_half |= dict.fromkeys(blocks, False)
+        return blocks
+
+    @rule(holder=consumes(holders))
+    def release(self, holder: list[int]) -> None:
+        self.pool.release(holder)
+        for block in holder:
+            del self.is_half[block]
+
+    @rule(holder=holders, data=st.data())
+    def halve(self, holder: list[int], data: st.DataObject) -> None:
+        first = NUM_BLOCKS - NUM_DIVISIBLE
+        whole = [block for block in holder if block >= first and not self.is_half[block]]
+        for block in data.draw(st.lists(st.sampled_from(whole), unique=True)) if whole else []:
+            self.pool.halve(block)
+            self.is_half[block] = True
+
+    @rule(holder=holders)
+    def make_whole(self, holder: list[int]) -> None:
+        for block in [block for block in holder if self.is_half[block]]:
+            self.is_half[block] = not self.pool.make_whole(block)
+            if self.is_half[block]:
+                assert self.free_halves() == 0
+
+    def free_halves(self) -> int:
+        used = [half for block, half in self.is_half.items() if block >= NUM_BLOCKS - NUM_DIVISIBLE]
+        return 2 * NUM_DIVISIBLE - 2 * len(used) + sum(used)
+
+    @invariant()
+    def no_half_is_lost_or_used_twice(self) -> None:
+        self.pool.check_integrity()
+        first = NUM_BLOCKS - NUM_DIVISIBLE
+        num_plain = first - sum(block < first for block in self.is_half)
+        assert self.pool.num_free == num_plain + self.free_halves() // 2
+        num_halves = sum(self.is_half.values())
+        assert self.pool.num_free_with(len(self.is_half) - num_halves, num_halves) == NUM_BLOCKS
+        assert all(self.pool.is_half(block) == is_half for block, is_half in self.is_half.items())
+        used = [block for block in self.is_half if block >= first]
+        seconds: list[int] = self.pool.seconds(used).tolist() if used else []
+        assert [second < 0 for second in seconds] == [self.is_half[block] for block in used]
+        halves = used + [second for second in seconds if second >= 0]
+        assert len(np.unique(halves)) == len(halves)
+
+
+TestDivisible = DivisibleMachine.TestCase
 
 
 def test_a_sequence_grows_in_place_beside_others() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,18 +11,26 @@ from halfmoon.engine.attention import store
 from halfmoon.engine.attention_backend import StepAttention
 from halfmoon.engine.offload.link import Fetch
 from halfmoon.engine.offload.staging import Pipeline, Staged
-from halfmoon.engine.offload.tiers import TieredKV
-
-# (layer, its inputs [num_tokens, hidden_size]) -> K and V, each [num_tokens, num_kv_heads, head_dim]
-KeysValues = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+from halfmoon.engine.offload.tiers import Content, TieredKV, as_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """Rows of a pass, and the slots of one memory that their K, V (and inputs) go to."""
+    """Rows of a pass, and the slots of one memory that their K and V, or their inputs, go to."""
 
+    content: Content
     rows: Tensor  # [num_rows] int64, on the device
-    slots: Tensor  # [num_rows] int64, where that memory is
+    firsts: Tensor  # [num_rows] int64, where that memory is
+    seconds: Tensor  # [num_rows] int64
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A block's new content, gathered layer by layer on the host; `first`: of its rows, or of the inputs computed."""
+
+    block: int
+    first: int
+    content: Tensor  # [layers, block_tokens, hidden_size] or [layers, 2, kv_heads, block_tokens, head_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +40,30 @@ class ColdRows:
     rows: Tensor  # [num_rows] int64
     attention: StepAttention  # over the staging buffer
     input_slots: Tensor  # [num_inputs] int64, of the staging buffer
-    to_device: Stores | None
-    to_host: Stores | None
+    stores: tuple[Stores, ...]
+    to_inputs: tuple[Replacement, ...]
+    to_kv: tuple[Replacement, ...]
+
+
+@dataclass(slots=True)
+class PassTimes:
+    """What a pass took from the end of the first layer's attention to that of the last one's, as this thread sees it.
+
+    On CUDA, which computes behind it, that says nothing.
+    """
+
+    all_s: float = 0.0
+    waited_s: float = 0.0  # for the link
+    inputs_s: float = 0.0  # computing K and V of inputs
+
+    @property
+    def base_s(self) -> float:
+        """What would have been computed in any case."""
+        return self.all_s - self.waited_s - self.inputs_s
 
 
 class OffloadedAttention:
-    """One forward pass. Counts its layers: a model calls `attend` once a layer, in order.
-
-    `waited_s` and `again_s` are what it has waited for the link and computed again so far, as this thread sees it: on
-    CUDA, which computes behind it, they say nothing.
-    """
+    """One forward pass. Counts its layers: a model calls `attend` once a layer, in order."""
 
     def __init__(
         self,
@@ -50,17 +71,15 @@ class OffloadedAttention:
         groups: tuple[ColdRows, ...],
         pipeline: Pipeline,
         memory: TieredKV,
-        keys_values: KeysValues | None,
     ) -> None:
         """hot: rows whose KV is on the device, and their attention. The pipeline brings every group of every layer."""
         self._hot = hot
         self._groups = groups
         self._pipeline = pipeline
         self._memory = memory
-        self._keys_values = keys_values
         self._layer = 0
-        self.waited_s = 0.0
-        self.again_s = 0.0
+        self._first_s = 0.0
+        self.times = PassTimes()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
         """As `StepAttention.attend`."""
@@ -74,39 +93,58 @@ class OffloadedAttention:
             rows = group.rows
             out[rows] = group.attention.attend(q[rows], k[rows], v[rows], staged.kv, scale)
             self._keep(group, k, v, layer_kv)
+        self._note_time()
         self._layer += 1
         return out
 
     def keep_inputs(self, x: Tensor) -> None:
         """x: [num_tokens, hidden_size], the inputs of the layer that attends next."""
-        if self._memory.inputs is None:
-            return
+        host = self._memory.host[self._layer]  # [kv_heads, slots, head_dim]
         for group in self._groups:
-            if group.to_host is not None:
-                rows = x[group.to_host.rows].to(self._memory.inputs.device)
-                self._memory.inputs[self._layer].index_copy_(0, group.to_host.slots, rows)
+            for stores in group.stores:
+                if stores.content == "inputs":
+                    cells = x[stores.rows].to(host.device).view(len(stores.firsts), -1, host.shape[-1])
+                    host.index_copy_(1, stores.firsts, cells.transpose(0, 1))
+            for replaced in group.to_inputs:
+                content = replaced.content[self._layer]
+                content.copy_(x[replaced.first : replaced.first + len(content)], non_blocking=True)
 
     def _complete(self, group: ColdRows, staged: Staged) -> None:
         """K and V of all tokens before the group's rows are in the buffer after this."""
-        self._wait(staged.inputs_fetch)
         if not group.input_slots.numel():
             self._wait(staged.kv_fetch)
             return
-        assert self._keys_values is not None
+        self._wait(staged.inputs_fetch)
+        assert self._memory.keys_values is not None
         started_s = time.perf_counter()
-        k, v = self._keys_values(self._layer, staged.inputs)  # while KV still comes
-        self.again_s += time.perf_counter() - started_s
-        self._wait(staged.kv_fetch)
+        k, v = self._memory.keys_values(self._layer, as_rows(staged.inputs))  # while KV still comes
         store(k, v, staged.kv, group.input_slots)
+        for replaced in group.to_kv:
+            for plane, values in zip(replaced.content[self._layer], (k, v), strict=True):
+                first, last = replaced.first, replaced.first + plane.shape[1]
+                plane.copy_(values[first:last].transpose(0, 1), non_blocking=True)
+        self.times.inputs_s += time.perf_counter() - started_s
+        self._wait(staged.kv_fetch)
 
-    def _wait(self, fetch: Fetch) -> None:
-        started_s = time.perf_counter()
-        fetch.wait()
-        self.waited_s += time.perf_counter() - started_s
+    def _wait(self, fetch: Fetch | None) -> None:
+        if fetch is not None:
+            started_s = time.perf_counter()
+            fetch.wait()
+            self.times.waited_s += time.perf_counter() - started_s
 
     def _keep(self, group: ColdRows, k: Tensor, v: Tensor, layer_kv: Tensor) -> None:
-        if group.to_device is not None:
-            store(k[group.to_device.rows], v[group.to_device.rows], layer_kv, group.to_device.slots)
-        if group.to_host is not None:
-            host, rows = self._memory.host.tensor[self._layer], group.to_host.rows
-            store(k[rows].to(host.device), v[rows].to(host.device), host, group.to_host.slots)
+        host = self._memory.host[self._layer]
+        for stores in group.stores:
+            rows = stores.rows
+            if stores.content == "device":
+                store(k[rows], v[rows], layer_kv, stores.firsts)
+            elif stores.content == "kv":
+                for values, slots in ((k, stores.firsts), (v, stores.seconds)):
+                    host.index_copy_(1, slots, values[rows].to(host.device).transpose(0, 1))
+
+    def _note_time(self) -> None:
+        now_s = time.perf_counter()
+        if self._layer == 0:
+            self._first_s = now_s
+            self.times = PassTimes()
+        self.times.all_s = now_s - self._first_s

@@ -13,12 +13,12 @@ from halfmoon.engine.model_config import ModelConfig
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import Model
 from halfmoon.engine.models.opt import OPTModel
-from halfmoon.engine.offload.attention import KeysValues
+from halfmoon.engine.offload.choice import Chooser
 from halfmoon.engine.offload.link import Link, StreamLink, ThreadLink
 from halfmoon.engine.offload.profile import measure_costs
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.offload.staging import Staging
-from halfmoon.engine.offload.tiers import TieredKV
+from halfmoon.engine.offload.tiers import KeysValues, TieredKV
 from halfmoon.errors import Incompatible
 from halfmoon.kv.layout import KVLayout
 
@@ -51,33 +51,32 @@ class Offload:
         """budget_blocks: what fits the device's KV memory. Raises Incompatible if it is too little."""
         self._config = config
         self._layout = layout
-        self._keys_values = _keys_values(model, model_config)
-        self._inputs_size = None if self._keys_values is None else model_config.hidden_size
-        self.rooms = divide(config.host_bytes, layout, budget_blocks, most_tokens, self._inputs_size)
+        self._keys_values = None if config.recompute == "never" else _keys_values(model, model_config)
+        has_inputs = self._keys_values is not None
+        self.rooms = divide(config.host_bytes, layout, budget_blocks, most_tokens, has_inputs)
 
     def around(
         self, runner: ModelRunner, attention: AttentionBackend, arena: KVArena
     ) -> tuple[OffloadRunner, TieredKV]:
         """arena: of as many blocks as `rooms` says, nothing in it yet."""
         tensor = arena.tensor
-        host = KVArena(self._layout, self.rooms.host, tensor.dtype, "cpu", pinned=tensor.is_cuda)
-        memory = TieredKV(arena, host, self._layout, self._inputs_size)
-        staging = Staging(self._layout, self.rooms.staging, tensor.dtype, tensor.device, self._inputs_size)
+        memory = TieredKV(arena, self.rooms.host, self._layout, self._keys_values)
+        has_inputs = self._keys_values is not None
+        staging = Staging(self._layout, self.rooms.staging, tensor.dtype, tensor.device, has_inputs)
         link: Link = StreamLink(tensor.device) if tensor.is_cuda else ThreadLink(self._config.link_bytes_per_s)
-        block_tokens, schedule = self._layout.block_tokens, self._config.schedule
-        offloaded = OffloadRunner(runner, attention, memory, staging, link, self._keys_values, schedule, block_tokens)
+        chooser = Chooser(self._layout.block_tokens)
         if self._config.recompute == "auto":
-            costs = measure_costs(runner, memory, staging, link, self._keys_values, block_tokens)
+            costs = measure_costs(runner, memory, staging, link)
             logger.info("offload.measured", extra=asdict(costs))
-            offloaded.use(costs)
-        return offloaded, memory
+            chooser.use(costs)
+        return OffloadRunner(runner, attention, memory, staging, link, chooser, self._config.schedule), memory
 
 
-def divide(host_bytes: int, layout: KVLayout, budget_blocks: int, most_tokens: int, inputs_size: int | None) -> Rooms:
+def divide(host_bytes: int, layout: KVLayout, budget_blocks: int, most_tokens: int, has_inputs: bool) -> Rooms:
     """The staging buffers, twice a layer, come out of the device's budget. Raises Incompatible if it is too small."""
-    inputs_bytes = (inputs_size or 0) * layout.item_bytes * layout.block_tokens  # of one layer and block
-    staged_bytes = _BUFFERS * (layout.block_tokens * layout.token_layer_bytes + inputs_bytes)
-    host = host_bytes // (layout.block_bytes + layout.num_layers * inputs_bytes)
+    planes = 3 if has_inputs else 2  # K, V and the inputs, each half as large as K and V
+    staged_bytes = _BUFFERS * planes * layout.block_tokens * layout.token_layer_bytes // 2
+    host = host_bytes // layout.block_bytes
     longest = layout.num_blocks(min(most_tokens, (budget_blocks + host) * layout.block_tokens))
     budget_bytes = budget_blocks * layout.block_bytes
     staging = max(longest, min(budget_blocks + host, budget_bytes // _STAGING_SHARE // staged_bytes))
@@ -87,16 +86,16 @@ def divide(host_bytes: int, layout: KVLayout, budget_blocks: int, most_tokens: i
         raise Incompatible(
             f"KV on the host needs {least} bytes of KV memory on the device, {budget_bytes} are given: one layer of "
             f"the longest sequence ({most_tokens} tokens: max_context_tokens) has to fit twice beside a block; and "
-            "at least a block on the host",
+            f"at least a block on the host, {layout.block_bytes} bytes of {host_bytes}",
             param="offload",
         )
     return Rooms(device, host, staging)
 
 
 def _keys_values(model: Model, config: ModelConfig) -> KeysValues | None:
-    """How the model computes K and V from a layer's inputs, where those are smaller; else the log says why not."""
+    """How the model computes K and V from a layer's inputs, where those are half of them; else the log says why not."""
     kv_size = 2 * config.num_kv_heads * config.head_dim
-    if config.hidden_size >= kv_size:
+    if 2 * config.hidden_size != kv_size:
         reason = f"a layer's inputs have {config.hidden_size} numbers a token, K and V only {kv_size}"
     elif not isinstance(model, OPTModel):
         reason = f"models of the family {config.family} do not make K and V from stored inputs"

@@ -23,6 +23,14 @@ class Copy(NamedTuple):
     target: Tensor
 
 
+class LinkWork(NamedTuple):
+    """What a link has done."""
+
+    num_bytes: int = 0
+    num_fetches: int = 0
+    busy_s: float = 0.0
+
+
 class Fetch(Protocol):
     """Copies under way."""
 
@@ -38,6 +46,10 @@ class Link(Protocol):
         """Begins; the targets are free, as far as what was asked of the device before goes."""
         ...
 
+    def take_work(self) -> LinkWork:
+        """What was done since the last call, all of it waited for. Nothing where nobody measures it."""
+        ...
+
     def close(self) -> None:
         """Ends it."""
         ...
@@ -49,11 +61,17 @@ class ThreadLink:
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self._bytes_per_s = bytes_per_s
         self._free_at_s = 0.0
+        self._work = LinkWork()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-offload")
 
     def fetch(self, copies: Sequence[Copy]) -> Fetch:
         """As `Link.fetch`."""
         return _Copied(self._thread.submit(self._copy, copies))
+
+    def take_work(self) -> LinkWork:
+        """As `Link.take_work`."""
+        work, self._work = self._work, LinkWork()
+        return work
 
     def close(self) -> None:
         """As `Link.close`."""
@@ -68,6 +86,9 @@ class ThreadLink:
         if self._bytes_per_s is not None:
             self._free_at_s = max(self._free_at_s, started_s) + num_bytes / self._bytes_per_s
             time.sleep(max(0.0, self._free_at_s - time.monotonic()))
+        before = self._work
+        busy_s = before.busy_s + time.monotonic() - started_s
+        self._work = LinkWork(before.num_bytes + num_bytes, before.num_fetches + 1, busy_s)
 
 
 class _Copied:
@@ -95,6 +116,10 @@ class StreamLink:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return _Streamed(event)
+
+    def take_work(self) -> LinkWork:
+        """As `Link.take_work`."""
+        return LinkWork()
 
     def close(self) -> None:
         """As `Link.close`."""

@@ -1,18 +1,21 @@
-"""What the device and its link can do, measured at start: v_gpu and v_link of KVPR, in seconds a token and layer."""
+"""What the device and its link can do, measured at start: v_gpu and v_link of KVPR, in seconds a token and layer.
+
+Every figure is the slope between a little and a lot; what is left of a little is what it costs to begin.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from halfmoon.engine.attention import store
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.model_runner import ModelRunner
-from halfmoon.engine.offload.attention import KeysValues
 from halfmoon.engine.offload.link import Copy, Link
 from halfmoon.engine.offload.staging import Staging
-from halfmoon.engine.offload.tiers import TieredKV
+from halfmoon.engine.offload.tiers import TieredKV, as_rows
 from halfmoon.policy.offload import OffloadCosts, Recompute
 
 _MOST_TOKENS = 256
@@ -20,46 +23,58 @@ _ROUNDS = 3
 
 
 @torch.inference_mode()
-def measure_costs(
-    runner: ModelRunner,
-    memory: TieredKV,
-    staging: Staging,
-    link: Link,
-    keys_values: KeysValues | None,
-    block_tokens: int,
-) -> OffloadCosts:
+def measure_costs(runner: ModelRunner, memory: TieredKV, staging: Staging, link: Link) -> OffloadCosts:
     """The fastest of a few rounds each. Uses the first blocks of both memories: run it before anything is in them."""
-    num_layers = memory.host.tensor.shape[0]
-    num_blocks = min(
-        memory.device.num_blocks, memory.host.num_blocks, staging.num_blocks, -(-_MOST_TOKENS // block_tokens)
-    )
-    num_tokens = num_blocks * block_tokens
-    source, target = memory.host.tensor[0, :, :, :num_tokens], staging.kv[0][:, :, :num_tokens]
+    num_layers, size = memory.host.shape[0], memory.block_tokens
+    room = (memory.device.num_blocks, memory.pool.num_blocks - memory.device.num_blocks, staging.num_blocks)
+    num_blocks = min(*room, -(-_MOST_TOKENS // size))
+    num_tokens = num_blocks * size
+    memory.device.tensor[:, :, :, :num_tokens].zero_()
+    memory.host[:, :, : 2 * num_tokens].zero_()
+    staged = staging.kv[0]
 
-    def load() -> None:
-        link.fetch([Copy(source, target)]).wait()
+    def load(num: int) -> None:
+        planes = (memory.host[0, :, :num], memory.host[0, :, num_tokens : num_tokens + num])
+        link.fetch([Copy(plane, staged[n, :, :num]) for n, plane in enumerate(planes)]).wait()
 
-    def compute(num: int) -> None:
-        batch = runner.batch([Chunk([0] * num, 0, range(num_blocks), samples=False)])
+    def compute(num: int, start: int = 0) -> None:
+        batch = runner.batch([Chunk([0] * num, start, range(num_blocks), samples=False)])
         runner.forward(batch)
 
-    load_s = _fastest(load) / num_tokens
-    base_s = _fastest(lambda: compute(1)) / num_layers
-    tokens_s = max(0.0, _fastest(lambda: compute(num_tokens)) / num_layers - base_s) / num_tokens
+    def compute_inputs(num: int) -> None:
+        assert memory.keys_values is not None
+        k, v = memory.keys_values(0, as_rows(staging.inputs[0][:, :num]))
+        store(k, v, staged, slots[:num])
+
+    begin_fetch_s, load_s = _line(load, num_tokens)
+    base_s = _fastest(lambda: compute(1, num_tokens - 1)) / num_layers
+    begin_tokens_s, tokens_s = (seconds / num_layers for seconds in _line(compute, num_tokens))
     inputs = None
-    if keys_values is not None and memory.inputs is not None:
-        x = staging.inputs[0][:num_tokens].zero_()
-        share = memory.inputs[0, 0].nbytes * num_tokens / source.nbytes
-        inputs = Recompute(load_s * share, _fastest(lambda: keys_values(0, x)) / num_tokens)
-    return OffloadCosts(load_s, base_s, inputs, Recompute(0.0, tokens_s))
+    if memory.keys_values is not None:
+        slots = torch.arange(num_tokens, device=staged.device)
+        staging.inputs[0].zero_()
+        begin_s, input_s = _line(compute_inputs, num_tokens)
+        inputs = Recompute(load_s / 2, input_s, begin_s)
+    link.take_work()
+    tokens = Recompute(0.0, tokens_s, max(0.0, begin_tokens_s - base_s))
+    return OffloadCosts(load_s, base_s, inputs, tokens, begin_fetch_s)
+
+
+def _line(work: Callable[[int], None], most: int) -> tuple[float, float]:
+    """(seconds to begin, seconds for each one) of doing it `most` times at once."""
+    few_s, all_s = (_fastest(lambda num=num: work(num)) for num in (1, most))  # type: ignore[misc]
+    each_s = max(0.0, all_s - few_s) / max(1, most - 1)
+    return max(0.0, few_s - each_s), each_s
 
 
 def _fastest(work: Callable[[], object]) -> float:
-    times_s = []
-    for _ in range(_ROUNDS):
-        started_s = time.perf_counter()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times_s.append(time.perf_counter() - started_s)
+    times_s: Sequence[float] = [_timed(work) for _ in range(_ROUNDS)]
     return min(times_s)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started_s

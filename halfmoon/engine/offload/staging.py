@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfmoon.engine.kv_arena import KVArena
 from halfmoon.engine.offload.link import Copy, Fetch, Link
-from halfmoon.engine.offload.plan import GroupPlan, Run
+from halfmoon.engine.offload.plan import GroupPlan, Load
 from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.kv.layout import KVLayout
 
@@ -22,13 +21,14 @@ class Staging:
     """Owns the two buffers."""
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device, inputs_size: int | None
+        self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device, has_inputs: bool
     ) -> None:
         num_slots = num_blocks * layout.block_tokens
-        shape = (2, layout.num_kv_heads, num_slots, layout.head_dim)
+        shape = (layout.num_kv_heads, num_slots, layout.head_dim)
         self.num_blocks = num_blocks
-        self.kv = [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]
-        self.inputs = [torch.empty(num_slots, inputs_size or 0, dtype=dtype, device=device) for _ in range(2)]
+        self.kv = [torch.empty(2, *shape, dtype=dtype, device=device) for _ in range(2)]
+        inputs_shape = shape if has_inputs else (0, 0, 0)
+        self.inputs = [torch.empty(inputs_shape, dtype=dtype, device=device) for _ in range(2)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Staged:
     """One layer of one group's KV, on its way or there. It is good until the next but one is taken."""
 
     kv: Tensor  # [2, num_kv_heads, staging slots, head_dim]
-    inputs: Tensor  # [rows, inputs_size] of the tokens to compute again
-    inputs_fetch: Fetch
-    kv_fetch: Fetch
+    inputs: Tensor  # [num_kv_heads, tokens to compute, head_dim]
+    inputs_fetch: Fetch | None  # None: there is nothing to come
+    kv_fetch: Fetch | None
 
 
 class Pipeline:
@@ -65,8 +65,9 @@ class Pipeline:
     def close(self) -> None:
         """Waits for what is under way: nobody writes to the buffers after this."""
         for staged in self._under_way:
-            staged.inputs_fetch.wait()
-            staged.kv_fetch.wait()
+            for fetch in (staged.inputs_fetch, staged.kv_fetch):
+                if fetch is not None:
+                    fetch.wait()
         self._under_way.clear()
 
     def _begin(self) -> None:
@@ -76,16 +77,21 @@ class Pipeline:
         layer, group = task
         kv, inputs = (buffers[self._num_begun % 2] for buffers in (self._staging.kv, self._staging.inputs))
         self._num_begun += 1
-        inputs_fetch = self._link.fetch([self._inputs_copy(layer, run, inputs) for run in group.inputs])
-        kv_fetch = self._link.fetch([self._kv_copy(layer, run, kv) for run in group.loads])
-        self._under_way.append(Staged(kv, inputs[: group.num_inputs], inputs_fetch, kv_fetch))
+        inputs_fetch = self._fetch([self._inputs_copy(layer, load, inputs) for load in group.inputs])
+        kv_fetch = self._fetch([copy for load in group.loads for copy in self._kv_copies(layer, load, kv)])
+        self._under_way.append(Staged(kv, inputs[:, : len(group.input_slots)], inputs_fetch, kv_fetch))
 
-    def _inputs_copy(self, layer: int, run: Run, target: Tensor) -> Copy:
-        assert self._memory.inputs is not None
-        source = self._memory.inputs[layer, run.source : run.source + run.num]
-        return Copy(source, target[run.target : run.target + run.num])
+    def _fetch(self, copies: list[Copy]) -> Fetch | None:
+        return self._link.fetch(copies) if copies else None
 
-    def _kv_copy(self, layer: int, run: Run, target: Tensor) -> Copy:
-        arena: KVArena = self._memory.device if run.is_on_device else self._memory.host
-        source = arena.tensor[layer, :, :, run.source : run.source + run.num]
-        return Copy(source, target[:, :, run.target : run.target + run.num])
+    def _inputs_copy(self, layer: int, load: Load, target: Tensor) -> Copy:
+        run = load.run
+        source = self._memory.host[layer, :, run.first : run.first + run.num_tokens]
+        return Copy(source, target[:, load.target : load.target + run.num_tokens])
+
+    def _kv_copies(self, layer: int, load: Load, target: Tensor) -> Iterator[Copy]:
+        run = load.run
+        for plane, slot in enumerate((run.first, run.second)):
+            memory = self._memory.device.tensor[:, plane] if run.content == "device" else self._memory.host
+            source = memory[layer, :, slot : slot + run.num_tokens]
+            yield Copy(source, target[plane, :, load.target : load.target + run.num_tokens])

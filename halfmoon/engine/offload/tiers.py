@@ -1,97 +1,137 @@
-"""The KV of one worker in two memories: blocks below a boundary on the device, the others on the host."""
+"""The KV of one worker in two memories: blocks below a boundary on the device, the others on the host.
+
+A block on the host is K and V, or the layers' inputs, half as large, of which a model computes both (KVPR).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.canonical_kv import CanonicalKV
 from halfmoon.engine.kv_arena import KVArena
 from halfmoon.errors import Incompatible
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
 from halfmoon.kv.layout import KVLayout
 
+# (layer, its inputs [num_tokens, hidden_size]) -> K and V, each [num_tokens, num_kv_heads, head_dim]
+KeysValues = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
-class Piece(NamedTuple):
-    """Consecutive tokens of a sequence whose blocks lie in one memory."""
+Content = Literal["device", "kv", "inputs"]
+_CONTENTS: tuple[Content, ...] = ("device", "kv", "inputs")
 
-    is_on_device: bool
-    blocks: list[int]  # of that memory
-    start: int  # counted from the first of `blocks`
+
+class Run(NamedTuple):
+    """Consecutive tokens in consecutive slots, of the device's arena or of the host's halves."""
+
+    content: Content
+    start: int  # counted from the first token asked for
     num_tokens: int
+    first: int  # slot of K, or of the inputs
+    second: int  # slot of V; on the device the same as `first`
 
 
 class TieredKV:
-    """Owns both arenas and, if a model computes K and V from them, the inputs of the layers beside the host's.
+    """Owns the device's arena and the host's halves; the pool says which halves are a block's.
 
-    As `KVArena`, `read` and `write` are safe beside a step that touches other blocks.
+    Half `n` of the host has slots `n * block_tokens`... As `KVArena`, `read` and `write` are safe beside a step that
+    touches other blocks; what a block holds changes under a lock.
     """
 
-    def __init__(self, device: KVArena, host: KVArena, layout: KVLayout, inputs_size: int | None = None) -> None:
-        """inputs_size: numbers of a layer's input; None: they are not kept."""
+    def __init__(
+        self, device: KVArena, num_host_blocks: int, layout: KVLayout, keys_values: KeysValues | None = None
+    ) -> None:
+        """keys_values: None if the model does not compute K and V from stored inputs. Raises Incompatible."""
         self.device = device
-        self.host = host
-        self.num_blocks = device.num_blocks + host.num_blocks
-        self._layout = layout
+        self.num_blocks = device.num_blocks + num_host_blocks
+        self.pool = BlockPool(self.num_blocks, num_divisible=num_host_blocks)
+        self.keys_values = keys_values
+        self.block_tokens = layout.block_tokens
         self._canonical = CanonicalKV(layout)
-        num_slots = host.num_blocks * layout.block_tokens
-        self.inputs: Tensor | None = None  # [layers, host slots, inputs_size]
-        if inputs_size is not None:
-            self.inputs = torch.empty(
-                layout.num_layers, num_slots, inputs_size, dtype=host.tensor.dtype, pin_memory=host.tensor.is_pinned()
-            )
-        self._has_inputs: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        shape = (layout.num_layers, layout.num_kv_heads, 2 * num_host_blocks * layout.block_tokens, layout.head_dim)
+        self.host = _host_memory(shape, device.tensor)  # [layers, kv_heads, slots of all halves, head_dim]
+        integers = torch.int16 if layout.item_bytes == 2 else torch.int32  # numpy has no bfloat16
+        self._host_cells: NDArray[np.signedinteger] = self.host.view(integers).numpy()
+        self._integers = integers
+        self._lock = threading.Lock()
 
     def is_cold(self, blocks: Sequence[int]) -> bool:
         """Whether some of these blocks are on the host."""
         return any(block >= self.device.num_blocks for block in blocks)
 
-    def pieces(self, blocks: Sequence[int], start: int, num_tokens: int) -> Iterator[Piece]:
+    def holds_inputs(self, block: int) -> bool:
+        """Whether it is on the host, and holds inputs instead of K and V."""
+        return self.pool.is_half(block)
+
+    def runs(self, blocks: Sequence[int], start: int, num_tokens: int) -> Iterator[Run]:
         """Where tokens `start`.. of a sequence with these blocks lie, in order."""
-        size, boundary = self._layout.block_tokens, self.device.num_blocks
-        end = start + num_tokens
-        while start < end:
-            first = last = start // size
-            is_on_device = blocks[first] < boundary
-            while (last + 1) * size < end and (blocks[last + 1] < boundary) == is_on_device:
-                last += 1
-            stop = min(end, (last + 1) * size)
-            local = [block if is_on_device else block - boundary for block in blocks[first : last + 1]]
-            yield Piece(is_on_device, local, start - first * size, stop - start)
-            start = stop
+        size, boundary, end = self.block_tokens, self.device.num_blocks, start + num_tokens
+        begin = start // size
+        ids = np.asarray(blocks[begin : -(-end // size)], dtype=np.int64)
+        seconds = self.pool.seconds(ids)  # type: ignore[arg-type]
+        on_device = ids < boundary
+        contents = np.where(on_device, 0, np.where(seconds < 0, 2, 1))
+        firsts = np.where(on_device, ids, ids - boundary)
+        seconds = np.where(contents == 1, seconds - boundary, firsts)
+        joined = (np.diff(contents) == 0) & (np.diff(firsts) == 1) & (np.diff(seconds) == 1)
+        cuts = (np.flatnonzero(~joined) + 1).tolist() if len(ids) else []
+        for first, last in pairwise([0, *cuts, len(ids)]) if len(ids) else ():
+            run_start, run_end = max(start, (begin + first) * size), min(end, (begin + last) * size)
+            offset = run_start - (begin + first) * size
+            yield Run(
+                _CONTENTS[contents[first]],
+                run_start - start,
+                run_end - run_start,
+                int(firsts[first]) * size + offset,
+                int(seconds[first]) * size + offset,
+            )
 
-    def note_inputs(self, slots: Sequence[int], known: bool) -> None:
-        """Whether `inputs` has those of the tokens in these host slots."""
-        self._has_inputs[slots] = known
+    def begin_inputs(self, block: int) -> None:
+        """A block on the host in which nothing is yet will hold inputs."""
+        self.pool.halve(block)
 
-    def has_inputs(self, start_slot: int, num_slots: int) -> int:
-        """How many of these host slots, from the first, have inputs."""
-        known = self._has_inputs[start_slot : start_slot + num_slots]
-        return num_slots if known.all() else int(known.argmin())
+    def replace_by_inputs(self, block: int, inputs: Tensor) -> None:
+        """inputs: [layers, block_tokens, hidden_size], on the host, of a block of K and V that nobody else writes."""
+        num_layers, size, _ = inputs.shape
+        with self._lock:
+            cells = inputs.view(num_layers, size, -1, self.host.shape[-1]).transpose(1, 2)
+            self.host[:, :, self._slots(block)] = cells
+            self.pool.halve(block)
+
+    def replace_by_kv(self, block: int, kv: Tensor) -> None:
+        """kv: [layers, 2, kv_heads, block_tokens, head_dim], on the host. Nothing happens where there is no room."""
+        with self._lock:
+            if not self.pool.make_whole(block):
+                return
+            for plane, half in enumerate((block, int(self.pool.seconds([block])[0]))):
+                self.host[:, :, self._slots(half)] = kv[:, plane]
 
     def write(
         self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
     ) -> None:
-        """As `KVArena.write`; where the values came from, no layer's inputs are known."""
+        """As `KVArena.write`; the blocks are new, so none of them holds inputs."""
         self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
         if isinstance(payload, DeviceBytes):
             raise Incompatible("KV in device memory cannot be put into memory of the host")
         values = self._canonical.view(payload, layer_end - layer_start, num_tokens)
-        done = 0
-        for piece in self.pieces(blocks, start, num_tokens):
-            part = np.ascontiguousarray(values[:, :, :, done : done + piece.num_tokens])
-            arena = self._arena(piece)
-            arena.write(piece.blocks, layer_start, layer_end, piece.start, piece.num_tokens, part.data.cast("B"))
-            if not piece.is_on_device:
-                for block in piece.blocks:
-                    size = self._layout.block_tokens
-                    self._has_inputs[block * size : (block + 1) * size] = False
-            done += piece.num_tokens
+        with self._lock:
+            for run in self.runs(blocks, start, num_tokens):
+                part = values[:, :, :, run.start : run.start + run.num_tokens]
+                if run.content == "device":
+                    cells = np.ascontiguousarray(part).data.cast("B")
+                    self.device.write(*self._on_device(run, layer_start, layer_end), cells)
+                    continue
+                assert run.content == "kv", "K and V come for a block that holds inputs"
+                for plane, slot in enumerate((run.first, run.second)):
+                    self._host_cells[layer_start:layer_end, :, slot : slot + run.num_tokens] = part[:, plane]
 
     def read(
         self,
@@ -102,18 +142,53 @@ class TieredKV:
         num_tokens: int,
         out: KVPlace | None = None,
     ) -> memoryview:
-        """As `KVArena.read`."""
+        """As `KVArena.read`; what is kept as inputs is computed."""
         self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
         if isinstance(out, DeviceBytes):
             raise Incompatible("KV in memory of the host cannot be gathered into the device's")
         num_layers = layer_end - layer_start
         values = self._canonical.room(num_layers, num_tokens, out)
-        done = 0
-        for piece in self.pieces(blocks, start, num_tokens):
-            part = self._arena(piece).read(piece.blocks, layer_start, layer_end, piece.start, piece.num_tokens)
-            values[:, :, :, done : done + piece.num_tokens] = self._canonical.view(part, num_layers, piece.num_tokens)
-            done += piece.num_tokens
+        with self._lock:
+            for run in self.runs(blocks, start, num_tokens):
+                part = values[:, :, :, run.start : run.start + run.num_tokens]
+                if run.content == "device":
+                    found = self.device.read(*self._on_device(run, layer_start, layer_end))
+                    part[...] = self._canonical.view(found, num_layers, run.num_tokens)
+                elif run.content == "inputs":
+                    self._compute(run, layer_start, layer_end, part)
+                else:
+                    for plane, slot in enumerate((run.first, run.second)):
+                        part[:, plane] = self._host_cells[layer_start:layer_end, :, slot : slot + run.num_tokens]
         return values.reshape(-1).data.cast("B")
 
-    def _arena(self, piece: Piece) -> KVArena:
-        return self.device if piece.is_on_device else self.host
+    @torch.inference_mode()
+    def _compute(self, run: Run, layer_start: int, layer_end: int, out: NDArray[np.signedinteger]) -> None:
+        assert self.keys_values is not None
+        for n, layer in enumerate(range(layer_start, layer_end)):
+            x = as_rows(self.host[layer, :, run.first : run.first + run.num_tokens].to(self.device.tensor.device))
+            k, v = self.keys_values(layer, x)  # each [num_tokens, kv_heads, head_dim]
+            out[n] = torch.stack((k, v)).transpose(1, 2).contiguous().cpu().view(self._integers).numpy()
+
+    def _slots(self, half: int) -> slice:
+        start = (half - self.device.num_blocks) * self.block_tokens
+        return slice(start, start + self.block_tokens)
+
+    def _on_device(self, run: Run, layer_start: int, layer_end: int) -> tuple[range, int, int, int, int]:
+        """The run as the arguments of the arena's `read` and `write`."""
+        size = self.block_tokens
+        blocks = range(run.first // size, -(-(run.first + run.num_tokens) // size))
+        return blocks, layer_start, layer_end, run.first % size, run.num_tokens
+
+
+def as_rows(halves: Tensor) -> Tensor:
+    """Inputs as they lie in memory, [kv_heads, num_tokens, head_dim], as what they are: [num_tokens, hidden_size]."""
+    return halves.transpose(0, 1).reshape(halves.shape[1], -1)
+
+
+def _host_memory(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    try:
+        return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
+    except RuntimeError as error:
+        raise Incompatible(
+            f"the host has no memory for the KV that is to lie there: {error}", param="offload"
+        ) from error

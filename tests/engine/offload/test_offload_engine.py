@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ NEVER = Recompute(1.0, 1e9)
 FREE = Recompute(0.5, 0.1)
 COSTS: dict[Kind, OffloadCosts] = {
     "load": OffloadCosts(1.0, 0.0, None, NEVER),
-    "inputs": OffloadCosts(1.0, 0.0, FREE, NEVER),
+    "inputs": OffloadCosts(1.0, 0.0, FREE, Recompute(0.0, 5.0)),
     "tokens": OffloadCosts(1.0, 0.0, None, Recompute(0.0, 1.0)),
 }
 
@@ -35,11 +36,14 @@ def make_offloading(make_engine: MakeEngine) -> Callable[..., Engine]:
     """With room for few blocks on the device, and several groups' worth of sequences on the host."""
 
     def make(model: str, schedule: OffloadSchedule = "latency", kind: Kind | None = None, **options: Any) -> Engine:
-        offload = OffloadConfig(host_bytes=1 << 20, schedule=schedule, recompute="auto" if kind is None else "never")
+        host_bytes = options.pop("host_bytes", 1 << 20)
+        offload = OffloadConfig(
+            host_bytes=host_bytes, schedule=schedule, recompute="never" if kind == "load" else "auto"
+        )
         settings: dict[str, Any] = {"num_blocks": 16, "max_context_tokens": 56, "attention": "sdpa"}
         engine = make_engine(model, offload=offload, **{**settings, **options})
         if kind is not None:
-            runner_of(engine).use(COSTS[kind])
+            runner_of(engine).chooser.use(COSTS[kind], learns=False)
         return engine
 
     return make
@@ -103,24 +107,100 @@ def test_a_cached_prefix_on_the_host(make_engine: MakeEngine, make_offloading: M
     engine.close()
 
 
-def test_handed_over_kv_has_no_inputs_and_is_loaded(make_engine: MakeEngine, make_offloading: MakeEngine) -> None:
-    whole = make_engine("opt")
-    expected = generate(whole, request("a", 33))["a"]
-    prefill = make_offloading("opt", kind="inputs")
-    prefill.add(request("a", 33, prefill_only=True))
+def handed_over(prefill: Engine, decode: Engine, one: EngineRequest) -> int:
+    """The request's first token; its KV is in the decode engine, where it has begun."""
+    prefill.add(replace(one, prefill_only=True))
     first = finish(prefill)[0].token_id
-    layers = prefill.layout.num_layers
-    payload = prefill.kv_read("a", 0, layers, 0, 33)
-    decode = make_offloading("opt", kind="inputs")
+    num_layers, num_tokens = prefill.layout.num_layers, len(one.prompt_token_ids)
+    payload = prefill.kv_read(one.request_id, 0, num_layers, 0, num_tokens)
+    decode.reserve(one)
+    decode.kv_write(one.request_id, 0, num_layers, 0, num_tokens, payload)
+    decode.start(one.request_id, first)
+    prefill.release(one.request_id)
+    return first
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_inputs_of_handed_over_kv_are_made_up_for(
+    make_engine: MakeEngine, make_offloading: MakeEngine, schedule: OffloadSchedule
+) -> None:
+    some_long = [request(name, length, max_tokens=16) for name, length in (("a", 33), ("b", 40))]
+    expected = generate(make_engine("opt"), *some_long)
+    prefill = make_offloading("opt", kind="inputs")  # what it keeps as inputs is handed over as K and V
+    decode = make_offloading("opt", schedule, kind="inputs")
     decode.add(request("filler", 24, max_tokens=30))  # takes what there is on the device
     decode.step()
-    decode.reserve(request("a", 33))
-    decode.kv_write("a", 0, layers, 0, 33, payload)
-    decode.start("a", first)
-    assert [first, *tokens(finish(decode), "a")] == expected
+    firsts = {one.request_id: handed_over(prefill, decode, one) for one in some_long}
+    free = [decode.stats().num_free_blocks]
+    outputs: list[TokenOutput] = []
+    num_staged: Counter[str] = Counter()
+    for _ in range(10):
+        result = decode.step()
+        outputs += result.outputs
+        num_staged.update(result.num_staged)
+        decode.check_integrity()
+        free.append(decode.stats().num_free_blocks)
+    assert num_staged["inputs"] > 5
+    assert max(free) > free[0]  # though the sequences have grown
+    outputs += finish(decode)
+    for name, first in firsts.items():
+        assert [first, *tokens(outputs, name)] == expected[name]
     assert decode.stats().num_free_blocks == decode.num_blocks
     prefill.close()
     decode.close()
+
+
+def test_inputs_that_pay_no_more_become_kv_again(make_engine: MakeEngine, make_offloading: MakeEngine) -> None:
+    [one] = some_long = [request("a", 40, max_tokens=14)]
+    expected = generate(make_engine("opt"), *some_long)
+    engine = make_offloading("opt", kind="inputs", num_blocks=10)
+    engine.add(one)
+    outputs: list[TokenOutput] = []
+    kinds: list[set[str]] = []
+    while engine.has_work():
+        if len(outputs) == 4:
+            runner_of(engine).chooser.use(OffloadCosts(1.0, 0.0, Recompute(0.5, 500.0), NEVER), learns=False)
+        result = engine.step()
+        outputs += result.outputs
+        kinds.append(set(result.num_staged))
+    assert tokens(outputs) == expected["a"]
+    assert {"inputs"} in kinds
+    assert kinds[-1] == {"load"}
+    engine.close()
+
+
+def test_host_memory_holds_more_tokens_as_inputs(make_offloading: MakeEngine) -> None:
+    num_used = {}
+    for kind in ("load", "inputs"):
+        engine = make_offloading("opt", kind=kind)
+        for length in (46, 47, 48):
+            engine.add(request(f"r{length}", length, max_tokens=8))
+        while engine.step().num_prefill_tokens:
+            continue
+        num_used[kind] = engine.num_blocks - engine.stats().num_free_blocks
+        engine.close()
+    assert num_used["inputs"] <= num_used["load"] - 3  # seven blocks of inputs
+
+
+@pytest.mark.parametrize("kind", ["load", "inputs", "tokens"])
+def test_a_host_that_is_full_preempts(make_engine: MakeEngine, make_offloading: MakeEngine, kind: Kind) -> None:
+    many = [request(f"r{length}", length, max_tokens=14) for length in (17, 19, 33, 40)]
+    expected = generate(make_engine("opt"), *many)
+    block_bytes = 8 * 3 * 2 * 64 * 4
+    engine = make_offloading("opt", kind=kind, host_bytes=7 * block_bytes)
+    for one in many:
+        engine.add(one)
+    outputs: list[TokenOutput] = []
+    num_preempted = 0
+    while engine.has_work():
+        result = engine.step()
+        outputs += result.outputs
+        num_preempted += result.num_preempted
+        engine.check_integrity()
+    assert num_preempted > 0
+    assert {one.request_id: tokens(outputs, one.request_id) for one in many} == expected
+    assert engine.stats().num_free_blocks == engine.num_blocks
+    engine.close()
 
 
 def test_too_small_a_budget_is_refused(make_offloading: MakeEngine) -> None:

@@ -1,0 +1,151 @@
+"""How a group's KV comes: from what device and link took so far, `policy/offload.py` says what is fastest."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from halfmoon.engine.offload.link import LinkWork
+from halfmoon.policy.offload import (
+    Kind,
+    OffloadCosts,
+    Recompute,
+    Split,
+    best_inputs,
+    blocks_to_run_again,
+    choose_split,
+    is_worth_less_inputs,
+    layer_time,
+)
+
+logger = logging.getLogger(__name__)
+
+_NEWEST_SHARE = 0.2  # of the last pass in what is known of the device's and the link's speed
+_MOST_REPLACED = 4  # blocks a step whose content is replaced
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences that are staged together."""
+
+    num_tokens: int  # before the rows of this step
+    num_inputs: int  # of those, how many are kept as inputs
+    num_plain_blocks: int  # whole blocks of K and V on the host, of sequences that decode
+    steps_left: int  # of the sequence that goes on longest
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one step does with a group, beside loading the rest of it."""
+
+    kind: Kind
+    num_again: int = 0  # first tokens that run once more instead of being loaded
+    num_to_inputs: int = 0  # blocks of K and V that run once more, for their inputs to replace them
+    num_to_kv: int = 0  # blocks whose inputs are replaced by the K and V that are computed from them
+
+
+class Chooser:
+    """Owns what is known of the device's and the link's speed."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._costs: OffloadCosts | None = None  # None: everything is loaded
+        self._learns = False
+        self._last_kind: Kind | None = None
+        self._num_staged: Counter[Kind] = Counter()
+
+    def use(self, costs: OffloadCosts, learns: bool = True) -> None:
+        """From now on what pays is computed again; what steps take then refines the costs, if it `learns`."""
+        self._costs = costs
+        self._learns = learns
+
+    def inputs_share(self, num_tokens: int, num_layers: int) -> float:
+        """Of so many tokens that are about to be computed, the share to keep as inputs."""
+        if self._costs is None or not num_tokens:
+            return 0.0
+        split = choose_split(self._costs, num_tokens, num_layers)
+        return split.num_tokens / num_tokens if split.kind == "inputs" else 0.0
+
+    def choose(self, group: Group, num_layers: int) -> Choice:
+        """num_layers: of all groups and passes that follow one another without the link waiting."""
+        choice = Choice("load")
+        if self._costs is not None and group.num_tokens:
+            split = choose_split(self._costs, group.num_tokens, num_layers)
+            choice = self._choice(self._costs, group, num_layers, split)
+            self._log(self._costs, group, num_layers, choice)
+        self._num_staged[choice.kind] += 1
+        return choice
+
+    def learn_pass(self, base_s: float, inputs_s: float, num_inputs: float, num_rows_again: float) -> None:
+        """What a layer of a pass took: the start's figures are of one token on a device without other work.
+
+        num_rows_again: rows of prompts, and of tokens that ran again, beside those that decode.
+        """
+        costs = self._costs
+        if costs is None or not self._learns:
+            return
+        if num_rows_again:
+            tokens_s = max(0.0, base_s - costs.base_s) / num_rows_again
+            costs = replace(costs, tokens=replace(costs.tokens, compute_s=_mixed(costs.tokens.compute_s, tokens_s)))
+        else:
+            costs = replace(costs, base_s=_mixed(costs.base_s, base_s))
+        if costs.inputs is not None and num_inputs:
+            token_s = max(0.0, inputs_s - costs.inputs.begin_s) / num_inputs
+            costs = replace(costs, inputs=replace(costs.inputs, compute_s=_mixed(costs.inputs.compute_s, token_s)))
+        self._costs = costs
+
+    def learn_link(self, work: LinkWork, token_bytes: int) -> None:
+        """token_bytes: of K and V of a layer."""
+        costs = self._costs
+        if costs is None or not self._learns or not work.num_bytes:
+            return
+        busy_s = max(0.0, work.busy_s - costs.begin_fetch_s * work.num_fetches)
+        load_s = _mixed(costs.load_s, busy_s * token_bytes / work.num_bytes)
+        inputs = costs.inputs
+        if inputs is not None:
+            inputs = Recompute(load_s / 2, inputs.compute_s, inputs.begin_s)
+        self._costs = replace(costs, load_s=load_s, inputs=inputs)
+
+    def take_num_staged(self) -> dict[str, int]:
+        """Groups that were staged since the last call, by how."""
+        taken = {str(kind): num_groups for kind, num_groups in self._num_staged.items()}
+        self._num_staged.clear()
+        return taken
+
+    def _choice(self, costs: OffloadCosts, group: Group, num_layers: int, split: Split) -> Choice:
+        kind: Kind = "inputs" if group.num_inputs else "load"
+        if split.kind == "tokens":
+            return Choice("tokens", num_again=split.num_tokens)
+        wanted = split.num_tokens if split.kind == "inputs" else 0
+        more_blocks = min((wanted - group.num_inputs) // self._block_tokens, group.num_plain_blocks, _MOST_REPLACED)
+        if more_blocks > 0:
+            blocks = blocks_to_run_again(
+                costs, group.num_tokens, num_layers, group.num_inputs, more_blocks, self._block_tokens, group.steps_left
+            )
+            return Choice(kind, num_to_inputs=blocks)
+        fewer_blocks = min((group.num_inputs - wanted) // self._block_tokens, _MOST_REPLACED)
+        if fewer_blocks > 0:
+            best_s = best_inputs(costs, group.num_tokens, num_layers).layer_s
+            if is_worth_less_inputs(costs, group.num_tokens, num_layers, group.num_inputs, best_s):
+                return Choice(kind, num_to_kv=fewer_blocks)
+        return Choice(kind)
+
+    def _log(self, costs: OffloadCosts, group: Group, num_layers: int, choice: Choice) -> None:
+        if choice.kind == self._last_kind:
+            return
+        self._last_kind = choice.kind
+        logger.info(
+            "offload.chosen",
+            extra={
+                "kind": choice.kind,
+                "num_tokens": group.num_tokens,
+                "num_computed_again": choice.num_again or group.num_inputs,
+                "layer_s": layer_time(costs, group.num_tokens, num_layers, group.num_inputs, choice.num_again),
+                "all_loaded_layer_s": layer_time(costs, group.num_tokens, num_layers),
+            },
+        )
+
+
+def _mixed(before_s: float, last_s: float) -> float:
+    return (1 - _NEWEST_SHARE) * before_s + _NEWEST_SHARE * last_s

@@ -1,0 +1,164 @@
+"""The forward passes of a step: which sequences are staged together, and what is done with each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from halfmoon.engine.chunk import Chunk, chunk_of
+from halfmoon.engine.config import OffloadSchedule
+from halfmoon.engine.offload.choice import Choice, Chooser, Group
+from halfmoon.engine.offload.plan import Again, GroupPlan
+from halfmoon.engine.offload.tiers import TieredKV
+from halfmoon.engine.scheduler import ScheduledSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward pass: its chunks in the order of their rows, and which scheduled sequences' tokens it draws."""
+
+    chunks: tuple[Chunk, ...]
+    num_hot: int  # the leading ones, whose KV is on the device
+    groups: tuple[GroupPlan, ...]
+    drawn: tuple[int, ...]  # of the schedule
+    num_rows_again: int  # rows of prompts, and of tokens that run again
+
+
+class PassPlanner:
+    """Owns the passes of one step while they are made. Blocks that will hold inputs are halved on the way."""
+
+    def __init__(
+        self, memory: TieredKV, chooser: Chooser, staging_blocks: int, num_layers: int, schedule: OffloadSchedule
+    ) -> None:
+        self._memory = memory
+        self._chooser = chooser
+        self._staging_blocks = staging_blocks
+        self._num_layers = num_layers
+        self._schedule = schedule
+        self._replaced: set[int] = set()  # blocks of this step
+
+    def passes(self, scheduled: Sequence[ScheduledSequence]) -> list[Pass]:
+        """None where no sequence has KV on the host."""
+        chunks = [chunk_of(item) for item in scheduled]
+        cold = [number for number, chunk in enumerate(chunks) if self._memory.is_cold(self._used(chunk))]
+        hot = [number for number in range(len(chunks)) if number not in cold]
+        groups = self._groups(chunks, cold)
+        num_layers = self._num_layers * len(groups)
+        if self._schedule == "throughput" and groups:
+            return [self._pass(scheduled, chunks, hot, groups, num_layers)]
+        return [
+            self._pass(scheduled, chunks, hot if not n else [], [group], num_layers) for n, group in enumerate(groups)
+        ]
+
+    def _groups(self, chunks: Sequence[Chunk], cold: Sequence[int]) -> list[list[int]]:
+        """In their order, as many together as the staging buffer holds; any one of them fits."""
+        groups: list[list[int]] = []
+        free = 0
+        for number in cold:
+            num_blocks = len(self._used(chunks[number]))
+            assert num_blocks <= self._staging_blocks, "the buffer holds the longest sequence"
+            if num_blocks > free:
+                groups.append([])
+                free = self._staging_blocks
+            groups[-1].append(number)
+            free -= num_blocks
+        return groups
+
+    def _pass(
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        chunks: Sequence[Chunk],
+        hot: Sequence[int],
+        groups: Sequence[Sequence[int]],
+        num_layers: int,
+    ) -> Pass:
+        rows: list[Chunk] = [chunks[number] for number in hot]
+        drawn = [number for number in hot if chunks[number].samples]
+        plans = []
+        for group in groups:
+            items = [scheduled[number] for number in group]
+            plans.append(self._plan(items, [chunks[number] for number in group], rows, num_layers))
+            drawn += [number for number in group if chunks[number].samples]
+        num_rows = sum(len(chunk.token_ids) for chunk in rows)
+        return Pass(tuple(rows), len(hot), tuple(plans), tuple(drawn), num_rows - len(drawn))
+
+    def _plan(
+        self, items: Sequence[ScheduledSequence], chunks: Sequence[Chunk], rows: list[Chunk], num_layers: int
+    ) -> GroupPlan:
+        """Adds the group's chunks to `rows`, each behind what runs again of the same sequence."""
+        self._begin_inputs(items, chunks, num_layers)
+        plain = [self._plain_blocks(chunk) for chunk in chunks]
+        group = self._group(items, chunks, sum(map(len, plain)))
+        choice = self._chooser.choose(group, num_layers)
+        wanted = choice.num_to_inputs, choice.num_to_kv
+        plan = GroupPlan()
+        first_row = sum(len(chunk.token_ids) for chunk in rows)
+        for item, chunk, blocks in zip(items, chunks, plain, strict=True):
+            to_inputs = blocks[: wanted[0]]
+            to_kv = self._input_blocks(chunk)[: wanted[1]]
+            wanted = wanted[0] - len(to_inputs), wanted[1] - len(to_kv)
+            again = self._again(chunk, choice, group.num_tokens, to_inputs, first_row)
+            if again is not None:
+                token_ids = item.sequence.token_ids[again.start : again.end]
+                rows.append(Chunk(token_ids, again.start, chunk.blocks, samples=False))
+                first_row += again.end - again.start
+            self._replaced.update(chunk.blocks[n] for n in (*to_inputs, *to_kv))
+            plan.add(self._memory, chunk, first_row, again, [chunk.blocks[n] for n in to_kv])
+            rows.append(chunk)
+            first_row += len(chunk.token_ids)
+        return plan
+
+    def _begin_inputs(self, items: Sequence[ScheduledSequence], chunks: Sequence[Chunk], num_layers: int) -> None:
+        """Of each sequence that grows by whole blocks the first tokens, so many as pays, will be kept as inputs."""
+        share = self._chooser.inputs_share(sum(len(item.sequence.token_ids) for item in items), num_layers)
+        size = self._memory.block_tokens
+        for item, chunk in zip(items, chunks, strict=True):
+            last = min(int(share * len(item.sequence.token_ids)), chunk.end + size - 1) // size
+            for block in chunk.blocks[-(-chunk.start // size) : last]:
+                if self._is_on_host(block) and not self._memory.holds_inputs(block):
+                    self._memory.begin_inputs(block)
+
+    def _group(self, items: Sequence[ScheduledSequence], chunks: Sequence[Chunk], num_plain_blocks: int) -> Group:
+        steps_left = max(item.sequence.sampling.max_tokens - item.sequence.num_output for item in items)
+        num_inputs = sum(
+            run.num_tokens
+            for chunk in chunks
+            for run in self._memory.runs(chunk.blocks, 0, chunk.start)
+            if run.content == "inputs"
+        )
+        return Group(sum(chunk.start for chunk in chunks), num_inputs, num_plain_blocks, steps_left)
+
+    def _plain_blocks(self, chunk: Chunk) -> list[int]:
+        """Which of a decoding sequence's blocks hold K and V on the host: the first that follow one another."""
+        found: list[int] = []
+        if len(chunk.token_ids) > 1:
+            return found
+        for n in range(chunk.start // self._memory.block_tokens):
+            block = chunk.blocks[n]
+            is_plain = self._is_on_host(block) and not self._memory.holds_inputs(block) and block not in self._replaced
+            if is_plain:
+                found.append(n)
+            elif found:
+                break
+        return found
+
+    def _input_blocks(self, chunk: Chunk) -> list[int]:
+        """Which of a sequence's blocks hold inputs of all their tokens, the last one first."""
+        full = range(chunk.start // self._memory.block_tokens)
+        blocks = [(n, chunk.blocks[n]) for n in reversed(full)]
+        return [n for n, block in blocks if self._memory.holds_inputs(block) and block not in self._replaced]
+
+    def _again(
+        self, chunk: Chunk, choice: Choice, group_tokens: int, to_inputs: Sequence[int], first_row: int
+    ) -> Again | None:
+        size = self._memory.block_tokens
+        if to_inputs:
+            return Again(to_inputs[0] * size, (to_inputs[-1] + 1) * size, first_row, keeps_inputs=True)
+        num_again = choice.num_again * chunk.start // max(group_tokens, 1)
+        return Again(0, num_again, first_row, keeps_inputs=False) if num_again else None
+
+    def _is_on_host(self, block: int) -> bool:
+        return block >= self._memory.device.num_blocks
+
+    def _used(self, chunk: Chunk) -> Sequence[int]:
+        return chunk.blocks[: -(-chunk.end // self._memory.block_tokens)]
