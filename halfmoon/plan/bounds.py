@@ -74,7 +74,7 @@ def _smallest(column: Floats, share: float) -> Floats:
 
 def _least_token_s(model: LatencyModel, limits: BatchLimits) -> float:
     most = float(limits.max_batch_tokens)
-    sizes = {most} | {piece.least_tokens for piece in model.prefill if 0 < piece.least_tokens < most}
+    sizes = {most} | {piece.least for piece in model.prefill if 0 < piece.least < most}
     return min(min(model.stage_s(one, 0, 0, 0), model.stage_s(np.nextafter(one, 0), 0, 0, 0)) / one for one in sizes)
 
 

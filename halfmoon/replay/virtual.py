@@ -9,7 +9,6 @@ from halfmoon.policy.admission import AdmissionMode
 from halfmoon.policy.placement import PlacementMode
 from halfmoon.replay.outcome import End, Outcome, Targets
 from halfmoon.sim import cluster
-from halfmoon.sim.latency import LatencyModel, PrefillPiece, StepPiece
 from halfmoon.sim.result import OUTCOMES, SimResult
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.worker_profile import WorkerProfile
@@ -35,16 +34,9 @@ def cluster_spec(
     profile: WorkerProfile, counts: tuple[int, int], modes: tuple[PlacementMode, AdmissionMode], targets: Targets
 ) -> cluster.ClusterSpec:
     """The cluster that `halfmoon up --engine sim` would start."""
-    latency = LatencyModel(
-        (PrefillPiece(0, profile.prefill),),
-        (StepPiece(0, profile.step),),
-        profile.kv_tokens,
-        profile.kv_token_bytes,
-        profile.name,
-    )
     limits = cluster.BatchLimits(profile.max_batch_tokens, profile.chunk_tokens, profile.max_running)
-    prefill = cluster.WorkerGroup("prefill", counts[0], latency, limits)
-    decode = cluster.WorkerGroup("decode", counts[1], latency, limits, prefix_cache=False)
+    prefill = cluster.WorkerGroup("prefill", counts[0], profile.latency, limits)
+    decode = cluster.WorkerGroup("decode", counts[1], profile.latency, limits, prefix_cache=False)
     return cluster.ClusterSpec(
         (prefill, decode),
         cluster.Network(profile.link_bytes_per_s or math.inf, profile.link_latency_s),

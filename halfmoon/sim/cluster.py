@@ -9,6 +9,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission import AdmissionMode
 from halfmoon.policy.cluster_view import Role
 from halfmoon.policy.placement import PlacementMode
+from halfmoon.sim.contention import NO_CONTENTION, Contention
 from halfmoon.sim.latency import LatencyModel
 
 TbtOf = Literal["longest", "longest-tenth"]
@@ -115,10 +116,13 @@ class ClusterSpec:
     block_tokens: int = 64
     report_s: float = 1.0  # between two load reports of a worker
     failures: tuple[Failure, ...] = ()
+    contention: Contention = NO_CONTENTION  # between the workers of a node
+    request_s: float = 0.0  # of each TTFT, beside what workers do: HTTP, placement, calls
 
     def __post_init__(self) -> None:
         _check(self.block_tokens >= 1, "block_tokens", "must be at least 1")
         _check(self.report_s > 0, "report_s", "must be above 0")
+        _check(self.request_s >= 0, "request_s", "must not be negative")
         roles = {group.role for group in self.groups if group.count}
         _check(
             "both" in roles or roles >= {"prefill", "decode"},

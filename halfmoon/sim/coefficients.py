@@ -1,32 +1,34 @@
-"""A modelled worker's profile as a latency source: the six coefficients that `halfmoon up --engine sim` takes."""
+"""A latency model of six coefficients, of a whole worker, as `halfmoon up --engine sim` takes them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.sim.latency import LatencyModel, PrefillPiece, StepPiece
-from halfmoon.sim.worker_profile import WorkerProfile
+
+
+def coefficients(
+    name: str, prefill: PrefillModel, step: StepModel, kv_tokens: int, kv_token_bytes: float
+) -> LatencyModel:
+    """The latencies of a worker called `name`, whatever devices it has: they count as one."""
+    pieces = (PrefillPiece(0, prefill),), (StepPiece(0, step),)
+    return LatencyModel(*pieces, kv_tokens, kv_token_bytes, source=f"the coefficients of {name}")
 
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """One kind of worker, whatever devices it has: they count as one."""
+    """One kind of worker."""
 
-    profile: WorkerProfile
+    name: str
+    latency: LatencyModel
 
     def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
         """Raises InvalidRequest where another parallelism is asked for: nothing is scaled."""
         if (tensor_parallel, pipeline_parallel) != (1, 1):
             raise InvalidRequest(
-                f"profile {self.profile.name} is of a whole worker: "
-                f"it has no TP{tensor_parallel} x PP{pipeline_parallel}",
+                f"profile {self.name} is of a whole worker: it has no TP{tensor_parallel} x PP{pipeline_parallel}",
                 param="latency",
             )
-        return LatencyModel(
-            (PrefillPiece(0, self.profile.prefill),),
-            (StepPiece(0, self.profile.step),),
-            self.profile.kv_tokens,
-            float(self.profile.kv_token_bytes),
-            source=f"the coefficients of {self.profile.name}",
-        )
+        return self.latency

@@ -16,7 +16,7 @@ from halfmoon.policy.latency import (
     least_squares,
     normal_equations,
 )
-from halfmoon.sim.latency import PrefillPiece, StepPiece, median_error
+from halfmoon.sim.latency import Piece, PrefillPiece, StepPiece, median_error
 
 
 class PromptsSample(NamedTuple):
@@ -35,8 +35,10 @@ class Line(NamedTuple):
     slope: float
 
 
-def prefill_pieces(samples: Sequence[PromptsSample]) -> tuple[tuple[PrefillPiece, ...], float]:
-    """Pieces, and their median relative error.
+def prefill_pieces(
+    samples: Sequence[PromptsSample], judged_by: Sequence[PromptsSample]
+) -> tuple[tuple[PrefillPiece, ...], float]:
+    """Pieces, and their median relative error at the points of `judged_by`.
 
     Attention's part, proportional to the pairs, is fitted over all samples; the rest is interpolated between the
     medians of equal numbers of new tokens.
@@ -45,18 +47,21 @@ def prefill_pieces(samples: Sequence[PromptsSample]) -> tuple[tuple[PrefillPiece
     features = np.stack([np.ones_like(new), new, pairs], axis=1)
     _, _, c = least_squares(*normal_equations(features, seconds))
     lines = _through(zip(new, seconds - c * pairs, strict=True))
-    pieces = tuple(PrefillPiece(one.start, PrefillModel(one.base, one.slope, c)) for one in lines)
-    predicted = [_value(lines, one.new_tokens) + c * one.pairs for one in samples]
-    return pieces, median_error(predicted, seconds.tolist())
+    pieces = tuple(Piece(one.start, PrefillModel(one.base, one.slope, c)) for one in lines)
+    predicted = [_value(lines, one.new_tokens) + c * one.pairs for one in judged_by]
+    return pieces, median_error(predicted, [one.seconds for one in judged_by])
 
 
-def step_pieces(samples: Sequence[StepSample]) -> tuple[tuple[StepPiece, ...], float]:
-    """Pieces, and their median relative error: the part of the context is fitted, the rest interpolated by batch."""
+def step_pieces(samples: Sequence[StepSample], judged_by: Sequence[StepSample]) -> tuple[tuple[StepPiece, ...], float]:
+    """Pieces, and their median relative error at the points of `judged_by`.
+
+    The part of the context is fitted, the rest interpolated by batch.
+    """
     f = fit_step(samples).f
     lines = _through((one.batch, one.seconds - f * one.context_tokens) for one in samples)
-    pieces = tuple(StepPiece(one.start, StepModel(one.base, one.slope, f)) for one in lines)
-    predicted = [_value(lines, one.batch) + f * one.context_tokens for one in samples]
-    return pieces, median_error(predicted, [one.seconds for one in samples])
+    pieces = tuple(Piece(one.start, StepModel(one.base, one.slope, f)) for one in lines)
+    predicted = [_value(lines, one.batch) + f * one.context_tokens for one in judged_by]
+    return pieces, median_error(predicted, [one.seconds for one in judged_by])
 
 
 def _through(points: Iterable[tuple[float, float]]) -> tuple[Line, ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -32,18 +32,18 @@ class FitError(NamedTuple):
 NOT_MEASURED = FitError()
 
 
-class PrefillPiece(NamedTuple):
-    """Holds from `least_tokens` new tokens in a step on."""
-
-    least_tokens: float
-    model: PrefillModel
+_Model = TypeVar("_Model")
 
 
-class StepPiece(NamedTuple):
-    """Holds from `least_batch` sequences on."""
+class Piece(NamedTuple, Generic[_Model]):
+    """Holds from `least` new tokens (of prompts), or sequences (of decode steps), on."""
 
-    least_batch: float
-    model: StepModel
+    least: float
+    model: _Model
+
+
+PrefillPiece = Piece[PrefillModel]
+StepPiece = Piece[StepModel]
 
 
 class Cycle(NamedTuple):
@@ -76,13 +76,13 @@ class LatencyModel:
     def stage_s(self, new_tokens: float, pairs: float, batch: float, context_tokens: float) -> float:
         """One stage's seconds for a step that computes new tokens of prompts and one token of `batch` sequences."""
         if not new_tokens:
-            return self._step(batch).seconds(batch, context_tokens) if batch else 0.0
+            return _held_at(self.step, batch).seconds(batch, context_tokens) if batch else 0.0
         together = new_tokens + batch
-        prefill = self._prefill(together)
+        prefill = _held_at(self.prefill, together)
         products_s = prefill.a + prefill.b * together
         if not batch:
             return products_s + prefill.c * pairs
-        step = self._step(batch)
+        step = _held_at(self.step, batch)
         return max(products_s, step.d + step.e * batch) + prefill.c * pairs + step.f * context_tokens
 
     def launching_s(self, num_tokens: float) -> float:
@@ -102,7 +102,7 @@ class LatencyModel:
         sequences than stages.
         """
         groups = min(self.num_stages, batch)
-        step = self._step(batch / groups)
+        step = _held_at(self.step, batch / groups)
         rounds = self.num_stages
         launches = groups if groups == self.num_stages else 1
         base_s = rounds * (step.d + step.e * batch / groups) + launches * self.launch_s
@@ -112,32 +112,44 @@ class LatencyModel:
     @cached_property
     def policy_prefill(self) -> PrefillModel:
         """As a gateway would have learned it from single prompts."""
+        if self._is_plain and len(self.prefill) == 1:
+            return self.prefill[0].model
         return fit_prefill([PrefillSample(new, 0, self.prefill_s(new)) for new in _POLICY_PROMPTS])
 
     @cached_property
     def policy_step(self) -> StepModel:
         """As a gateway would have learned it."""
+        if self._is_plain and len(self.step) == 1:
+            return self.step[0].model
         samples = []
         for batch in _POLICY_BATCHES:
             base_s, slope_s = self.cycle(batch)
             samples += [StepSample(batch, batch * one, base_s + slope_s * batch * one) for one in _POLICY_CONTEXTS]
         return fit_step(samples)
 
-    def _prefill(self, new_tokens: float) -> PrefillModel:
-        found = self.prefill[0].model
-        for piece in self.prefill:
-            if piece.least_tokens > new_tokens:
-                break
-            found = piece.model
-        return found
+    def scaled(self, factor: float) -> LatencyModel:
+        """Of a worker that is `factor` times as fast."""
+        return replace(
+            self,
+            prefill=tuple(Piece(one.least, PrefillModel(*(x / factor for x in one.model))) for one in self.prefill),
+            step=tuple(Piece(one.least, StepModel(*(x / factor for x in one.model))) for one in self.step),
+            launch_s=self.launch_s / factor,
+            launch_s_per_token=self.launch_s_per_token / factor,
+        )
 
-    def _step(self, batch: float) -> StepModel:
-        found = self.step[0].model
-        for piece in self.step:
-            if piece.least_batch > batch:
-                break
-            found = piece.model
-        return found
+    @property
+    def _is_plain(self) -> bool:
+        return self.num_stages == 1 and not self.launch_s and not self.launch_s_per_token
+
+
+def _held_at(pieces: tuple[Piece[_Model], ...], size: float) -> _Model:
+    """The model of the piece that holds there."""
+    found = pieces[0].model
+    for piece in pieces:
+        if piece.least > size:
+            break
+        found = piece.model
+    return found
 
 
 class LatencySource(Protocol):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.sim.coefficients import Coefficients
 from halfmoon.sim.distserve import DistServeCoefficients
 from halfmoon.sim.latency import LatencySource
 from halfmoon.sim.model_shape import model_shape
-from halfmoon.sim.profile import read_profile
+from halfmoon.sim.profile import is_measured, read_profile
 from halfmoon.sim.roofline import Roofline
 from halfmoon.sim.splitwise import read_splitwise
 from halfmoon.sim.worker_profile import PROFILES, load_profile
@@ -34,18 +33,18 @@ def latency_source(text: str) -> LatencySource:
         return Roofline(model_shape(name), default_gpu=gpu or None)
     if kind.endswith(".csv"):
         return read_splitwise(Path(kind), rest)
-    if text in PROFILES or _has_coefficients(Path(text)):
-        return Coefficients(load_profile(text))
-    if Path(text).is_file() or text.endswith(".json"):
-        return read_profile(Path(text))
+    path = Path(text)
+    if text not in PROFILES and (_is_measured(path) or (text.endswith(".json") and not path.is_file())):
+        return read_profile(path)
+    if text in PROFILES or path.is_file():
+        profile = load_profile(text)
+        return Coefficients(profile.name, profile.latency)
     raise InvalidRequest(f"{text!r} is no latency source: give {_KNOWN}", param="latency")
 
 
-def _has_coefficients(path: Path) -> bool:
-    """Whether a file gives `prefill` or `step` as numbers, where a measured profile has samples."""
+def _is_measured(path: Path) -> bool:
+    """Whether it is there and holds samples."""
     try:
-        found: Any = json.loads(path.read_text())
+        return is_measured(json.loads(path.read_text()))
     except (OSError, ValueError):
         return False
-    given = [found.get(name) for name in ("prefill", "step")] if isinstance(found, dict) else []
-    return any(isinstance(one, list) and one and isinstance(one[0], int | float) for one in given)

@@ -270,12 +270,10 @@ class ModelledEngine:
         return sequence
 
     def _seconds(self, chunks: tuple[Chunk, ...], num_decodes: int) -> float:
-        """Chunks share the cost of a pass; decodes beside them add what they take alone."""
-        prefill, step = self.profile.prefill, self.profile.step
-        seconds = step.seconds(num_decodes, self._decode_tokens) if num_decodes else 0.0
-        for sequence, num_tokens in chunks:
-            seconds += prefill.seconds(num_tokens, sequence.num_computed)
-        return seconds - prefill.a * max(len(chunks) - 1, 0)
+        """The simulator's law: chunks and decodes share a pass."""
+        num_new = sum(chunk.num_tokens for chunk in chunks)
+        num_pairs = sum(num_tokens * (sequence.num_computed + num_tokens / 2) for sequence, num_tokens in chunks)
+        return self.profile.latency.stage_s(num_new, num_pairs, num_decodes, self._decode_tokens)
 
     def _chunks(self, budget: int) -> Iterator[Chunk]:
         for sequence in merge(tuple(self._prefilling), tuple(self._waiting)):

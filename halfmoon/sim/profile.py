@@ -1,23 +1,28 @@
-"""A measured profile: what one live worker took for prompts, decode steps and transfers, as JSON.
+"""A measured profile: what live workers of one kind took for prompts, decode steps and transfers, as JSON.
 
 {"model": "demo", "device": "cpu", "tensor_parallel": 1, "pipeline_parallel": 1,
  "kv_tokens": 65536, "kv_bytes_per_token": 23040,
- "prefill":  [{"new_tokens": 512, "cached_tokens": 0, "seconds": 0.31}, ...],
+ "limits":   {"context_tokens": 2048, "max_batch_tokens": 512, "chunk_tokens": 128, "max_running": 64},
+ "prefill":  [{"new_tokens": 512, "cached_tokens": 0, "seconds": 0.31, "is_held_out": false}, ...],
  "step":     [{"batch": 8, "context_tokens": 4096, "seconds": 0.05}, ...],
- "transfer": [{"num_bytes": 1048576, "seconds": 0.002}, ...]}
+ "transfer": [{"num_bytes": 1048576, "seconds": 0.002, "transport": "shm"}, ...],
+ "beside":   [{"work": "prefill", "neighbour": "decode", "slowdown": 1.9}, ...],
+ "request_s": 0.012}
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.latency import StepSample
+from halfmoon.sim.contention import Work
 from halfmoon.sim.interpolation import PromptsSample, prefill_pieces, step_pieces
 from halfmoon.sim.latency import FitError, LatencyModel
 
@@ -32,6 +37,7 @@ class MeasuredPrefill(_Strict):
     new_tokens: int = Field(gt=0)
     cached_tokens: int = Field(default=0, ge=0)
     seconds: float = Field(gt=0)
+    is_held_out: bool = False  # the fit is judged by it, and was not made from it
 
 
 class MeasuredStep(_Strict):
@@ -40,6 +46,7 @@ class MeasuredStep(_Strict):
     batch: int = Field(gt=0)
     context_tokens: int = Field(ge=0)  # of all sequences
     seconds: float = Field(gt=0)
+    is_held_out: bool = False
 
 
 class MeasuredTransfer(_Strict):
@@ -47,6 +54,24 @@ class MeasuredTransfer(_Strict):
 
     num_bytes: int = Field(gt=0)
     seconds: float = Field(gt=0)
+    transport: str = ""
+
+
+class MeasuredLimits(_Strict):
+    """What a step of the worker may hold."""
+
+    context_tokens: int = Field(default=131_072, gt=0)
+    max_batch_tokens: int = Field(default=2048, gt=0)
+    chunk_tokens: int = Field(default=512, gt=0)
+    max_running: int = Field(default=64, gt=0)
+
+
+class MeasuredSlowdown(_Strict):
+    """How many times as long `work` took while another worker of the same host did its own, without a pause."""
+
+    work: Work
+    neighbour: Work
+    slowdown: float = Field(gt=0)
 
 
 class MeasuredProfile(_Strict):
@@ -63,6 +88,9 @@ class MeasuredProfile(_Strict):
     prefill: tuple[MeasuredPrefill, ...] = Field(min_length=1)
     step: tuple[MeasuredStep, ...] = Field(min_length=1)
     transfer: tuple[MeasuredTransfer, ...] = ()
+    limits: MeasuredLimits = MeasuredLimits()
+    beside: tuple[MeasuredSlowdown, ...] = ()
+    request_s: float = Field(default=0.0, ge=0)  # of a TTFT, beside the worker's own: HTTP, placement, calls
 
     def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
         """What was measured is the whole worker: its stages are one. Raises InvalidRequest for another kind."""
@@ -73,12 +101,13 @@ class MeasuredProfile(_Strict):
                 f"not of {gpu or 'that'} with TP{tensor_parallel} x PP{pipeline_parallel}",
                 param="latency",
             )
-        prompts = [
-            PromptsSample(one.new_tokens, one.new_tokens * (one.cached_tokens + one.new_tokens / 2), one.seconds)
-            for one in self.prefill
-        ]
-        prefill, prefill_error = prefill_pieces(prompts)
-        step, step_error = step_pieces([StepSample(one.batch, one.context_tokens, one.seconds) for one in self.step])
+        return self.whole
+
+    @property
+    def whole(self) -> LatencyModel:
+        """The worker that was measured. Its error is that at the points that were held out, if there are any."""
+        prefill, prefill_error = prefill_pieces(*_split(self.prefill, _prompts_sample))
+        step, step_error = step_pieces(*_split(self.step, _step_sample))
         return LatencyModel(
             prefill,
             step,
@@ -86,20 +115,54 @@ class MeasuredProfile(_Strict):
             self.kv_bytes_per_token,
             source=f"measured: {self.model_name} on {self.device}",
             error=FitError(prefill_error, step_error),
-            num_devices=tensor_parallel * pipeline_parallel,
+            num_devices=self.tensor_parallel * self.pipeline_parallel,
         )
 
     @property
+    def contention(self) -> dict[str, float]:
+        """The fields of `Contention` that were measured; who is not slowed down is taken to be as fast as alone."""
+        return {f"{one.work}_beside_{one.neighbour}": max(one.slowdown, 1.0) for one in self.beside}
+
+    @property
     def link(self) -> tuple[float, float] | None:
-        """Bytes per second and latency in seconds of a hand-over, fitted; None where none was measured."""
+        """Bytes per second and latency in seconds of a hand-over, fitted; None where none was measured.
+
+        Where several transports were measured it is the first: the one that is offered first.
+        """
         if not self.transfer:
             return None
-        num_bytes, seconds = np.array([(one.num_bytes, one.seconds) for one in self.transfer]).T
+        used = [one for one in self.transfer if one.transport == self.transfer[0].transport]
+        num_bytes, seconds = np.array([(one.num_bytes, one.seconds) for one in used]).T
         if len(set(num_bytes)) == 1:
             return float(num_bytes[0] / np.median(seconds)), 0.0
         weights = np.sqrt(1 / seconds)
         slope, fixed = np.polyfit(num_bytes, seconds, 1, w=weights)
         return (1 / float(slope), max(float(fixed), 0.0)) if slope > 0 else (float((num_bytes / seconds).max()), 0.0)
+
+
+_Sample = TypeVar("_Sample", MeasuredPrefill, MeasuredStep)
+_Fitted = TypeVar("_Fitted")
+
+
+def _split(samples: Sequence[_Sample], fitted: Callable[[_Sample], _Fitted]) -> tuple[list[_Fitted], list[_Fitted]]:
+    """Those that are fitted, and those that the fit is judged by: the same ones where none are held out."""
+    held_out = [fitted(one) for one in samples if one.is_held_out]
+    made_of = [fitted(one) for one in samples if not one.is_held_out]
+    return made_of or held_out, held_out or made_of
+
+
+def _prompts_sample(one: MeasuredPrefill) -> PromptsSample:
+    return PromptsSample(one.new_tokens, one.new_tokens * (one.cached_tokens + one.new_tokens / 2), one.seconds)
+
+
+def _step_sample(one: MeasuredStep) -> StepSample:
+    return StepSample(one.batch, one.context_tokens, one.seconds)
+
+
+def is_measured(found: Any) -> bool:
+    """Whether a JSON object holds samples, where a file of coefficients has numbers."""
+    given = [found.get(name) for name in ("prefill", "step")] if isinstance(found, dict) else []
+    return any(isinstance(one, list) and one and isinstance(one[0], dict) for one in given)
 
 
 def read_profile(path: Path, found: Any = None) -> MeasuredProfile:

@@ -12,6 +12,7 @@ import numpy as np
 from halfmoon.errors import InvalidRequest, NoCapacity, Unavailable
 from halfmoon.policy.placement import ContextLengthExceeded, Placement
 from halfmoon.sim.cluster import ClusterSpec, Failure
+from halfmoon.sim.contention import SharedCores
 from halfmoon.sim.gateway import SimGateway
 from halfmoon.sim.job import Job, Outcome
 from halfmoon.sim.links import Links
@@ -81,7 +82,8 @@ class _Run:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._now_s = 0.0
-        self._told = [worker.version for worker in self._workers]  # of which a wake event is in the queue
+        self._cores = None if spec.contention.is_none else SharedCores(spec.contention, self._workers)
+        self._told = [worker.steps.version for worker in self._workers]  # of which a wake event is in the queue
         self._dirty: dict[int, SimWorker] = {}  # changed since their last report
         self._has_tick = False
         self._inside: dict[int, Job] = {}
@@ -120,7 +122,10 @@ class _Run:
             units = workload.prefixes.of(index)[: prompt // self._unit_tokens].tolist()
         job = Job(index, self._now_s, prompt, int(workload.output_tokens[index]), units)
         self._jobs.append(job)
-        self._place(job, ())
+        if self._spec.request_s:
+            self._at(self._now_s + self._spec.request_s, self._place, job, ())
+        else:
+            self._place(job, ())
 
     def _place(self, job: Job, exclude: tuple[str, ...]) -> None:
         """Puts it on its workers; one that no worker can take waits, is refused, or is placed again elsewhere."""
@@ -259,7 +264,7 @@ class _Run:
         self._note(worker)
         if not worker.is_alive:
             return
-        if worker.wake_s is None:
+        if worker.steps.wake_s is None:
             self._start(worker)
         else:
             worker.interrupt(self._now_s)
@@ -268,16 +273,23 @@ class _Run:
     def _start(self, worker: SimWorker) -> None:
         chunks = worker.start(self._now_s)
         if chunks:
-            self._at(worker.passage_s, self._on_passed, worker, chunks)
+            self._at(worker.steps.passage_s, self._on_passed, worker, chunks)
         self._schedule(worker)
 
     def _schedule(self, worker: SimWorker) -> None:
-        if worker.wake_s is not None and self._told[worker.number] != worker.version:
-            self._told[worker.number] = worker.version
-            self._at(worker.wake_s, self._on_wake, worker, worker.version)
+        if self._cores is not None:
+            for one in self._cores.changed(worker, self._now_s):
+                self._tell(one)
+        self._tell(worker)
+
+    def _tell(self, worker: SimWorker) -> None:
+        steps = worker.steps
+        if steps.wake_s is not None and self._told[worker.number] != steps.version:
+            self._told[worker.number] = steps.version
+            self._at(steps.wake_s, self._on_wake, worker, steps.version)
 
     def _on_wake(self, worker: SimWorker, version: int) -> None:
-        if worker.version != version:
+        if worker.steps.version != version:
             return
         finished = worker.finish(self._now_s)
         for job in finished.prompts:
@@ -287,7 +299,7 @@ class _Run:
         self._note(worker)
         if worker.backlog and finished.ended:
             self._pull(worker)
-        if worker.wake_s is None:
+        if worker.steps.wake_s is None:
             self._start(worker)
 
     def _on_passed(self, worker: SimWorker, chunks: list[Chunk]) -> None:
@@ -309,7 +321,7 @@ class _Run:
         for worker in dirty.values():
             if worker.is_alive:
                 self._policies.report(worker, self._now_s)
-                if worker.wake_s is not None:
+                if worker.steps.wake_s is not None:
                     self._note(worker)
 
     # failures
@@ -319,6 +331,7 @@ class _Run:
         if not worker.is_alive:
             return
         worker.die(self._now_s)
+        self._schedule(worker)
         self._policies.leave(worker)
         for job in [one for one in self._inside.values() if worker in (one.at, one.decode)]:
             self._fail_over(job)

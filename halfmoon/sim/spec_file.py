@@ -11,6 +11,7 @@ targets: {ttft_s: 0.5, tpot_s: 0.05}
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from halfmoon.policy.admission import AdmissionMode
 from halfmoon.policy.cluster_view import Role
 from halfmoon.policy.placement import PlacementMode
 from halfmoon.sim.cluster import Batching, BatchLimits, ClusterSpec, Failure, Network, Targets, WorkerGroup
+from halfmoon.sim.contention import Contention
 from halfmoon.sim.hardware import DEVICES
 from halfmoon.sim.latency import LatencyModel, LatencySource
 from halfmoon.sim.latency_sources import latency_source
@@ -44,9 +46,9 @@ class _Workers(_Strict):
     latency: str | None = None
     kv_tokens: int | None = Field(default=None, ge=1)
     prefix_cache: bool = True
-    max_batch_tokens: int = _LIMITS.max_batch_tokens
-    chunk_tokens: int = _LIMITS.chunk_tokens
-    max_running: int = _LIMITS.max_running
+    max_batch_tokens: int | None = None  # None, as the next two: the profile's, or the usual ones
+    chunk_tokens: int | None = None
+    max_running: int | None = None
     batching: Batching = _LIMITS.batching
     workers_per_node: int | None = None
     first_node: int | None = Field(default=None, ge=0)
@@ -57,6 +59,8 @@ class _Cluster(_Strict):
     workers: tuple[_Workers, ...] = Field(min_length=1)
     latency: str | None = None
     network: dict[str, Any] = {}
+    contention: dict[str, Any] = {}
+    request_s: float | None = None
     placement: PlacementMode = "kvcache-centric"
     balancing_threshold: float = Field(default=2.0, ge=1)
     admission: AdmissionMode = "off"
@@ -82,7 +86,7 @@ def read_cluster(path: Path, latency: str | None = None) -> ClusterSpec:
         raise InvalidRequest(f"the cluster {path} cannot be read: {error}", param="cluster") from error
     read = _validated(path, _Cluster, found)
     sources: dict[str, LatencySource] = {}
-    network = read.network
+    network, contention, request_s = read.network, read.contention, read.request_s
     groups = []
     for one in read.workers:
         text = latency or one.latency or read.latency
@@ -92,9 +96,13 @@ def read_cluster(path: Path, latency: str | None = None) -> ClusterSpec:
                 param="latency",
             )
         source = sources.setdefault(text, latency_source(text))
+        limits = _LIMITS
         if isinstance(source, MeasuredProfile):
             network = {**_measured_link(source), **network}
-        groups.append(_group(one, source.model(one.gpu, one.tp, one.pp)))
+            contention = {**source.contention, **contention}
+            request_s = source.request_s if request_s is None else request_s
+            limits = BatchLimits(**source.limits.model_dump(exclude={"context_tokens"}))
+        groups.append(_group(one, source.model(one.gpu, one.tp, one.pp), limits))
     return ClusterSpec(
         tuple(groups),
         _validated(path, Network, network, "network"),
@@ -105,6 +113,8 @@ def read_cluster(path: Path, latency: str | None = None) -> ClusterSpec:
         read.block_tokens,
         read.report_s,
         tuple(_validated(path, Failure, one, "failures") for one in read.failures),
+        _validated(path, Contention, contention, "contention"),
+        request_s or 0.0,
     )
 
 
@@ -115,7 +125,9 @@ def _measured_link(profile: MeasuredProfile) -> dict[str, float]:
     return {"bytes_per_s": bytes_per_s, "node_bytes_per_s": bytes_per_s, "latency_s": latency_s}
 
 
-def _group(one: _Workers, model: LatencyModel) -> WorkerGroup:
+def _group(one: _Workers, model: LatencyModel, limits: BatchLimits) -> WorkerGroup:
+    """`limits` where the file has none."""
+    given = {name: getattr(one, name) for name in ("max_batch_tokens", "chunk_tokens", "max_running")}
     price = one.price_per_hour
     if price is None:
         price = DEVICES[one.gpu].price_per_hour * model.num_devices if one.gpu and one.gpu in DEVICES else 0.0
@@ -123,7 +135,7 @@ def _group(one: _Workers, model: LatencyModel) -> WorkerGroup:
         one.role,
         one.count,
         model,
-        BatchLimits(one.max_batch_tokens, one.chunk_tokens, one.max_running, one.batching),
+        replace(limits, batching=one.batching, **{name: most for name, most in given.items() if most is not None}),
         one.prefix_cache,
         one.kv_tokens,
         one.workers_per_node,

@@ -39,8 +39,9 @@ class SplitwiseTable:
                 f"it has {', '.join(known)}",
                 param="gpu",
             )
-        prefill, prefill_error = prefill_pieces([row[2] for row in chosen])
-        step, step_error = step_pieces([row[3] for row in chosen])
+        prompts, steps = [row[2] for row in chosen], [row[3] for row in chosen]
+        prefill, prefill_error = prefill_pieces(prompts, prompts)
+        step, step_error = step_pieces(steps, steps)
         shape, on = model_shape(self.name), device(gpu or "a100-80g")
         return LatencyModel(
             prefill,

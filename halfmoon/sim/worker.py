@@ -9,8 +9,8 @@ from halfmoon.sim.cluster import WorkerGroup
 from halfmoon.sim.decode_batch import DecodeBatch
 from halfmoon.sim.job import Job
 from halfmoon.sim.kv_memory import KvMemory
-from halfmoon.sim.latency import Cycle
 from halfmoon.sim.prompt_queue import Chunk, PromptQueue
+from halfmoon.sim.steps_under_way import StepsUnderWay
 
 
 class Finished(NamedTuple):
@@ -23,9 +23,9 @@ class Finished(NamedTuple):
 class SimWorker:
     """Owns one worker's queues, memory and steps. Knows nothing of other workers and of the gateway.
 
-    While it only decodes, one event covers all steps until somebody comes or goes: `wake_s` is when, and `interrupt`
-    brings it forward to the end of the step that is under way. The pages that these steps need are taken at their
-    beginning, and given back where fewer steps are done.
+    While it only decodes, one event covers all steps until somebody comes or goes: `steps.wake_s` is when, and
+    `interrupt` brings it forward to the end of the step that is under way. The pages that these steps need are taken
+    at their beginning, and given back where fewer steps are done.
     """
 
     def __init__(self, number: int, group: WorkerGroup, node: int, page_tokens: int, unit_pages: int) -> None:
@@ -38,7 +38,6 @@ class SimWorker:
         can_cache = group.prefix_cache and group.role != "decode"
         self.kv = KvMemory(kv_tokens // page_tokens, unit_pages, is_cache=can_cache)
         self.is_alive = True
-        self.version = 0  # of `wake_s`: an event of another one is stale
         self.busy_s = 0.0
         self.num_steps = 0
         self.num_preempted = 0
@@ -48,15 +47,9 @@ class SimWorker:
         self.backlog: deque[Job] = deque()  # their KV waits at a prefill worker for room here
         self.arrived: list[Job] = []  # their KV is here; they join with the next step
         self.num_reserved = 0
-        self.wake_s: float | None = None  # when `finish` is due; None: idle
-        self.passage_s = 0.0  # when the chunks that entered a pipeline last are through
-        self._begun_s = 0.0
-        self._num_planned = 0  # decode steps until `wake_s`, where it takes no prompts
+        self.steps = StepsUnderWay(group.latency, self.decodes)
         self._chunks: list[Chunk] = []
         self._does_decode = False
-        self._cycles: dict[int, Cycle] = {}
-        self._cycle = Cycle(0.0, 0.0)
-        self._stage_free_s = [0.0] * group.latency.num_stages
 
     # memory
 
@@ -140,32 +133,34 @@ class SimWorker:
 
     def progress(self, now_s: float) -> tuple[int, int]:
         """Tokens of all decoding sequences and pages available, within the steps under way."""
-        if not self._num_planned:
+        planned = self.steps.num_planned
+        if not planned:
             return self.decodes.context, self.kv.available
-        num = min(self.decodes.steps_begun(now_s - self._begun_s, self._cycle), self._num_planned)
+        num = self.steps.num_begun(now_s)
         context = self.decodes.context + (num - 1) * self.decodes.size
-        return context, self.kv.available + self.decodes.new_pages(num, self._num_planned)
+        return context, self.kv.available + self.decodes.new_pages(num, planned)
 
     # steps
 
     def interrupt(self, now_s: float) -> bool:
         """Ends a run of decode steps with the one that is under way; whether that brings `wake_s` forward."""
-        if self._num_planned <= 1:
-            return False
-        num = self.decodes.steps_begun(now_s - self._begun_s, self._cycle)
-        if num >= self._num_planned:
-            return False
-        self.kv.give(self.decodes.new_pages(num, self._num_planned))
-        self._wake_after(num)
-        return True
+        num_cut = self.steps.cut(now_s)
+        if num_cut:
+            num = self.steps.num_planned
+            self.kv.give(self.decodes.new_pages(num, num + num_cut))
+        return num_cut > 0
+
+    def set_pace(self, pace: float, now_s: float) -> bool:
+        """From now on all takes `pace` times what the latency model says; whether that moves the end of its step."""
+        self.interrupt(now_s)
+        return self.steps.set_pace(pace, now_s)
 
     def start(self, now_s: float) -> list[Chunk]:
-        """Begins the next step, if there is work: `wake_s` says until when.
+        """Begins the next step, if there is work: `steps.wake_s` says until when.
 
-        Returns the chunks that entered a pipeline and are through at `passage_s`; elsewhere `finish` brings them.
+        Returns the chunks that entered a pipeline and are through at `steps.passage_s`; elsewhere `finish` brings them.
         """
-        assert self.wake_s is None, "a step is under way"
-        self._begun_s = now_s
+        assert self.steps.wake_s is None, "a step is under way"
         self.prompts.is_short = False
         num_preempted = self.num_preempted
         self._join()
@@ -182,19 +177,16 @@ class SimWorker:
         if sets:
             return self._begin_prompts(sets, now_s)
         if self._does_decode:  # a step that preempts admits nobody; the one behind it may
-            self._begin_decodes(self.decodes.steps_left() if self.num_preempted == num_preempted else 1)
+            self._begin_decodes(self.decodes.steps_left() if self.num_preempted == num_preempted else 1, now_s)
         return []
 
     def finish(self, now_s: float) -> Finished:
         """The step that `start` began is done."""
-        self.wake_s = None
-        self.busy_s += now_s - self._begun_s
-        num, self._num_planned = self._num_planned, 0
+        self.busy_s += now_s - self.steps.begun_s
+        num = self.steps.num_planned
         self.num_steps += num or 1
-        ended: list[Job] = []
-        if num:
-            ended = self.decodes.advance_run(num, self._begun_s, self._cycle)
-        elif self._does_decode:
+        ended = self.steps.finish(now_s)
+        if not num and self._does_decode:
             ended = self.decodes.advance(now_s)
         for job in ended:
             self._leave(job)
@@ -222,9 +214,7 @@ class SimWorker:
 
     def die(self, now_s: float) -> None:
         """All is lost but the tokens of the steps that are done."""
-        if self._num_planned:
-            num = min(self.decodes.steps_begun(now_s - self._begun_s, self._cycle), self._num_planned)
-            self.decodes.advance_run(num - 1, self._begun_s, self._cycle)
+        self.steps.abort(now_s)
         for job in list(self.decodes.jobs.values()):
             self.decodes.drop(job)
         self.is_alive = False
@@ -233,11 +223,7 @@ class SimWorker:
         self.backlog.clear()
         self.arrived.clear()
         self.num_reserved = 0
-        self.wake_s = None
-        self.version += 1
-        self._num_planned = 0
         self._chunks = []
-        self._stage_free_s = [0.0] * len(self._stage_free_s)
 
     def _join(self) -> None:
         for job in self.arrived:
@@ -309,50 +295,19 @@ class SimWorker:
         return sets
 
     def _begin_prompts(self, sets: list[list[Chunk]], now_s: float) -> list[Chunk]:
-        batch, context = (self.decodes.size, self.decodes.context) if self._does_decode else (0, 0)
-        self.version += 1
-        if self.group.role == "prefill" and len(self._stage_free_s) > 1:
-            self._enter_pipeline(sets[0], now_s)
+        if self.group.role == "prefill" and self.steps.is_pipeline:
+            self.steps.enter_pipeline(sets[0], now_s)
             return sets[0]
+        batch, context = (self.decodes.size, self.decodes.context) if self._does_decode else (0, 0)
         self._chunks = [chunk for chunks in sets for chunk in chunks]
-        self.wake_s = now_s + self._step_s(sets, batch, context)
+        self.steps.begin_prompts(sets, batch, context, now_s)
         return []
 
-    def _begin_decodes(self, most: int) -> None:
+    def _begin_decodes(self, most: int, now_s: float) -> None:
         """At most so many steps, as far as there are pages for them; those of the first are taken."""
-        decodes = self.decodes
-        self._cycle = self._cycles.get(decodes.size) or self._new_cycle(decodes.size)
-        num = decodes.affordable_steps(most, self.kv.available)
-        self._take(decodes.new_pages(1, num))
-        self._wake_after(num)
-
-    def _wake_after(self, num_steps: int) -> None:
-        self._num_planned = num_steps
-        self.wake_s = self._begun_s + self.decodes.duration_s(num_steps, self._cycle)
-        self.version += 1
-
-    def _step_s(self, sets: list[list[Chunk]], batch: int, context: int) -> float:
-        """A step with prompts. In a pipeline each set goes with its part of the batch, one behind the other."""
-        latency = self.group.latency
-        stages = latency.num_stages
-        groups = max(min(stages, batch), 1)
-        longest_s = first_stage_s = 0.0
-        for chunks in sets:
-            new, pairs, seen = _work(chunks)
-            stage_s = latency.stage_s(new, pairs, batch / groups, context / groups)
-            longest_s = max(longest_s, stages * stage_s + latency.launching_s(seen + context / groups))
-            first_stage_s += stage_s + latency.launching_s(seen + context / groups)
-        return max(longest_s, first_stage_s)
-
-    def _enter_pipeline(self, chunks: list[Chunk], now_s: float) -> None:
-        """Each stage takes them when the one before is done with them and it is done with those before them."""
-        latency, free_s = self.group.latency, self._stage_free_s
-        new, pairs, seen = _work(chunks)
-        stage_s = latency.stage_s(new, pairs, 0, 0)
-        at_s = now_s + latency.launching_s(seen)
-        for stage, stage_free_s in enumerate(free_s):
-            at_s = free_s[stage] = max(at_s, stage_free_s) + stage_s
-        self.wake_s, self.passage_s = free_s[0], at_s
+        num = self.decodes.affordable_steps(most, self.kv.available)
+        self._take(self.decodes.new_pages(1, num))
+        self.steps.begin_run(num, now_s)
 
     def _make_known(self, job: Job, num_computed: int) -> None:
         """Computed full units enter the prefix cache; their pages are the cache's from now on."""
@@ -371,17 +326,3 @@ class SimWorker:
         """Pages of decode steps to come are nobody's yet."""
         self.interrupt(now_s)
         return num_pages <= self.kv.available
-
-    def _new_cycle(self, batch: int) -> Cycle:
-        cycle = self._cycles[batch] = self.group.latency.cycle(batch)
-        return cycle
-
-
-def _work(chunks: list[Chunk]) -> tuple[int, float, int]:
-    """New tokens, pairs of them with those before, and tokens of the sequences so far."""
-    new, pairs, seen = 0, 0.0, 0
-    for _, _, cached, num_tokens in chunks:
-        new += num_tokens
-        pairs += num_tokens * (cached + num_tokens / 2)
-        seen += cached + num_tokens
-    return new, pairs, seen

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.latency import NUM_COEFFICIENTS, PrefillModel, StepModel
+from halfmoon.sim.coefficients import coefficients
+from halfmoon.sim.latency import LatencyModel
+from halfmoon.sim.profile import MeasuredProfile, is_measured, read_profile
 
 
 def _check(holds: bool, what: str, problem: str) -> None:
@@ -21,10 +24,7 @@ class WorkerProfile:
     """One kind of worker, such as a model on eight GPUs. Times are its own; nothing here is scaled."""
 
     name: str
-    prefill: PrefillModel
-    step: StepModel
-    kv_tokens: int  # that its memory holds
-    kv_token_bytes: int  # of one token in all layers
+    latency: LatencyModel
     link_bytes_per_s: float  # to another worker; 0: no time at all
     link_latency_s: float = 0.0
     context_tokens: int = 131_072  # longest prompt + output
@@ -33,26 +33,42 @@ class WorkerProfile:
     max_running: int = 256  # sequences in a step
 
     def __post_init__(self) -> None:
-        _check(min(*self.prefill, *self.step) >= 0, "prefill and step", "must not be negative")
+        models = [tuple(piece.model) for piece in self.latency.prefill] + [
+            tuple(one.model) for one in self.latency.step
+        ]
+        _check(min(map(min, models)) >= 0, "prefill and step", "must not be negative")
         _check(self.link_bytes_per_s >= 0 and self.link_latency_s >= 0, "the link", "must not be negative")
-        for name in (
-            "kv_tokens",
-            "kv_token_bytes",
-            "context_tokens",
-            "max_batch_tokens",
-            "chunk_tokens",
-            "max_running",
-        ):
+        sizes = "kv_tokens", "kv_token_bytes", "context_tokens", "max_batch_tokens", "chunk_tokens", "max_running"
+        for name in sizes:
             _check(getattr(self, name) >= 1, name, "must be at least 1")
         _check(self.max_batch_tokens > self.max_running, "max_batch_tokens", "must exceed max_running")
+
+    @property
+    def prefill(self) -> PrefillModel:
+        """What it tells gateways of itself."""
+        return self.latency.policy_prefill
+
+    @property
+    def step(self) -> StepModel:
+        """What it tells gateways of itself."""
+        return self.latency.policy_step
+
+    @property
+    def kv_tokens(self) -> int:
+        """That its memory holds."""
+        return self.latency.kv_tokens
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Of one token in all layers."""
+        return round(self.latency.kv_bytes_per_token)
 
     def scaled(self, factor: float) -> WorkerProfile:
         """A worker that is `factor` times as fast in everything."""
         _check(factor > 0, "the time scale", "must be above 0")
         return replace(
             self,
-            prefill=PrefillModel(*(one / factor for one in self.prefill)),
-            step=StepModel(*(one / factor for one in self.step)),
+            latency=self.latency.scaled(factor),
             link_bytes_per_s=self.link_bytes_per_s * factor,
             link_latency_s=self.link_latency_s / factor,
         )
@@ -72,22 +88,33 @@ INSTANT = "instant"
 PROFILES: dict[str, WorkerProfile] = {
     profile.name: profile
     for profile in (
-        WorkerProfile(INSTANT, PrefillModel(), StepModel(), 16_000_000, 131_072, 0.0, max_running=2_048),
+        WorkerProfile(
+            INSTANT,
+            coefficients(INSTANT, PrefillModel(), StepModel(), kv_tokens=16_000_000, kv_token_bytes=131_072),
+            link_bytes_per_s=0.0,
+            max_running=2_048,
+        ),
         WorkerProfile(
             "llama2-70b-8xa800",
-            PrefillModel(0.02, 1.12e-4, 2.1e-9),
-            StepModel(0.018, 1.1e-4, 2.5e-8),
-            kv_tokens=1_300_000,
-            kv_token_bytes=327_680,
+            coefficients(
+                "llama2-70b-8xa800",
+                PrefillModel(0.02, 1.12e-4, 2.1e-9),
+                StepModel(0.018, 1.1e-4, 2.5e-8),
+                kv_tokens=1_300_000,
+                kv_token_bytes=327_680,
+            ),
             link_bytes_per_s=50e9,
             link_latency_s=0.001,
         ),
         WorkerProfile(
             "llama3-8b-h100",
-            PrefillModel(0.01, 3.2e-5, 1.06e-9),
-            StepModel(0.0075, 3e-5, 4.9e-8),
-            kv_tokens=400_000,
-            kv_token_bytes=131_072,
+            coefficients(
+                "llama3-8b-h100",
+                PrefillModel(0.01, 3.2e-5, 1.06e-9),
+                StepModel(0.0075, 3e-5, 4.9e-8),
+                kv_tokens=400_000,
+                kv_token_bytes=131_072,
+            ),
             link_bytes_per_s=40e9,
             link_latency_s=0.001,
         ),
@@ -97,10 +124,11 @@ DEFAULT_PROFILE = "llama2-70b-8xa800"
 
 
 def load_profile(name: str) -> WorkerProfile:
-    """One of `PROFILES`, or a JSON file with the fields of `WorkerProfile`.
+    """One of `PROFILES`, or a JSON file: a measured profile, or coefficients.
 
-    Such a file names `prefill` as `[a, b, c]` and `step` as `[d, e, f]`, seconds as in `policy.latency`; what it leaves
-    out is that of the profile it names as `like` (default: DEFAULT_PROFILE). Raises InvalidRequest.
+    Coefficients are `prefill` as `[a, b, c]` and `step` as `[d, e, f]`, seconds as in `policy.latency`, `kv_tokens`,
+    `kv_token_bytes` and the other fields of `WorkerProfile`; what the file leaves out is that of the profile it names
+    as `like` (default: DEFAULT_PROFILE). Raises InvalidRequest.
     """
     if name in PROFILES:
         return PROFILES[name]
@@ -115,21 +143,32 @@ def load_profile(name: str) -> WorkerProfile:
         raise InvalidRequest(f"{path} is not JSON: {error}", param="profile") from error
     if not isinstance(given, dict):
         raise InvalidRequest(f"{path} must hold one JSON object", param="profile")
+    if is_measured(given):
+        return _measured(path.stem, read_profile(path, given))
     return _from_fields({"name": path.stem, **given}, str(path))
+
+
+def _measured(name: str, profile: MeasuredProfile) -> WorkerProfile:
+    bytes_per_s, latency_s = profile.link or (0.0, 0.0)
+    return WorkerProfile(name, profile.whole, bytes_per_s, latency_s, **profile.limits.model_dump())
 
 
 def _from_fields(given: dict[str, Any], source: str) -> WorkerProfile:
     like = given.pop("like", DEFAULT_PROFILE)
     if like not in PROFILES:
         raise InvalidRequest(f"{source} is like {like!r}; there are {', '.join(PROFILES)}", param="profile")
-    known = {field.name for field in fields(WorkerProfile)}
+    base = PROFILES[like]
+    own = {field.name for field in fields(WorkerProfile)} - {"latency"}
+    of_latency = {name: getattr(base, name) for name in ("prefill", "step", "kv_tokens", "kv_token_bytes")}
+    known = own | set(of_latency)
     if unknown := sorted(set(given) - known):
         raise InvalidRequest(f"{source} names {', '.join(unknown)}; a profile has {', '.join(sorted(known))}")
     try:
-        values = {**asdict(PROFILES[like]), **given}
+        values = of_latency | {name: given[name] for name in of_latency if name in given}
         for model in ("prefill", "step"):
             _check(len(values[model]) == NUM_COEFFICIENTS, model, "must have three coefficients")
         values["prefill"], values["step"] = PrefillModel(*values["prefill"]), StepModel(*values["step"])
-        return WorkerProfile(**values)
+        latency = coefficients(given["name"], **values)
+        return replace(base, latency=latency, **{name: given[name] for name in own if name in given})
     except TypeError as error:
         raise InvalidRequest(f"{source} is no latency profile: {error}", param="profile") from error

@@ -10,22 +10,24 @@ from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
 from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.sim.coefficients import coefficients
 from halfmoon.sim.modelled_engine import ModelledEngine, ModelledRequest, ModelledToken, StepOutcome
 from halfmoon.sim.worker_profile import WorkerProfile
 
 BLOCK = 16
 PROFILE = WorkerProfile(
     "test",
-    PrefillModel(0.1, 0.001, 1e-6),
-    StepModel(0.01, 0.002, 1e-5),
-    kv_tokens=64 * BLOCK,
-    kv_token_bytes=1,
+    coefficients("test", PrefillModel(0.1, 0.001, 1e-6), StepModel(0.01, 0.002, 1e-5), 64 * BLOCK, 1),
     link_bytes_per_s=0,
     context_tokens=1024,
     max_batch_tokens=256,
     chunk_tokens=32,
     max_running=8,
 )
+
+
+def with_kv(kv_tokens: int) -> WorkerProfile:
+    return replace(PROFILE, latency=replace(PROFILE.latency, kv_tokens=kv_tokens))
 
 
 def keys(num_tokens: int, of: str = "a") -> tuple[bytes, ...]:
@@ -136,7 +138,7 @@ def test_who_goes_first_is_a_matter_of_priority() -> None:
 
 
 def test_preempted_requests_are_computed_again_and_all_end() -> None:
-    engine = ModelledEngine(replace(PROFILE, kv_tokens=6 * BLOCK), BLOCK)
+    engine = ModelledEngine(with_kv(6 * BLOCK), BLOCK)
     for name in ("one", "two"):
         engine.reserve(ModelledRequest(name, 40, 40))
         engine.start(name)
@@ -149,7 +151,7 @@ def test_preempted_requests_are_computed_again_and_all_end() -> None:
 
 
 def test_what_has_no_room_is_refused() -> None:
-    engine = ModelledEngine(replace(PROFILE, kv_tokens=4 * BLOCK), BLOCK)
+    engine = ModelledEngine(with_kv(4 * BLOCK), BLOCK)
     engine.reserve(ModelledRequest("r", 40, 2))
     with pytest.raises(NoCapacity):
         engine.reserve(ModelledRequest("s", 40, 2))
@@ -177,7 +179,7 @@ _ACTIONS = st.lists(
 @settings(max_examples=150)
 @given(_ACTIONS)
 def test_blocks_and_queues_always_add_up(actions: list[tuple[str, int, int, int, str]]) -> None:
-    engine = ModelledEngine(replace(PROFILE, kv_tokens=16 * BLOCK), BLOCK)
+    engine = ModelledEngine(with_kv(16 * BLOCK), BLOCK)
     known: set[bytes] = set()
     for action, number, num_prompt, num_output, prompt in actions:
         name = f"r{number}"

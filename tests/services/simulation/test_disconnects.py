@@ -9,13 +9,15 @@ from pathlib import Path
 
 from benchmarks.disconnects import disconnect, random_case
 from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.sim.coefficients import coefficients
 from tests.services.gateway.fakes import MODEL
 from tests.services.simulation.test_simulated_fleet import INSTANTLY, SimulatedFleet, running_fleet
 
 TIMES = 100
 MOST_S = 0.15
 MOST_TOKENS = 3_900  # most answers would take longer than the test waits: they end because their clients went
-BUSY = replace(INSTANTLY, name="busy", prefill=PrefillModel(a=0.004), step=StepModel(d=0.03), max_running=8)
+LATENCY = coefficients("busy", PrefillModel(a=0.004), StepModel(d=0.03), 16_000_000, 1)
+BUSY = replace(INSTANTLY, name="busy", latency=LATENCY, max_running=8)
 
 
 def tasks() -> Counter[str]:

@@ -13,8 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from halfmoon.policy.latency import StepModel
+from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.sim.answers import AnswerModel
+from halfmoon.sim.coefficients import coefficients
 from halfmoon.sim.worker_profile import INSTANT, PROFILES, WorkerProfile
 from halfmoon.worker.simulation import SimulatedCluster, SimulatedModel, Simulation, running_simulation
 from services.gateway.service import RunningGateway, running_gateway
@@ -22,7 +23,7 @@ from services.gateway.settings import GatewaySettings
 from tests.services.gateway.fakes import FINGERPRINT, MODEL, VOCAB_SIZE, served_model
 
 INSTANTLY = PROFILES[INSTANT]
-SLOWLY = replace(INSTANTLY, name="slow", step=StepModel(d=0.05))
+SLOWLY = replace(INSTANTLY, name="slow", latency=coefficients("slow", PrefillModel(), StepModel(d=0.05), 16_000_000, 1))
 PATIENCE_S = 60  # for what must happen; never slept
 PROMPT = list(b"the moon was half hidden ")
 
@@ -164,7 +165,7 @@ async def test_a_prefix_that_a_worker_has_is_known_to_the_gateway_and_used(tmp_p
 
 
 async def test_a_full_decode_worker_refuses_and_the_request_goes_elsewhere(tmp_path: Path) -> None:
-    small = replace(SLOWLY, kv_tokens=64)  # of one request
+    small = replace(SLOWLY, latency=replace(SLOWLY.latency, kv_tokens=64))  # of one request
     async with running_fleet(tmp_path, small, placement="random") as fleet:
         await fleet.add(1, 2)
         assert await asyncio.gather(*(fleet.text(20) for _ in range(2))) == [echo(20)] * 2
