@@ -16,6 +16,8 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.kv_commands import app as kv_app
 from halfmoon.plan_command import plan
 from halfmoon.planned_up import planned_options
+from halfmoon.profile_command import profile, profiles
+from halfmoon.profile_store import profile_file
 from halfmoon.replay.command import replay
 from halfmoon.sim.worker_profile import DEFAULT_PROFILE, PROFILES
 from halfmoon.sim_command import simulate
@@ -27,6 +29,8 @@ from halfmoon.up import UpOptions, run_up
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(kv_app, name="kv")
 app.command()(plan)
+app.command()(profile)
+app.command()(profiles)
 app.command()(replay)
 app.command()(simulate)
 
@@ -131,7 +135,7 @@ def up(
         EngineKind, typer.Option(help="'sim': simulated workers, no weights and no torch")
     ] = EngineKind.REAL,
     sim_profile: Annotated[
-        str, typer.Option(help=f"latencies: {', '.join(PROFILES)}, or a JSON file")
+        str, typer.Option(help=f"latencies: {', '.join(PROFILES)}, a JSON file, or ledger:NAME")
     ] = DEFAULT_PROFILE,
     sim_time_scale: Annotated[float, typer.Option(help="simulated workers are so many times as fast")] = 1.0,
     sim_text: Annotated[SimText, typer.Option(help="of simulated answers")] = SimText.RANDOM,
@@ -167,7 +171,12 @@ def up(
             console=console,
             console_port=console_port,
             simulation=(
-                SimulatedWorkers(sim_profile, sim_time_scale, sim_text.value, num_processes=sim_processes)
+                SimulatedWorkers(
+                    profile_file(sim_profile, state_dir.absolute()),
+                    sim_time_scale,
+                    sim_text.value,
+                    num_processes=sim_processes,
+                )
                 if engine is EngineKind.SIM
                 else None
             ),

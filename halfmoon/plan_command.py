@@ -17,6 +17,7 @@ from halfmoon.plan.planning import PlanResult, make_plan
 from halfmoon.plan.plot import check_plot, write_plot
 from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.summary import summary_of
+from halfmoon.profile_store import DEFAULT_STATE_DIR, LedgerUrl, StateDir, profile_file
 from halfmoon.sim.hardware import DEVICES
 from halfmoon.sim.lengths import KNOWN_LENGTHS
 from halfmoon.sim_command import Criterion, TbtOf
@@ -59,7 +60,11 @@ def plan(
     affinity: Annotated[Affinity, typer.Option(help="where prefill and decode stand")] = Affinity.AUTO,
     latency: Annotated[
         str | None,
-        typer.Option("--latency", "--profile", help="a profile's path, distserve:MODEL; default: the model's roofline"),
+        typer.Option(
+            "--latency",
+            "--profile",
+            help="a profile's path, ledger:NAME, distserve:MODEL; default: the model's roofline",
+        ),
     ] = None,
     max_running: Annotated[int, typer.Option(min=1, help="sequences of one worker")] = 256,
     requests: Annotated[
@@ -67,6 +72,8 @@ def plan(
     ] = None,
     seed: Annotated[int, typer.Option(help="of all that is drawn")] = 0,
     jobs: Annotated[int | None, typer.Option(min=1, help="processes; default: one for each core")] = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    ledger_url: LedgerUrl = None,
     output: Annotated[Path, typer.Option(help="file for `halfmoon up --plan`")] = Path("plan.yaml"),
     plot: Annotated[
         Path | None, typer.Option(help="draws attainment and goodput over the rate: a .png or .html file")
@@ -74,27 +81,27 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="prints the plan as JSON")] = False,
 ) -> None:
     """Finds the layout that meets the targets with the fewest GPUs, or serves most with each."""
-    request = PlanRequest(
-        model=model,
-        gpu=gpu,
-        workload=workload,
-        ttft_s=ttft,
-        tpot_s=tpot,
-        tbt_s=tbt,
-        tbt_of=tbt_of.value,
-        num_nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        rate_per_s=rate,
-        attainment=attainment,
-        criterion=criterion.value,
-        objective=None if objective is None else objective.value,
-        affinity=affinity.value,
-        latency=latency,
-        max_running=max_running,
-        num_requests=requests,
-        seed=seed,
-    )
     try:
+        request = PlanRequest(
+            model=model,
+            gpu=gpu,
+            workload=workload,
+            ttft_s=ttft,
+            tpot_s=tpot,
+            tbt_s=tbt,
+            tbt_of=tbt_of.value,
+            num_nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            rate_per_s=rate,
+            attainment=attainment,
+            criterion=criterion.value,
+            objective=None if objective is None else objective.value,
+            affinity=affinity.value,
+            latency=None if latency is None else profile_file(latency, state_dir, ledger_url),
+            max_running=max_running,
+            num_requests=requests,
+            seed=seed,
+        )
         _check_files(output, plot)
         found = _planned(request, jobs, with_curves=plot is not None)
         summary = summary_of(found)

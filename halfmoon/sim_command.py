@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.profile_store import DEFAULT_STATE_DIR, LedgerUrl, StateDir, profile_file
 from halfmoon.sim.cluster import ClusterSpec
 from halfmoon.sim.lengths import KNOWN_LENGTHS
 from halfmoon.sim.point import Point, PointRequest, simulate_point
@@ -44,7 +45,9 @@ class Arrivals(StrEnum):
 def simulate(
     cluster: Annotated[Path, typer.Option(help="YAML or JSON: workers, network, policies")],
     workload: Annotated[str, typer.Option(help=f"a trace's path, or {'|'.join(KNOWN_LENGTHS)}|in=512,out=64")],
-    latency: Annotated[str | None, typer.Option(help="a profile's path, distserve:MODEL or roofline:MODEL@GPU")] = None,
+    latency: Annotated[
+        str | None, typer.Option(help="a profile's path, ledger:NAME, distserve:MODEL or roofline:MODEL@GPU")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="requests a second; a trace keeps its own without it")] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="how many; of a trace the first")] = None,
     arrivals: Annotated[Arrivals, typer.Option(help="of a drawn workload")] = Arrivals.POISSON,
@@ -56,26 +59,28 @@ def simulate(
     attainment: Annotated[float, typer.Option(min=0, max=1, help="share of requests that must meet them")] = 0.9,
     criterion: Annotated[Criterion, typer.Option(help="what meeting them is")] = Criterion.JOINT,
     seed: Annotated[int, typer.Option(help="of all that is drawn")] = 0,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    ledger_url: LedgerUrl = None,
     as_json: Annotated[bool, typer.Option("--json", help="prints every request's times as JSON")] = False,
 ) -> None:
     """Simulates a cluster: every request's TTFT, TPOT and TBT, and how many meet their targets."""
-    request = PointRequest(
-        cluster=str(cluster),
-        workload=workload,
-        latency=latency,
-        rate_per_s=rate,
-        num_requests=requests,
-        process=arrivals.value,
-        cv=cv,
-        ttft_s=ttft,
-        tpot_s=tpot,
-        tbt_s=tbt,
-        tbt_of=None if tbt_of is None else tbt_of.value,
-        attainment=attainment,
-        criterion=criterion.value,
-        seed=seed,
-    )
     try:
+        request = PointRequest(
+            cluster=str(cluster),
+            workload=workload,
+            latency=None if latency is None else profile_file(latency, state_dir, ledger_url),
+            rate_per_s=rate,
+            num_requests=requests,
+            process=arrivals.value,
+            cv=cv,
+            ttft_s=ttft,
+            tpot_s=tpot,
+            tbt_s=tbt,
+            tbt_of=None if tbt_of is None else tbt_of.value,
+            attainment=attainment,
+            criterion=criterion.value,
+            seed=seed,
+        )
         found = _simulated(request)
     except InvalidRequest as error:
         raise typer.BadParameter(error.message) from error

@@ -20,6 +20,8 @@ COMMAND_LINE = (
     "sim_command",
     "plan_command",
     "planned_up",
+    "profile_command",
+    "profile_store",
     "up",
     "simulated_up",
     "top",
@@ -28,7 +30,7 @@ COMMAND_LINE = (
     "supervisor",
     "gpus",
 )  # one room, `halfmoon.cli`, in several files
-ROOMS = ("errors", "pb", "kv", "engine", "policy", "sim", "plan", "rpc", "ledger", "worker")
+ROOMS = ("errors", "pb", "kv", "engine", "policy", "sim", "plan", "rpc", "ledger", "worker", "profiling")
 
 # A room may import itself, `halfmoon` (the version) and the rooms named here.
 ALLOWED: dict[str, frozenset[str]] = {
@@ -45,13 +47,14 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.worker": frozenset(
         f"halfmoon.{room}" for room in ("engine", "kv", "rpc", "pb", "policy", "sim", "errors")
     ),
+    "halfmoon.profiling": frozenset(f"halfmoon.{room}" for room in ("kv", "rpc", "pb", "policy", "sim", "errors")),
     "halfmoon.cli": frozenset(f"halfmoon.{room}" for room in ROOMS),
     **{f"services.{name}": frozenset(f"halfmoon.{room}" for room in ROOMS) for name in SERVICES},
     "services": frozenset(),
     "console": frozenset({"halfmoon.rpc"}),
 }
 TORCH_FREE_PACKAGES = (
-    *(f"halfmoon/{room}" for room in ("kv", "policy", "sim", "plan", "rpc", "ledger", "pb")),
+    *(f"halfmoon/{room}" for room in ("kv", "policy", "sim", "plan", "rpc", "ledger", "pb", "profiling")),
     *(f"services/{name}" for name in ("gateway", "kvstore", "planner", "simulation")),
 )
 TORCH_FREE_FILES = (

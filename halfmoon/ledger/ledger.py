@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.ledger.classes import StoredClasses
 from halfmoon.ledger.database import Database, open_database
+from halfmoon.ledger.measured_profiles import MeasuredProfiles
 from halfmoon.ledger.models import RequestRow
 from halfmoon.ledger.outcomes import Outcomes
 from halfmoon.ledger.output_samples import OutputSamples
@@ -29,6 +30,7 @@ class Ledger:
         """`gateway_id` says whose requests are recorded."""
         self.classes = StoredClasses(database)
         self.profiles = Profiles(database)
+        self.measured_profiles = MeasuredProfiles(database)
         self.plans = Plans(database)
         self.outputs = OutputSamples(database)
         self.outcomes = Outcomes(database)

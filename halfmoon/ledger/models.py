@@ -80,6 +80,16 @@ class ProfileRow(Base):
     step: Mapped[list[float]] = mapped_column(JSON)  # `policy.latency.StepModel`
 
 
+class MeasuredProfileRow(Base):
+    """What `halfmoon profile` measured, under the name that it was given."""
+
+    __tablename__ = "measured_profiles"
+
+    name: Mapped[str] = mapped_column(String(128), primary_key=True)
+    measured_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    profile: Mapped[dict[str, Any]] = mapped_column(JSON)  # `sim.profile.MeasuredProfile`
+
+
 class PlanRow(Base):
     """A layout of the cluster that the planner found."""
 

@@ -140,6 +140,10 @@ class WorkerIdentity(_message.Message):
     PROFILE_FIELD_NUMBER: _builtins.int
     KV_STORE_FIELD_NUMBER: _builtins.int
     KV_FRAME_VERSION_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_RUNNING_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _types_pb2.Role.ValueType
     address: _builtins.str
@@ -158,6 +162,12 @@ class WorkerIdentity(_message.Message):
     """host:port of the store that it uses; empty: none"""
     kv_frame_version: _builtins.int
     """of the frames that it exchanges with other workers"""
+    chunk_tokens: _builtins.int
+    """of prefill in a step that also decodes"""
+    max_running: _builtins.int
+    """sequences"""
+    tensor_parallel: _builtins.int
+    pipeline_parallel: _builtins.int
     @_builtins.property
     def layout(self) -> _types_pb2.KVLayout: ...
     @_builtins.property
@@ -182,10 +192,14 @@ class WorkerIdentity(_message.Message):
         profile: Global___LatencyProfile | None = ...,
         kv_store: _builtins.str = ...,
         kv_frame_version: _builtins.int = ...,
+        chunk_tokens: _builtins.int = ...,
+        max_running: _builtins.int = ...,
+        tensor_parallel: _builtins.int = ...,
+        pipeline_parallel: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "context_tokens", b"context_tokens", "device", b"device", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "pid", b"pid", "profile", b"profile", "role", b"role", "step_tokens", b"step_tokens", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "chunk_tokens", b"chunk_tokens", "context_tokens", b"context_tokens", "device", b"device", "kv_frame_version", b"kv_frame_version", "kv_store", b"kv_store", "layout", b"layout", "max_running", b"max_running", "model", b"model", "model_fingerprint", b"model_fingerprint", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "profile", b"profile", "role", b"role", "step_tokens", b"step_tokens", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,7 +16,8 @@ from halfmoon.sim.splitwise import read_splitwise
 from halfmoon.sim.worker_profile import PROFILES, load_profile
 
 _KNOWN = (
-    "a profile's path (profile.json), Splitwise's table with a model (perf_model.csv:llama-2-70b), distserve:MODEL, "
+    "a profile's path (profile.json), Splitwise's table with a model "
+    "(perf_model.csv:llama-2-70b), distserve:MODEL, "
     "distserve-vllm:MODEL, or roofline:MODEL[@GPU], where MODEL may be the path of a config.json"
 )
 

@@ -118,6 +118,11 @@ class MeasuredProfile(_Strict):
             num_devices=self.tensor_parallel * self.pipeline_parallel,
         )
 
+    def as_json(self) -> dict[str, Any]:
+        """What `read_profile` takes."""
+        found: dict[str, Any] = self.model_dump(mode="json", by_alias=True)
+        return found
+
     @property
     def contention(self) -> dict[str, float]:
         """The fields of `Contention` that were measured; who is not slowed down is taken to be as fast as alone."""
@@ -163,6 +168,11 @@ def is_measured(found: Any) -> bool:
     """Whether a JSON object holds samples, where a file of coefficients has numbers."""
     given = [found.get(name) for name in ("prefill", "step")] if isinstance(found, dict) else []
     return any(isinstance(one, list) and one and isinstance(one[0], dict) for one in given)
+
+
+def write_profile(path: Path, profile: MeasuredProfile) -> None:
+    """As `read_profile` reads it."""
+    path.write_text(json.dumps(profile.as_json(), indent=1))
 
 
 def read_profile(path: Path, found: Any = None) -> MeasuredProfile:

@@ -95,7 +95,7 @@ def read_cluster(path: Path, latency: str | None = None) -> ClusterSpec:
                 f"the cluster {path} does not say how fast its workers are: give --latency, or `latency:` in the file",
                 param="latency",
             )
-        source = sources.setdefault(text, latency_source(text))
+        source = sources.get(text) or sources.setdefault(text, latency_source(text))
         limits = _LIMITS
         if isinstance(source, MeasuredProfile):
             network = {**_measured_link(source), **network}

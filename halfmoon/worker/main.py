@@ -186,6 +186,10 @@ def _identity(
         profile=None if profile is None else _profile_message(profile),
         kv_store=settings.kv_store or "",
         kv_frame_version=frame.VERSION,
+        chunk_tokens=engine.config.prefill_chunk_tokens,
+        max_running=engine.config.max_running,
+        tensor_parallel=engine.config.tensor_parallel,
+        pipeline_parallel=engine.config.pipeline_parallel,
     )
 
 

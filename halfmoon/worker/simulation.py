@@ -145,6 +145,10 @@ class Simulation:
             step_tokens=profile.max_batch_tokens,
             profile=gateway_pb2.LatencyProfile(kind=device, prefill=profile.prefill, step=profile.step),
             kv_frame_version=frame.VERSION,
+            chunk_tokens=profile.chunk_tokens,
+            max_running=profile.max_running,
+            tensor_parallel=1,
+            pipeline_parallel=1,
         )
 
 

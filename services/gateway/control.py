@@ -22,6 +22,7 @@ from services.gateway.served_model import ServedModel
 
 _MAX_ROWS = 1_000
 _MAX_DIGITS = 20
+_LIMITS = "step_tokens", "chunk_tokens", "max_running"
 
 
 class ControlEndpoints:
@@ -125,6 +126,9 @@ def _worker(membership: Membership, member: Member, now_s: float) -> dict[str, A
         "listening": member.listening,
         "context_tokens": identity.context_tokens,
         "total_blocks": identity.total_blocks,
+        "layout": {field.name: getattr(identity.layout, field.name) for field in identity.layout.DESCRIPTOR.fields},
+        "limits": {name: getattr(identity, name) for name in _LIMITS},
+        "parallelism": {"tensor": identity.tensor_parallel, "pipeline": identity.pipeline_parallel},
         "load": {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields if not field.is_repeated},
         "cached_blocks": membership.index.num_blocks(member.holder),
         "prefill_model": member.latency.prefill._asdict(),

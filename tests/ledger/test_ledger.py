@@ -15,6 +15,7 @@ from sqlalchemy import text
 from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.ledger.database import mask_password, open_database
 from halfmoon.ledger.ledger import Ledger, open_ledger
+from halfmoon.ledger.measured_profiles import NamedProfile
 from halfmoon.ledger.output_samples import OutputSample
 from halfmoon.ledger.plans import NewPlan
 from halfmoon.ledger.profiles import StoredProfile
@@ -179,3 +180,13 @@ async def test_a_database_that_is_not_there_is_a_clear_error(tmp_path: Path) -> 
 def test_passwords_are_masked() -> None:
     assert "secret" not in mask_password("postgresql://me:secret@host/db")
     assert mask_password("::") == "not a URL"
+
+
+async def test_a_measured_profile_replaces_the_one_of_its_name(ledger_url: str) -> None:
+    now = datetime.now(UTC)
+    async with open_ledger(ledger_url) as ledger:
+        for name, speed in (("b", 1), ("a", 2), ("b", 3)):
+            await ledger.measured_profiles.put(NamedProfile(name, now, {"speed": speed}))
+    async with open_ledger(ledger_url) as again:
+        found = await again.measured_profiles.all()
+    assert found == [NamedProfile("a", now, {"speed": 2}), NamedProfile("b", now, {"speed": 3})]

@@ -1,0 +1,46 @@
+"""Profiles that `halfmoon profile` measured, as the ledger keeps them: one a name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from sqlalchemy import delete, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from halfmoon.ledger.database import Database
+from halfmoon.ledger.models import MeasuredProfileRow
+
+
+class NamedProfile(NamedTuple):
+    """A profile and when it was measured; its content is `sim.profile.MeasuredProfile`'s."""
+
+    name: str
+    measured_at: datetime
+    profile: Mapping[str, Any]
+
+
+class MeasuredProfiles:
+    """Reads and writes the table. Owns nothing. Raises Unavailable when the database does not answer."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def all(self) -> Sequence[NamedProfile]:
+        """By name."""
+
+        async def work(session: AsyncSession) -> list[NamedProfile]:
+            rows = await session.scalars(select(MeasuredProfileRow).order_by(MeasuredProfileRow.name))
+            return [NamedProfile(row.name, row.measured_at, row.profile) for row in rows]
+
+        return await self._database.run(work)
+
+    async def put(self, one: NamedProfile) -> None:
+        """In the place of the one of that name."""
+
+        async def work(session: AsyncSession) -> None:
+            await session.execute(delete(MeasuredProfileRow).where(MeasuredProfileRow.name == one.name))
+            session.add(MeasuredProfileRow(name=one.name, measured_at=one.measured_at, profile=dict(one.profile)))
+
+        await self._database.run(work)

@@ -1,0 +1,78 @@
+"""How much slower a worker is while another one of its host computes, too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from statistics import median
+
+from halfmoon.profiling.measuring import Progress
+from halfmoon.profiling.probe import WorkerProbe
+from halfmoon.sim.contention import Work
+from halfmoon.sim.profile import MeasuredSlowdown
+
+_PROMPT_TOKENS = 256
+_PROMPTS = 8
+_BATCH = 4
+_CONTEXT_TOKENS = 256
+_STEPS = 24
+_WORKS: tuple[Work, Work] = ("prefill", "decode")
+
+
+async def measured_slowdowns(one: WorkerProbe, other: WorkerProbe, on_progress: Progress) -> list[MeasuredSlowdown]:
+    """Of each kind of work that the two can do at the same time, beside each: alone, beside, and alone again."""
+    pairs = [
+        (mine, its, neighbour, work)
+        for mine, neighbour in ((one, other), (other, one))
+        for its in _WORKS
+        for work in _WORKS
+        if mine.target.can(work) and neighbour.target.can(its)
+    ]
+    pairs = list({(work, its): (mine, its, neighbour, work) for mine, its, neighbour, work in pairs}.values())
+    found = []
+    for number, (mine, its, neighbour, work) in enumerate(pairs):
+        on_progress("side by side", number, len(pairs))
+        before_s = await _seconds(mine, work)
+        async with _busy(neighbour, its):
+            beside_s = await _seconds(mine, work)
+        after_s = await _seconds(mine, work)
+        slowdown = 2 * beside_s / (before_s + after_s)
+        found.append(MeasuredSlowdown(work=work, neighbour=its, slowdown=slowdown))
+    on_progress("side by side", len(pairs), len(pairs))
+    return found
+
+
+async def _seconds(probe: WorkerProbe, work: Work) -> float:
+    """Median of a prompt's, or of a step's."""
+    if work == "prefill":
+        num_tokens = min(_PROMPT_TOKENS, probe.target.context_tokens // 2)
+        return median([(await probe.prefill(probe.prompt(num_tokens))).seconds for _ in range(_PROMPTS)])
+    return median(step.seconds for step in await probe.decode(_BATCH, _context_tokens(probe), _STEPS))
+
+
+@asynccontextmanager
+async def _busy(probe: WorkerProbe, work: Work) -> AsyncIterator[None]:
+    """The worker is never idle inside. Raises what ends its work."""
+    if work == "decode":
+        async with probe.decoding(_BATCH, _context_tokens(probe)) as watch:
+            await watch.steps(1)
+            yield
+        return
+    begun = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_prompt_after_prompt(probe, begun)) for _ in range(2)]  # one waits while one is run
+        await begun.wait()
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+async def _prompt_after_prompt(probe: WorkerProbe, begun: asyncio.Event) -> None:
+    while True:
+        await probe.prefill(probe.prompt(min(_PROMPT_TOKENS, probe.target.context_tokens // 2)))
+        begun.set()
+
+
+def _context_tokens(probe: WorkerProbe) -> int:
+    return min(_CONTEXT_TOKENS, probe.target.context_tokens // 4)

@@ -1,0 +1,192 @@
+"""One worker, measured over its own RPCs: prompts as a gateway sends them, KV as another worker does."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple, Self
+from uuid import uuid4
+
+from halfmoon.errors import HalfmoonError, Unavailable
+from halfmoon.kv.frame import KVRange, plan_frames
+from halfmoon.kv.layout import Shard
+from halfmoon.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
+from halfmoon.profiling.target import Target
+from halfmoon.profiling.token_watch import SeenStep, TokenWatch
+from halfmoon.rpc.peer import Peer
+from halfmoon.rpc.transfer import TransferSender, transfer_to
+from halfmoon.rpc.transport.link import KVLink, LinkSettings
+
+_CALL_S = 5.0
+_PROMPT_S = 600.0  # a long one on a slow device
+_TRANSFER_S = 120.0
+_BATCH_S = 600.0
+_MOST_STEPS = 4_096  # of a batch
+_TOKEN_IDS = range(5, 100)  # every vocabulary has them
+
+
+class Prefilled(NamedTuple):
+    """One prompt alone."""
+
+    new_tokens: int
+    cached_tokens: int
+    seconds: float  # from its first forward pass to its first token
+
+
+class Transferred(NamedTuple):
+    """One hand-over."""
+
+    num_bytes: int
+    seconds: float  # from the first byte to the receiver's last word
+    transport: str
+
+
+class WorkerProbe:
+    """Owns the connections to one worker and the requests on it: none is left there when the block ends.
+
+    Prompts are random tokens under a tenant's salt of their own, so nobody's cache answers them.
+    """
+
+    def __init__(self, target: Target, transports: Sequence[str] = ("shm",)) -> None:
+        self.target = target
+        self._name = f"profile-{uuid4().hex[:8]}"  # as a gateway
+        self._salt = os.urandom(16)
+        self._numbers = itertools.count()
+        self._random = random.Random(self._name)
+        self._peer = Peer(target.address)
+        self._prefill = prefill_pb2_grpc.PrefillStub(self._peer.channel)
+        self._decode = decode_pb2_grpc.DecodeStub(self._peer.channel)
+        # gRPC inline is what remains where no other is offered
+        self._links = {
+            name: KVLink(Peer(target.address), LinkSettings(transports=() if name == "grpc" else (name,)))
+            for name in transports
+        }
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for link in self._links.values():
+            await link.close()
+        await self._peer.close()
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Those it was made with, the preferred one first."""
+        return tuple(self._links)
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """Tokens that were never seen before."""
+        return self._random.choices(_TOKEN_IDS, k=num_tokens)
+
+    async def prefill(self, prompt: Sequence[int]) -> Prefilled:
+        """Computes one token behind a prompt. Raises what the worker refuses it with, Unavailable, DeadlineExceeded."""
+        generation = self._generation(prompt, 1)  # which needs no decode worker, but the address of one
+        request = prefill_pb2.PrefillRequest(generation=generation, decode_address=self.target.address)
+        async with self._peer.stream(self._prefill.Prefill, request, deadline_s=_PROMPT_S) as events:
+            async for event in events:
+                if event.HasField("first_token"):
+                    first = event.first_token
+                    return Prefilled(len(prompt) - first.num_cached_tokens, first.num_cached_tokens, first.compute_s)
+        raise Unavailable(f"{self.target.worker_id} ended a prompt without a token")
+
+    async def transfer(self, num_tokens: int, transport: str) -> Transferred:
+        """Hands KV of so many tokens over, of a request that ends with its first decode step."""
+        generation = self._generation(self.prompt(num_tokens), 2)
+        async with self._listening(num_tokens), self._cancelled_at_end([generation.request_id]):
+            return await self._hand_over(generation, transport)
+
+    @asynccontextmanager
+    async def decoding(self, batch: int, prompt_tokens: int) -> AsyncIterator[TokenWatch]:
+        """So many sequences decode inside; the watch sees their steps."""
+        most = min(self.target.context_tokens - prompt_tokens, _MOST_STEPS)
+        generations = [self._generation(self.prompt(prompt_tokens), most) for _ in range(batch)]
+        names = [one.request_id for one in generations]
+        async with self._listening(prompt_tokens) as watch, self._cancelled_at_end(names):
+            for generation in generations:
+                await self._hand_over(generation, self.transports[0])
+            watch.begin(names)
+            yield watch
+
+    async def decode(self, batch: int, prompt_tokens: int, num_steps: int) -> list[SeenStep]:
+        """The steps of a batch whose sequences have about so many tokens each."""
+        async with self.decoding(batch, prompt_tokens) as watch, asyncio.timeout(_BATCH_S):
+            return list(await watch.steps(num_steps))
+
+    def _generation(self, prompt: Sequence[int], max_tokens: int) -> types_pb2.Generation:
+        return types_pb2.Generation(
+            request_id=f"{self._name}-{next(self._numbers)}",
+            model_fingerprint=self.target.fingerprint,
+            prompt_token_ids=prompt,
+            sampling=types_pb2.SamplingParams(
+                max_tokens=max_tokens, top_p=1.0, repetition_penalty=1.0, ignore_eos=True
+            ),
+            gateway_id=self._name,
+            tenant_salt=self._salt,
+        )
+
+    async def _hand_over(self, generation: types_pb2.Generation, transport: str) -> Transferred:
+        layout = self.target.layout
+        num_tokens = len(generation.prompt_token_ids)
+        whole = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens)
+        opening = decode_pb2.HandoverOpen(generation=generation).SerializeToString()
+        commit = decode_pb2.HandoverCommit(first_token_id=_TOKEN_IDS[0]).SerializeToString()
+        async with transfer_to(self._links[transport], layout, deadline_s=_TRANSFER_S) as transfer:
+            await transfer.open(whole, opening)
+            began_s = time.monotonic()
+            num_bytes = await _send_zeros(transfer, self.target, num_tokens)
+            await transfer.commit(commit)
+            return Transferred(num_bytes, time.monotonic() - began_s, transfer.transport)
+
+    @asynccontextmanager
+    async def _listening(self, prompt_tokens: int) -> AsyncIterator[TokenWatch]:
+        """The worker's tokens come to the watch."""
+        watch = TokenWatch(prompt_tokens)
+        asked = decode_pb2.TokensRequest(gateway_id=self._name)
+        is_open = asyncio.get_running_loop().create_future()
+
+        async def read() -> None:
+            try:
+                async with self._peer.stream(self._decode.Tokens, asked, deadline_s=_BATCH_S) as messages:
+                    async for message in messages:
+                        if not is_open.done():
+                            is_open.set_result(None)
+                        watch.hear(message, time.monotonic())
+                raise Unavailable(f"{self.target.worker_id} ended its token stream")
+            except HalfmoonError as error:
+                watch.fail(error)
+                if not is_open.done():
+                    is_open.set_exception(error)
+
+        reading = asyncio.create_task(read())
+        try:
+            await is_open
+            yield watch
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    @asynccontextmanager
+    async def _cancelled_at_end(self, request_ids: list[str]) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            request = decode_pb2.CancelRequest(request_ids=request_ids)
+            await asyncio.shield(self._peer.call(self._decode.Cancel, request, deadline_s=_CALL_S))
+
+
+async def _send_zeros(transfer: TransferSender, target: Target, num_tokens: int) -> int:
+    """KV whose values do not matter; how many bytes it was."""
+    layout = target.layout
+    num_bytes = 0
+    shard = Shard(0, layout.num_layers, 0, layout.num_kv_heads)
+    for part in plan_frames(layout, shard, 0, num_tokens):
+        size = part.num_bytes(layout)
+        await transfer.data(part, bytes(size))
+        num_bytes += size
+    return num_bytes

@@ -1,0 +1,108 @@
+"""A whole profile: what the chosen workers of a cluster took, as the simulator and the planner read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import aiohttp
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.profiling.beside import measured_slowdowns
+from halfmoon.profiling.measuring import Progress, measured_prefills, measured_steps, measured_transfers
+from halfmoon.profiling.probe import WorkerProbe
+from halfmoon.profiling.request_time import measured_request_s
+from halfmoon.profiling.sweep import SweepLimits
+from halfmoon.profiling.target import Target, check_idle, chosen, seen_cluster
+from halfmoon.sim.profile import MeasuredLimits, MeasuredProfile, MeasuredSlowdown
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """What to measure."""
+
+    gateway: str = "http://127.0.0.1:8000"
+    token: str | None = None  # the operator's
+    api_key: str | None = None
+    workers: tuple[str, ...] = ()  # ids; none: one of each role
+    transports: tuple[str, ...] = ("shm", "grpc")
+    limits: SweepLimits = field(default_factory=SweepLimits)
+    beside: bool | None = None  # None: where two workers are on one host's CPUs
+
+
+async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredProfile:
+    """Measures idle workers. Whatever ends it, nothing of it is left on them.
+
+    Raises InvalidRequest, NoCapacity for a busy worker, Unavailable for one that cannot be reached.
+    """
+    headers = {"Authorization": f"Bearer {options.token}"} if options.token else {}
+    keys = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    async with (
+        aiohttp.ClientSession(headers=headers) as control,
+        aiohttp.ClientSession(headers={"Content-Type": "application/json", **keys}) as client,
+        AsyncExitStack() as probes,
+    ):
+        cluster = await seen_cluster(control, options.gateway)
+        targets = chosen(cluster, options.workers)
+        _check_one_kind(targets)
+        neighbours = _neighbours(targets, cluster.workers, options.beside)
+        check_idle(neighbours)
+        made: dict[str, WorkerProbe] = {}
+        for one in {one.worker_id: one for one in (*targets, *neighbours)}.values():
+            made[one.worker_id] = await probes.enter_async_context(WorkerProbe(one, options.transports))
+        prefill = next(made[one.worker_id] for one in targets if one.can("prefill"))
+        decode = next(made[one.worker_id] for one in targets if one.can("decode"))
+        prefills = await measured_prefills(prefill, options.limits, on_progress)
+        steps = await measured_steps(decode, options.limits, on_progress)
+        transfers = await measured_transfers(decode, options.limits, on_progress)
+        slowdowns: list[MeasuredSlowdown] = []
+        if neighbours:
+            one, other = (made[each.worker_id] for each in neighbours)
+            slowdowns = await measured_slowdowns(one, other, on_progress)
+        request_s = await measured_request_s(client, cluster, prefill)
+    own = decode.target
+    return MeasuredProfile(
+        model=cluster.served_model,
+        device=own.device,
+        tensor_parallel=own.tensor_parallel,
+        pipeline_parallel=own.pipeline_parallel,
+        kv_tokens=own.kv_tokens,
+        kv_bytes_per_token=own.layout.token_bytes,
+        limits=MeasuredLimits(
+            context_tokens=own.context_tokens,
+            max_batch_tokens=own.max_batch_tokens,
+            chunk_tokens=own.chunk_tokens,
+            max_running=own.max_running,
+        ),
+        prefill=tuple(prefills),
+        step=tuple(steps),
+        transfer=tuple(transfers),
+        beside=tuple(slowdowns),
+        request_s=request_s,
+    )
+
+
+def _check_one_kind(targets: Sequence[Target]) -> None:
+    if len({(one.tensor_parallel, one.pipeline_parallel, one.layout) for one in targets}) > 1:
+        told = ", ".join(f"{one.worker_id} is TP{one.tensor_parallel} x PP{one.pipeline_parallel}" for one in targets)
+        raise InvalidRequest(f"a profile is of one kind of worker: {told}. Name workers of one with --worker")
+
+
+def _neighbours(
+    targets: Sequence[Target], workers: Sequence[Target], wanted: bool | None
+) -> tuple[Target, Target] | tuple[()]:
+    """Two workers of one host, one of them chosen, of different roles if possible. Raises InvalidRequest for none."""
+    if wanted is False:
+        return ()
+    pairs = [
+        pair
+        for pair in combinations(sorted(workers, key=lambda one: one not in targets), 2)
+        if pair[0] in targets and pair[0].host == pair[1].host and (wanted or pair[0].device == pair[1].device == "cpu")
+    ]
+    if not pairs:
+        if wanted:
+            raise InvalidRequest("--beside: no other worker is on the host of one that is measured", param="beside")
+        return ()
+    return max(pairs, key=lambda pair: pair[0].role != pair[1].role)

@@ -1,0 +1,123 @@
+"""The workers that are to be measured, as their gateway shows them, and whether they can be now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from halfmoon.errors import InvalidRequest, NoCapacity, Unavailable
+from halfmoon.kv.layout import KVLayout
+from halfmoon.policy.cluster_view import Role
+
+_CALL = aiohttp.ClientTimeout(total=10)
+_BUSY = ("num_running", "num_waiting", "num_reserved", "num_held")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One worker."""
+
+    worker_id: str
+    role: Role
+    address: str
+    model: str
+    fingerprint: str
+    device: str
+    layout: KVLayout
+    kv_tokens: int
+    context_tokens: int
+    max_batch_tokens: int
+    chunk_tokens: int
+    max_running: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    num_requests: int  # on it, by its last report
+
+    @property
+    def host(self) -> str:
+        """Where it runs."""
+        return self.address.rpartition(":")[0]
+
+    def can(self, work: str) -> bool:
+        """Whether it takes `prefill` or `decode`."""
+        return self.role in (work, "both")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A gateway and its workers."""
+
+    url: str
+    served_model: str
+    workers: tuple[Target, ...]
+
+
+async def seen_cluster(session: aiohttp.ClientSession, url: str) -> Cluster:
+    """Raises Unavailable where no gateway answers, InvalidRequest where it wants another token."""
+    try:
+        async with session.get(f"{url}/halfmoon/v1/cluster", timeout=_CALL) as response:
+            if response.status in (401, 403):
+                raise InvalidRequest(f"the gateway at {url} wants the operator token: --token", param="token")
+            response.raise_for_status()
+            found = await response.json()
+        workers = tuple(_target(found["model_fingerprint"], one) for one in found["workers"])
+        return Cluster(url, found["served_model"], workers)
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+        raise Unavailable(f"no halfmoon gateway of this release answers at {url}: {error!r}") from error
+
+
+def chosen(cluster: Cluster, names: Sequence[str]) -> list[Target]:
+    """The workers of these ids, or one of each role. Raises InvalidRequest, and NoCapacity for one that is busy."""
+    if names:
+        known = {one.worker_id: one for one in cluster.workers}
+        if unknown := [name for name in names if name not in known]:
+            there = ", ".join(sorted(known)) or "none"
+            raise InvalidRequest(f"the gateway knows no worker {unknown[0]}: there are {there}", param="worker")
+        found = [known[name] for name in names]
+    else:
+        by_role = {one.role: one for one in sorted(cluster.workers, key=_by_load, reverse=True)}
+        found = list(by_role.values())
+    for work in ("prefill", "decode"):
+        if not any(one.can(work) for one in found):
+            told = ", ".join(f"{one.worker_id} ({one.role})" for one in found) or "no worker at all"
+            raise InvalidRequest(f"a profile needs a worker that takes {work}; there is {told}", param="worker")
+    check_idle(found)
+    return found
+
+
+def check_idle(workers: Sequence[Target]) -> None:
+    """Raises NoCapacity where somebody else's requests are on one of them."""
+    for one in workers:
+        if one.num_requests:
+            raise NoCapacity(
+                f"worker {one.worker_id} is busy ({one.num_requests} requests): what it takes for them would be taken "
+                "for its own speed. Profile it when nobody uses it"
+            )
+
+
+def _by_load(one: Target) -> tuple[int, str]:
+    return one.num_requests, one.worker_id
+
+
+def _target(fingerprint: str, one: dict[str, Any]) -> Target:
+    layout = KVLayout(**one["layout"])
+    return Target(
+        one["worker_id"],
+        one["role"],
+        one["address"],
+        one["model"],
+        fingerprint,
+        one["device"],
+        layout,
+        one["total_blocks"] * layout.block_tokens,
+        one["context_tokens"],
+        one["limits"]["step_tokens"],
+        one["limits"]["chunk_tokens"],
+        one["limits"]["max_running"],
+        max(one["parallelism"]["tensor"], 1),
+        max(one["parallelism"]["pipeline"], 1),
+        sum(one["load"][name] for name in _BUSY),
+    )

@@ -1,0 +1,64 @@
+"""When the steps of a batch ended, seen from a worker's token stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from halfmoon.errors import HalfmoonError
+from halfmoon.pb import decode_pb2, types_pb2
+
+
+class SeenStep(NamedTuple):
+    """One decode step of the whole batch."""
+
+    context_tokens: int  # of all its sequences, before the step
+    seconds: float
+
+
+class TokenWatch:
+    """Owns what has been read of one token stream. A message is a step, unless several were waiting to be read."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        """`prompt_tokens`: of each sequence."""
+        self._prompt_tokens = prompt_tokens
+        self._last: tuple[float, dict[str, int]] = (0.0, {})  # when it came; positions by request
+        self._steps: list[SeenStep] = []
+        self._batch: frozenset[str] = frozenset()
+        self._changed = asyncio.Event()
+        self._failure: HalfmoonError | None = None
+
+    def begin(self, request_ids: Collection[str]) -> None:
+        """From now on steps of exactly these requests count."""
+        self._batch = frozenset(request_ids)
+        self._steps.clear()
+
+    def hear(self, message: decode_pb2.StepTokens, now_s: float) -> None:
+        """The next message. Raises HalfmoonError where the worker failed or ended a request early."""
+        ended = [one for one in message.tokens if one.finish_reason not in (types_pb2.NOT_FINISHED, types_pb2.LENGTH)]
+        if ended:
+            reason = types_pb2.FinishReason.Name(ended[0].finish_reason).lower()
+            raise HalfmoonError(f"the worker ended a request of the profile: {reason}")
+        positions = {one.request_id: one.position for one in message.tokens}
+        at_s, before = self._last
+        self._last = now_s, positions
+        is_one_step = len(positions) == len(message.tokens) and positions.keys() == self._batch == before.keys()
+        if is_one_step and all(position == before[name] + 1 for name, position in positions.items()):
+            context = sum(self._prompt_tokens + position for position in positions.values())
+            self._steps.append(SeenStep(context, now_s - at_s))
+            self._changed.set()
+
+    def fail(self, error: HalfmoonError) -> None:
+        """Nothing more will be heard."""
+        self._failure = error
+        self._changed.set()
+
+    async def steps(self, num: int) -> Iterable[SeenStep]:
+        """The next so many steps of the whole batch. Raises what the stream ended with."""
+        while len(self._steps) < num:
+            if self._failure is not None:
+                raise self._failure
+            self._changed.clear()
+            await self._changed.wait()
+        return self._steps[:num]

@@ -1,0 +1,116 @@
+"""Profiling live workers over their RPCs: simulated ones, so that nothing but the protocol is there."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from halfmoon.errors import HalfmoonError, InvalidRequest, NoCapacity, Unavailable
+from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.profiling.measuring import Progress
+from halfmoon.profiling.profiler import ProfileOptions, profiled
+from halfmoon.profiling.sweep import SweepLimits
+from halfmoon.sim.coefficients import coefficients
+from halfmoon.sim.worker_profile import WorkerProfile
+from tests.services.simulation.test_simulated_fleet import INSTANTLY, SimulatedFleet, running_fleet
+
+LATENCY = coefficients("quick", PrefillModel(a=0.002), StepModel(d=0.004), 4_096, 1)
+QUICK: WorkerProfile = replace(INSTANTLY, name="quick", latency=LATENCY, context_tokens=512, max_running=8)
+LIMITS = SweepLimits(longest_prompt=128, largest_batch=4, longest_context=64, repeats=1, steps=3)
+
+
+def options(fleet: SimulatedFleet, *workers: str, beside: bool | None = None) -> ProfileOptions:
+    return ProfileOptions(fleet.gateway.http, workers=workers, transports=("grpc",), limits=LIMITS, beside=beside)
+
+
+def when(stage: str, begun: asyncio.Event) -> Progress:
+    def told(what: str, done: int, total: int) -> None:
+        if what == stage:
+            begun.set()
+
+    return told
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("both", "both")])
+async def test_a_profile_has_all_parts_and_leaves_nothing(tmp_path: Path, roles: tuple[str, str]) -> None:
+    told: list[tuple[str, int, int]] = []
+    async with running_fleet(tmp_path, QUICK) as fleet:
+        for role in roles:
+            await fleet.simulation.start(role)  # type: ignore[arg-type]
+        await fleet.until(lambda: len(fleet.ready()) == 2)
+        found = await profiled(options(fleet, beside=True), lambda *news: told.append(news))
+        await fleet.until_idle()
+    assert {one.new_tokens for one in found.prefill if not one.cached_tokens} == {16, 32, 64, 96, 128}
+    assert {one.cached_tokens for one in found.prefill} == {0, 32, 64}
+    assert [one.batch for one in found.step if one.is_held_out] == [3]
+    assert {one.batch for one in found.step} == {1, 2, 3, 4}
+    assert all(one.context_tokens >= 64 * one.batch for one in found.step)
+    assert [one.num_bytes for one in found.transfer] == [4 * 64, 4 * 128]
+    works = {(one.work, one.neighbour) for one in found.beside}
+    kinds = ("prefill", "decode")
+    assert works == {(a, b) for a in kinds for b in kinds if "both" in roles or a != b}
+    assert (found.limits.max_running, found.limits.context_tokens, found.kv_tokens) == (8, 512, 4_096)
+    assert found.whole.error.prefill is not None
+    assert {what for what, done, total in told if done == total} == {
+        "prompts", "decode batches", "transfers", "side by side",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", ["prompts", "decode batches", "transfers", "side by side"])
+async def test_an_interrupted_profile_leaves_nothing(tmp_path: Path, stage: str) -> None:
+    """Ctrl-C cancels the task: here a moment after a stage began, when its work is on the workers."""
+    begun = asyncio.Event()
+    async with running_fleet(tmp_path, QUICK) as fleet:
+        await fleet.add(1, 1)
+        members = fleet.gateway.cluster.membership.members
+        work = profiled(options(fleet, beside=True), when(stage, begun))
+        profiling = asyncio.create_task(work)
+        await begun.wait()
+        if stage != "prompts":
+            await fleet.until(lambda: any(one.load.num_running for one in members()) or profiling.done())
+        profiling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await profiling
+        await fleet.until_idle()
+
+
+async def test_a_busy_worker_is_not_measured(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, QUICK) as fleet:
+        await fleet.add(1, 1)
+        asking = asyncio.create_task(fleet.text(400))
+        members = fleet.gateway.cluster.membership.members
+        await fleet.until(lambda: any(one.load.num_running for one in members()))
+        with pytest.raises(NoCapacity, match=r"busy \(1 requests\)"):
+            await profiled(options(fleet), lambda *news: None)
+        asking.cancel()
+
+
+async def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, QUICK) as fleet:
+        await fleet.add(1, 1)
+        ids = {one.role: one.worker_id for one in fleet.gateway.cluster.membership.members()}
+        for names, error, text in (
+            (["nobody"], InvalidRequest, ids["prefill"]),
+            ([ids["prefill"]], InvalidRequest, "needs a worker that takes decode"),
+            ([ids["decode"]], InvalidRequest, "needs a worker that takes prefill"),
+        ):
+            with pytest.raises(error, match=text):
+                await profiled(options(fleet, *names), lambda *news: None)
+    with pytest.raises(Unavailable, match="no halfmoon gateway"):
+        await profiled(ProfileOptions("http://127.0.0.1:1"), lambda *news: None)
+
+
+async def test_a_worker_that_dies_meanwhile_ends_the_profile(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, QUICK) as fleet:
+        await fleet.add(1, 1)
+        (decode,) = [one for one in fleet.simulation.workers() if one.role == "decode"]
+        begun = asyncio.Event()
+        work = profiled(options(fleet), when("decode batches", begun))
+        profiling = asyncio.create_task(work)
+        await begun.wait()
+        await fleet.simulation.kill(decode)
+        with pytest.raises(HalfmoonError):
+            await profiling
