@@ -2,10 +2,12 @@
 
     python -m benchmarks.refusal [--requests 300] [--workers 8]
 
-A gateway with the demo model's tokenizer, and workers that are members and nothing else, whose speed rules out the only
-class's target. For prompts of several lengths: the whole time in the gateway (as the ledger has it), what of that is
-reading the body and tokenizing, what judging (hashing the blocks, predicting, choosing) takes, and the client's round
-trip, whose HTTP costs both sides. Medians in milliseconds and, for machines that others use, 10th percentiles.
+A gateway with the demo model's tokenizer, and workers that are members and nothing else. For prompts of several
+lengths, the whole time in the gateway (as the ledger has it) of two kinds of refusals: *unread*, where no prompt at all
+could meet the class's target, and *read*, where the prompt is needed to know. Then the parts of the second one:
+reading the body, tokenizing, judging (hashing the blocks, predicting, choosing). The last column is the client's round
+trip of an unread one, whose HTTP costs both sides. Medians in milliseconds and, for machines that others use, 10th
+percentiles.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -28,7 +31,8 @@ from halfmoon.policy.admission import Refused
 from halfmoon.policy.classes import Caller
 from services.gateway.__main__ import load_model
 from services.gateway.attempt import RelayRequest
-from services.gateway.intake import Intake, take_in_chat
+from services.gateway.bodies import AnyBody, intake_of, read_body
+from services.gateway.intake import Intake
 from services.gateway.progress import Progress
 from services.gateway.served_model import ServedModel
 from services.gateway.service import RunningGateway, running_gateway
@@ -36,7 +40,9 @@ from services.gateway.settings import GatewaySettings
 
 _WORDS = "the gateway predicts how long the first token of this prompt would take on every worker and then refuses it "
 _REFUSED = 429
-_LENGTHS = (64, 512, 4_096)  # tokens, about
+_LENGTHS = (64, 512, 4_096, 32_768)  # tokens, about
+_CONTEXT_TOKENS = 65_536  # whatever the demo model's is: nothing is computed
+_TARGETS_S = {"unread": 1e-6, "read": 0.05}  # one token takes 11 ms, the shortest prompt 0.1 s
 
 
 def main() -> None:
@@ -50,15 +56,13 @@ def main() -> None:
 async def _run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as state_dir:
         settings = GatewaySettings(port=0, state_dir=Path(state_dir), heartbeat_interval_s=1e6)
-        model = load_model(settings)
+        model = replace(load_model(settings), context_tokens=_CONTEXT_TOKENS)
         async with running_gateway(settings, model) as gateway, aiohttp.ClientSession() as session:
             _join(gateway, model, args.workers)
-            url = f"{gateway.http}/halfmoon/v1/classes/default"
-            async with session.put(url, json={"ttft_s": 1e-6}) as response:
-                response.raise_for_status()
-            print(f"{'tokens':>7} {'gateway':>15} {'tokenizing':>15} {'judging':>15} {'round trip':>15}")
-            for num_tokens in _LENGTHS:
-                await _measure(session, gateway, model, num_tokens, args.requests)
+            columns = ("unread", "read", "body", "tokenizing", "judging", "round, unread")
+            print(f"{'tokens':>7} {' '.join(f'{one:>15}' for one in columns)}")
+            for version, num_tokens in enumerate(_LENGTHS):
+                await _measure(session, gateway, model, num_tokens, args.requests, 2 * version)
 
 
 def _join(gateway: RunningGateway, model: ServedModel, num_workers: int) -> None:
@@ -72,37 +76,73 @@ def _join(gateway: RunningGateway, model: ServedModel, num_workers: int) -> None
             address="nowhere:1",
             model_fingerprint=model.fingerprint,
             layout=layout,
-            context_tokens=8_192,
-            total_blocks=1_000,
+            context_tokens=_CONTEXT_TOKENS,
+            total_blocks=2_000,
             profile=profile,
         )
         membership.set_listening(membership.join(identity, gateway.cluster.clock()), True)
 
 
 async def _measure(
-    session: aiohttp.ClientSession, gateway: RunningGateway, model: ServedModel, num_tokens: int, num_requests: int
+    session: aiohttp.ClientSession,
+    gateway: RunningGateway,
+    model: ServedModel,
+    num_tokens: int,
+    num_requests: int,
+    version: int,
 ) -> None:
-    text = _WORDS * (num_tokens // 20)
-    messages = [{"role": "user", "content": text}]
-    body = json.dumps({"model": model.name, "messages": messages, "max_tokens": 100}).encode()
-    round_trips_s, tokenizing_s, judging_s = [], [], []
+    messages = [{"role": "user", "content": _WORDS * (num_tokens // 20)}]
+    raw = json.dumps({"model": model.name, "messages": messages, "max_tokens": 100}).encode()
+    inside_s, round_trips_s = {}, {}
+    for offset, (kind, target_s) in enumerate(_TARGETS_S.items()):
+        body = {"ttft_s": target_s, "version": version + offset}
+        async with session.put(f"{gateway.http}/halfmoon/v1/classes/default", json=body) as response:
+            response.raise_for_status()
+        round_trips_s[kind] = await _refused(session, gateway, raw, num_requests)
+        inside_s[kind] = await _in_gateway(session, gateway, num_requests)
+    parts_s = _parts(gateway, model, raw, num_requests)
+    columns = (inside_s["unread"], inside_s["read"], *zip(*parts_s, strict=True), round_trips_s["unread"])
+    num_prompt = len(intake_of(_read(raw, model), model, _CONTEXT_TOKENS).prompts[0])
+    print(f"{num_prompt:7} {' '.join(map(_shown_ms, columns))}", flush=True)
+
+
+async def _refused(
+    session: aiohttp.ClientSession, gateway: RunningGateway, raw: bytes, num_requests: int
+) -> list[float]:
+    """Seconds that each refused request took its client."""
+    round_trips_s = []
     for _ in range(num_requests):
         began_s = time.perf_counter()
-        async with session.post(f"{gateway.http}/v1/chat/completions", data=body) as response:
+        async with session.post(f"{gateway.http}/v1/chat/completions", data=raw) as response:
             await response.read()
         if response.status == _REFUSED:  # one every ten seconds is let in, to see whether it is right to refuse
             round_trips_s.append(time.perf_counter() - began_s)
-        began_s = time.perf_counter()
-        intake = take_in_chat(body, model, 8_192)
-        tokenizing_s.append(time.perf_counter() - began_s)
-        judging_s.append(_judge(gateway, intake))
+    return round_trips_s
+
+
+async def _in_gateway(session: aiohttp.ClientSession, gateway: RunningGateway, num_requests: int) -> list[float]:
+    """Seconds of the latest requests there."""
     await asyncio.sleep(0.5)  # rows are written behind the requests
-    url = f"{gateway.http}/halfmoon/v1/requests?limit={num_requests}"
-    async with session.get(url) as response:
+    async with session.get(f"{gateway.http}/halfmoon/v1/requests?limit={num_requests}") as response:
         rows = await response.json()
-    inside_s = [row["e2e_s"] for row in rows if row["http_status"] == _REFUSED]
-    columns = map(_shown_ms, (inside_s, tokenizing_s, judging_s, round_trips_s))
-    print(f"{len(intake.prompts[0]):7} {' '.join(columns)}")
+    return [row["e2e_s"] for row in rows if row["http_status"] == _REFUSED]
+
+
+def _parts(gateway: RunningGateway, model: ServedModel, raw: bytes, num_requests: int) -> list[tuple[float, ...]]:
+    """Seconds to read the body, to tokenize, and to judge."""
+    found = []
+    for _ in range(num_requests):
+        moments_s = [time.perf_counter()]
+        body = _read(raw, model)
+        moments_s.append(time.perf_counter())
+        intake = intake_of(body, model, _CONTEXT_TOKENS)
+        moments_s.append(time.perf_counter())
+        found.append((*np.diff(moments_s), _judge(gateway, intake)))
+    return found
+
+
+def _read(raw: bytes, model: ServedModel) -> AnyBody:
+    return read_body("chat.completions", raw, model, _CONTEXT_TOKENS)
 
 
 def _judge(gateway: RunningGateway, intake: Intake) -> float:

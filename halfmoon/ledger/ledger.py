@@ -18,6 +18,7 @@ from halfmoon.ledger.outcomes import Outcomes
 from halfmoon.ledger.output_samples import OutputSamples
 from halfmoon.ledger.plans import Plans
 from halfmoon.ledger.profiles import Profiles
+from halfmoon.ledger.retention import Retention
 from halfmoon.ledger.row_queue import RowQueue
 
 _FLUSH_S = 5.0  # at the end, for rows that wait
@@ -34,6 +35,7 @@ class Ledger:
         self.plans = Plans(database)
         self.outputs = OutputSamples(database)
         self.outcomes = Outcomes(database)
+        self.retention = Retention(database)
         self.rows = RowQueue[dict[str, Any]](self._insert)
         self._database = database
         self._gateway_id = gateway_id

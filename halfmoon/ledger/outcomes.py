@@ -18,7 +18,7 @@ class Outcome(NamedTuple):
 
     status: str  # RequestStatus
     predicted_ttft_s: float | None
-    predicted_tbt_s: float | None
+    predicted_tbt_s: float | None  # None for one token
     ttft_s: float | None
     mean_tbt_s: float | None
 
@@ -41,7 +41,7 @@ class Outcomes:
         newest = (
             select(*columns)
             .where(RequestRow.created_at >= moment, RequestRow.qos_class == qos_class)
-            .where(RequestRow.predicted_ttft_s.is_not(None), RequestRow.predicted_tbt_s.is_not(None))
+            .where(RequestRow.predicted_ttft_s.is_not(None))
             .order_by(RequestRow.id.desc())
             .limit(limit)
         )

@@ -6,12 +6,12 @@ Mooncake (section 7): early rejection by the load of now, or by the decode load 
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple
 
 from halfmoon.errors import NoCapacity
-from halfmoon.policy.decode_forecast import DecodeForecast
-from halfmoon.policy.feedback import Targets
-from halfmoon.policy.placement import Placement
+from halfmoon.policy.classes import QosClass
+from halfmoon.policy.feedback import TargetKind, Targets, Tightening
+from halfmoon.policy.latency import Floats
 
 AdmissionMode = Literal["off", "load", "predicted"]
 RefusalReason = Literal["ttft", "tbt", "reservation", "shed"]
@@ -20,66 +20,77 @@ _SHORT_WAIT_S = 1.0
 _LONG_WAIT_S = 60.0
 
 
+class Outlook(NamedTuple):
+    """What is predicted of a request, from now."""
+
+    ttft_s: float
+    tbt_s: float | None  # None for one token, which has no gap
+    queue_s: float = 0.0  # of `ttft_s`: what waiting would take off
+    is_least: bool = False  # the prompt is not known: no request at all would be quicker
+
+
 class Refused(NoCapacity):
     """The request would miss its class's targets. Nothing was computed, no worker knows of it."""
 
     def __init__(
-        self, qos_class: str, reason: RefusalReason, message: str, placement: Placement, wait_s: float
+        self, qos: QosClass, reason: RefusalReason, message: str, outlook: Outlook, applied: Targets, wait_s: float
     ) -> None:
         retry_after_ms = math.ceil(1000 * min(max(wait_s, _SHORT_WAIT_S), _LONG_WAIT_S))
         super().__init__(message, retry_after_ms=retry_after_ms)
-        self.qos_class = qos_class
+        self.qos_class = qos.name
         self.reason = reason
-        self.ttft_s = placement.ttft_s
-        self.tbt_s = placement.tbt_s
+        self.ttft_s = outlook.ttft_s
+        self.tbt_s = outlook.tbt_s
+        self.targets = Targets(qos.ttft_s, qos.tbt_s)
+        self.applied = applied  # the targets as feedback has them now
 
 
-class Predicted(Protocol):
-    """What a placement, or the ledger, says of a request."""
-
-    @property
-    def ttft_s(self) -> float: ...
-
-    @property
-    def tbt_s(self) -> float: ...
-
-
-def missed_target(placement: Predicted, targets: Targets) -> Literal["ttft", "tbt"] | None:
-    """Which target the placement's predictions miss; None where they meet both."""
-    if targets.ttft_s is not None and placement.ttft_s > targets.ttft_s:
+def missed_target(outlook: Outlook, targets: Targets) -> TargetKind | None:
+    """Which target the predictions miss; None where they meet both."""
+    if targets.ttft_s is not None and outlook.ttft_s > targets.ttft_s:
         return "ttft"
-    if targets.tbt_s is not None and placement.tbt_s > targets.tbt_s:
+    if targets.tbt_s is not None and outlook.tbt_s is not None and outlook.tbt_s > targets.tbt_s:
         return "tbt"
     return None
 
 
 def over_target(
-    qos_class: str,
-    reason: Literal["ttft", "tbt"],
-    placement: Placement,
-    targets: Targets,
-    forecast: DecodeForecast,
-    decode_row: int,
-    now_s: float,
+    qos: QosClass,
+    missed: TargetKind,
+    outlook: Outlook,
+    applied: Targets,
+    tightening: Tightening | None,
+    ends_in_s: Floats,
 ) -> Refused:
-    """The refusal of a request over a target, with when it might be met: the queue shrinks, others leave."""
-    if reason == "ttft":
-        assert targets.ttft_s is not None
-        message = (
-            f"time to first token would be {placement.ttft_s:.3g} s, class {qos_class} allows {targets.ttft_s:.3g} s"
-        )
-        return Refused(qos_class, reason, message, placement, placement.ttft_s - targets.ttft_s)
-    assert targets.tbt_s is not None
-    message = (
-        f"time between tokens would be {1000 * placement.tbt_s:.3g} ms, "
-        f"class {qos_class} allows {1000 * targets.tbt_s:.3g} ms"
-    )
-    wait_s = _until_lighter_s(placement.tbt_s, targets.tbt_s, forecast, decode_row, now_s)
-    return Refused(qos_class, reason, message, placement, wait_s)
+    """The refusal of a request over a target, with when it might be met: the queue shrinks, others leave.
+
+    `ends_in_s` is in how many seconds those who decode there leave, soonest first.
+    """
+    would = "would be at least" if outlook.is_least else "would be"
+    if missed == "ttft":
+        assert applied.ttft_s is not None
+        assert qos.ttft_s is not None
+        message = f"time to first token {would} {outlook.ttft_s:.3g} s, class {qos.name} allows {qos.ttft_s:.3g} s"
+        wait_s = _until_shorter_s(outlook, applied.ttft_s)
+    else:
+        assert applied.tbt_s is not None
+        assert outlook.tbt_s is not None
+        assert qos.tbt_s is not None
+        allowed = f"class {qos.name} allows {1000 * qos.tbt_s:.3g} ms"
+        message = f"time between tokens {would} {1000 * outlook.tbt_s:.3g} ms, {allowed}"
+        wait_s = _until_lighter_s(outlook.tbt_s, applied.tbt_s, ends_in_s)
+    why = "" if tightening is None else f"; now {tightening.told(qos.attainment)}"
+    return Refused(qos, missed, message + why, outlook, applied, wait_s)
 
 
-def _until_lighter_s(tbt_s: float, target_s: float, forecast: DecodeForecast, row: int, now_s: float) -> float:
+def _until_shorter_s(outlook: Outlook, target_s: float) -> float:
+    """A prompt that takes longer than the target by itself gains nothing by waiting."""
+    if outlook.ttft_s - outlook.queue_s > target_s:
+        return _LONG_WAIT_S
+    return outlook.ttft_s - target_s
+
+
+def _until_lighter_s(tbt_s: float, target_s: float, ends_in_s: Floats) -> float:
     """Until so many requests have left that steps take the target, each bearing an equal part of them."""
-    ends_s = forecast.next_ends(row, now_s)
-    num_leaving = math.ceil(len(ends_s) * (1 - target_s / tbt_s))
-    return float(ends_s[num_leaving - 1]) - now_s if num_leaving > 0 else _SHORT_WAIT_S
+    num_leaving = math.ceil(len(ends_in_s) * (1 - target_s / tbt_s))
+    return float(ends_in_s[num_leaving - 1]) if num_leaving > 0 else _LONG_WAIT_S  # nobody is there who could leave

@@ -63,9 +63,30 @@ class DecodeForecast:
 
     def loads(self, at_s: float, now_s: float, num_rows: int) -> DecodeLoads:
         """What each row decodes at `at_s`, seen from `now_s`."""
-        joins_s, leaves_s = self._times.T
-        ends_s = np.where(leaves_s < now_s, now_s + _OVERTIME * (now_s - joins_s), leaves_s)
+        joins_s, ends_s = self._lives(now_s)
         there = np.flatnonzero((self._rows >= 0) & (joins_s <= at_s) & (ends_s >= at_s))
+        return self._loads_of(there, at_s, joins_s, ends_s, num_rows)
+
+    def least_loads(self, from_s: float, until_s: float, now_s: float, num_rows: int) -> DecodeLoads:
+        """What each row decodes at least, at any moment between the two."""
+        joins_s, ends_s = self._lives(now_s)
+        there = np.flatnonzero((self._rows >= 0) & (joins_s <= from_s) & (ends_s >= until_s))
+        return self._loads_of(there, from_s, joins_s, ends_s, num_rows)
+
+    def next_ends(self, row: int | None, now_s: float) -> Floats:
+        """When requests of `row`, or of all, are predicted to leave, soonest first; those overdue do so by and by."""
+        joins_s, leaves_s = self._times[self._rows >= 0 if row is None else self._rows == row].T
+        ends_s: Floats = np.sort(np.where(leaves_s < now_s, now_s + _OVERTIME * (now_s - joins_s), leaves_s))
+        return ends_s
+
+    def _lives(self, now_s: float) -> tuple[Floats, Floats]:
+        """When each slot's request joins, and when it ends."""
+        joins_s, leaves_s = self._times.T
+        return joins_s, np.where(leaves_s < now_s, now_s + _OVERTIME * (now_s - joins_s), leaves_s)
+
+    def _loads_of(
+        self, there: NDArray[np.int64], at_s: float, joins_s: Floats, ends_s: Floats, num_rows: int
+    ) -> DecodeLoads:
         rows = self._rows[there]
         life_s = np.maximum(ends_s[there] - joins_s[there], 1e-9)
         share = np.minimum((at_s - joins_s[there]) / life_s, 1.0)
@@ -73,12 +94,6 @@ class DecodeForecast:
         batch: Floats = np.bincount(rows, minlength=num_rows).astype(np.float64)
         context: Floats = np.bincount(rows, weights=prompt + output * share, minlength=num_rows).astype(np.float64)
         return DecodeLoads(batch[:num_rows], context[:num_rows])
-
-    def next_ends(self, row: int, now_s: float) -> Floats:
-        """When requests of `row` are predicted to leave, soonest first; those overdue do so by and by."""
-        joins_s, leaves_s = self._times[self._rows == row].T
-        ends_s: Floats = np.sort(np.where(leaves_s < now_s, now_s + _OVERTIME * (now_s - joins_s), leaves_s))
-        return ends_s
 
     def _double(self) -> None:
         num = len(self._rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,8 @@ _TIGHTEN, _RELAX = 0.9, 1.02  # a step; down faster than up, so that it settles
 _LEAST = 0.5
 _INTERVAL_S = 1.0
 
+TargetKind = Literal["ttft", "tbt"]
+
 
 @dataclass(frozen=True, slots=True)
 class Targets:
@@ -32,15 +34,29 @@ class Targets:
     tbt_s: float | None
 
 
+class Tightening(NamedTuple):
+    """Why a target that is applied is not the class's own."""
+
+    applied_s: float
+    measured_s: float  # what the attainment's share of the latest requests took, when it was last made stricter
+
+    def told(self, attainment: float) -> str:
+        """In words, for who was refused by it."""
+        share, measured = f"{100 * attainment:.3g} %", _told_s(self.measured_s)
+        return f"{_told_s(self.applied_s)}, because {share} of its latest requests took up to {measured}"
+
+
 class Feedback:
     """Owns the latest measured times of each class, and by how much each target is tightened."""
 
     def __init__(self) -> None:
-        self._scales: dict[tuple[str, str], _Scale] = {}
+        self._scales: dict[tuple[str, TargetKind], _Scale] = {}
 
     def add(self, qos: QosClass, ttft_s: float, tbt_s: float | None, entered_s: float, now_s: float) -> None:
         """One ended request: its TTFT and its mean TBT, None for one token; `entered_s` is when it was admitted."""
-        for kind, measured_s, target_s in (("ttft", ttft_s, qos.ttft_s), ("tbt", tbt_s, qos.tbt_s)):
+        told: tuple[tuple[TargetKind, float | None, float | None], ...]
+        told = (("ttft", ttft_s, qos.ttft_s), ("tbt", tbt_s, qos.tbt_s))
+        for kind, measured_s, target_s in told:
             if measured_s is not None and target_s is not None:
                 self._scales.setdefault((qos.name, kind), _Scale()).add(_Measured(entered_s, now_s, measured_s))
 
@@ -48,7 +64,14 @@ class Feedback:
         """The class's targets as admission should see them now: at most its own, at least half of them."""
         return Targets(self._scaled(qos, "ttft", qos.ttft_s, now_s), self._scaled(qos, "tbt", qos.tbt_s, now_s))
 
-    def _scaled(self, qos: QosClass, kind: str, target_s: float | None, now_s: float) -> float | None:
+    def tightenings(self, qos: QosClass) -> dict[TargetKind, Tightening]:
+        """Those of the class's targets that are tightened, as of the last `targets`. Changes nothing."""
+        own: dict[TargetKind, float | None] = {"ttft": qos.ttft_s, "tbt": qos.tbt_s}
+        scales = {kind: self._scales.get((qos.name, kind)) for kind in own}
+        found = {kind: scale.tightening(own[kind]) for kind, scale in scales.items() if scale is not None}
+        return {kind: one for kind, one in found.items() if one is not None}
+
+    def _scaled(self, qos: QosClass, kind: TargetKind, target_s: float | None, now_s: float) -> float | None:
         scale = self._scales.get((qos.name, kind))
         return (
             target_s if target_s is None or scale is None else target_s * scale.value(target_s, qos.attainment, now_s)
@@ -68,6 +91,7 @@ class _Scale:
         self._measured: deque[_Measured] = deque(maxlen=_MAX_SAMPLES)
         self._target_s = 0.0
         self._value = 1.0
+        self._reached_s = 0.0  # the attainment's quantile at the last step down
         self._adjusted_s = self._tightened_s = -math.inf
 
     def add(self, measured: _Measured) -> None:
@@ -81,6 +105,11 @@ class _Scale:
             self._adjust(attainment, now_s)
         return self._value
 
+    def tightening(self, target_s: float | None) -> Tightening | None:
+        if target_s is None or target_s != self._target_s or self._value == 1.0:
+            return None
+        return Tightening(target_s * self._value, self._reached_s)
+
     def _adjust(self, attainment: float, now_s: float) -> None:
         while self._measured and now_s - self._measured[0].ended_s > _WINDOW_S:
             self._measured.popleft()
@@ -92,5 +121,10 @@ class _Scale:
         reached = float(np.quantile(counted, attainment)) / self._target_s
         if reached > 1:
             self._value, self._tightened_s = max(_LEAST, self._value * _TIGHTEN), now_s
+            self._reached_s = reached * self._target_s
         elif reached < _FAR:
             self._value = min(1.0, self._value * _RELAX)
+
+
+def _told_s(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

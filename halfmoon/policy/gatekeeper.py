@@ -10,19 +10,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.policy.admission import AdmissionMode, Refused, missed_target, over_target
+from halfmoon.policy.admission import AdmissionMode, Outlook, Refused, missed_target, over_target
 from halfmoon.policy.candidates import Candidate, ranked_candidates
 from halfmoon.policy.classes import ClassTable, Degradation, QosClass
 from halfmoon.policy.cluster_view import ClusterView
 from halfmoon.policy.decode_forecast import DecodeForecast, DecodeLoads
-from halfmoon.policy.feedback import Feedback
+from halfmoon.policy.feedback import Feedback, TargetKind, Targets, Tightening
 from halfmoon.policy.latency import Floats
 from halfmoon.policy.output_lengths import OutputLengths
 from halfmoon.policy.overheads import Overhead
-from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules, place
+from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules, place, predict_tbt
 from halfmoon.policy.prefill_forecast import PrefillForecast
 from halfmoon.policy.reservations import Reservations
 from halfmoon.policy.shedding import Shedding
+from halfmoon.policy.ttft import predict_ttft
 
 _USUAL_WEIGHT = 0.02  # of the latest request in the usual TTFT
 _PROBE_S = 10.0  # an idle cluster refuses everybody for so long; then one request shows whether it is right to
@@ -88,27 +89,86 @@ class Gatekeeper:
         plain = self._place(view, request, qos, now_s, depths, ())
         if self._mode == "off":
             return plain
-        self._check_not_shed(plain, now_s)
-        self._note_ttft(plain.placement.ttft_s)
         targets = self._feedback.targets(qos, now_s)
+        self._check_not_shed(qos, _outlook(plain, plain.placement), targets, now_s)
+        self._note_ttft(plain.placement.ttft_s)
         for given_up in range(len(qos.degradation) + 1):
             steps = qos.degradation[:given_up]
             found = self._place(view, request, qos, now_s, depths, steps) if steps else plain
             judged = self._as_judged(view, request, found.placement, now_s)
-            has_tbt = found.max_tokens > 1  # one token has no gap
-            reason = missed_target(judged, targets if has_tbt else replace(targets, tbt_s=None))
-            if reason is None and self._has_share(view, request, found, now_s):
+            outlook = _outlook(found, judged)
+            missed = missed_target(outlook, targets)
+            if missed is None and self._has_share(view, request, found, now_s):
                 return found
-        if reason is not None and self._is_probe(now_s):
+        if missed is not None and self._is_probe(now_s):
             return plain
+        self._shed_below(qos, now_s)
+        if missed is None:
+            message = f"class {qos.name} has used its share of the cluster, and others need theirs"
+            raise Refused(qos, "reservation", message, outlook, targets, 0.0)
+        raise self._over_target(qos, missed, outlook, targets, view.row(judged.decode.worker_id), now_s)
+
+    def refuse_unread(self, view: ClusterView, priority: int, *, has_gaps: bool, qos: QosClass, now_s: float) -> None:
+        """Raises Refused where `decide` would admit no prompt at all: the queues alone are too long, or the decode
+        workers too full. So nobody has to read the prompt; who is not refused here is for `decide`.
+
+        `has_gaps`: more than one token is asked for, without doubt.
+        """
+        if self._mode == "off" or view.missing:
+            return
+        targets = self._feedback.targets(qos, now_s)
+        least, row = self._least(view, priority, targets, now_s)
+        if not has_gaps or ("cap_max_tokens" in qos.degradation and qos.capped_tokens == 1):
+            least = least._replace(tbt_s=None)
+        self._check_not_shed(qos, least, targets, now_s)
+        missed = missed_target(least, targets)
+        if missed is not None and not self._is_probe(now_s):
+            self._note_ttft(least.ttft_s)
+            self._shed_below(qos, now_s)
+            raise self._over_target(qos, missed, least, targets, row, now_s)
+
+    def _least(self, view: ClusterView, priority: int, targets: Targets, now_s: float) -> tuple[Outlook, int]:
+        """What no prompt undercuts, and the decode worker that is the least busy: predictions of one token's prompt,
+        whose decode worker may join others at any moment that leaves the TTFT within its target."""
+        num_rows = view.num_rows
+        ttft = predict_ttft(view, 1, NOTHING_CACHED, now_s, None, waits=_Waits(self._prefills, priority, now_s))
+        prefills = np.flatnonzero(view.can_prefill[:num_rows] | view.can_do_both[:num_rows])
+        first = prefills[np.argmin(ttft.seconds[prefills])]
+        least_s, overhead_s = float(ttft.seconds[first]), self._before_token.seconds
+        if self._mode == "load":
+            loads = self._mean_load(view, now_s)
+        elif targets.ttft_s is None:
+            loads = DecodeLoads(np.zeros(num_rows), np.zeros(num_rows))
+        else:
+            until_s = now_s + targets.ttft_s - overhead_s
+            loads = self._forecast.least_loads(now_s + least_s, until_s, now_s, num_rows)
+        decodes = np.flatnonzero(view.can_decode[:num_rows] | view.can_do_both[:num_rows])
+        tbt_s = predict_tbt(view, loads, 1)[decodes]
+        lightest = int(np.argmin(tbt_s))
+        outlook = Outlook(least_s + overhead_s, float(tbt_s[lightest]), float(ttft.queue_s[first]), is_least=True)
+        return outlook, int(decodes[lightest])
+
+    def applied(self, qos: QosClass) -> Targets:
+        """The class's targets as feedback has them now."""
+        tightened = self._feedback.tightenings(qos)
+        ttft, tbt = tightened.get("ttft"), tightened.get("tbt")
+        return Targets(ttft.applied_s if ttft else qos.ttft_s, tbt.applied_s if tbt else qos.tbt_s)
+
+    def tightenings(self, qos: QosClass) -> dict[TargetKind, Tightening]:
+        """Those of the class's targets that feedback has tightened, and why."""
+        return self._feedback.tightenings(qos)
+
+    def _shed_below(self, qos: QosClass, now_s: float) -> None:
         if "shed_lowest_class" in qos.degradation:
             self._shedding.shed(qos.priority, self.classes.priorities, now_s)
-        if reason is None:
-            message = f"class {qos.name} has used its share of the cluster, and others need theirs"
-            raise Refused(qos.name, "reservation", message, judged, 0.0)
-        row = view.row(judged.decode.worker_id)
+
+    def _over_target(
+        self, qos: QosClass, missed: TargetKind, outlook: Outlook, targets: Targets, row: int | None, now_s: float
+    ) -> Refused:
         assert row is not None
-        raise over_target(qos.name, reason, judged, targets, self._forecast, row, now_s)
+        ends_in_s = self._forecast.next_ends(None if self._mode == "load" else row, now_s) - now_s
+        tightening = self._feedback.tightenings(qos).get(missed)
+        return over_target(qos, missed, outlook, targets, tightening, ends_in_s)
 
     def _is_probe(self, now_s: float) -> bool:
         """Whether a refused request is let in because nothing ran for long: what is predicted too high for all would
@@ -221,11 +281,15 @@ class Gatekeeper:
         """
         if self._mode == "predicted":
             return self._judged_no_later_than_usual(view, request, placement, now_s)
-        batch, context = self._forecast.loads(now_s, now_s, view.num_rows)
-        num_workers = view.num_decoding
+        batch, context = self._mean_load(view, now_s)
         step = placement.decode.step_model
-        mean_context = context.sum() / num_workers + request.num_prompt_tokens
-        return replace(placement, tbt_s=step.seconds(batch.sum() / num_workers + 1, mean_context))
+        return replace(placement, tbt_s=step.seconds(batch[0] + 1, context[0] + request.num_prompt_tokens))
+
+    def _mean_load(self, view: ClusterView, now_s: float) -> DecodeLoads:
+        """An equal part of all that decodes now, for every row."""
+        batch, context = self._forecast.loads(now_s, now_s, view.num_rows)
+        everywhere = np.ones(view.num_rows) / view.num_decoding
+        return DecodeLoads(batch.sum() * everywhere, context.sum() * everywhere)
 
     def _judged_no_later_than_usual(
         self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float
@@ -243,16 +307,21 @@ class Gatekeeper:
         before_s = ttft_s if self._usual_ttft_s is None else self._usual_ttft_s
         self._usual_ttft_s = before_s + _USUAL_WEIGHT * (ttft_s - before_s)
 
-    def _check_not_shed(self, found: Admitted, now_s: float) -> None:
-        left_s = self._shedding.left_s(found.qos.priority, now_s)
+    def _check_not_shed(self, qos: QosClass, outlook: Outlook, targets: Targets, now_s: float) -> None:
+        left_s = self._shedding.left_s(qos.priority, now_s)
         if left_s > 0:
-            message = f"class {found.qos.name} waits while classes before it cannot be served"
-            raise Refused(found.qos.name, "shed", message, found.placement, left_s)
+            message = f"class {qos.name} waits while classes before it cannot be served"
+            raise Refused(qos, "shed", message, outlook, targets, left_s)
 
     def _has_share(self, view: ClusterView, request: PlacementRequest, found: Admitted, now_s: float) -> bool:
         num_tokens = request.num_prompt_tokens + round(found.num_output)
         capacity = view.decode_tokens
         return self._reservations.may_use(found.qos, num_tokens, capacity, self.classes.classes, now_s)
+
+
+def _outlook(found: Admitted, judged: Placement) -> Outlook:
+    """One token has no gap."""
+    return Outlook(judged.ttft_s, judged.tbt_s if found.max_tokens > 1 else None, judged.queue_s)
 
 
 @dataclass(frozen=True, slots=True)

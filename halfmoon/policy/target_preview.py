@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from halfmoon.policy.admission import missed_target
+from halfmoon.policy.admission import Outlook, missed_target
 from halfmoon.policy.feedback import Targets
 
 
@@ -17,7 +17,7 @@ class PastRequest(NamedTuple):
 
     was_refused: bool  # by admission
     predicted_ttft_s: float
-    predicted_tbt_s: float
+    predicted_tbt_s: float | None
     ttft_s: float | None = None
     tbt_s: float | None = None
 
@@ -27,11 +27,6 @@ class PastRequest(NamedTuple):
             return False
         in_time = targets.ttft_s is None or self.ttft_s <= targets.ttft_s
         return in_time and (targets.tbt_s is None or self.tbt_s is None or self.tbt_s <= targets.tbt_s)
-
-
-class _Predicted(NamedTuple):
-    ttft_s: float
-    tbt_s: float
 
 
 class TargetPreview(NamedTuple):
@@ -49,7 +44,7 @@ def preview_targets(past: Iterable[PastRequest], present: Targets, wanted: Targe
     """Replays `past`. A refusal that the present targets do not explain (a reservation, shedding) stays one."""
     num_requests = num_refused = num_would = num_served = num_meeting = num_new = 0
     for one in past:
-        predicted = _Predicted(one.predicted_ttft_s, one.predicted_tbt_s)
+        predicted = Outlook(one.predicted_ttft_s, one.predicted_tbt_s)
         for_another_reason = one.was_refused and missed_target(predicted, present) is None
         would_be = for_another_reason or missed_target(predicted, wanted) is not None
         num_requests += 1

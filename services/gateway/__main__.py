@@ -33,6 +33,7 @@ def load_model(settings: GatewaySettings) -> ServedModel:
         tokenizer=tokenizer,
         new_detokenizer=lambda: Detokenizer(tokenizer),
         created=int(time.time()),
+        aliases=settings.model_alias,
         tool_format=format_of_template(tokenizer.chat_template),
     )
 

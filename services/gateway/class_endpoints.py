@@ -24,8 +24,10 @@ class ClassEndpoints:
         self._classes = classes
 
     async def list(self, request: web.Request) -> web.Response:
-        """GET /halfmoon/v1/classes: every class with its version."""
-        return web.json_response({"classes": [_shown(one) for one in await self._classes.all()]})
+        """GET /halfmoon/v1/classes: every class with its version, and its targets as this gateway applies them."""
+        found = await self._classes.all()
+        shown = [{**_shown(one), **self._classes.applied(one.name)} for one in found]
+        return web.json_response({"classes": shown})
 
     async def put(self, request: web.Request) -> web.Response:
         """PUT /halfmoon/v1/classes/{name}: the whole class, and the version that it replaces.

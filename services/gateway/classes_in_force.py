@@ -77,6 +77,18 @@ class ClassesInForce:
         present = next((one for one in self._gatekeeper.classes.classes if one.name == name), NO_PROMISES)
         return Targets(present.ttft_s, present.tbt_s)
 
+    def applied(self, name: str) -> dict[str, float | None]:
+        """The class's targets as admission applies them here now, and what was measured where it has tightened them."""
+        qos = next((one for one in self._gatekeeper.classes.classes if one.name == name), NO_PROMISES)
+        targets, why = self._gatekeeper.applied(qos), self._gatekeeper.tightenings(qos)
+        ttft, tbt = why.get("ttft"), why.get("tbt")
+        return {
+            "applied_ttft_s": targets.ttft_s,
+            "applied_tbt_s": targets.tbt_s,
+            "measured_ttft_s": ttft and ttft.measured_s,
+            "measured_tbt_s": tbt and tbt.measured_s,
+        }
+
     async def remove(self, name: str, version: int) -> None:
         """Raises VersionConflict or Unavailable; nothing has changed then."""
         async with self._turn:

@@ -26,7 +26,7 @@ from services.gateway.token_streams import GatewayStopping, TokenRouter
 log = logging.getLogger(__name__)
 
 CANCEL_DEADLINE_S = 2.0
-_RECONNECT_S = (0.05, 0.2, 0.5, 1.0)
+_RETRY_S = (0.05, 0.2, 0.5, 1.0)  # pauses between tries to reach a worker; the last one again and again
 
 
 class Worker:
@@ -233,7 +233,7 @@ class Cluster(ClusterServicer):
                 self.router.lose(worker.member.worker_id, Unavailable(reason.message))
             fields = {"worker_id": worker.member.worker_id, "reason": reason.message}
             log.warning("tokens.lost", extra=fields)
-            await asyncio.sleep(_RECONNECT_S[min(num_failures, len(_RECONNECT_S) - 1)])
+            await asyncio.sleep(_RETRY_S[min(num_failures, len(_RETRY_S) - 1)])
             num_failures += 1
 
     async def _read_token_stream(self, worker: Worker) -> None:
@@ -249,7 +249,7 @@ class Cluster(ClusterServicer):
         """Until the worker has heard it or has left: what it does not hear of, it serves to the end."""
         request = CancelRequest(request_ids=[wire_id])
         with request_scope(request_id()):  # the request's own deadline may be over
-            for pause_s in chain(_RECONNECT_S, repeat(_RECONNECT_S[-1])):
+            for pause_s in chain(_RETRY_S, repeat(_RETRY_S[-1])):
                 try:
                     await worker.peer.call(worker.decode.Cancel, request, deadline_s=CANCEL_DEADLINE_S)
                     return

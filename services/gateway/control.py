@@ -47,12 +47,14 @@ class ControlEndpoints:
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
-        return web.json_response({"object": "list", "data": [self._model_card()]})
+        names = (self._model.name, *self._model.aliases)
+        return web.json_response({"object": "list", "data": [self._model_card(name) for name in names]})
 
     async def model(self, request: web.Request) -> web.Response:
         """GET /v1/models/{id}. Raises UnknownModel."""
-        self._model.check_name(request.match_info["model_id"])
-        return web.json_response(self._model_card())
+        name = request.match_info["model_id"]
+        self._model.check_name(name)
+        return web.json_response(self._model_card(name))
 
     async def openapi(self, request: web.Request) -> web.Response:
         """GET /openapi.json."""
@@ -95,11 +97,12 @@ class ControlEndpoints:
         rows = await self._ledger.recent(_limit(request.query.get("limit", "50")))
         return web.json_response([_row(row) for row in rows])
 
-    def _model_card(self) -> dict[str, Any]:
+    def _model_card(self, name: str) -> dict[str, Any]:
         model = self._model
         context_tokens = self._cluster.membership.context_tokens(model.context_tokens)
-        card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "halfmoon"}
-        return {**card, "root": model.checkpoint_name, "parent": None, "max_model_len": context_tokens}
+        card = {"id": name, "object": "model", "created": model.created, "owned_by": "halfmoon"}
+        parent = None if name == model.name else model.name
+        return {**card, "root": model.checkpoint_name, "parent": parent, "max_model_len": context_tokens}
 
 
 def _limit(given: str) -> int:

@@ -123,5 +123,5 @@ def _past(outcomes: Sequence[Outcome]) -> list[PastRequest]:
     return [
         PastRequest(one.status == "rejected", one.predicted_ttft_s, one.predicted_tbt_s, one.ttft_s, one.mean_tbt_s)
         for one in outcomes
-        if one.predicted_ttft_s is not None and one.predicted_tbt_s is not None
+        if one.predicted_ttft_s is not None
     ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from halfmoon.pb.prefill_pb2 import Phase
 from halfmoon.policy.candidates import Candidate
+from halfmoon.policy.feedback import Targets
 from services.gateway.progress import Progress
 
 _MAX_DECISIONS = 512
@@ -22,12 +23,14 @@ class Decision:
     at_s: float  # on the gateway's monotonic clock
     waited_s: float  # from the request's arrival
     qos_class: str
-    num_prompt_tokens: int
+    num_prompt_tokens: int | None  # None where it was refused before they were counted
     candidates: Sequence[Candidate]  # the best ones, and the chosen one
     prefill_worker: str | None  # None where it was refused
     decode_worker: str | None
     ttft_s: float  # from the decision
-    tbt_s: float
+    tbt_s: float | None  # None for one token
+    targets: Targets  # the class's own
+    applied: Targets  # as feedback had them
     refusal: str | None = None
 
     @property
@@ -116,6 +119,8 @@ def _shown(case: _Case, now_s: float) -> dict[str, Any]:
         "decode_worker": decision.decode_worker,
         "refusal": decision.refusal,
         "predicted": {"ttft_s": decision.ttft_s, "tbt_s": decision.tbt_s},
+        "targets": asdict(decision.targets),
+        "applied": asdict(decision.applied),
         "measured": case.measured,
         "candidates": [{**one._asdict(), "ttft_s": one.ttft_s} for one in decision.candidates],
         "moves": [

@@ -18,6 +18,8 @@ from halfmoon.errors import HalfmoonError, InvalidRequest, NoCapacity, NotFound,
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.models import RequestRow, RequestStatus
 from halfmoon.policy.admission import Refused
+from halfmoon.policy.classes import QosClass
+from services.gateway.bodies import AnyBody, intake_of, is_quickly_read, max_tokens_of, read_body
 from services.gateway.chat_shape import ChatShape
 from services.gateway.choices import Choices, choices_of
 from services.gateway.client_text import shortened
@@ -26,16 +28,16 @@ from services.gateway.door import Door
 from services.gateway.errors_http import error_response, kind_of
 from services.gateway.event_body import ClientGone
 from services.gateway.fan_out import run_choices
-from services.gateway.intake import Intake, take_in_chat, take_in_completion
-from services.gateway.judge import Judge, caller_of
+from services.gateway.intake import Intake
+from services.gateway.judge import Judge, UnreadRequest, caller_of
 from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.observations import Observations, refusal_of
+from services.gateway.progress import Progress
 from services.gateway.received_body import receive_body
 from services.gateway.relay import Relay
 from services.gateway.replies import ChoiceSink, StreamReply, TakesPieces, WholeReply
 from services.gateway.request_ids import request_id_of
-from services.gateway.responses_intake import take_in_responses
 from services.gateway.responses_shape import ResponsesShape
 from services.gateway.served_model import ServedModel
 from services.gateway.shape import Shape
@@ -43,12 +45,10 @@ from services.gateway.text_stream import TextPiece
 
 log = logging.getLogger(__name__)
 
-_SLOW_BODY_BYTES = 4_096  # longer ones are read and tokenized off the event loop
+_SLOW_PROMPT_BYTES = 4_096  # of a body whose prompt is tokenized off the event loop
 _MAX_ERROR_CHARS = 1_000  # in the ledger and in the log
 _CLIENT_CLOSED = 499  # nobody reads it but the ledger
 _REJECTIONS = (InvalidRequest, NotFound, NoCapacity, Unavailable)
-
-_TAKE_IN = {"chat.completions": take_in_chat, "completions": take_in_completion, "responses": take_in_responses}
 
 
 @dataclass(slots=True)
@@ -59,6 +59,7 @@ class _Call:
     request_id: str
     created_at: datetime
     arrived_s: float  # on the gateway's monotonic clock
+    outlook: Progress  # what was predicted where the prompt was not even read
     choices: Choices = field(default_factory=Choices)
     labels: dict[str, Any] = field(default_factory=dict)
     refusal: str = "bad request"  # in a word, should it be refused
@@ -103,7 +104,8 @@ class GenerationEndpoints:
 
     async def _recorded(self, request: web.Request, endpoint: str) -> web.StreamResponse:
         """Runs one request; whatever comes of it is counted and written down."""
-        call = _Call(endpoint, request_id_of(request), datetime.now(UTC), self._clock())
+        now_s = self._clock()
+        call = _Call(endpoint, request_id_of(request), datetime.now(UTC), now_s, Progress(now_s))
         try:
             with self._door.inside(), self._metrics.in_flight.track_inprogress():
                 response = await self._serve(request, call)
@@ -128,15 +130,28 @@ class GenerationEndpoints:
     async def _serve(self, request: web.Request, call: _Call) -> web.StreamResponse:
         raw = await receive_body(request)
         context_tokens = self._membership.context_tokens(self._model.context_tokens)
-        take_in = partial(_TAKE_IN[call.endpoint], raw, self._model, context_tokens)
-        intake = await asyncio.to_thread(take_in) if len(raw) > _SLOW_BODY_BYTES else take_in()
+        read = partial(read_body, call.endpoint, raw, self._model, context_tokens)
+        body = read() if is_quickly_read(raw) else await asyncio.to_thread(read)
+        qos = self._judge.gatekeeper.classes.of(caller_of(request.headers, body.model))
+        self._refuse_unread(body, len(raw), context_tokens, call, qos)
+        take_in = partial(intake_of, body, self._model, context_tokens)
+        intake = await asyncio.to_thread(take_in) if len(raw) > _SLOW_PROMPT_BYTES else take_in()
         call.labels = intake.labels
-        qos = self._judge.gatekeeper.classes.of(caller_of(request.headers, self._model.name))
         call.choices = choices_of(intake, call.request_id, self._model, call.arrived_s, qos)
         shape = self._shape(call, intake)
         if intake.stream:
             return await self._stream(intake, call, StreamReply(request, shape, call.choices))
         return await self._whole(intake, call, WholeReply(shape, call.choices))
+
+    def _refuse_unread(self, body: AnyBody, num_bytes: int, context_tokens: int, call: _Call, qos: QosClass) -> None:
+        """Raises Refused. A token is a byte at least, and a template hardly writes more than the body does around it:
+        a short body leaves room for more than one token."""
+        max_tokens = max_tokens_of(body)
+        if max_tokens == 0:
+            return  # an echo: no worker hears of it
+        has_gaps = 2 * num_bytes < context_tokens if max_tokens is None else max_tokens > 1
+        unread = UnreadRequest(call.request_id, qos, body.priority or 0, has_gaps)
+        self._judge.refuse_unread(unread, call.outlook)
 
     def _shape(self, call: _Call, intake: Intake) -> Shape:
         created = int(call.created_at.timestamp())
@@ -182,6 +197,7 @@ class GenerationEndpoints:
         error = None if error is None else shortened(error, _MAX_ERROR_CHARS)
         choices, usage, gaps_s = call.choices, call.choices.usage, call.choices.gaps_s
         first = choices.all[0] if choices.all else None
+        outlook = first.progress if first else call.outlook
         row = RequestRow(
             request_id=call.request_id,
             created_at=call.created_at,
@@ -202,9 +218,9 @@ class GenerationEndpoints:
             max_tbt_s=max(gaps_s, default=None),
             e2e_s=self._clock() - call.arrived_s,
             num_retries=choices.num_retries,
-            qos_class=first and first.progress.qos_class,
-            predicted_ttft_s=first and first.progress.predicted_ttft_s,
-            predicted_tbt_s=first and first.progress.predicted_tbt_s,
+            qos_class=outlook.qos_class,
+            predicted_ttft_s=outlook.predicted_ttft_s,
+            predicted_tbt_s=outlook.predicted_tbt_s,
             num_outputs=len(choices.all),
             prefill_s=first and first.progress.prefill_s,
             predicted_queue_s=first and first.progress.predicted_queue_s,

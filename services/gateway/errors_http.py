@@ -66,9 +66,20 @@ def error_body(error: HalfmoonError) -> dict[str, Any]:
     kind = kind_of(error)
     body: dict[str, Any] = {"message": error.message, "type": kind.type, "param": error.param, "code": kind.code}
     if isinstance(error, Refused):
-        predicted = {"predicted_ttft_s": error.ttft_s, "predicted_tbt_s": error.tbt_s}
-        body |= {"reason": error.reason, "qos_class": error.qos_class, **predicted}
+        body |= {"reason": error.reason, "qos_class": error.qos_class, **_figures(error)}
     return {"error": body}
+
+
+def _figures(refusal: Refused) -> dict[str, float | None]:
+    """What was predicted, what the class has as targets, and what of them feedback leaves now."""
+    return {
+        "predicted_ttft_s": refusal.ttft_s,
+        "predicted_tbt_s": refusal.tbt_s,
+        "target_ttft_s": refusal.targets.ttft_s,
+        "target_tbt_s": refusal.targets.tbt_s,
+        "applied_ttft_s": refusal.applied.ttft_s,
+        "applied_tbt_s": refusal.applied.tbt_s,
+    }
 
 
 def error_response(error: HalfmoonError) -> web.Response:

@@ -6,6 +6,8 @@ import logging
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
+from aiohttp.streams import StreamReader
+from aiohttp.web_protocol import _ErrInfo
 
 from services.gateway.client_text import shortened
 from services.gateway.errors_http import http_error_response
@@ -30,6 +32,29 @@ class _Server(web.Server):
 
 class _Handler(web.RequestHandler):
     __slots__ = ()
+
+    def data_received(self, data: bytes) -> None:
+        """What breaks in the midst of a body, such as a chunk that is none, is told to who reads that body.
+
+        aiohttp answers it when that request has ended, which it never does by itself.
+        """
+        super().data_received(data)
+        if self._messages and isinstance(self._messages[-1][0], _ErrInfo):
+            body = self._unfinished_body()
+            if body is not None:
+                self._messages.pop()  # the request with this body is the one to answer
+                self.close()
+                body.set_exception(web.RequestPayloadError("the body is not valid HTTP"))
+                body.feed_eof()
+
+    def _unfinished_body(self) -> StreamReader | None:
+        """That of the last request before the fault."""
+        body: StreamReader | None = None
+        if len(self._messages) > 1:
+            body = self._messages[-2][1]
+        elif self._current_request is not None:
+            body = self._current_request.content
+        return None if body is None or body.is_eof() else body
 
     def handle_error(
         self,

@@ -1,6 +1,6 @@
-"""From the bytes of a body to a request for the workers: prompts, how to sample, and how to answer.
+"""From a body to a request for the workers: prompts, how to sample, and how to answer.
 
-Nothing here waits: the caller decides which thread a long body may keep busy.
+Nothing here waits: the caller decides which thread a long prompt may keep busy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.pb.types_pb2 import Constraint, SamplingParams
 from halfmoon.policy.placement import ContextLengthExceeded
 from services.gateway.prompts import chat_prompt, completion_prompts
-from services.gateway.request_body import parse_body
 from services.gateway.sampling import sampling_of, stops_of
 from services.gateway.schemas import ChatBody, CompletionBody, GenerationBody
 from services.gateway.served_model import ServedModel
@@ -50,14 +49,8 @@ class Intake:
         return len(self.prompts) * self.best_of
 
 
-def take_in_chat(raw: bytes, model: ServedModel, context_tokens: int) -> Intake:
-    """Applies the chat template. Raises InvalidRequest, UnknownModel or ContextLengthExceeded."""
-    return chat_intake(parse_body(ChatBody, raw, max_values(context_tokens)), model, context_tokens)
-
-
 def chat_intake(body: ChatBody, model: ServedModel, context_tokens: int) -> Intake:
-    """Raises InvalidRequest, UnknownModel or ContextLengthExceeded."""
-    model.check_name(body.model)
+    """Applies the chat template. Raises InvalidRequest or ContextLengthExceeded."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     use = tool_use_of(body, model)
@@ -80,10 +73,8 @@ def chat_intake(body: ChatBody, model: ServedModel, context_tokens: int) -> Inta
     return replace(intake, new_tool_parser=use.new_parser)
 
 
-def take_in_completion(raw: bytes, model: ServedModel, context_tokens: int) -> Intake:
-    """The prompts as they are. Raises InvalidRequest, UnknownModel or ContextLengthExceeded."""
-    body = parse_body(CompletionBody, raw, max_values(context_tokens))
-    model.check_name(body.model)
+def completion_intake(body: CompletionBody, model: ServedModel, context_tokens: int) -> Intake:
+    """The prompts as they are. Raises InvalidRequest or ContextLengthExceeded."""
     _check_completion(body)
     prompts = completion_prompts(body, model, context_tokens)
     left = min(room(len(one), body.max_tokens, context_tokens, "prompt", "max_tokens") for one in prompts)

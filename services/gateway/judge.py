@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,8 @@ from halfmoon.kv.layout import KVLayout
 from halfmoon.pb.prefill_pb2 import FP8, INT4, INT8, RAW, KVCodec
 from halfmoon.policy.admission import AdmissionMode, Refused
 from halfmoon.policy.block_index import short_keys
-from halfmoon.policy.classes import Caller
+from halfmoon.policy.classes import Caller, QosClass
+from halfmoon.policy.feedback import Targets
 from halfmoon.policy.gatekeeper import Admitted, Gatekeeper
 from halfmoon.policy.key_table import Keys
 from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules
@@ -32,6 +33,16 @@ from services.gateway.token_flow import TokenSink
 _LOWER: dict[KVCodec.ValueType, KVCodec.ValueType] = {RAW: INT8, FP8: INT4, INT8: INT4, INT4: INT4}
 _SHOWN_CANDIDATES = 6  # of the workers that a prompt could have gone to
 _PRIORITIES_PER_CLASS = 1_000  # that a client may choose from: a class goes before all of the next one
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadRequest:
+    """What is known of a request before its prompt is tokenized."""
+
+    request_id: str
+    qos: QosClass
+    priority: int  # as the client has it
+    has_gaps: bool  # more than one token is asked for, without doubt
 
 
 class Judge:
@@ -53,6 +64,34 @@ class Judge:
         self._observations = observations
         self.copies = copies
         self._names = map(str, itertools.count())
+
+    def refuse_unread(self, unread: UnreadRequest, progress: Progress) -> None:
+        """Raises Refused where no prompt could be admitted now, whatever it is: before it is tokenized."""
+        qos, now_s = unread.qos, self._clock()
+        progress.qos_class = qos.name
+        priority, view = _priority_in(qos, unread.priority), self._membership.view()
+        try:
+            self.gatekeeper.refuse_unread(view, priority, has_gaps=unread.has_gaps, qos=qos, now_s=now_s)
+        except Refused as refusal:
+            progress.note_refused(refusal)
+            wanted = PlacementRequest(1, 1, priority=priority)
+            decision = Decision(
+                request_id=unread.request_id,
+                at_s=now_s,
+                waited_s=now_s - progress.arrived_s,
+                qos_class=qos.name,
+                num_prompt_tokens=None,
+                candidates=self.gatekeeper.candidates(view, wanted, now_s, NOTHING_CACHED, _SHOWN_CANDIDATES),
+                prefill_worker=None,
+                decode_worker=None,
+                ttft_s=refusal.ttft_s,
+                tbt_s=refusal.tbt_s,
+                targets=refusal.targets,
+                applied=refusal.applied,
+                refusal=refusal.reason,
+            )
+            self._observations.decisions.note(decision)
+            raise
 
     @contextmanager
     def case(self, request: RelayRequest, progress: Progress) -> Iterator[Case]:
@@ -165,13 +204,13 @@ class Case:
             admitted = self._gatekeeper.decide(view, wanted, qos, now_s, depths)
         except Refused as refusal:
             self._note(wanted, depths, now_s, refusal)
-            progress.predicted_ttft_s, progress.predicted_tbt_s = refusal.ttft_s, refusal.tbt_s
+            progress.note_refused(refusal)
             raise
         self._waited_s = now_s - progress.arrived_s
         progress.predicted_ttft_s = self._waited_s + admitted.placement.ttft_s
         progress.predicted_queue_s = admitted.placement.queue_s
         progress.predicted_prefill_s = admitted.placement.prefill_s
-        progress.predicted_tbt_s = admitted.placement.tbt_s
+        progress.predicted_tbt_s = admitted.placement.tbt_s if admitted.max_tokens > 1 else None
         self._note(wanted, depths, now_s, admitted.placement)
         self.request = _as_admitted(self.request, admitted)
         self._admitted = admitted
@@ -199,6 +238,8 @@ class Case:
             decode_worker=placement.decode.worker_id if placement else None,
             ttft_s=outcome.ttft_s,
             tbt_s=outcome.tbt_s,
+            targets=Targets(request.qos.ttft_s, request.qos.tbt_s),
+            applied=self._gatekeeper.applied(request.qos),
             refusal=outcome.reason if isinstance(outcome, Refused) else None,
         )
         self._observations.decisions.note(decision)
@@ -210,8 +251,7 @@ class Case:
         """As workers order requests: by class first, then by what the client asked for."""
         if self._admitted is not None:
             return self._admitted.priority
-        half, request = _PRIORITIES_PER_CLASS // 2, self.request
-        return request.qos.priority * _PRIORITIES_PER_CLASS + max(-half, min(request.priority, half - 1))
+        return _priority_in(self.request.qos, self.request.priority)
 
     def _depths(self) -> NDArray[np.int64]:
         """How much of the prompt each worker has."""
@@ -241,6 +281,12 @@ def caller_of(headers: Mapping[str, str], model: str) -> Caller:
     scheme, _, api_key = headers.get("Authorization", "").partition(" ")
     named = {name.lower(): value for name, value in headers.items()}
     return Caller(named, api_key.strip() if scheme.lower() == "bearer" else "", model)
+
+
+def _priority_in(qos: QosClass, wanted: int) -> int:
+    """What the client asked for, within its class."""
+    half = _PRIORITIES_PER_CLASS // 2
+    return qos.priority * _PRIORITIES_PER_CLASS + max(-half, min(wanted, half - 1))
 
 
 def _as_admitted(request: RelayRequest, admitted: Admitted) -> RelayRequest:

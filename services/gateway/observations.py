@@ -41,7 +41,7 @@ class Observations:
         """One HTTP request that ended, with its row; `refusal` says why, should it have been refused."""
         first = choices.all[0].request if choices.all else None
         ended = Ended(
-            qos_class=first.qos.name if first else _NO_CLASS,
+            qos_class=row.qos_class or _NO_CLASS,
             is_good=first is not None and row.status == "ok" and is_good(row, first.qos),
             refusal=refusal if row.status == "rejected" else None,
             is_failed=row.status == "error",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, Phase
+from halfmoon.policy.admission import Refused
 
 _MIN_GAPS = 4
 
@@ -34,6 +35,10 @@ class Progress:
         self.ttft_s: float | None = None
         self.gaps_s: list[float] = []  # TBT, one for each token after the first
         self._last_token_s = arrived_s
+
+    def note_refused(self, refusal: Refused) -> None:
+        """What admission predicted."""
+        self.predicted_ttft_s, self.predicted_tbt_s = refusal.ttft_s, refusal.tbt_s
 
     def note_prefill(self, first: FirstToken) -> None:
         """What the prefill worker said of the first attempt; later ones recompute our own tokens."""

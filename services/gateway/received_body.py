@@ -10,7 +10,7 @@ from aiohttp import web
 from halfmoon.errors import InvalidRequest
 from services.gateway.client_text import shortened
 
-_MOST_RECEIVING_S = 120.0  # aiohttp waits for ever, also after a chunk that is no chunk
+_MOST_RECEIVING_S = 120.0  # aiohttp waits for ever
 _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32  # zlib looks at the header
 
 

@@ -1,4 +1,4 @@
-"""From the bytes of a body of /v1/responses to a request for the workers: it is a chat in other words."""
+"""From a body of /v1/responses to a request for the workers: it is a chat in other words."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from halfmoon.errors import InvalidRequest
-from services.gateway.intake import Intake, chat_intake, max_values
-from services.gateway.request_body import parse_body
+from services.gateway.intake import Intake, chat_intake
 from services.gateway.responses_body import ResponsesBody
 from services.gateway.served_model import ServedModel
 
@@ -19,9 +18,8 @@ _OWN_NAMES = {
 }
 
 
-def take_in_responses(raw: bytes, model: ServedModel, context_tokens: int) -> Intake:
-    """Raises InvalidRequest, UnknownModel or ContextLengthExceeded, naming the parameters of this endpoint."""
-    body = parse_body(ResponsesBody, raw, max_values(context_tokens))
+def responses_intake(body: ResponsesBody, model: ServedModel, context_tokens: int) -> Intake:
+    """Raises InvalidRequest or ContextLengthExceeded, naming the parameters of this endpoint."""
     if body.top_logprobs is not None and not body.include:
         message = "top_logprobs needs include to hold message.output_text.logprobs"
         raise InvalidRequest(message, param="top_logprobs")

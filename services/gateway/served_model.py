@@ -62,11 +62,12 @@ class ServedModel:
     tokenizer: Encodes
     new_detokenizer: Callable[[], PushesText]
     created: int  # Unix seconds
+    aliases: tuple[str, ...] = ()  # other names that requests may give it
     tool_format: ToolFormat | None = None  # None: its chat template takes no tools that we know to read
 
     def check_name(self, name: str) -> None:
-        """Raises UnknownModel for any other name than the served one."""
-        if name != self.name:
+        """Raises UnknownModel for any name but those under which the model is served."""
+        if name != self.name and name not in self.aliases:
             raise UnknownModel(
                 f"the model {shortened(name)!r} does not exist; this server serves {self.name!r}", param="model"
             )

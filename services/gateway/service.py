@@ -14,6 +14,7 @@ from aiohttp import web
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import open_ledger
+from halfmoon.ledger.retention import keeping
 from halfmoon.pb.gateway_pb2_grpc import add_ClusterServicer_to_server
 from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.policy.placement import PlacementRules
@@ -101,6 +102,7 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
             copies.asking(),
             StoreWatch(cluster).watching(),
             following(news, settings.ledger_poll_s),
+            keeping(ledger.retention, settings.ledger_keep_days),
             sampling(observations, membership, cluster.clock),
             running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2) as server,
         ):

@@ -26,6 +26,9 @@ class GatewaySettings(BaseSettings):
     advertise_cluster: str | None = Field(None, description="host:port that workers dial, if not cluster_listen")
     model: str = Field("demo", description="model whose tokenizer and chat template are used")
     model_name: str | None = Field(None, description="name under which the model is served; None: its own")
+    model_alias: tuple[str, ...] = Field(
+        (), description="another name that requests may give the model, such as one that a class goes by; repeat it"
+    )
     state_dir: Path = Field(Path(".halfmoon"), description="where the default ledger is kept")
     ledger_url: str | None = Field(
         None,
@@ -34,6 +37,9 @@ class GatewaySettings(BaseSettings):
     )
     ledger_poll_s: float = Field(
         1.0, gt=0, description="how often to look for edits of classes that other gateways made"
+    )
+    ledger_keep_days: float = Field(
+        90.0, ge=0, lt=100_000, description="how long the ledger keeps requests; 0 keeps them for ever"
     )
     kv_store: str | None = Field(None, description="host:port of the store, whose figures the console shows")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.ledger.postgresql import PostgresqlServer, find_programs, running_postgresql
+from tests.ledger.postgresql import PostgresqlServer, installed_postgresql
 
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[PostgresqlServer]:
-    programs = find_programs()
-    if programs is None:
-        pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
-    with running_postgresql(programs) as server:
-        yield server
+    """One for all of this room: nobody stops it."""
+    yield from installed_postgresql()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
+import pytest
 
 _START_S = 60.0
 _SETTINGS = ("fsync=off", "full_page_writes=off", "listen_addresses=", "max_connections=60")
@@ -100,6 +101,15 @@ def running_postgresql(programs: Path) -> Iterator[PostgresqlServer]:
             server.stop()
     finally:
         shutil.rmtree(directory)
+
+
+def installed_postgresql() -> Iterator[PostgresqlServer]:
+    """What a fixture yields: a server, or the test is skipped where none is installed."""
+    programs = find_programs()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
+    with running_postgresql(programs) as server:
+        yield server
 
 
 def _unprivileged_user() -> int:

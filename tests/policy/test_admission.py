@@ -12,6 +12,7 @@ from halfmoon.policy.admission import AdmissionMode, Refused
 from halfmoon.policy.classes import ClassTable, QosClass
 from halfmoon.policy.cluster_view import ClusterView, WorkerView
 from halfmoon.policy.decode_forecast import DecodeForecast
+from halfmoon.policy.feedback import Targets
 from halfmoon.policy.gatekeeper import Admitted, Gatekeeper
 from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.policy.placement import PlacementRequest, PlacementRules
@@ -52,6 +53,31 @@ def test_a_queue_too_long_for_the_class(mode: AdmissionMode) -> None:
     assert (refusal.reason, refusal.ttft_s, refusal.retry_after_ms) == ("ttft", 11.0, 9000)
     assert gate.decide(view, REQUEST, QosClass("x", ttft_s=2.0), 9.1).qos.name == "x"  # as advised
     assert keeper("off").decide(view, REQUEST, QosClass("x", ttft_s=2.0), 0.0).placement.ttft_s == 11.0
+
+
+def test_a_prompt_too_long_for_the_class_gains_nothing_by_coming_back() -> None:
+    gate, view = keeper(), ClusterView((P, D))
+    with pytest.raises(Refused) as caught:
+        gate.decide(view, REQUEST, QosClass("x", ttft_s=0.5), 0.0)
+    assert caught.value.retry_after_ms == 60_000
+    with pytest.raises(Refused, match="time between tokens would be 10 ms, class x allows 5 ms") as caught:
+        gate.decide(view, REQUEST, QosClass("x", tbt_s=0.005), 0.0)
+    assert caught.value.retry_after_ms == 60_000
+
+
+def test_a_refusal_tells_the_classs_own_target_and_why_another_one_is_applied() -> None:
+    gate, view, gold = keeper(), ClusterView((P, D)), QosClass("gold", ttft_s=2.0)
+    for number in range(30):
+        gate.enter(str(number), view, gate.decide(view, REQUEST, gold, 0.0), 100, 0.0)
+        gate.leave(str(number), 0.0, num_output=1, ttft_s=2.4, tbt_s=None)
+    assert gate.applied(gold) == Targets(2.0, None)  # nobody has asked since
+    told = "would be 1.85 s, class gold allows 2 s; now 1.8 s, because 90 % of its latest requests took up to 2.4 s"
+    view.put(replace(P, prefill_free_s=1.85))
+    with pytest.raises(Refused, match=told) as caught:
+        gate.decide(view, REQUEST, gold, 1.0)
+    assert (caught.value.targets, caught.value.applied) == (Targets(2.0, None), Targets(1.8, None))
+    assert gate.applied(gold) == Targets(1.8, None)
+    assert gate.applied(replace(gold, ttft_s=3.0)) == Targets(3.0, None)  # an edit begins anew
 
 
 @pytest.mark.parametrize("mode", ["load", "predicted"])

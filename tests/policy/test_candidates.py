@@ -60,6 +60,12 @@ def test_looser_targets_admit_what_they_explain_and_nothing_else() -> None:
     assert (found.num_would_be_refused, found.num_newly_admitted) == (1, 1)
 
 
+def test_one_token_misses_no_tbt() -> None:
+    one = PastRequest(False, 0.3, None, 0.3, None)
+    found = preview_targets([one], Targets(None, None), Targets(1.0, 1e-6))
+    assert (found.num_would_be_refused, found.num_meeting) == (0, 1)
+
+
 @given(st.lists(st.builds(past, st.floats(0.01, 5), refused=st.booleans(), ttft_s=st.floats(0.01, 5))))
 def test_the_same_targets_change_nothing(requests: list[PastRequest]) -> None:
     """Where what was refused is what they forbid, and the other way round."""

@@ -166,3 +166,14 @@ def test_output_lengths() -> None:
         lengths.add("a", 100, output)
     assert lengths.predict("a", 100, 50, 0.5) == pytest.approx(7.5)  # the latest count
     assert lengths.predict("a", 100, 50, 1.0) == 15
+
+
+def test_what_is_tightened_says_why_and_looking_changes_nothing() -> None:
+    feedback = Feedback()
+    assert feedback.tightenings(GOLD) == {}
+    fed(feedback, GOLD, [1.2] * 30, 0.0, 5.0)
+    assert feedback.tightenings(GOLD) == {}  # nobody asked for the targets yet
+    feedback.targets(GOLD, 5.0)
+    (found,) = feedback.tightenings(GOLD).values()
+    assert found == pytest.approx((0.9, 1.2))
+    assert found.told(0.999) == "900 ms, because 99.9 % of its latest requests took up to 1.2 s"

@@ -106,9 +106,17 @@ class ByteDetokenizer:
         return text
 
 
-def served_model() -> ServedModel:
+def served_model(aliases: tuple[str, ...] = ()) -> ServedModel:
     return ServedModel(
-        MODEL, "byte-model", FINGERPRINT, VOCAB_SIZE, CONTEXT_TOKENS, ByteTokenizer(), ByteDetokenizer, 1_700_000_000
+        MODEL,
+        "byte-model",
+        FINGERPRINT,
+        VOCAB_SIZE,
+        CONTEXT_TOKENS,
+        ByteTokenizer(),
+        ByteDetokenizer,
+        1_700_000_000,
+        aliases,
     )
 
 
@@ -306,7 +314,7 @@ class Life:
         await self._task
 
     async def _live(self) -> None:
-        async with running_gateway(self._settings, served_model()) as gateway:
+        async with running_gateway(self._settings, served_model(self._settings.model_alias)) as gateway:
             self._started.set_result(gateway)
             await self._end.wait()
 

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from services.gateway.received_body import receive_body
 
-from .fakes import CONTEXT_TOKENS, MODEL, Fleet, running_fleet
+from .fakes import CONTEXT_TOKENS, MODEL, PATIENCE_S, Fleet, running_fleet
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -270,6 +270,27 @@ async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     with pytest.raises(web.HTTPRequestTimeout) as caught:
         await receive_body(cast("web.Request", request), within_s=0)
     assert caught.value.text == "the body was not whole within 0 s"
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["while it is read", "before it is read"])
+async def test_a_chunk_that_is_none_is_answered_at_once(
+    fleet: Fleet, begun: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = fleet.http.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(address[0], int(address[1]))
+    expect = "Expect: 100-continue\r\n" if begun else ""
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n{expect}\r\n"
+    writer.write(head.encode())
+    if begun:
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+    writer.write(b"no number\r\n{}\r\n")
+    async with asyncio.timeout(PATIENCE_S):
+        answer = (await reader.read()).decode()  # to the end of the connection
+    writer.close()
+    assert answer.startswith(("HTTP/1.1 400", "HTTP/1.0 400"))  # 1.0 where no request was read
+    assert answer.count("HTTP/1.") == 1
+    assert json.loads(answer.partition("\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_the_limit_of_a_body_counts_what_is_unpacked(fleet: Fleet) -> None:

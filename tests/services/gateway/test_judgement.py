@@ -20,7 +20,7 @@ from halfmoon.policy.latency import PrefillSample
 from .fakes import FINGERPRINT, LAYOUT, MODEL, FakeWorker, Fleet, Script, running_fleet, soon
 
 PROMPT = "a prompt of several blocks, each of them of eight tokens"
-STRICT = QosClass("strict", ttft_s=0.5, rules=(MatchRule("header", "strict", "X-Customer-Tier"),))
+STRICT = QosClass("strict", ttft_s=5.0, rules=(MatchRule("header", "strict", "X-Customer-Tier"),))
 
 
 async def complete(fleet: Fleet, tier: str = "", **more: Any) -> tuple[int, dict[str, str], dict[str, Any]]:
@@ -56,6 +56,7 @@ async def test_a_class_over_its_target_is_refused_and_no_worker_hears_of_it(tmp_
     assert (error["type"], error["code"], error["reason"]) == ("rate_limit_error", "slo_would_be_missed", "ttft")
     assert error["qos_class"] == "strict"
     assert error["predicted_ttft_s"] == pytest.approx(len(PROMPT), rel=0.05)
+    assert (error["target_ttft_s"], error["applied_ttft_s"], error["target_tbt_s"]) == (5.0, 5.0, None)
     assert 'halfmoon_gateway_refusals_total{qos_class="strict",reason="ttft"} 1.0' in metrics
     assert 'halfmoon_prediction_error_ratio{kind="prefill",worker_id="p0"}' in metrics
     with sqlite3.connect(tmp_path / "ledger.db") as connection:
@@ -63,6 +64,44 @@ async def test_a_class_over_its_target_is_refused_and_no_worker_hears_of_it(tmp_
     connection.close()
     assert [row[:2] for row in rows] == [("rejected", "strict"), ("ok", "default")]
     assert all(row[2] == pytest.approx(len(PROMPT), rel=0.2) for row in rows)
+
+
+async def test_who_would_be_refused_with_any_prompt_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
+    """What is wrong in itself hears so all the same, and an echo asks no worker."""
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair()
+        measured(fleet, prefill, 1.0)
+        hopeless = QosClass("strict", ttft_s=0.5, rules=STRICT.rules)
+        fleet.gateway.judge.gatekeeper.classes = ClassTable((hopeless,))
+        status, headers, body = await complete(fleet, "strict")
+        assert (status, body["error"]["reason"], headers["Retry-After"]) == (429, "ttft", "60")
+        assert "would be at least 1 s" in body["error"]["message"]
+        assert (await complete(fleet, "strict", temperature=9))[0] == 400
+        assert (await complete(fleet, "strict", model="other"))[0] == 404
+        assert (await complete(fleet, "strict", max_tokens=0, echo=True))[0] == 200
+        assert prefill.calls.prefills == []
+        assert (await complete(fleet))[0] == 200
+        url = f"{fleet.http}/halfmoon/v1/placements"
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            refused = (await response.json())[-1]
+    assert (refused["refusal"], refused["prompt_tokens"], refused["targets"]["ttft_s"]) == ("ttft", None, 0.5)
+    assert [one["worker_id"] for one in refused["candidates"]] == ["p0"]
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        rows = connection.execute("select status, qos_class, prompt_tokens from requests order by id").fetchall()
+    connection.close()
+    assert rows[0] == ("rejected", "strict", 0)
+    assert len(rows) == 5
+
+
+async def test_a_class_goes_by_a_name_of_the_model(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, model_alias=("bytes-strict",)) as fleet:
+        prefill, _ = await fleet.pair()
+        measured(fleet, prefill, 1.0)
+        strict = QosClass("strict", ttft_s=5.0, rules=(MatchRule("model", "bytes-strict"),))
+        fleet.gateway.judge.gatekeeper.classes = ClassTable((strict,))
+        assert (await complete(fleet, model="bytes-strict"))[0] == 429
+        assert (await complete(fleet))[0] == 200
+        assert [one.id async for one in fleet.client.models.list()] == [MODEL, "bytes-strict"]
 
 
 async def test_off_refuses_nobody(tmp_path: Path) -> None:

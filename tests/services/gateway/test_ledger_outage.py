@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.ledger.postgresql import PostgresqlServer, find_programs, running_postgresql
+from tests.ledger.postgresql import PostgresqlServer, installed_postgresql
 
 from .fakes import Fleet, running_fleet
 from .test_judgement import complete
@@ -19,11 +19,8 @@ from .test_judgement import complete
 
 @pytest.fixture
 def postgresql() -> Iterator[PostgresqlServer]:
-    programs = find_programs()
-    if programs is None:
-        pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
-    with running_postgresql(programs) as server:
-        yield server
+    """Each test's own: they stop it."""
+    yield from installed_postgresql()
 
 
 async def answers(fleet: Fleet, num: int) -> list[int]:

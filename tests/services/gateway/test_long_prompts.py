@@ -14,13 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.policy.placement import ContextLengthExceeded
-from services.gateway.intake import take_in_chat, take_in_completion
+from services.gateway.bodies import intake_of, read_body
 from services.gateway.prompt_size import refuse_hopeless
+from services.gateway.served_model import ServedModel
 
 from . import fakes
 from .fakes import MODEL, PATIENCE_S, ByteTokenizer, running_fleet, served_model
 
 CONTEXT_TOKENS = 10_000
+
+
+def take_in(endpoint: str, raw: bytes, model: ServedModel, context_tokens: int) -> None:
+    intake_of(read_body(endpoint, raw, model, context_tokens), model, context_tokens)
 
 
 class CountingTokenizer(ByteTokenizer):
@@ -38,14 +43,14 @@ class CountingTokenizer(ByteTokenizer):
     ("num_chars", "most_encoded"), [(3_000_000, 0), (2_000_000, 25_000), (100_000, 25_000), (11_000, 30_000)]
 )
 def test_little_of_a_text_that_cannot_fit_is_tokenized(num_chars: int, most_encoded: int) -> None:
-    for take_in, fields, param in (
-        (take_in_chat, {"messages": [{"role": "user", "content": "a" * num_chars}]}, "messages"),
-        (take_in_completion, {"prompt": "a" * num_chars}, "prompt"),
+    for endpoint, fields, param in (
+        ("chat.completions", {"messages": [{"role": "user", "content": "a" * num_chars}]}, "messages"),
+        ("completions", {"prompt": "a" * num_chars}, "prompt"),
     ):
         tokenizer = CountingTokenizer()
         model = dataclasses.replace(served_model(), tokenizer=tokenizer)
         with pytest.raises(ContextLengthExceeded, match="10000 tokens") as caught:
-            take_in(json.dumps({"model": MODEL, **fields}).encode(), model, CONTEXT_TOKENS)
+            take_in(endpoint, json.dumps({"model": MODEL, **fields}).encode(), model, CONTEXT_TOKENS)
         assert caught.value.param == param
         assert sum(tokenizer.lengths) <= most_encoded
         assert all(length <= 2 * CONTEXT_TOKENS for length in tokenizer.lengths)
@@ -56,14 +61,14 @@ def test_many_short_messages_are_counted_with_what_the_template_writes() -> None
     model = dataclasses.replace(served_model(), tokenizer=tokenizer)
     body = {"model": MODEL, "messages": [{"role": "user", "content": ""}] * 10_000}
     with pytest.raises(ContextLengthExceeded):
-        take_in_chat(json.dumps(body).encode(), model, CONTEXT_TOKENS)
+        take_in("chat.completions", json.dumps(body).encode(), model, CONTEXT_TOKENS)
     assert all(length <= 2 * CONTEXT_TOKENS for length in tokenizer.lengths)
 
 
 def test_far_too_many_token_ids() -> None:
     body = json.dumps({"model": MODEL, "prompt": [1] * 200_000}).encode()
     with pytest.raises(ContextLengthExceeded, match="120000"):
-        take_in_completion(body, served_model(), CONTEXT_TOKENS)
+        take_in("completions", body, served_model(), CONTEXT_TOKENS)
 
 
 @given(st.integers(0, 3000), st.integers(1, 250))
@@ -93,7 +98,7 @@ async def test_the_gateway_answers_while_a_long_prompt_is_tokenized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = WaitingTokenizer()
-    monkeypatch.setattr(fakes, "served_model", lambda: dataclasses.replace(served_model(), tokenizer=tokenizer))
+    monkeypatch.setattr(fakes, "served_model", lambda aliases: dataclasses.replace(served_model(), tokenizer=tokenizer))
     body = json.dumps({"model": MODEL, "prompt": "a" * 20_000}).encode()
     async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession() as session:
         long = asyncio.ensure_future(session.post(f"{fleet.http}/v1/completions", data=body))

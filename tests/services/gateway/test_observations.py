@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.pb.prefill_pb2 import Phase
+from halfmoon.policy.feedback import Targets
 from services.gateway.decisions import Decision, Decisions
 from services.gateway.departures import Departures
 from services.gateway.hot_prefixes import HotPrefixes
@@ -67,8 +68,11 @@ def test_refusals_by_reason() -> None:
     assert shown["ttft_s"]["p50"] == [None]
 
 
+NO_TARGETS = Targets(None, None)
+
+
 def decision(request_id: str) -> Decision:
-    return Decision(request_id, 0.0, 0.0, "gold", 10, [], "p", "d", 0.1, 0.01)
+    return Decision(request_id, 0.0, 0.0, "gold", 10, [], "p", "d", 0.1, 0.01, NO_TARGETS, NO_TARGETS)
 
 
 def test_the_oldest_decisions_go_first() -> None:

@@ -1,0 +1,200 @@
+"""Who is refused before the prompt is read would have been refused with it, too, whatever it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmoon.errors import HalfmoonError
+from halfmoon.policy.admission import AdmissionMode, Refused
+from halfmoon.policy.classes import ClassTable, Degradation, QosClass
+from halfmoon.policy.cluster_view import ClusterView, Role, WorkerView
+from halfmoon.policy.decode_forecast import DecodeForecast
+from halfmoon.policy.gatekeeper import Gatekeeper
+from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.policy.placement import PlacementMode, PlacementRequest, PlacementRules
+
+WORKER = WorkerView(
+    "w",
+    "both",
+    "w:1",
+    context_tokens=10_000,
+    block_tokens=10,
+    total_blocks=1_000,
+    free_blocks=1_000,
+    step_tokens=512,
+    prefill_model=PrefillModel(0.01, 1e-3, 1e-7),
+    step_model=StepModel(0.001, 1e-3, 1e-6),
+    fetch_s_per_token=1e-5,
+)
+P, D = replace(WORKER, worker_id="p", role="prefill"), replace(WORKER, worker_id="d", role="decode")
+NOW_S = 20.0
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A request that is inside already."""
+
+    num_prompt: int
+    max_tokens: int
+    priority: int
+    entered_s: float
+    decodes_since_s: float | None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """All that a judgement depends on but the request itself."""
+
+    mode: AdmissionMode
+    placement: PlacementMode
+    roles: Sequence[Role]
+    free_s: Sequence[float]
+    earlier: Sequence[Earlier]
+    qos: QosClass
+
+    def view(self) -> ClusterView:
+        workers = [
+            replace(WORKER, worker_id=f"w{i}", role=role, prefill_free_s=free_s, holder=i)
+            for i, (role, free_s) in enumerate(zip(self.roles, self.free_s, strict=False))
+        ]
+        return ClusterView([*workers, replace(P, holder=len(workers)), D])
+
+    def gate(self, view: ClusterView) -> Gatekeeper:
+        gate = Gatekeeper(self.mode, PlacementRules(self.placement), random.Random(0))
+        gate.classes = ClassTable((self.qos,))
+        for number, one in enumerate(sorted(self.earlier, key=lambda one: one.entered_s)):
+            request = PlacementRequest(one.num_prompt, one.max_tokens, priority=one.priority)
+            admitted = gate.decide(view, request, QosClass("no promises"), one.entered_s)
+            gate.enter(str(number), view, admitted, one.num_prompt, one.entered_s)
+            if one.decodes_since_s is not None:
+                gate.begin_decode(str(number), one.decodes_since_s)
+        gate.note_overheads(0.1, 0.2)
+        return gate
+
+
+times = st.floats(NOW_S - 10, NOW_S)
+degradations: tuple[Degradation, ...] = ("cap_max_tokens", "lower_kv_precision", "shed_lowest_class")
+scenes = st.builds(
+    Scene,
+    st.sampled_from(["load", "predicted"]),
+    st.sampled_from(["kvcache-centric", "cache-aware", "least-loaded", "random"]),
+    st.lists(st.sampled_from(["prefill", "decode", "both"]), max_size=3),
+    st.lists(st.floats(NOW_S - 1, NOW_S + 5), min_size=3, max_size=3),
+    st.lists(
+        st.builds(
+            Earlier,
+            st.integers(1, 4_000),
+            st.integers(1, 4_000),
+            st.integers(-1, 1),
+            times,
+            st.none() | st.floats(NOW_S - 1, NOW_S),
+        ),
+        max_size=12,
+    ),
+    st.builds(
+        QosClass,
+        st.just("x"),
+        ttft_s=st.none() | st.floats(0.01, 5),
+        tbt_s=st.none() | st.floats(0.001, 0.02),
+        degradation=st.lists(st.sampled_from(degradations), unique=True).map(tuple),
+        capped_tokens=st.sampled_from([1, 50]),
+    ),
+)
+
+
+@given(
+    scenes, st.integers(1, 5_000), st.integers(1, 4_000), st.integers(-1, 1), st.lists(st.integers(0, 500), max_size=5)
+)
+def test_who_would_be_admitted_is_never_refused_unread(
+    scene: Scene, num_prompt: int, max_tokens: int, priority: int, depths: Sequence[int]
+) -> None:
+    view = scene.view()
+    unread = unread_refusal(scene, view, priority, has_gaps=max_tokens > 1)
+    if unread is None:
+        return
+    request = PlacementRequest(num_prompt, max_tokens, priority=priority)
+    with pytest.raises(HalfmoonError) as caught:
+        scene.gate(view).decide(view, request, scene.qos, NOW_S, np.array([*depths, 0]))
+    if isinstance(caught.value, Refused) and caught.value.reason == unread.reason == "ttft":
+        assert unread.ttft_s <= caught.value.ttft_s * 1.000001
+
+
+def unread_refusal(scene: Scene, view: ClusterView, priority: int, *, has_gaps: bool) -> Refused | None:
+    try:
+        scene.gate(view).refuse_unread(view, priority, has_gaps=has_gaps, qos=scene.qos, now_s=NOW_S)
+    except Refused as refusal:
+        return refusal
+    return None
+
+
+def busy(mode: AdmissionMode, qos: QosClass) -> tuple[Gatekeeper, ClusterView]:
+    """Twenty decode for a long time yet."""
+    earlier = [Earlier(10, 4_000, 0, NOW_S - 2, NOW_S - 1)] * 20
+    scene = Scene(mode, "kvcache-centric", (), (), earlier, qos)
+    view = ClusterView((P, D))
+    return scene.gate(view), view
+
+
+@pytest.mark.parametrize("mode", ["load", "predicted"])
+def test_decode_workers_that_stay_too_full_need_no_prompt(mode: AdmissionMode) -> None:
+    qos = QosClass("x", ttft_s=2.0, tbt_s=0.01)
+    gate, view = busy(mode, qos)
+    with pytest.raises(Refused, match=r"between tokens would be at least 3\d\.\d ms, class x allows 10 ms") as caught:
+        gate.refuse_unread(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)
+    assert caught.value.reason == "tbt"
+    gate.refuse_unread(view, 0, has_gaps=False, qos=qos, now_s=NOW_S)  # one token has no gap
+    gate.refuse_unread(view, 0, has_gaps=True, qos=QosClass("free"), now_s=NOW_S)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.floats(0, 20), st.floats(0, 20), st.integers(1, 99)), max_size=8),
+    st.floats(0, 10),
+    st.floats(0, 10),
+    st.floats(0, 1),
+)
+def test_no_moment_has_less_than_the_least_load(
+    lives: Sequence[tuple[int, float, float, int]], from_s: float, lasting_s: float, share: float
+) -> None:
+    forecast, now_s = DecodeForecast(), 5.0
+    for number, (row, joins_s, life_s, num_tokens) in enumerate(lives):
+        forecast.join(str(number), row, joins_s, joins_s + life_s, num_tokens, num_tokens)
+    until_s = now_s + from_s + lasting_s
+    least = forecast.least_loads(now_s + from_s, until_s, now_s, 2)
+    at = forecast.loads(now_s + from_s + share * lasting_s, now_s, 2)
+    assert (least.batch <= at.batch).all()
+    assert (least.context_tokens <= at.context_tokens + 1e-6).all()
+
+
+def test_a_queue_that_is_too_long_needs_no_prompt() -> None:
+    qos = QosClass("x", ttft_s=2.0, degradation=("shed_lowest_class",))
+    gate, view = Gatekeeper("predicted", PlacementRules(), random.Random(0)), ClusterView((P, D))
+    gate.classes = ClassTable((qos, QosClass("low", priority=1)))
+    view.put(replace(P, prefill_free_s=NOW_S + 5))
+    with pytest.raises(Refused, match=r"first token would be at least 5\.01 s") as caught:
+        gate.refuse_unread(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)
+    assert caught.value.retry_after_ms == pytest.approx(3_011, abs=1)
+    with pytest.raises(Refused, match="class low waits"):  # it was told what this means
+        gate.refuse_unread(view, 1_000, has_gaps=True, qos=gate.classes.classes[1], now_s=NOW_S)
+
+
+def test_off_refuses_nobody_unread_and_a_probe_is_let_through() -> None:
+    qos, view = QosClass("x", ttft_s=0.001), ClusterView((P, D))
+    Scene("off", "random", (), (), (), qos).gate(view).refuse_unread(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)
+    gate = Scene("predicted", "random", (), (), (), qos).gate(view)
+    for now_s in (NOW_S, NOW_S + 9.9):
+        with pytest.raises(Refused):
+            gate.refuse_unread(view, 0, has_gaps=True, qos=qos, now_s=now_s)
+    gate.refuse_unread(view, 0, has_gaps=True, qos=qos, now_s=NOW_S + 10)
+    assert gate.decide(view, PlacementRequest(100, 10), qos, NOW_S + 10).placement.ttft_s > 0.001
+
+
+def test_a_half_that_is_missing_is_not_a_refusal() -> None:
+    qos, view = QosClass("x", ttft_s=0.001), ClusterView((P,))
+    Scene("predicted", "random", (), (), (), qos).gate(view).refuse_unread(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)
