@@ -42,7 +42,7 @@ TWO = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 def _model_with_tools(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     tool_format: ToolFormat = "llama3_json" if request.node.name.startswith("test_llama3") else "hermes"
     model = dataclasses.replace(served_model(), tool_format=tool_format, context_tokens=2_000)
-    monkeypatch.setattr(fakes, "served_model", lambda: model)
+    monkeypatch.setattr(fakes, "served_model", lambda aliases: model)
     monkeypatch.setattr(fakes, "CONTEXT_TOKENS", 2_000)
 
 
