@@ -141,7 +141,7 @@ async def test_long_bodies_are_read_beside_the_event_loop(tmp_path: Path, monkey
 
         return noted
 
-    monkeypatch.setattr("services.gateway.intake.parse_body", noting(parsed, parse_body))
+    monkeypatch.setattr("services.gateway.bodies.parse_body", noting(parsed, parse_body))
     monkeypatch.setattr(ByteTokenizer, "encode_chat", noting(encoded, ByteTokenizer.encode_chat))
     monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: list(text.encode())[:50])
     async with running_fleet(tmp_path) as fleet:
