@@ -5,9 +5,10 @@
     python -m benchmarks.predictions --up '--engine sim --sim-profile llama2-70b-8xa800' --prompt 512 4096 --rate 1
 
 Starts `halfmoon up` (or uses the one at `--url`) and sends prompts of random tokens, log-uniform between `--prompt`
-tokens, with outputs between `--output`, at Poisson times. The first `--settle` seconds are not counted. Errors are of
-predicted over measured, from the ledger's rows (for steps: from the gateway's view of its workers): the median of the
-absolute error, its mean (MAPE), and the mean with its sign (bias, above 0 where too much was predicted).
+tokens, with outputs between `--output`, at Poisson times; `--repeat` of the prompts begin with half of an earlier one.
+The first `--settle` seconds are not counted. Errors are of predicted over measured, from the ledger's rows (for steps:
+from the gateway's view of its workers): the median of the absolute error, its mean (MAPE), and the mean with its sign
+(bias, above 0 where too much was predicted).
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.8, help="requests a second")
     parser.add_argument("--prompt", type=int, nargs=2, default=(64, 1024), metavar=("LEAST", "MOST"))
     parser.add_argument("--output", type=int, nargs=2, default=(16, 64), metavar=("LEAST", "MOST"))
+    parser.add_argument("--repeat", type=float, default=0.0, help="share of prompts that begin as an earlier one")
+    parser.add_argument("--stream", action="store_true", help="stream the answers")
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=1)
     parser.add_argument("--up", default="", help="further arguments of `halfmoon up`, such as '--engine sim'")
@@ -110,6 +113,7 @@ async def _drive(session: aiohttp.ClientSession, url: str, args: argparse.Namesp
         model = (await response.json())["data"][0]["id"]
     began_s = time.monotonic()
     counted: set[str] = set()
+    earlier: list[list[int]] = []
     async with asyncio.TaskGroup() as tasks:
         due_s, number = 0.0, 0
         while (due_s := due_s + rng.expovariate(args.rate)) < args.seconds:
@@ -117,7 +121,11 @@ async def _drive(session: aiohttp.ClientSession, url: str, args: argparse.Namesp
             name = f"p{args.seed}-{number}-{random.getrandbits(32):08x}"
             number += 1
             prompt = rng.choices(_VOCABULARY, k=_log_uniform(rng, *args.prompt))
-            body = {"model": model, "prompt": prompt, "max_tokens": rng.randint(*args.output)}
+            if earlier and rng.random() < args.repeat:
+                known = rng.choice(earlier)
+                prompt[: len(known) // 2] = known[: len(known) // 2]
+            earlier.append(prompt)
+            body = {"model": model, "prompt": prompt, "max_tokens": rng.randint(*args.output), "stream": args.stream}
             tasks.create_task(_complete(session, url, name, {**body, "ignore_eos": True}))
             if due_s >= args.settle:
                 counted.add(name)

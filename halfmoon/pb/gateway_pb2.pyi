@@ -314,6 +314,7 @@ class StepTiming(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_PAIRS_FIELD_NUMBER: _builtins.int
+    ENDED_BEFORE_S_FIELD_NUMBER: _builtins.int
     batch: _builtins.int
     """sequences that decode"""
     context_tokens: _builtins.int
@@ -322,6 +323,8 @@ class StepTiming(_message.Message):
     prefill_tokens: _builtins.int
     prefill_pairs: _builtins.float
     """each prefill token with those that it attends to"""
+    ended_before_s: _builtins.float
+    """how long before this report it ended"""
     def __init__(
         self,
         *,
@@ -330,10 +333,11 @@ class StepTiming(_message.Message):
         seconds: _builtins.float = ...,
         prefill_tokens: _builtins.int = ...,
         prefill_pairs: _builtins.float = ...,
+        ended_before_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "context_tokens", b"context_tokens", "prefill_pairs", b"prefill_pairs", "prefill_tokens", b"prefill_tokens", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "context_tokens", b"context_tokens", "ended_before_s", b"ended_before_s", "prefill_pairs", b"prefill_pairs", "prefill_tokens", b"prefill_tokens", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

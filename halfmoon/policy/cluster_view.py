@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from halfmoon.policy.busy_times import BusyTimes
 from halfmoon.policy.latency import NUM_COEFFICIENTS, Floats, PrefillModel, StepModel
 
 Bools = NDArray[np.bool_]
@@ -54,7 +55,13 @@ class WorkerView:
     step_model: StepModel = UNKNOWN_STEP
     holder: int = -1  # its number in the block index; -1: its blocks are not known
     fetch_s_per_token: float = math.inf  # for KV from another holder; infinite where it cannot fetch
+    contention: float = 0.0  # what each busy neighbour adds to its prefills, as a share of their time alone
     store_holder: int = -1  # the number of the store that it restores from, and from nowhere else; -1: it has none
+
+    @property
+    def host(self) -> str:
+        """Where it runs: workers of one host are neighbours."""
+        return self.address.rpartition(":")[0] or self.address
 
     @property
     def num_requests(self) -> int:
@@ -113,6 +120,8 @@ class ClusterView:
         self._rows: dict[str, int] = {}
         self._ids: list[str] = []  # of each row; the last one there where nobody is now
         self._free_rows: list[int] = []
+        self._hosts: dict[str, set[str]] = {}  # who is on each
+        self.busy = BusyTimes()  # of the members
         self._resize(16)
         for worker in workers:
             self.put(worker)
@@ -164,11 +173,16 @@ class ClusterView:
         """The rows of those that are members."""
         return [self._rows[one] for one in worker_ids if one in self._rows]
 
+    def neighbours(self, worker_id: str) -> list[str]:
+        """The other members on the host of a member."""
+        return [one for one in self._hosts[self._views[worker_id].host] if one != worker_id]
+
     def put(self, worker: WorkerView) -> None:
         """Adds a member, or says what is new of one."""
         row = self._rows.get(worker.worker_id)
         if row is None:
             row = self._new_row(worker.worker_id)
+            self._hosts.setdefault(worker.host, set()).add(worker.worker_id)
         self._views[worker.worker_id] = worker
         self.can_prefill[row] = worker.can_prefill
         self.can_decode[row] = worker.can_decode
@@ -210,7 +224,11 @@ class ClusterView:
         """Takes a member out, if it is one."""
         row = self._rows.pop(worker_id, None)
         if row is not None:
-            del self._views[worker_id]
+            host = self._views.pop(worker_id).host
+            self._hosts[host].remove(worker_id)
+            if not self._hosts[host]:
+                del self._hosts[host]
+            self.busy.forget(worker_id)
             self.can_prefill[row] = self.can_decode[row] = self.can_do_both[row] = False
             self._free_rows.append(row)
 

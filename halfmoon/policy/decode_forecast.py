@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -78,6 +79,19 @@ class DecodeForecast:
         joins_s, leaves_s = self._times[self._rows >= 0 if row is None else self._rows == row].T
         ends_s: Floats = np.sort(np.where(leaves_s < now_s, now_s + _OVERTIME * (now_s - joins_s), leaves_s))
         return ends_s
+
+    def spans(self, row: int, now_s: float, without: Collection[str] = ()) -> list[tuple[float, float]]:
+        """From when until when somebody decodes on `row`, seen from now, were those in `without` not there."""
+        joins_s, ends_s = self._lives(now_s)
+        counts = (self._rows == row) & (ends_s > now_s)
+        counts[[self._slots[one] for one in without if one in self._slots]] = False
+        found: list[tuple[float, float]] = []
+        for begin_s, end_s in sorted(zip(joins_s[counts].tolist(), ends_s[counts].tolist(), strict=True)):
+            if found and begin_s <= found[-1][1]:
+                found[-1] = (found[-1][0], max(found[-1][1], end_s))
+            else:
+                found.append((begin_s, end_s))
+        return found
 
     def _lives(self, now_s: float) -> tuple[Floats, Floats]:
         """When each slot's request joins, and when it ends."""

@@ -20,6 +20,7 @@ from halfmoon.policy.latency import Floats
 from halfmoon.policy.output_lengths import OutputLengths
 from halfmoon.policy.overheads import Overhead
 from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules, place, predict_tbt
+from halfmoon.policy.prefill_courses import PrefillCourses
 from halfmoon.policy.prefill_forecast import PrefillForecast
 from halfmoon.policy.reservations import Reservations
 from halfmoon.policy.shedding import Shedding
@@ -68,6 +69,7 @@ class Gatekeeper:
         self._rng = rng
         self._forecast = DecodeForecast()
         self._prefills = PrefillForecast()
+        self._courses = PrefillCourses(self._forecast)
         self._before_token = Overhead()
         self._handover = Overhead()
         self._reservations = Reservations()
@@ -134,7 +136,10 @@ class Gatekeeper:
         ttft = predict_ttft(view, 1, NOTHING_CACHED, now_s, None, waits=_Waits(self._prefills, priority, now_s))
         prefills = np.flatnonzero(view.can_prefill[:num_rows] | view.can_do_both[:num_rows])
         first = prefills[np.argmin(ttft.seconds[prefills])]
-        least_s, overhead_s = float(ttft.seconds[first]), self._before_token.seconds
+        worker, least_s = view.worker(int(first)), float(ttft.seconds[first])
+        alone = Placement(worker, worker, least_s, queue_s=float(ttft.queue_s[first]))
+        alone = self._courses.refined(view, alone, 1, priority, now_s)  # short ones overtake others
+        least_s, overhead_s = min(least_s, alone.ttft_s), self._before_token.seconds
         if self._mode == "load":
             loads = self._mean_load(view, now_s)
         elif targets.ttft_s is None:
@@ -145,7 +150,7 @@ class Gatekeeper:
         decodes = np.flatnonzero(view.can_decode[:num_rows] | view.can_do_both[:num_rows])
         tbt_s = predict_tbt(view, loads, 1)[decodes]
         lightest = int(np.argmin(tbt_s))
-        outlook = Outlook(least_s + overhead_s, float(tbt_s[lightest]), float(ttft.queue_s[first]), is_least=True)
+        outlook = Outlook(least_s + overhead_s, float(tbt_s[lightest]), alone.queue_s, is_least=True)
         return outlook, int(decodes[lightest])
 
     def applied(self, qos: QosClass) -> Targets:
@@ -186,6 +191,7 @@ class Gatekeeper:
         loads_at = _LoadsAt(self._forecast, view.num_rows, now_s)
         waits = _Waits(self._prefills, request.priority, now_s)
         found = place(view, request, self._rules, now_s, self._rng, depths, loads_at, waits)
+        found = self._courses.refined(view, found, request.num_prompt_tokens, request.priority, now_s)
         overhead_s = self._before_token.seconds
         return replace(found, ttft_s=found.ttft_s + overhead_s, overhead_s=overhead_s)
 
@@ -222,7 +228,10 @@ class Gatekeeper:
         assert prefill_row is not None
         step_s = prefill.prefill_model.seconds(prefill.step_tokens) or math.inf
         self._prefills.leave(request_id, now_s)
-        self._prefills.join(request_id, prefill_row, placement.prefill_s, step_s, running.priority, now_s)
+        self._prefills.join(request_id, prefill_row, placement.work_s, step_s, running.priority, now_s)
+        self._courses.leave(request_id, now_s)
+        num_prompt, num_output = running.num_prompt_tokens, running.num_output
+        self._courses.join(request_id, view, placement, num_prompt, num_output, running.priority, now_s)
         joins_s = now_s + placement.ttft_s
         leaves_s = joins_s + running.num_output * placement.tbt_s
         self._forecast.leave(request_id)
@@ -231,6 +240,7 @@ class Gatekeeper:
     def begin_decode(self, request_id: str, now_s: float) -> None:
         """Its first token is there."""
         self._prefills.leave(request_id, now_s)
+        self._courses.computed(request_id, now_s)
         self._forecast.begin(request_id, now_s)
 
     def note_overheads(self, before_token_s: float, handover_s: float | None) -> None:
@@ -246,6 +256,7 @@ class Gatekeeper:
         """The request ended; `ttft_s` is None for one that did not end by itself, which teaches nothing."""
         running = self._running.pop(request_id)
         self._prefills.leave(request_id, now_s)
+        self._courses.leave(request_id, now_s)
         self._forecast.leave(request_id)
         self._reservations.give_back(running.qos.name, running.reserved_tokens)
         if ttft_s is not None:

@@ -40,6 +40,7 @@ class Placement:
     fetched_tokens: int = 0  # of the prefix, from the worker's store or else the best holder
     queue_s: float = 0.0  # of `ttft_s`: until the prefill worker begins with it
     overhead_s: float = 0.0  # of `ttft_s`: beside queue and prefill
+    work_s: float = 0.0  # restoring and computing it, on a worker that does nothing else
 
     @property
     def decode_address(self) -> str:
@@ -48,7 +49,7 @@ class Placement:
 
     @property
     def prefill_s(self) -> float:
-        """Of `ttft_s`: from the beginning on the prefill worker to the token, were it there alone."""
+        """Of `ttft_s`: from the beginning on the prefill worker to the token."""
         return max(self.ttft_s - self.queue_s - self.overhead_s, 0.0)
 
     @property
@@ -135,6 +136,7 @@ def place(
         int(ttft.cached_tokens[prefill]),
         int(ttft.fetched_tokens[prefill]),
         float(ttft.queue_s[prefill]),
+        work_s=float(ttft.seconds[prefill] - ttft.queue_s[prefill]),
     )
 
 

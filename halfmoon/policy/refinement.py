@@ -8,29 +8,33 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from halfmoon.policy.contention import Contention
 from halfmoon.policy.latency import (
     NUM_COEFFICIENTS,
+    USUAL_PREFILL,
     Floats,
     PrefillModel,
     PrefillSample,
+    Shape,
     StepModel,
     StepSample,
     least_squares,
     normal_equations,
     prefill_equations,
+    prefill_shape,
     step_equations,
+    step_shape,
+    with_shape,
 )
 
 # Weight of a measurement once there is a next one: about the last 20 prefill steps and the last 50 decode steps count,
 # seconds of them, for a machine that others use is as fast as it was a moment ago.
 _PREFILL_FORGETTING, _STEP_FORGETTING = 0.95, 0.98
-_PRIOR_SAMPLES = 0.5  # how many measurements the shape of the model at the start is worth, for ever
-_PRIOR_PREFILLS = tuple((new, cached) for new in (64, 512, 4096) for cached in (0, 4096))  # where it is believed
-_PRIOR_STEPS = tuple((batch, batch * context) for batch in (1, 8, 64) for context in (128, 4096))
 _ERROR_WINDOW = 500
 _SURPRISE = 2.0  # times the prediction: what took longer counts as that; the typical one is predicted, not the mean
 _OUTLIER = 8.0  # times the prediction: what took longer may have been a pause of the machine
 _MAX_OUTLIERS = 5  # one after the other: it was the model that was wrong
+_UNKNOWN_PREFILL, _UNKNOWN_STEP = PrefillModel(), StepModel()
 
 
 class ErrorFigures(NamedTuple):
@@ -69,14 +73,13 @@ class RecursiveFit:
     others would take.
     """
 
-    def __init__(self, start: tuple[Floats, Floats] | None, forgetting: float) -> None:
+    def __init__(self, shape: Shape, forgetting: float) -> None:
         self._forgetting = forgetting
-        self._start_gram, self._start_moment = _start_equations(start)
-        self._start_model = np.array(least_squares(self._start_gram, self._start_moment))
+        self._shape = shape
         self.forget()
 
     def forget(self) -> None:
-        """Back to the start."""
+        """Nothing was measured."""
         self._gram = np.zeros((NUM_COEFFICIENTS, NUM_COEFFICIENTS))
         self._moment = np.zeros(NUM_COEFFICIENTS)
 
@@ -94,36 +97,37 @@ class RecursiveFit:
         self._moment = self._moment * decay + moment
 
     def coefficients(self) -> tuple[float, float, float]:
-        """The non-negative fit of what was added, and of the start."""
-        scale = self._scale()
-        return least_squares(self._start_gram / scale**2 + self._gram, self._start_moment / scale + self._moment)
-
-    def _scale(self) -> float:
-        """What the start has to be multiplied by to fit the measurements best."""
-        fitted = float(self._start_model @ self._gram @ self._start_model)
-        return float(self._start_model @ self._moment) / fitted if fitted > 0 else 1.0
+        """The non-negative fit of what was added, which must be something, and of the shape."""
+        return least_squares(*with_shape(self._gram, self._moment, self._shape))
 
 
 class RefinedModel:
-    """Owns one model's coefficients, their refinement and their errors. Measurements come as equations."""
+    """Owns one model's coefficients, their refinement, their contention and their errors. Measurements come as
+    equations; the model is that of a worker whose neighbours do nothing."""
 
-    def __init__(self, start: tuple[Floats, Floats] | None, forgetting: float) -> None:
-        self._fit = RecursiveFit(start, forgetting)
-        self.coefficients = self._fit.coefficients()
+    def __init__(self, start: PrefillModel | StepModel, shape: Shape, forgetting: float) -> None:
+        self._fit = RecursiveFit(shape, forgetting)
+        self.coefficients: tuple[float, float, float] = start
+        self.contention = Contention()
         self.errors = PredictionErrors()
         self._num_outliers = 0  # one after the other
 
-    def observe(self, features: Floats, seconds: Floats) -> None:
-        """Measurements in their order: features [n, 3], seconds [n], all positive."""
-        predicted = features @ np.array(self.coefficients)
+    def observe(self, features: Floats, seconds: Floats, num_busy: Floats) -> None:
+        """Measurements in their order: features [n, 3], seconds [n], all positive; busy neighbours meanwhile [n]."""
+        slowdown = 1 + self.contention.factor * num_busy
+        predicted = slowdown * (features @ np.array(self.coefficients))
         for predicted_s, measured_s in zip(predicted.tolist(), seconds.tolist(), strict=True):
             if predicted_s > 0:  # a model without measurements has predicted nothing
                 self.errors.add(predicted_s, measured_s)
         real = self._without_pauses(predicted, seconds)
         expected = np.where(predicted > 0, predicted, seconds)
         counted = np.minimum(seconds, _SURPRISE * expected)
-        self._fit.add(features[real], counted[real], expected[real])
+        self._fit.add(features[real], (counted / slowdown)[real], (expected / slowdown)[real])
         self.coefficients = self._fit.coefficients()
+        known = [index for index in real if predicted[index] > 0]
+        self.contention.observe(
+            (seconds[known] * slowdown[known] / predicted[known]).tolist(), num_busy[known].tolist()
+        )
 
     def _without_pauses(self, predicted: Floats, seconds: Floats) -> list[int]:
         """Which measurements count. After many that took far too long, all before them was wrong."""
@@ -142,9 +146,11 @@ class RefinedModel:
 class WorkerLatency:
     """Owns the two models of one worker."""
 
-    def __init__(self, prefill: PrefillModel | None = None, step: StepModel | None = None) -> None:
-        self._prefill = RefinedModel(prefill and prefill_equations(_prefills_by(prefill)), _PREFILL_FORGETTING)
-        self._step = RefinedModel(step and step_equations(_steps_by(step)), _STEP_FORGETTING)
+    def __init__(self, prefill: PrefillModel = _UNKNOWN_PREFILL, step: StepModel = _UNKNOWN_STEP) -> None:
+        tokens_are_free = any(prefill) and prefill.b <= 0  # measured too briefly to tell
+        shape = prefill_shape(USUAL_PREFILL if tokens_are_free else prefill)
+        self._prefill = RefinedModel(prefill, shape, _PREFILL_FORGETTING)
+        self._step = RefinedModel(step, step_shape(step), _STEP_FORGETTING)
 
     @property
     def prefill(self) -> PrefillModel:
@@ -161,29 +167,21 @@ class WorkerLatency:
         """How wrong each model was lately."""
         return {"prefill": self._prefill.errors.figures(), "step": self._step.errors.figures()}
 
-    def observe_prefills(self, samples: Iterable[PrefillSample]) -> None:
-        """Measured prefills, in their order; those of nothing, or in no time, are none."""
-        real = [one for one in samples if one.new_tokens > 0 and one.seconds > 0]
+    @property
+    def contention(self) -> float:
+        """What each busy neighbour adds to a prefill, as a share of its time alone."""
+        return self._prefill.contention.factor
+
+    def observe_prefills(self, samples: Sequence[PrefillSample], num_busy: Sequence[float] = ()) -> None:
+        """Measured prefills, in their order; those of nothing, or in no time, are none. `num_busy` neighbours were
+        busy during each, none where it is not given."""
+        pairs = zip(samples, num_busy or [0.0] * len(samples), strict=True)
+        real = [(one, busy) for one, busy in pairs if one.new_tokens > 0 and one.seconds > 0]
         if real:
-            self._prefill.observe(*prefill_equations(real))
+            self._prefill.observe(*prefill_equations([one for one, _ in real]), np.array([busy for _, busy in real]))
 
     def observe_steps(self, samples: Iterable[StepSample]) -> None:
         """Measured decode steps, in their order; those of nothing, or in no time, are none."""
         real = [one for one in samples if one.batch > 0 and one.seconds > 0]
         if real:
-            self._step.observe(*step_equations(real))
-
-
-def _prefills_by(model: PrefillModel) -> Sequence[PrefillSample]:
-    return [PrefillSample(new, cached, model.seconds(new, cached)) for new, cached in _PRIOR_PREFILLS]
-
-
-def _steps_by(model: StepModel) -> Sequence[StepSample]:
-    return [StepSample(batch, context, model.seconds(batch, context)) for batch, context in _PRIOR_STEPS]
-
-
-def _start_equations(start: tuple[Floats, Floats] | None) -> tuple[Floats, Floats]:
-    if start is None or not (start[1] > 0).all():
-        return np.zeros((NUM_COEFFICIENTS, NUM_COEFFICIENTS)), np.zeros(NUM_COEFFICIENTS)
-    features, seconds = start
-    return normal_equations(features, seconds, np.full(len(seconds), _PRIOR_SAMPLES / len(seconds)))
+            self._step.observe(*step_equations(real), np.zeros(len(real)))

@@ -24,9 +24,9 @@ from halfmoon.policy.latency import (
     PrefillSample,
     StepModel,
     StepSample,
-    fit_prefill,
-    fit_step,
     prefill_sample,
+    profile_prefill,
+    profile_step,
 )
 from halfmoon.worker.settings import Calibrate
 
@@ -55,12 +55,12 @@ class Profile:
     @property
     def prefill_model(self) -> PrefillModel:
         """Zeros where nothing was measured."""
-        return fit_prefill(self.prefills)
+        return profile_prefill(self.prefills)
 
     @property
     def step_model(self) -> StepModel:
         """Zeros where nothing was measured."""
-        return fit_step(self.steps)
+        return profile_step(self.steps)
 
 
 def calibrated(engine: Engine, role: str, how: Calibrate, seconds: float, state_dir: Path) -> Profile | None:

@@ -46,7 +46,7 @@ class WorkerState:
         self._num_prefill_tokens = 0
         self._num_output_tokens = 0
         self._context_tokens = 0  # of the last step
-        self._timings: deque[gateway_pb2.StepTiming] = deque(maxlen=_MAX_TIMINGS)  # since the last report
+        self._steps: deque[tuple[float, StepResult]] = deque(maxlen=_MAX_TIMINGS)  # since the last report: ended, what
 
     def check_can_serve(self, generation: types_pb2.Generation, role: types_pb2.Role.ValueType) -> None:
         """Raises Unavailable, InvalidRequest, Incompatible or Cancelled unless new work of this kind is welcome."""
@@ -95,7 +95,8 @@ class WorkerState:
         stats = engine.stats_now()  # not between steps: a heartbeat must not wait for a long one
         self._num_loads += 1
         self._metrics.observe_stats(stats)
-        timings, self._timings = self._timings, deque(maxlen=_MAX_TIMINGS)
+        steps, self._steps = self._steps, deque(maxlen=_MAX_TIMINGS)
+        reported_s = now_s()
         return gateway_pb2.WorkerLoad(
             sequence=self._num_loads,
             num_running=stats.num_running,
@@ -108,7 +109,7 @@ class WorkerState:
             num_output_tokens_total=self._num_output_tokens,
             waiting_prefill_tokens=stats.num_waiting_tokens,
             context_tokens=self._context_tokens if stats.num_running else 0,
-            steps=timings,
+            steps=[_timing(step, reported_s - ended_s) for ended_s, step in steps],
             links=[
                 gateway_pb2.LinkSpeed(
                     address=address, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s
@@ -120,15 +121,18 @@ class WorkerState:
     def _note_timing(self, result: StepResult) -> None:
         self._context_tokens = result.context_tokens
         if not result.is_empty:
-            self._timings.append(
-                gateway_pb2.StepTiming(
-                    batch=result.num_decode_seqs,
-                    context_tokens=result.decode_context_tokens,
-                    seconds=result.duration_s,
-                    prefill_tokens=result.num_prefill_tokens,
-                    prefill_pairs=result.num_prefill_pairs,
-                )
-            )
+            self._steps.append((now_s(), result))
+
+
+def _timing(step: StepResult, ended_before_s: float) -> gateway_pb2.StepTiming:
+    return gateway_pb2.StepTiming(
+        batch=step.num_decode_seqs,
+        context_tokens=step.decode_context_tokens,
+        seconds=step.duration_s,
+        prefill_tokens=step.num_prefill_tokens,
+        prefill_pairs=step.num_prefill_pairs,
+        ended_before_s=ended_before_s,
+    )
 
 
 def now_s() -> float:

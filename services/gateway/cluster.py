@@ -20,7 +20,8 @@ from halfmoon.pb.gateway_pb2_grpc import ClusterServicer
 from halfmoon.pb.prefill_pb2_grpc import PrefillStub
 from halfmoon.rpc.context import request_id, request_scope
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
-from services.gateway.membership import Member, Membership
+from services.gateway.member import Member
+from services.gateway.membership import Membership
 from services.gateway.token_streams import GatewayStopping, TokenRouter
 
 log = logging.getLogger(__name__)

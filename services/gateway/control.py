@@ -14,7 +14,8 @@ from halfmoon.ledger.models import RequestRow
 from halfmoon.policy.cluster_view import WorkerView
 from services.gateway.cluster import Cluster
 from services.gateway.door import Door
-from services.gateway.membership import Member, Membership
+from services.gateway.member import Member
+from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.observations import Observations
 from services.gateway.openapi import openapi_document

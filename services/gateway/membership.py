@@ -2,99 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.kv import layout
 from halfmoon.pb.gateway_pb2 import BlockEvents as PbBlockEvents
-from halfmoon.pb.gateway_pb2 import StepTiming, WorkerIdentity, WorkerLoad
-from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL
-from halfmoon.pb.types_pb2 import Role as PbRole
+from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
 from halfmoon.policy.block_index import BlockEvents, BlockIndex, unpack_keys
-from halfmoon.policy.cluster_view import ClusterView, LinkView, Role, WorkerView
-from halfmoon.policy.kinship import Kinship
-from halfmoon.policy.latency import NUM_COEFFICIENTS, PrefillModel, PrefillSample, StepModel, StepSample, prefill_sample
+from halfmoon.policy.cluster_view import ClusterView
+from halfmoon.policy.latency import PrefillModel, PrefillSample, StepModel
 from halfmoon.policy.refinement import WorkerLatency
 from halfmoon.rpc.layout_message import layout_from
+from services.gateway.learned_models import LearnedModels
+from services.gateway.member import Member
+from services.gateway.worker_check import check_identity
 
 MISSED_HEARTBEATS = 3
 _MAY_RETURN_S = 5.0  # a worker that lost its connection, or was started again, is back within these
-
-_ROLES: dict[PbRole.ValueType, Role] = {PREFILL: "prefill", DECODE: "decode", BOTH: "both"}
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """One worker's standing. Owned by `Membership`, which alone changes it."""
-
-    identity: WorkerIdentity
-    joined_s: float
-    heard_s: float
-    load: WorkerLoad
-    latency: WorkerLatency
-    holder: int  # its number in the block index
-    store_holder: int = -1  # that of the store that it uses; -1: it uses none
-    listening: bool = False
-    prefilling: dict[str, int] = field(default_factory=dict)  # sent since the last report: prompt tokens by request
-    decoding: set[str] = field(default_factory=set)  # placed since the last report
-    computed_tokens: int = 0  # since the last report, of prompts that were there then
-
-    @property
-    def worker_id(self) -> str:
-        """Its name, unique in the cluster."""
-        return self.identity.worker_id
-
-    @property
-    def role(self) -> Role:
-        """Its role as the policies name it."""
-        return _ROLES[self.identity.role]
-
-    @property
-    def kind(self) -> str:
-        """Workers of one kind are about equally fast."""
-        return f"{self.role} {self.identity.device}"
-
-    def view(self, prefill: PrefillModel, step: StepModel) -> WorkerView:
-        """What the policies see of it, with the models to be believed of it."""
-        identity, load = self.identity, self.load
-        return WorkerView(
-            worker_id=identity.worker_id,
-            role=self.role,
-            address=identity.address,
-            context_tokens=identity.context_tokens,
-            block_tokens=identity.layout.block_tokens,
-            total_blocks=identity.total_blocks,
-            free_blocks=load.free_blocks,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_reserved=load.num_reserved,
-            num_placed=len(self.decoding),
-            waiting_prefill_tokens=load.waiting_prefill_tokens + sum(self.prefilling.values()),
-            draining=load.draining,
-            listening=self.listening,
-            links=tuple(
-                LinkView(link.address, link.bandwidth_bytes_per_s, link.latency_s)
-                for link in load.links
-                if link.bandwidth_bytes_per_s > 0
-            ),
-            context_in_use_tokens=load.context_tokens,
-            prefill_free_s=self.heard_s + prefill.b * max(load.waiting_prefill_tokens - self.computed_tokens, 0),
-            step_tokens=identity.step_tokens,
-            prefill_model=prefill,
-            step_model=step,
-            holder=self.holder,
-            fetch_s_per_token=self._restore_s_per_token,
-            store_holder=self.store_holder,
-        )
-
-    @property
-    def _restore_s_per_token(self) -> float:
-        """From its store, as it said last; infinite where it said nothing."""
-        store = self.identity.kv_store
-        speeds = [one.bandwidth_bytes_per_s for one in self.load.links if store and one.address == store]
-        return layout_from(self.identity.layout).token_bytes / speeds[0] if speeds and speeds[0] > 0 else math.inf
 
 
 class Membership:
@@ -109,8 +30,8 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._view = ClusterView()
         self.index = BlockIndex()
-        self._prefill_models = Kinship[PrefillModel]()
-        self._step_models = Kinship[StepModel]()
+        self._models = LearnedModels()
+        self._decoders: dict[str, str] = {}  # of each request under way, who decodes it
         self._last_left_s: float | None = None
         self._last_capacity_tokens: int | None = None  # when the last member left
 
@@ -130,7 +51,7 @@ class Membership:
         Raises InvalidRequest for an unusable identity and Incompatible for another model, or a KV layout that
         differs from the members' in more than its dtype.
         """
-        self._check(identity)
+        check_identity(identity, self.model_fingerprint, [member.identity for member in self._members.values()])
         load = WorkerLoad(free_blocks=identity.total_blocks)
         before = self._members.pop(identity.worker_id, None)
         holder = self.index.number(identity.worker_id)
@@ -151,7 +72,8 @@ class Membership:
         member.prefilling.clear()
         member.computed_tokens = 0
         member.decoding.clear()
-        self._learn(member, load.steps, now_s)
+        if self._members.get(member.worker_id) is member:
+            self._models.report(member.worker_id, member.kind, member.latency, load.steps, self._view, now_s)
         self._show(now_s, member)
 
     def set_listening(self, member: Member, listening: bool) -> None:
@@ -185,6 +107,8 @@ class Membership:
         """Counts a request against both its workers, its decoding and its tokens until their next report."""
         prefill.prefilling[request_id] = num_prompt_tokens
         decode.decoding.add(request_id)
+        self._decoders[request_id] = decode.worker_id
+        self._view.busy.begin(prefill.worker_id, request_id, now_s)
         self._show(now_s, prefill, decode)
 
     def note_prefilled(
@@ -196,13 +120,19 @@ class Membership:
         if prefill.prefilling.pop(request_id, None) is None:
             prefill.computed_tokens += round(sample.new_tokens)
         if not prefill.identity.step_tokens and not was_restored:
-            self._learn_prefills(prefill, [sample], now_s)
+            self._models.note_prompt(prefill.worker_id, prefill.kind, prefill.latency, sample, now_s)
+        self._view.busy.end(prefill.worker_id, request_id, now_s)
+        if request_id in self._decoders:
+            self._view.busy.begin(self._decoders[request_id], request_id, now_s)
         self._show(now_s, prefill)
 
     def note_ended(self, request_id: str, prefill: Member, decode: Member, now_s: float) -> None:
         """The request is on none of its workers any more."""
         prefill.prefilling.pop(request_id, None)
         decode.decoding.discard(request_id)
+        self._decoders.pop(request_id, None)
+        for member in (prefill, decode):
+            self._view.busy.end(member.worker_id, request_id, now_s)
         self._show(now_s, prefill, decode)
 
     def leave(self, member: Member, now_s: float) -> bool:
@@ -215,8 +145,7 @@ class Membership:
         self._view.remove(member.worker_id)
         self.index.forget(member.worker_id)
         self._forget_store(member.identity.kv_store)
-        self._prefill_models.forget(member.worker_id)
-        self._step_models.forget(member.worker_id)
+        self._models.forget(member.worker_id)
         return True
 
     def overdue(self, now_s: float) -> list[Member]:
@@ -244,25 +173,6 @@ class Membership:
         capacity_tokens = self._capacity_tokens() if self._members else self._last_capacity_tokens
         return model_context_tokens if capacity_tokens is None else min(model_context_tokens, capacity_tokens)
 
-    def _learn(self, member: Member, steps: Sequence[StepTiming], now_s: float) -> None:
-        """Of a step that does both, prefill is what the decodes do not explain."""
-        decodes = [StepSample(one.batch, one.context_tokens, one.seconds) for one in steps if not one.prefill_tokens]
-        if decodes:
-            member.latency.observe_steps(decodes)
-            self._step_models.note(member.worker_id, member.kind, member.latency.step, len(decodes), now_s)
-        model = member.latency.step
-        prefills = [
-            prefill_sample(one.prefill_tokens, one.prefill_pairs, one.seconds - _decoding_s(one, model))
-            for one in steps
-            if one.prefill_tokens
-        ]
-        if prefills:
-            self._learn_prefills(member, prefills, now_s)
-
-    def _learn_prefills(self, member: Member, samples: Sequence[PrefillSample], now_s: float) -> None:
-        member.latency.observe_prefills(samples)
-        self._prefill_models.note(member.worker_id, member.kind, member.latency.prefill, len(samples), now_s)
-
     def _forget_store(self, address: str) -> None:
         """One that used it is gone."""
         if address and address not in self.stores:
@@ -272,60 +182,13 @@ class Membership:
         """Puts what is new of them into the view; what comes from one that left already is too late."""
         for member in members:
             if self._members.get(member.worker_id) is member:
-                step = self._step_models.believed(member.worker_id, member.kind, member.latency.step, now_s)
-                self._view.put(member.view(self._prefill_model(member, now_s), step))
-
-    def _prefill_model(self, member: Member, now_s: float) -> PrefillModel:
-        return self._prefill_models.believed(member.worker_id, member.kind, member.latency.prefill, now_s)
+                models = self._models.believed(member.worker_id, member.kind, member.latency, now_s)
+                self._view.put(member.view(models))
 
     def _capacity_tokens(self) -> int:
         return self._view.least_capacity_tokens
-
-    def _check(self, identity: WorkerIdentity) -> None:
-        if identity.role not in _ROLES:
-            raise InvalidRequest("a worker must say its role", param="role")
-        for name in ("worker_id", "address", "context_tokens", "total_blocks"):
-            if not getattr(identity, name):
-                raise InvalidRequest(f"a worker must say its {name}", param=name)
-        if identity.model_fingerprint != self.model_fingerprint:
-            raise Incompatible(
-                f"worker {identity.worker_id} serves model {identity.model_fingerprint}, "
-                f"this gateway serves {self.model_fingerprint}"
-            )
-        for member in self._members.values():
-            differing = _differing(identity, member.identity)
-            if member.worker_id != identity.worker_id and differing:
-                raise Incompatible(
-                    f"worker {identity.worker_id} has {_named(differing, identity)}, "
-                    f"worker {member.worker_id} has {_named(differing, member.identity)}: "
-                    "workers that exchange KV must agree in it"
-                )
-        layout_from(identity.layout)
-        for coefficients in (identity.profile.prefill, identity.profile.step):
-            if len(coefficients) not in (0, NUM_COEFFICIENTS) or not all(0 <= one < math.inf for one in coefficients):
-                raise InvalidRequest("a latency profile has three coefficients, none below 0", param="profile")
 
 
 def _store_name(address: str) -> str:
     """Of a store as a holder in the index; no worker has such a name."""
     return f"store\0{address}"
-
-
-def _decoding_s(step: StepTiming, model: StepModel) -> float:
-    return model.seconds(step.batch, step.context_tokens) if step.batch else 0.0
-
-
-def _differing(one: WorkerIdentity, other: WorkerIdentity) -> list[str]:
-    """In what two workers must agree to exchange KV, and do not; a receiver converts another dtype."""
-    mine, others = _exchanged(one), _exchanged(other)
-    return [name for name in mine if mine[name] != others[name]]
-
-
-def _exchanged(identity: WorkerIdentity) -> dict[str, int]:
-    names = ("num_layers", "num_kv_heads", "head_dim", "block_tokens")
-    return {name: getattr(identity.layout, name) for name in names} | {"kv_frame_version": identity.kv_frame_version}
-
-
-def _named(names: Sequence[str], identity: WorkerIdentity) -> str:
-    exchanged = _exchanged(identity)
-    return ", ".join(f"{name} {exchanged[name]}" for name in names)

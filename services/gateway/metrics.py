@@ -12,7 +12,8 @@ from halfmoon.ledger.ledger import Ledger
 from halfmoon.policy.refinement import ErrorFigures
 from halfmoon.rpc.metrics import RpcMetrics
 from services.gateway.judge import Judge
-from services.gateway.membership import Member, Membership
+from services.gateway.member import Member
+from services.gateway.membership import Membership
 from services.gateway.vllm_metrics import VllmMetrics
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)

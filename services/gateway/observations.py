@@ -14,7 +14,8 @@ from services.gateway.choices import Choices
 from services.gateway.decisions import Decisions
 from services.gateway.departures import Departures
 from services.gateway.hot_prefixes import HotPrefixes
-from services.gateway.membership import Member, Membership
+from services.gateway.member import Member
+from services.gateway.membership import Membership
 from services.gateway.series import Ended, Sample, Series
 
 _SAMPLE_S = 1.0

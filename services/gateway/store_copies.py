@@ -21,7 +21,8 @@ from halfmoon.errors import HalfmoonError
 from halfmoon.kv.layout import KVLayout
 from halfmoon.policy.cluster_view import WorkerView
 from halfmoon.rpc.kvstore_client import KVStoreClient
-from services.gateway.membership import Member, Membership
+from services.gateway.member import Member
+from services.gateway.membership import Membership
 
 log = logging.getLogger(__name__)
 

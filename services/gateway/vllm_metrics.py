@@ -8,7 +8,8 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.gateway.membership import Member, Membership
+from services.gateway.member import Member
+from services.gateway.membership import Membership
 
 
 class VllmMetrics(Collector):

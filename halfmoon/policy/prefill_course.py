@@ -1,0 +1,242 @@
+"""The course of one prefill worker's prompts: its steps, as its scheduler forms them, until a prompt's token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from halfmoon.policy.latency import PrefillModel
+
+_MAX_STEPS = 512  # looked ahead; who is not computed by then waits as others predict it
+_OVERDUE = 0.05  # of a step that should be over: how much of it may be left
+
+Span = tuple[float, float]  # from, until
+
+
+class Speed(NamedTuple):
+    """How fast a worker computes, alone and beside others."""
+
+    model: PrefillModel
+    step_tokens: int
+    contention: float = 0.0  # what each busy neighbour adds, as a share of the time alone
+
+
+class Decoding(NamedTuple):
+    """What comes after a prompt."""
+
+    row: int  # of the cluster view: who does it
+    seconds: float
+
+
+class Prefill(NamedTuple):
+    """One prompt's work on the worker."""
+
+    new_tokens: int  # to be computed
+    known_tokens: int  # before them
+    priority: int
+    ready_s: float  # what is restored of it is there
+
+
+class Times(NamedTuple):
+    """Of one prompt, predicted."""
+
+    begins_s: float
+    ends_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    request_id: str
+    order: int
+    new_tokens: int
+    known_tokens: int
+    priority: int
+    ready_s: float
+    decoding: Decoding | None
+
+
+class _Chunk(NamedTuple):
+    prompt: _Prompt
+    num_tokens: int
+
+
+class Neighbours:
+    """Owns when the workers beside one will be busy, as far as that is foreseen."""
+
+    def __init__(self, spans: Mapping[int, Iterable[Span]]) -> None:
+        """By the neighbour's row of the cluster view."""
+        self._spans = {row: list(of_row) for row, of_row in spans.items()}
+
+    def decode(self, decoding: Decoding | None, now_s: float) -> None:
+        """A prompt is computed, and decoded from now on; who is no neighbour does not matter."""
+        if decoding is not None and decoding.row in self._spans:
+            self._spans[decoding.row].append((now_s, now_s + decoding.seconds))
+
+    def after(self, work_s: float, begin_s: float, contention: float) -> float:
+        """When work that takes `work_s` alone is done."""
+        now_s = begin_s
+        while contention > 0:
+            busy, until_s = self._next(now_s)
+            slowdown = 1 + contention * busy
+            if now_s + work_s * slowdown <= until_s:
+                return now_s + work_s * slowdown
+            work_s -= (until_s - now_s) / slowdown
+            now_s = until_s
+        return now_s + work_s
+
+    def _next(self, now_s: float) -> tuple[int, float]:
+        """How many are busy, and until when that is so."""
+        busy, until_s = 0, math.inf
+        for spans in self._spans.values():
+            is_busy = False
+            for begin_s, end_s in spans:
+                if begin_s <= now_s < end_s:
+                    is_busy = True
+                    until_s = min(until_s, end_s)
+                elif now_s < begin_s:
+                    until_s = min(until_s, begin_s)
+            busy += is_busy
+        return busy, until_s
+
+
+class PrefillCourse:
+    """Owns the prompts of this gateway that one worker has not computed yet, and the step that it is at.
+
+    Steps are formed as `engine/scheduler.py` forms them: by rank; what does not fit into a step leaves half of it to
+    shorter prompts of its priority. The step under way ends when the first token of a prompt in it is here.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, _Prompt] = {}
+        self._num_joined = 0
+        self._step: list[_Chunk] = []
+        self._step_began_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def request_ids(self) -> Collection[str]:
+        """Whose prompts are here."""
+        return self._prompts.keys()
+
+    @property
+    def num_tokens(self) -> int:
+        """Still to be computed, as of the last step that ended."""
+        return sum(prompt.new_tokens for prompt in self._prompts.values())
+
+    @property
+    def step_began_s(self) -> float:
+        """When the step under way began."""
+        return self._step_began_s
+
+    def join(self, request_id: str, work: Prefill, decoding: Decoding | None, step_tokens: int, now_s: float) -> None:
+        """A prompt is sent there."""
+        self._num_joined += 1
+        self._prompts[request_id] = _Prompt(request_id, self._num_joined, *work, decoding)
+        if not self._step:
+            self._begin(now_s, step_tokens)
+
+    def computed(self, request_id: str, step_tokens: int, now_s: float) -> None:
+        """Its first token is here: a step ended."""
+        prompt = self._prompts.get(request_id)
+        if prompt is None:
+            return
+        if any(chunk.prompt is prompt for chunk in self._step):
+            self._end_step()
+        self._prompts.pop(request_id, None)
+        self._begin(now_s, step_tokens)
+
+    def remove(self, request_id: str, step_tokens: int, now_s: float) -> None:
+        """It is elsewhere, or given up. What is under way goes on."""
+        if self._prompts.pop(request_id, None) is not None:
+            self._step = [chunk for chunk in self._step if chunk.prompt.request_id != request_id]
+            if not self._step:
+                self._begin(now_s, step_tokens)
+
+    def advance(self, speed: Speed, past_busy: float, now_s: float) -> None:
+        """Steps that must be over by now, with so many neighbours busy since `step_began_s`. One that a prompt's token
+        comes of is over when that is here."""
+        slowdown = 1 + speed.contention * past_busy
+        while self._step and not any(chunk.num_tokens == chunk.prompt.new_tokens for chunk in self._step):
+            ends_s = self._step_began_s + slowdown * _work_s(self._step, speed.model)
+            if ends_s > now_s:
+                return
+            self._end_step()
+            self._begin(ends_s, speed.step_tokens)
+
+    def predict(
+        self, work: Prefill, speed: Speed, neighbours: Neighbours, past_busy: float, ahead_s: float, now_s: float
+    ) -> Times | None:
+        """When such a prompt would begin and end, were it sent now; None where that is too far ahead.
+
+        `past_busy` is as for `advance`; `ahead_s` is what the worker has to do for others first, alone.
+        """
+        mine = _Prompt("", self._num_joined + 1, *work, None)
+        copies = {prompt.request_id: replace(prompt) for prompt in self._prompts.values()}
+        left = [*copies.values(), mine]
+        step = [_Chunk(copies[prompt.request_id], num_tokens) for prompt, num_tokens in self._step]
+        begins_s = math.inf
+        step_s = _work_s(step, speed.model)
+        done_s = (now_s - self._step_began_s) / (1 + speed.contention * past_busy) if step else 0.0
+        time_s = neighbours.after(max(step_s - done_s, _OVERDUE * step_s) + ahead_s, now_s, speed.contention)
+        for _ in range(_MAX_STEPS):
+            left = _after(step, left, neighbours, time_s)
+            step = _formed(left, speed.step_tokens, time_s)
+            if not step:  # all wait for what is restored
+                time_s = min(prompt.ready_s for prompt in left)
+                step = _formed(left, speed.step_tokens, time_s)
+            if any(prompt is mine for prompt, _ in step):
+                begins_s = min(begins_s, time_s)
+            time_s = neighbours.after(_work_s(step, speed.model), time_s, speed.contention)
+            if any(prompt is mine and num_tokens == mine.new_tokens for prompt, num_tokens in step):
+                return Times(begins_s, time_s)
+        return None
+
+    def _end_step(self) -> None:
+        for prompt, num_tokens in self._step:
+            prompt.new_tokens -= num_tokens
+            prompt.known_tokens += num_tokens
+            if not prompt.new_tokens:
+                self._prompts.pop(prompt.request_id, None)
+
+    def _begin(self, now_s: float, step_tokens: int) -> None:
+        self._step = _formed(list(self._prompts.values()), step_tokens, now_s)
+        self._step_began_s = now_s
+
+
+def _after(step: Sequence[_Chunk], prompts: list[_Prompt], neighbours: Neighbours, now_s: float) -> list[_Prompt]:
+    """Who is left when a step ended now."""
+    for prompt, num_tokens in step:
+        prompt.new_tokens -= num_tokens
+        prompt.known_tokens += num_tokens
+        if not prompt.new_tokens:
+            neighbours.decode(prompt.decoding, now_s)
+    return [prompt for prompt in prompts if prompt.new_tokens > 0]
+
+
+def _formed(prompts: Iterable[_Prompt], step_tokens: int, now_s: float) -> list[_Chunk]:
+    """The next step."""
+    ready = (prompt for prompt in prompts if prompt.ready_s <= now_s)
+    queue = sorted(ready, key=lambda prompt: (prompt.priority, prompt.order))
+    step, budget = [], step_tokens
+    while queue and budget > 0:
+        first, room = queue.pop(0), budget
+        if first.new_tokens > budget:
+            shorter = [one for one in queue if one.priority == first.priority and one.new_tokens < first.new_tokens]
+            room -= min(sum(one.new_tokens for one in shorter), budget // 2)
+            shorter.sort(key=lambda one: one.new_tokens)
+            queue = shorter + [one for one in queue if one not in shorter]
+        num_tokens = min(first.new_tokens, room)
+        budget -= num_tokens
+        step.append(_Chunk(first, num_tokens))
+    return step
+
+
+def _work_s(step: Sequence[_Chunk], model: PrefillModel) -> float:
+    """Seconds of a step alone."""
+    num_tokens = sum(chunk.num_tokens for chunk in step)
+    num_pairs = sum(chunk.num_tokens * (chunk.prompt.known_tokens + chunk.num_tokens / 2) for chunk in step)
+    return model.a + model.b * num_tokens + model.c * num_pairs if num_tokens else 0.0

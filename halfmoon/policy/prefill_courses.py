@@ -1,0 +1,121 @@
+"""What placements predict of queue and prefill, made exact for the worker that was chosen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from halfmoon.policy.cluster_view import ClusterView, WorkerView
+from halfmoon.policy.decode_forecast import DecodeForecast
+from halfmoon.policy.placement import Placement
+from halfmoon.policy.prefill_course import Decoding, Neighbours, Prefill, PrefillCourse, Span, Speed
+
+_LEAST_CONTENTION = 0.02  # below it neighbours do not matter
+
+
+class PrefillCourses:
+    """Owns the course of each prefill worker whose steps are known, by row of the cluster view, and who is on which.
+
+    Placement ranks many workers by sums of seconds; here are the steps of one.
+    """
+
+    def __init__(self, decodes: DecodeForecast) -> None:
+        self._decodes = decodes
+        self._courses: dict[int, PrefillCourse] = {}
+        self._rows: dict[str, tuple[int, int]] = {}  # by request: the row, and its step's tokens
+
+    def join(
+        self,
+        request_id: str,
+        view: ClusterView,
+        placement: Placement,
+        num_prompt_tokens: int,
+        num_output: float,
+        priority: int,
+        now_s: float,
+    ) -> None:
+        """A request goes where `placement` says."""
+        worker, row = placement.prefill, view.row(placement.prefill.worker_id)
+        decode_row = view.row(placement.decode.worker_id)
+        if row is None or decode_row is None or not _has_steps(worker):
+            return
+        course = self._advanced(row, view, worker, now_s)
+        decoding = Decoding(decode_row, num_output * placement.tbt_s)
+        self._rows[request_id] = (row, worker.step_tokens)
+        course.join(
+            request_id, _work(placement, num_prompt_tokens, priority, now_s), decoding, worker.step_tokens, now_s
+        )
+
+    def computed(self, request_id: str, now_s: float) -> None:
+        """Its first token is here."""
+        row, step_tokens = self._rows.pop(request_id, (-1, 0))
+        if row >= 0:
+            self._courses[row].computed(request_id, step_tokens, now_s)
+
+    def leave(self, request_id: str, now_s: float) -> None:
+        """It is on no worker, or on another one."""
+        row, step_tokens = self._rows.pop(request_id, (-1, 0))
+        if row >= 0:
+            self._courses[row].remove(request_id, step_tokens, now_s)
+
+    def refined(
+        self, view: ClusterView, placement: Placement, num_prompt_tokens: int, priority: int, now_s: float
+    ) -> Placement:
+        """The same placement with the times of its steps, as far as they are foreseen."""
+        worker, row = placement.prefill, view.row(placement.prefill.worker_id)
+        if row is None or not _has_steps(worker):
+            return placement
+        course = self._advanced(row, view, worker, now_s)
+        if not len(course) and worker.contention < _LEAST_CONTENTION:
+            return placement
+        others_s = max(worker.prefill_free_s - now_s - course.num_tokens * worker.prefill_model.b, 0.0)
+        times = course.predict(
+            _work(placement, num_prompt_tokens, priority, now_s),
+            _speed(worker),
+            self._neighbours(view, worker, course, now_s),
+            self._past_busy(view, worker, course, now_s),
+            others_s if others_s > worker.prefill_model.seconds(worker.step_tokens) else 0.0,
+            now_s,
+        )
+        if times is None:
+            return placement
+        return replace(placement, ttft_s=times.ends_s - now_s, queue_s=times.begins_s - now_s)
+
+    def _advanced(self, row: int, view: ClusterView, worker: WorkerView, now_s: float) -> PrefillCourse:
+        course = self._courses.setdefault(row, PrefillCourse())
+        course.advance(_speed(worker), self._past_busy(view, worker, course, now_s), now_s)
+        return course
+
+    def _past_busy(self, view: ClusterView, worker: WorkerView, course: PrefillCourse, now_s: float) -> float:
+        if worker.contention < _LEAST_CONTENTION or not len(course):
+            return 0.0
+        return view.busy.mean_busy(view.neighbours(worker.worker_id), course.step_began_s, now_s)
+
+    def _neighbours(self, view: ClusterView, worker: WorkerView, course: PrefillCourse, now_s: float) -> Neighbours:
+        """Those that decode by the forecast, those that prefill until what they have is computed."""
+        spans: dict[int, list[Span]] = {}
+        if worker.contention >= _LEAST_CONTENTION:
+            for row in view.rows_of(view.neighbours(worker.worker_id)):
+                spans[row] = self._decodes.spans(row, now_s, course.request_ids)
+                other = self._courses.get(row)
+                if other is not None and len(other):
+                    spans[row].append((now_s, now_s + other.num_tokens * view.worker(row).prefill_model.b))
+        return Neighbours(spans)
+
+
+def _has_steps(worker: WorkerView) -> bool:
+    """Whether it is known how it forms its steps, and how long they take; with decodes of its own in them it is not."""
+    return worker.role == "prefill" and worker.step_tokens > 0 and any(worker.prefill_model)
+
+
+def _speed(worker: WorkerView) -> Speed:
+    contention = worker.contention if worker.contention >= _LEAST_CONTENTION else 0.0
+    return Speed(worker.prefill_model, worker.step_tokens, contention)
+
+
+def _work(placement: Placement, num_prompt_tokens: int, priority: int, now_s: float) -> Prefill:
+    known_tokens = placement.cached_tokens + placement.fetched_tokens
+    new_tokens = max(num_prompt_tokens - known_tokens, 1)
+    restore_s = placement.work_s - placement.prefill.prefill_model.seconds(new_tokens, known_tokens)
+    ready_s = now_s + restore_s if placement.fetched_tokens else -math.inf
+    return Prefill(new_tokens, known_tokens, priority, ready_s)

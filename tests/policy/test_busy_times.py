@@ -1,0 +1,42 @@
+"""When workers had work: counted by request, averaged over a time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmoon.policy.busy_times import BusyTimes
+
+
+def test_a_worker_is_busy_from_its_first_request_to_its_last() -> None:
+    times = BusyTimes()
+    times.begin("d", "a", 1.0)
+    times.begin("d", "b", 2.0)
+    times.end("d", "a", 3.0)
+    times.end("d", "a", 3.5)  # twice is once
+    assert times.is_busy("d")
+    assert times.mean_busy(["d"], 0.0, 4.0) == 0.75  # still
+    times.end("d", "b", 5.0)
+    assert not times.is_busy("d")
+    assert times.mean_busy(["d"], 0.0, 8.0) == 0.5
+    assert times.mean_busy(["d", "nobody"], 2.0, 3.0) == 1.0
+    assert times.mean_busy(["d"], 3.0, 3.0) == 0.0
+    times.forget("d")
+    assert times.mean_busy(["d"], 0.0, 8.0) == 0.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 5), st.floats(0, 5)), max_size=20))
+def test_the_mean_is_that_of_the_moments(stays: list[tuple[int, float, float]]) -> None:
+    times, events = BusyTimes(), []
+    for number, (worker, begin_s, length_s) in enumerate(stays):
+        events += [(begin_s, 0, worker, number), (begin_s + length_s, 1, worker, number)]
+    for at_s, is_end, worker, number in sorted(events):
+        (times.end if is_end else times.begin)(str(worker), str(number), at_s)
+    moments = [(number + 0.5) / 100 for number in range(1000)]
+    busy = sum(
+        any(worker == one and begin_s <= at_s < begin_s + length_s for one, begin_s, length_s in stays)
+        for worker in range(3)
+        for at_s in moments
+    )
+    assert times.mean_busy(["0", "1", "2"], 0.0, 10.0) == pytest.approx(busy / 1000, abs=0.07)

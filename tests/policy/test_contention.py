@@ -1,0 +1,73 @@
+"""How much neighbours slow a worker down: learned from steps with and without them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmoon.policy.contention import Contention
+from halfmoon.policy.latency import PrefillModel, PrefillSample
+from halfmoon.policy.refinement import WorkerLatency
+
+TRUE = PrefillModel(0.03, 1e-3, 1e-7)
+
+
+def measure(latency: WorkerLatency, num: int, busy: float, factor: float, slower: float = 1.0, seed: int = 0) -> None:
+    rng = random.Random(seed)
+    for _ in range(num):
+        new = rng.randint(20, 512)
+        seconds = slower * TRUE.seconds(new) * (1 + factor * busy) * rng.lognormvariate(0, 0.05)
+        latency.observe_prefills([PrefillSample(new, 0, seconds)], [busy])
+
+
+def test_nothing_is_known_at_first_and_one_step_is_not_much() -> None:
+    contention = Contention()
+    assert contention.slowdown(3) == 1
+    contention.observe([1.7], [1.0])
+    assert 0 < contention.factor < 0.7
+
+
+@given(st.floats(0, 3), st.lists(st.floats(0, 2), min_size=40, max_size=60))
+def test_the_factor_is_found(factor: float, num_busy: list[float]) -> None:
+    contention = Contention()
+    told = [0.0, 1.0] * 60 + num_busy
+    contention.observe([1 + factor * busy for busy in told], told)
+    assert contention.factor == pytest.approx(factor, abs=0.1 * (1 + factor))
+
+
+def test_a_model_beside_busy_neighbours_is_that_of_a_worker_alone() -> None:
+    latency = WorkerLatency(TRUE)
+    for turn in range(6):
+        measure(latency, 10, busy=float(turn % 2), factor=0.8, seed=turn)
+    assert latency.contention == pytest.approx(0.8, abs=0.15)
+    assert latency.prefill.seconds(300) == pytest.approx(TRUE.seconds(300), rel=0.1)
+
+
+def test_who_was_always_beside_others_is_predicted_beside_others() -> None:
+    latency = WorkerLatency(TRUE)
+    measure(latency, 60, busy=1.0, factor=0.8)
+    beside_s = latency.prefill.seconds(300) * (1 + latency.contention)
+    assert beside_s == pytest.approx(1.8 * TRUE.seconds(300), rel=0.1)
+
+
+def test_a_slower_machine_is_no_neighbour() -> None:
+    latency = WorkerLatency(TRUE)
+    for turn in range(6):
+        measure(latency, 10, busy=float(turn % 2), factor=0.8, seed=turn)
+    for turn in range(6):
+        measure(latency, 10, busy=float(turn % 2), factor=0.8, slower=2, seed=turn)
+    assert latency.contention == pytest.approx(0.8, abs=0.2)
+    assert latency.prefill.seconds(300) == pytest.approx(2 * TRUE.seconds(300), rel=0.1)
+
+
+def test_a_pause_is_no_contention() -> None:
+    contention = Contention()
+    contention.observe([1.0, 1.5] * 50, [0.0, 1.0] * 50)
+    before = contention.factor
+    contention.observe([1000.0], [1.0])
+    assert contention.factor == pytest.approx(before, abs=0.05)
+    assert np.isfinite(contention.slowdown(2))

@@ -1,0 +1,139 @@
+"""The steps of a prefill worker, foreseen: as its scheduler forms them, beside busy neighbours."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmoon.engine.block_pool import BlockPool
+from halfmoon.engine.prefix_cache import PrefixCache
+from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.scheduler import Scheduler, SchedulerLimits
+from halfmoon.engine.sequence import Sequence
+from halfmoon.policy.latency import PrefillModel
+from halfmoon.policy.prefill_course import Decoding, Neighbours, Prefill, PrefillCourse, Speed, Times
+
+STEP = 100
+SPEED = Speed(PrefillModel(0.0, 0.01, 0.0), STEP)  # a second a full step
+NOBODY = Neighbours({})
+
+
+def work(num_tokens: int, priority: int = 0, ready_s: float = -math.inf) -> Prefill:
+    return Prefill(num_tokens, 0, priority, ready_s)
+
+
+def course(*prompts: int) -> PrefillCourse:
+    made = PrefillCourse()
+    for number, num_tokens in enumerate(prompts):
+        made.join(str(number), work(num_tokens), None, STEP, 0.0)
+    return made
+
+
+def predict(made: PrefillCourse, wanted: Prefill, now_s: float = 0.0, speed: Speed = SPEED) -> Times:
+    found = made.predict(wanted, speed, NOBODY, 0.0, 0.0, now_s)
+    assert found is not None
+    return Times(round(found.begins_s, 6), round(found.ends_s, 6))
+
+
+def test_every_step_has_its_fixed_cost() -> None:
+    speed = Speed(PrefillModel(0.5, 0.01, 0.0), STEP)
+    assert predict(PrefillCourse(), work(250), speed=speed) == (0.0, 3 * 0.5 + 2.5)
+
+
+def test_what_comes_before_is_computed_first() -> None:
+    made = course(100, 50)
+    assert predict(made, work(50)) == (1.0, 2.0)  # in one step with the second
+    assert predict(made, work(50), now_s=0.5) == (1.0, 2.0)
+    made.computed("0", STEP, 0.9)  # sooner than predicted
+    assert predict(made, work(50), now_s=0.9) == (1.4, 1.9)  # not into the step that has begun
+    made.computed("1", STEP, 1.4)
+    made.computed("1", STEP, 1.5)
+    assert len(made) == 0
+
+
+def test_a_step_that_takes_too_long_is_about_to_end() -> None:
+    assert predict(course(100), work(50), now_s=7.0) == (7.05, 7.55)
+
+
+def test_short_prompts_overtake_a_long_one() -> None:
+    made = course(1000)
+    assert predict(made, work(30)) == (1.0, 2.0)
+    assert predict(made, work(90)) == (1.0, 3.0)  # half of each step
+    made.advance(SPEED, 0.0, 5.5)
+    assert predict(made, work(90), now_s=5.5) == (6.0, 8.0)
+    assert made.num_tokens == 500
+
+
+def test_priority_goes_before_order() -> None:
+    assert predict(course(100, 100), work(100, priority=-1)) == (1.0, 2.0)
+    assert predict(course(100, 100), work(100, priority=1)) == (2.0, 3.0)
+
+
+def test_who_waits_for_what_is_restored_lets_others_pass() -> None:
+    made = PrefillCourse()
+    made.join("restored", work(100, ready_s=5.0), None, STEP, 0.0)
+    assert predict(made, work(50)) == (0.0, 0.5)
+    assert predict(PrefillCourse(), work(50, ready_s=3.0)) == (3.0, 3.5)
+
+
+def test_one_that_is_taken_away_takes_its_time_with_it() -> None:
+    made = course(100, 100)
+    made.remove("1", STEP, 0.5)
+    assert predict(made, work(50), now_s=0.5) == (1.0, 1.5)
+    made.remove("nobody", STEP, 0.5)
+
+
+def test_what_is_too_far_ahead_is_not_predicted() -> None:
+    assert PrefillCourse().predict(work(10**6), SPEED, NOBODY, 0.0, 0.0, 0.0) is None
+
+
+def test_busy_neighbours_slow_it_down_as_long_as_they_are() -> None:
+    speed = SPEED._replace(contention=1.0)
+    made = PrefillCourse()
+    for spans, ends_s in (({}, 1.0), ({7: [(0.0, 9.0)]}, 2.0), ({7: [(0.0, 1.0)]}, 1.5), ({7: [(0.5, 0.7)]}, 1.1)):
+        found = made.predict(work(100), speed, Neighbours(spans), 0.0, 0.0, 0.0)
+        assert found is not None
+        assert found.ends_s == pytest.approx(ends_s)
+    both = Neighbours({7: [(0.0, 9.0)], 8: [(0.0, 9.0)]})
+    assert made.predict(work(100), speed, both, 0.0, 0.0, 0.0) == (0.0, 3.0)
+
+
+def test_what_is_computed_before_makes_a_neighbour_busy() -> None:
+    made = PrefillCourse()
+    made.join("first", work(100), Decoding(7, 10.0), STEP, 0.0)
+    speed = SPEED._replace(contention=1.0)
+    assert made.predict(work(100), speed, Neighbours({7: []}), 0.0, 0.0, 0.0) == (1.0, 3.0)
+    assert made.predict(work(100), speed, Neighbours({}), 0.0, 0.0, 0.0) == (1.0, 2.0)  # it decodes elsewhere
+
+
+def scheduled_until(prompts: list[tuple[int, int]]) -> float:
+    """When the last one's token comes, by the engine's scheduler; the first one's step has begun before the others."""
+    cache = PrefixCache(BlockPool(1000), 16, None)
+    scheduler = Scheduler(cache, 16, SchedulerLimits(max_batch_tokens=STEP, chunk_tokens=STEP))
+    now_s = 0.0
+    for number, (num_tokens, priority) in enumerate(prompts):
+        request = EngineRequest(str(number), (1,) * num_tokens, SamplingParams(max_tokens=1), priority=priority)
+        scheduler.add(Sequence(request, number))
+        if number == 0:
+            first = scheduler.schedule()
+    step = first
+    while True:
+        now_s += SPEED.model.b * sum(item.num_tokens for item in step.scheduled)
+        for item in step.scheduled:
+            item.sequence.num_computed += item.num_tokens
+            if not item.sequence.num_uncomputed:
+                scheduler.remove(item.sequence)
+                if item.sequence.request_id == str(len(prompts) - 1):
+                    return now_s
+        step = scheduler.schedule()
+
+
+@given(st.lists(st.tuples(st.integers(1, 175).map(lambda half: 2 * half), st.integers(-1, 1)), min_size=2, max_size=12))
+def test_steps_are_those_of_the_scheduler(prompts: list[tuple[int, int]]) -> None:
+    made = PrefillCourse()
+    for number, (num_tokens, priority) in enumerate(prompts[:-1]):
+        made.join(str(number), work(num_tokens, priority), None, STEP, 0.0)
+    assert predict(made, work(*prompts[-1])).ends_s == pytest.approx(scheduled_until(prompts))

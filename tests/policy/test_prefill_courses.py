@@ -1,0 +1,90 @@
+"""Placements are made exact for the chosen worker: its queue, its steps, and who decodes beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from halfmoon.policy.cluster_view import ClusterView, WorkerView
+from halfmoon.policy.decode_forecast import DecodeForecast
+from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.policy.placement import Placement
+from halfmoon.policy.prefill_courses import PrefillCourses
+
+MODEL = PrefillModel(0.0, 0.01, 0.0)
+P = WorkerView("p", "prefill", "host:1", 9000, 10, 900, 900, step_tokens=100, prefill_model=MODEL, contention=1.0)
+D = WorkerView("d", "decode", "host:2", 9000, 10, 900, 900, step_model=StepModel(0.01, 0.0, 0.0))
+ELSEWHERE = replace(D, worker_id="e", address="other:2")
+
+
+def at(view: ClusterView, prefill: WorkerView, decode: WorkerView, num_tokens: int = 100) -> Placement:
+    view.put(prefill)
+    view.put(decode)
+    work_s = MODEL.seconds(num_tokens)
+    return Placement(prefill, decode, ttft_s=work_s, tbt_s=0.01, work_s=work_s)
+
+
+def refined(courses: PrefillCourses, view: ClusterView, placement: Placement, now_s: float) -> tuple[float, float]:
+    found = courses.refined(view, placement, 100, 0, now_s)
+    return pytest.approx(found.queue_s), pytest.approx(found.prefill_s)  # type: ignore[return-value]
+
+
+def test_who_decodes_beside_a_worker_slows_it_down() -> None:
+    for decode, num_output, expected in ((D, 1000, (0.0, 2.0)), (D, 50, (0.0, 1.25)), (ELSEWHERE, 1000, (0.0, 1.0))):
+        forecast, view = DecodeForecast(), ClusterView()
+        courses, placement = PrefillCourses(forecast), at(view, P, decode)
+        row = view.row(decode.worker_id)
+        assert row is not None
+        forecast.join("r", row, 0.0, num_output * 0.01, 100, num_output)
+        assert refined(courses, view, placement, 0.0) == expected
+
+
+def test_the_queue_is_that_of_its_steps_until_tokens_are_there() -> None:
+    view, courses = ClusterView(), PrefillCourses(DecodeForecast())
+    placement = at(view, replace(P, contention=0.0), D)
+    courses.join("long", view, placement, 250, 10, 0, 0.0)
+    assert refined(courses, view, placement, 0.5) == (0.5, 2.5)  # shares two steps
+    courses.join("gone", view, placement, 100, 10, 0, 0.5)
+    courses.leave("gone", 0.6)
+    courses.computed("long", 2.0)
+    courses.computed("long", 2.0)
+    assert refined(courses, view, placement, 2.0) == (0.0, 1.0)
+
+
+def test_what_is_computed_there_is_decoded_beside_it() -> None:
+    view, courses = ClusterView(), PrefillCourses(DecodeForecast())
+    placement = at(view, P, D)
+    courses.join("first", view, placement, 100, 1000, 0, 0.0)
+    assert refined(courses, view, placement, 0.0) == (1.0, 2.0)
+
+
+def test_steps_in_the_past_were_beside_whoever_was_busy() -> None:
+    view, courses = ClusterView(), PrefillCourses(DecodeForecast())
+    placement = at(view, P, D)
+    view.busy.begin("d", "r", 0.0)
+    courses.join("first", view, placement, 100, 0, 0, 0.0)
+    view.busy.end("d", "r", 1.0)  # half of the first step is done
+    assert refined(courses, view, placement, 1.0) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize("known", [{"step_tokens": 0}, {"role": "both"}, {"prefill_model": PrefillModel()}])
+def test_a_worker_whose_steps_are_not_known_keeps_what_was_predicted(known: dict[str, object]) -> None:
+    view, courses = ClusterView(), PrefillCourses(DecodeForecast())
+    worker = replace(P, **known)  # type: ignore[arg-type]
+    placement = at(view, worker, D)
+    courses.join("first", view, placement, 100, 10, 0, 0.0)
+    assert courses.refined(view, placement, 100, 0, 0.0) is placement
+
+
+def test_what_others_sent_there_is_ahead() -> None:
+    view, courses = ClusterView(), PrefillCourses(DecodeForecast())
+    placement = at(view, replace(P, prefill_free_s=5.0), D)
+    assert refined(courses, view, placement, 0.0) == (5.0, 1.0)
+
+
+def test_neighbours_are_the_members_of_one_host() -> None:
+    view = ClusterView((P, D, ELSEWHERE))
+    assert view.neighbours("p") == ["d"]
+    view.remove("d")
+    assert (view.neighbours("p"), view.neighbours("e")) == ([], [])
