@@ -25,23 +25,27 @@ from halfmoon.rpc.server import SUPERVISED_ENV
 STOP_GRACE_S = 3.5  # from SIGTERM to SIGKILL; with what surrounds it, all is over within five seconds
 
 _TAIL_LINES = 15
-_MAX_RESTARTS = 3  # of one service within the window; more often, and starting it again does not help
-_RESTART_WINDOW_S = 60.0
+_RESTART_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # waits before one start after another; the last one again and again
+_SETTLED_S = 60.0  # who lived for so long begins with the first wait again
+_SILENT_READY_S = 10.0
 
 OnEvent = Callable[[str, dict[str, Any]], None]
+OnRestart = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
     """One child: its name (unique, also its log file's), its arguments to Python, and what its environment adds.
 
-    `restarts`: if it ends on its own after it was ready, it is started again; others can do without it for a while.
+    `restarts`: once it was ready, it is started again whenever it ends on its own; others do without it for a while.
+    `announces`: it says when it is ready. One that does not is ready when it has lived for ten seconds.
     """
 
     name: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     restarts: bool = False
+    announces: bool = True
 
 
 class Child:
@@ -53,6 +57,7 @@ class Child:
         self.spec = spec
         self.process = process
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.started_s = asyncio.get_running_loop().time()
         self._log_path = log_path
         self._on_event = on_event
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -87,15 +92,23 @@ class Child:
 class Supervisor:
     """Owns the children. `start` may be called until `stop`; `until_one_ends` never returns while all are well.
 
-    `on_restart` is told why a child had to be started again.
+    `on_restart` is told why a child has to be started again, and in how many seconds it will be.
     """
 
-    def __init__(self, log_dir: Path, on_event: OnEvent, on_restart: Callable[[str], None] = lambda why: None) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        on_event: OnEvent,
+        on_restart: OnRestart = lambda why, wait_s: None,
+        restart_s: Sequence[float] = _RESTART_S,
+    ) -> None:
         self._log_dir = log_dir
         self._on_event = on_event
         self._on_restart = on_restart
-        self._restarted_at_s: dict[str, deque[float]] = {}
+        self._restart_s = restart_s
+        self._num_restarts: dict[str, int] = {}  # since it was last settled; of those that were ready once
         self._children: dict[asyncio.Task[None], Child] = {}
+        self._restarting: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
     async def start(self, spec: ServiceSpec) -> Child:
@@ -120,10 +133,14 @@ class Supervisor:
         while True:
             self._changed.clear()
             changed = asyncio.create_task(self._changed.wait())
+            waited = {*self._children, *self._restarting, changed}
             try:
-                done, _ = await asyncio.wait({*self._children, changed}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 changed.cancel()
+            for restarted in self._restarting & done:
+                self._restarting.discard(restarted)
+                restarted.result()
             for task in [task for task in self._children if task in done]:
                 await self._after_end(task)
 
@@ -132,21 +149,39 @@ class Supervisor:
         try:
             await task
         except ServiceFailed as failure:
-            if not (child.spec.restarts and child.ready.done() and self._may_restart(child.spec.name)):
+            if not self._may_restart(child):
                 raise
-            self._on_restart(failure.message)
-            await self.start(child.spec)
+            wait_s = self._wait_s(child)
+            self._on_restart(failure.message, wait_s)
+            self._restarting.add(asyncio.create_task(self._start_later(child.spec, wait_s)))
 
-    def _may_restart(self, name: str) -> bool:
-        now_s = asyncio.get_running_loop().time()
-        times = self._restarted_at_s.setdefault(name, deque(maxlen=_MAX_RESTARTS))
-        if len(times) == _MAX_RESTARTS and now_s - times[0] < _RESTART_WINDOW_S:
-            return False
-        times.append(now_s)
-        return True
+    def _may_restart(self, child: Child) -> bool:
+        """One that never was ready would not be the next time, either."""
+        name, lived_s = child.spec.name, self._lived_s(child)
+        is_ready = child.ready.done() if child.spec.announces else lived_s >= _SILENT_READY_S
+        if is_ready:
+            self._num_restarts.setdefault(name, 0)
+        return child.spec.restarts and name in self._num_restarts
+
+    def _wait_s(self, child: Child) -> float:
+        name = child.spec.name
+        num_before = 0 if self._lived_s(child) >= _SETTLED_S else self._num_restarts[name]
+        self._num_restarts[name] = num_before + 1
+        return self._restart_s[min(num_before, len(self._restart_s) - 1)]
+
+    def _lived_s(self, child: Child) -> float:
+        return asyncio.get_running_loop().time() - child.started_s
+
+    async def _start_later(self, spec: ServiceSpec, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        await self.start(spec)
 
     async def stop(self) -> None:
         """SIGTERM to all, SIGKILL to what is left after the grace. Afterwards no child is alive."""
+        for task in self._restarting:
+            task.cancel()
+        await asyncio.gather(*self._restarting, return_exceptions=True)
+        self._restarting.clear()
         _signal_all(self._children.values(), signal.SIGTERM)
         if self._children:
             _, pending = await asyncio.wait(self._children, timeout=STOP_GRACE_S)

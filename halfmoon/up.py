@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,7 @@ async def up(options: UpOptions, terminal: Console) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     with _bars(terminal) as bars:
-        supervisor = Supervisor(
-            options.state_dir / "logs", _Display(bars).on_event, lambda why: _print_restart(terminal, why)
-        )
+        supervisor = Supervisor(options.state_dir / "logs", _Display(bars).on_event, partial(_print_restart, terminal))
         stop = asyncio.create_task(stopping.wait())
         run = asyncio.create_task(_run(options, supervisor, terminal, bars))
         try:
@@ -106,15 +105,13 @@ async def _start(options: UpOptions, supervisor: Supervisor, terminal: Console, 
         model = PreparedModel(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
     store, planner = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     options = replace(options, operator_token=_operator_token(options))
-    if options.num_gateways == 1:
-        specs = [gateway_spec(options, model, store=store)]
-    else:
-        options = replace(options, port=options.port or free_port())
-        specs = [gateway_spec(options, model, number, store) for number in range(options.num_gateways)]
+    options = replace(options, port=options.port or free_port())
+    numbers = [None] if options.num_gateways == 1 else range(options.num_gateways)
+    specs = [gateway_spec(options, model, number, store) for number in numbers]
     announced = await children_ready([await supervisor.start(spec) for spec in specs])
     cluster = ",".join(one["address"] for one in announced)
     others = [await supervisor.start(spec) for spec in _other_specs(options, model, cluster, store, planner)]
-    await children_ready([child for child in others if child.spec.name != "console"])
+    await children_ready([child for child in others if child.spec.announces])
     url = announced[0]["http"]
     await _until_healthy(url)
     bars.stop()
@@ -155,11 +152,11 @@ def gateway_spec(
 ) -> ServiceSpec:
     """The gateway as a child; with a `number`, one of several on one HTTP port.
 
-    Those come back at the same address when they die: the others serve meanwhile.
+    It comes back where it was when it dies: workers register again, clients see a pause or another gateway.
     """
     is_shared = number is not None
     listen = ("--host", options.host, "--port", str(options.port), "--reuse-port", str(is_shared).lower())
-    cluster = ("--cluster-listen", f"127.0.0.1:{free_port() if is_shared else 0}")
+    cluster = ("--cluster-listen", f"127.0.0.1:{free_port()}")
     which = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
     codec = ("--handover-codec", options.handover_codec)
     modes = {"--admission": options.admission, "--placement": options.placement}
@@ -169,7 +166,7 @@ def gateway_spec(
         keys["HALFMOON_GATEWAY_OPERATOR_TOKEN"] = options.operator_token
     stored = () if store is None else ("--kv-store", store)
     arguments = ("-m", "services.gateway", *listen, *cluster, *which, *codec, *stored, *chosen)
-    return ServiceSpec(f"gateway-{number}" if is_shared else "gateway", arguments, keys, restarts=is_shared)
+    return ServiceSpec(f"gateway-{number}" if is_shared else "gateway", arguments, keys, restarts=True)
 
 
 def _other_specs(options: UpOptions, model: PreparedModel, cluster: str, store: str, planner: str) -> list[ServiceSpec]:
@@ -239,7 +236,7 @@ def _console_spec(options: UpOptions, planner: str) -> ServiceSpec:
         environment["HALFMOON_CONSOLE_API_KEY"] = options.api_keys[0]
     if options.operator_token:
         environment["HALFMOON_CONSOLE_OPERATOR_TOKEN"] = options.operator_token
-    return ServiceSpec("console", arguments, environment, restarts=True)
+    return ServiceSpec("console", arguments, environment, restarts=True, announces=False)
 
 
 async def _until_healthy(url: str) -> None:
@@ -265,9 +262,10 @@ def _print_ready(options: UpOptions, terminal: Console, url: str, name: str, oth
     terminal.print(command, highlight=False, markup=False, soft_wrap=True)
 
 
-def _print_restart(terminal: Console, why: str) -> None:
+def _print_restart(terminal: Console, why: str, wait_s: float) -> None:
+    when = f" in {wait_s:g} s" if wait_s else ""
     terminal.print(
-        f"halfmoon: {why}\nStarting it again.", style="yellow", markup=False, highlight=False, soft_wrap=True
+        f"halfmoon: {why}\nStarting it again{when}.", style="yellow", markup=False, highlight=False, soft_wrap=True
     )
 
 

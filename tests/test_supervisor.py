@@ -87,26 +87,82 @@ async def test_very_long_lines_do_not_end_the_watch(tmp_path: Path) -> None:
     assert (tmp_path / "wordy.log").stat().st_size > 1_000_000
 
 
-async def test_a_worker_that_dies_is_started_again_but_not_forever(tmp_path: Path) -> None:
-    reasons: list[str] = []
-    boss = Supervisor(tmp_path, lambda name, event: None, reasons.append)
+class Restarts:
+    """Notes why and after how long a wait; `enough` is set at the `most`th."""
+
+    def __init__(self, most: int) -> None:
+        self.reasons: list[str] = []
+        self.waits_s: list[float] = []
+        self.enough = asyncio.Event()
+        self._most = most
+
+    def note(self, why: str, wait_s: float) -> None:
+        self.reasons.append(why)
+        self.waits_s.append(wait_s)
+        if len(self.reasons) == self._most:
+            self.enough.set()
+
+
+async def test_who_dies_is_started_again_after_ever_longer_waits(tmp_path: Path) -> None:
+    """Also where it does not become ready again: it was once. A service beside it does not notice."""
+    restarts = Restarts(5)
+    dying = f"import os; first = not os.path.exists('{tmp_path}/once'); open('{tmp_path}/once', 'w')\n"
+    dying += f"if first: {READY}raise SystemExit(4)"
+    boss = Supervisor(tmp_path, lambda name, event: None, restarts.note, restart_s=(0.0, 0.001, 0.002))
     try:
-        await boss.start(ServiceSpec("worker", ("-c", READY + "raise SystemExit(4)"), {}, restarts=True))
+        lasting = await boss.start(spec("lasting", READY + WAIT))
+        await children_ready([lasting])
+        await boss.start(ServiceSpec("worker", ("-c", dying), {}, restarts=True))
+        watching = asyncio.ensure_future(boss.until_one_ends())
+        await asyncio.wait(
+            {watching, asyncio.ensure_future(restarts.enough.wait())}, timeout=60, return_when="FIRST_COMPLETED"
+        )
+        assert not watching.done()
+        watching.cancel()
+        assert is_alive(lasting.process.pid)
+    finally:
+        await boss.stop()
+    assert restarts.waits_s == [0.0, 0.001, 0.002, 0.002, 0.002]
+    assert all("exit status 4" in one for one in restarts.reasons)
+    assert (tmp_path / "worker.log").read_text().count("service.ready") == 1
+
+
+async def test_nobody_is_started_after_the_stop(tmp_path: Path) -> None:
+    restarts = Restarts(1)
+    boss = Supervisor(tmp_path, lambda name, event: None, restarts.note, restart_s=(3600.0,))
+    await boss.start(ServiceSpec("worker", ("-c", READY + "raise SystemExit(4)"), {}, restarts=True))
+    watching = asyncio.ensure_future(boss.until_one_ends())
+    async with asyncio.timeout(60):
+        await restarts.enough.wait()
+        await boss.stop()
+    watching.cancel()
+    assert (tmp_path / "worker.log").read_text().count("service.ready") == 1
+
+
+@pytest.mark.parametrize("announces", [True, False], ids=["which says when it is ready", "which never says it"])
+async def test_a_service_that_never_was_ready_ends_everything(tmp_path: Path, announces: bool) -> None:
+    restarts = Restarts(1)
+    boss = Supervisor(tmp_path, lambda name, event: None, restarts.note)
+    try:
+        await boss.start(ServiceSpec("worker", ("-c", "raise SystemExit(4)"), {}, restarts=True, announces=announces))
         with pytest.raises(ServiceFailed, match="exit status 4"):
             await boss.until_one_ends()
     finally:
         await boss.stop()
-    assert len(reasons) == 3
-    assert (tmp_path / "worker.log").read_text().count("service.ready") == 4
+    assert not restarts.reasons
 
 
-async def test_a_worker_that_never_was_ready_is_not_started_again(tmp_path: Path) -> None:
-    reasons: list[str] = []
-    boss = Supervisor(tmp_path, lambda name, event: None, reasons.append)
+async def test_a_silent_service_that_has_lived_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halfmoon.supervisor._SILENT_READY_S", 0.0)
+    restarts = Restarts(2)
+    boss = Supervisor(tmp_path, lambda name, event: None, restarts.note, restart_s=(0.0,))
     try:
-        await boss.start(ServiceSpec("worker", ("-c", "raise SystemExit(4)"), {}, restarts=True))
-        with pytest.raises(ServiceFailed, match="exit status 4"):
-            await boss.until_one_ends()
+        await boss.start(ServiceSpec("console", ("-c", "raise SystemExit(4)"), {}, restarts=True, announces=False))
+        watching = asyncio.ensure_future(boss.until_one_ends())
+        async with asyncio.timeout(60):
+            await restarts.enough.wait()
+        watching.cancel()
     finally:
         await boss.stop()
-    assert not reasons

@@ -40,7 +40,13 @@ class Database:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
+        self._is_current = False  # the tables are as this release has them
         self._overdue: set[asyncio.Task[Any]] = set()  # cancelled, and not ended yet: a driver may take its time
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is one of this host."""
+        return self._engine.dialect.name == "sqlite"
 
     async def run(self, work: Work[Result], deadline_s: float | None = DEADLINE_S) -> Result:
         """`work` in one transaction. Raises Unavailable when the database does not answer within the deadline.
@@ -48,11 +54,18 @@ class Database:
         Other errors of SQLAlchemy mean that the work itself is wrong. Whether a transaction over its deadline was
         committed is not known.
         """
+        if not self._is_current:
+            raise Unavailable("the ledger's database was not reached yet")
         return await self._within(self._in_session(work), deadline_s)
 
     async def upgrade(self) -> None:
-        """Brings the tables to the newest revision. Raises Unavailable; Incompatible for those of a later release."""
-        await self._within(self._upgrade(), _OPEN_S)
+        """Brings the tables to the newest revision: before that nothing can be done here. Nothing, where it was done.
+
+        Raises Unavailable; Incompatible for tables of a later release.
+        """
+        if not self._is_current:
+            await self._within(self._upgrade(), _OPEN_S)
+            self._is_current = True
 
     async def close(self) -> None:
         """Closes the connections; those that do not answer are left to the operating system.
@@ -100,15 +113,20 @@ class Database:
 
 
 @asynccontextmanager
-async def open_database(url: str) -> AsyncIterator[Database]:
+async def open_database(url: str, *, may_be_away: bool = False) -> AsyncIterator[Database]:
     """The database at `url`, with tables of the newest revision.
 
     Raises InvalidRequest for a URL that cannot be used, Unavailable for a database that is not there, and Incompatible
-    for one that a later release wrote.
+    for one that a later release wrote. A server that `may_be_away` raises Unavailable with each use, until somebody
+    calls `upgrade` with success; a file is never away.
     """
     database = Database(make_engine(url))
     try:
-        await database.upgrade()
+        try:
+            await database.upgrade()
+        except Unavailable:
+            if not may_be_away or database.is_file:
+                raise
         yield database
     finally:
         await database.close()

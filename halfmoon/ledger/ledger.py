@@ -40,6 +40,10 @@ class Ledger:
         self._database = database
         self._gateway_id = gateway_id
 
+    async def join(self) -> None:
+        """Brings a ledger that was away when it was opened into use. Raises Unavailable while it still is."""
+        await self._database.upgrade()
+
     def record(self, row: RequestRow) -> bool:
         """Accepts a row to write later. False, and counted as lost, when too many are waiting."""
         values = {name: _storable(value) for name, value in row.as_dict().items() if name != "id"}
@@ -71,12 +75,12 @@ def _storable(value: Any) -> Any:
 
 
 @asynccontextmanager
-async def open_ledger(url: str, gateway_id: str = "") -> AsyncIterator[Ledger]:
+async def open_ledger(url: str, gateway_id: str = "", *, may_be_away: bool = False) -> AsyncIterator[Ledger]:
     """The ledger at `url`, made or brought up to date where needed; what was accepted is written when the block ends.
 
-    Raises what `open_database` raises.
+    Raises what `open_database` raises. With `may_be_away`, `join` is to be called by and by.
     """
-    async with open_database(url) as database:
+    async with open_database(url, may_be_away=may_be_away) as database:
         ledger = Ledger(database, gateway_id)
         writer = asyncio.create_task(ledger.rows.write_behind())  # no group: that would cancel it when the block fails
         try:

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +42,8 @@ class SimulatedCluster:
         options, speed = self._options, self._simulation.time_scale
         counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
         which = ("--model", self._model.path, "--model-name", self._model.name)
-        announced = await (await self._supervisor.start(gateway_spec(options, self._model))).ready
+        gateway = replace(gateway_spec(options, self._model), restarts=False)  # what it forgets is not to be measured
+        announced = await (await self._supervisor.start(gateway)).ready
         specs = simulation_specs(self._simulation, counts, announced["address"], which)
         await children_ready([await self._supervisor.start(spec) for spec in specs])
         url: str = announced["http"]

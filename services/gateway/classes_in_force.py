@@ -14,6 +14,7 @@ from halfmoon.ledger.classes import ClassesAt, StoredClass, StoredClasses
 from halfmoon.policy.classes import NO_PROMISES, ClassTable, Degradation, MatchKind, MatchRule, QosClass
 from halfmoon.policy.feedback import Targets
 from halfmoon.policy.gatekeeper import Gatekeeper
+from services.gateway.known_classes import KnownClasses
 from services.gateway.strict_part import Items, Part
 
 log = logging.getLogger(__name__)
@@ -46,8 +47,9 @@ class ClassBody(Part):
 class ClassesInForce:
     """Owns which of the ledger's classes the gatekeeper has. One edit or look at the ledger at a time."""
 
-    def __init__(self, stored: StoredClasses, gatekeeper: Gatekeeper) -> None:
+    def __init__(self, stored: StoredClasses, gatekeeper: Gatekeeper, known: KnownClasses) -> None:
         self._stored = stored
+        self._known = known
         self._gatekeeper = gatekeeper
         self._turn = asyncio.Lock()
         self._revision: int | None = None
@@ -57,6 +59,12 @@ class ClassesInForce:
         async with self._turn:
             if self._revision is None or await self._stored.revision() != self._revision:
                 self._show(await self._stored.all())
+
+    def use_known(self) -> None:
+        """Those that were in force on this host last, until the ledger answers. Raises Incompatible."""
+        found = self._known.read()
+        self._gatekeeper.classes = _table(found)
+        log.warning("classes.known", extra={"num_classes": len(found)})
 
     async def all(self) -> Sequence[StoredClass]:
         """As the ledger has them. Raises Unavailable."""
@@ -97,6 +105,7 @@ class ClassesInForce:
     def _show(self, found: ClassesAt) -> None:
         self._gatekeeper.classes = _table(found.classes)
         if self._revision != found.revision:
+            self._known.write(found.classes)
             log.info("classes.changed", extra={"revision": found.revision, "num_classes": len(found.classes)})
         self._revision = found.revision
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
-from halfmoon.errors import HalfmoonError
+from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.profiles import StoredProfile
 from halfmoon.policy.output_lengths import OutputLengths
@@ -42,9 +42,16 @@ class LedgerNews:
         self._is_failing = False
 
     async def load(self) -> None:
-        """Everything that is there. Raises Unavailable, and Incompatible for classes of a later release."""
-        await self._classes.refresh()
-        await self.load_lengths()
+        """Everything that is there; of a ledger that is away the classes that it had last, as far as this host knows.
+
+        Raises Incompatible for classes of a later release.
+        """
+        try:
+            await self._classes.refresh()
+            await self.load_lengths()
+        except Unavailable as error:
+            self._classes.use_known()
+            self._note_failure(error.message)
 
     async def load_lengths(self) -> None:
         """Outputs of requests at other gateways, and before this one began, since the last time. Raises Unavailable."""
@@ -68,6 +75,7 @@ class LedgerNews:
             await asyncio.sleep(interval_s)
             looks += 1
             try:
+                await self._ledger.join()
                 await self._classes.refresh()
                 if looks % _LENGTHS_EVERY == 0:
                     await self.load_lengths()

@@ -31,6 +31,7 @@ from services.gateway.door import Door
 from services.gateway.endpoints import GenerationEndpoints
 from services.gateway.http_faults import answer_faults_as_json
 from services.gateway.judge import Judge
+from services.gateway.known_classes import KnownClasses
 from services.gateway.ledger_news import LedgerNews, following
 from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
@@ -70,7 +71,10 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
     membership = Membership(model.fingerprint, settings.heartbeat_interval_s)
     door = Door()
     gateway_id = f"gateway-{secrets.token_hex(4)}"
-    async with open_ledger(settings.ledger, gateway_id) as ledger, running_cluster(gateway_id, membership) as cluster:
+    async with (
+        open_ledger(settings.ledger, gateway_id, may_be_away=True) as ledger,
+        running_cluster(gateway_id, membership) as cluster,
+    ):
         rules = PlacementRules(settings.placement, settings.balancing_threshold)
         observations = Observations()
         copies = StoreCopies(membership, rules.fetching_threshold)
@@ -81,7 +85,7 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
             cluster, judge, settings.request_deadline_s, settings.failover_wait_s, settings.return_wait_s, codec
         )
         store = StoreView(settings.kv_store)
-        classes = ClassesInForce(ledger.classes, judge.gatekeeper)
+        classes = ClassesInForce(ledger.classes, judge.gatekeeper, KnownClasses(settings.state_dir, settings.ledger))
         news = LedgerNews(ledger, classes, judge.gatekeeper.lengths, membership, gateway_id)
         await news.load()
         app = make_app(

@@ -38,14 +38,23 @@ class PostgresqlServer:
         shutil.chown(directory, self._user)
         data = str(directory / "data")
         self._run([programs / "initdb", "-D", data, "-U", "halfmoon", "-A", "trust", "-N", "-E", "UTF8"])
-        settings = [
+        self._command = [str(programs / "postgres"), "-D", data]
+        self._command += [
             part for setting in (*_SETTINGS, f"unix_socket_directories={directory}") for part in ("-c", setting)
         ]
-        with (directory / "log").open("wb") as output:
-            self.process = subprocess.Popen(
-                [programs / "postgres", "-D", data, *settings],
+        self.process = self._started()
+
+    def start(self) -> None:
+        """Again, after `stop`, with what is in it."""
+        self.process = self._started()
+        self.until_ready()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        with (self._directory / "log").open("ab") as output:
+            return subprocess.Popen(
+                self._command,
                 user=self._user,
-                cwd=directory,
+                cwd=self._directory,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,

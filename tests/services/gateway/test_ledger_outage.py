@@ -72,6 +72,39 @@ async def test_a_server_that_is_gone(tmp_path: Path, postgresql: PostgresqlServe
             assert await fleet_status(fleet, path) == status
 
 
+async def test_a_gateway_starts_while_the_server_is_away_and_joins_it_later(
+    tmp_path: Path, postgresql: PostgresqlServer
+) -> None:
+    """With the classes that it had last; what it serves meanwhile is written when the server is back."""
+    url = postgresql.new_database()
+    async with running_fleet(tmp_path, ledger_url=url) as fleet:
+        await fleet.pair()
+        assert await edited(fleet, 0, 5.0) == 200
+    postgresql.stop()
+    async with running_fleet(tmp_path, ledger_url=url, ledger_poll_s=0.01) as fleet:
+        await fleet.pair()
+        (strict,) = fleet.gateway.judge.gatekeeper.classes.classes
+        assert (strict.name, strict.ttft_s) == ("strict", 5.0)
+        assert await answers(fleet, 2) == [200] * 2
+        assert await edited(fleet, 1, 6.0) == 503
+        postgresql.start()
+        await written(fleet, 2)
+        assert await edited(fleet, 1, 6.0) == 200
+
+
+async def test_a_gateway_that_never_saw_its_ledger_serves_without_classes(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, ledger_url=f"postgresql://nobody@/none?host={tmp_path}") as fleet:
+        await fleet.pair()
+        assert await answers(fleet, 2) == [200] * 2
+        assert await fleet_status(fleet, "/halfmoon/v1/classes") == 503
+
+
+async def edited(fleet: Fleet, version: int, ttft_s: float) -> int:
+    url, body = f"{fleet.http}/halfmoon/v1/classes/strict", {"version": version, "ttft_s": ttft_s}
+    async with aiohttp.ClientSession() as session, session.put(url, json=body) as response:
+        return response.status
+
+
 async def fleet_status(fleet: Fleet, path: str) -> int:
     async with aiohttp.ClientSession() as session, session.get(f"{fleet.http}{path}") as response:
         return response.status
