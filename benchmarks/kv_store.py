@@ -96,8 +96,7 @@ async def measure(num_blocks: int, num_rounds: int, directory: Path) -> dict[str
         }
         for _ in range(num_rounds + 1):  # the first is for warming up
             for name, path in paths.items():
-                if name.startswith("disk"):
-                    await store.pool.settled()
+                await store.pool.settled()
                 if name.startswith("put"):
                     await store.pool.drop(map(block_id, keys))  # what is here is not put
                 started_s = time.perf_counter()

@@ -20,6 +20,7 @@ from halfmoon.engine.first_steps import first_steps
 from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.policy.latency import PrefillModel
 from halfmoon.worker.beside import beside
+from halfmoon.worker.block_feed import CachedBlocks
 from halfmoon.worker.chain_queue import ChainQueue
 from halfmoon.worker.compute_rate import ComputeRate
 from halfmoon.worker.main import store_client, store_writer
@@ -101,12 +102,10 @@ class Worker:
         return first
 
     async def forget(self) -> None:
-        """Empties the prefix cache."""
-        engine = self.engine.engine
-        everything = self._generation([1] * (engine.num_blocks * engine.layout.block_tokens - 2))
-        async with Prefilling(self.engine, self.state, everything):
-            await asyncio.sleep(0)
-        await self.prefill([1], None)
+        """Empties the prefix cache, of which the state is not told."""
+        async with self.engine.cached([]):  # the engine's thread has done what came before, and waits
+            self.engine.engine.forget_prefixes()
+        self.state.cached_blocks = CachedBlocks()
 
     def _generation(self, prompt: Sequence[int]) -> types_pb2.Generation:
         self._num_requests += 1

@@ -14,6 +14,7 @@ _AT_ONCE_S = 0.05  # of loading in one piece: as far as a decision can be off
 _MOST_AT_ONCE = 8
 _EXPECTED_BLOCKS = 2
 _GAIN = 0.9  # of the time that is left: what saves less is not worth a step that cannot be taken back
+_GAIN_OF_BOTH = 0.85  # of the better single method's time: two sides are harder to foresee than one
 _STALLED = 4.0  # times longer than expected: what is on its way is not counted on any more
 _LEAST_STALL_S = 0.2
 
@@ -22,13 +23,23 @@ class RestoreCourse:
     """Owns how far both sides of one restore are. Blocks below `fence` are computed, the others loaded."""
 
     def __init__(
-        self, num_blocks: int, block_tokens: int, chunk_tokens: int, model: PrefillModel, load_s_per_block: float
+        self,
+        num_blocks: int,
+        block_tokens: int,
+        chunk_tokens: int,
+        model: PrefillModel,
+        load_s_per_block: float,
+        step_tokens: int = 0,
     ) -> None:
-        """chunk_tokens: of one step; model: of steps; load_s_per_block: expected."""
+        """chunk_tokens: of one step beside loads; model: of steps; load_s_per_block: expected.
+
+        step_tokens: of one step where nothing is loaded, if it is larger.
+        """
         self.num_blocks = num_blocks
         self.fence = num_blocks
         self._block_tokens = block_tokens
         self._chunk_tokens = chunk_tokens
+        self._step_tokens = max(step_tokens, chunk_tokens)
         self._model = model
         self._expected_s = load_s_per_block
         self._num_computed = 0  # tokens
@@ -53,6 +64,11 @@ class RestoreCourse:
     def load_s_per_block(self) -> float:
         """Measured; what was expected counts as the first few."""
         return (_EXPECTED_BLOCKS * self._expected_s + self._busy_s) / (_EXPECTED_BLOCKS + len(self._loaded))
+
+    @property
+    def measured_s_per_block(self) -> float:
+        """What loading a block took; 0 before there was one."""
+        return self._busy_s / len(self._loaded) if self._loaded else 0.0
 
     @property
     def patience_s(self) -> float:
@@ -109,23 +125,29 @@ class RestoreCourse:
 
         A single method is preferred where both together would save little.
         """
-        num_tokens = (self.num_blocks - num_here) * self._block_tokens
-        plan = plan_restore(costs, self.num_blocks - num_here, self._block_tokens)
-        compute_s, load_s = costs.compute_s(num_tokens), costs.load_s(num_tokens)
-        if plan.method == "both" and plan.seconds > _GAIN * min(compute_s, load_s):
-            num_blocks = self.num_blocks - num_here
+        num_blocks, step_s = self.num_blocks - num_here, self._model.a
+        num_tokens = num_blocks * self._block_tokens
+        plan = plan_restore(costs, num_blocks, self._block_tokens)
+        num_saved_steps = num_tokens / self._chunk_tokens + 1 - math.ceil(num_tokens / self._step_tokens)
+        compute_s = costs.compute_s(num_tokens) - num_saved_steps * step_s
+        load_s, both_s = (
+            costs.load_s(num_tokens) + step_s,
+            plan.seconds + step_s,
+        )  # the last tokens are a step of their own
+        if plan.method != "both" or both_s > _GAIN_OF_BOTH * min(compute_s, load_s):
             plan = RestorePlan(0, num_blocks, load_s) if load_s <= compute_s else RestorePlan(num_blocks, 0, compute_s)
         self.fence = num_here + plan.num_compute_blocks
         return plan
 
     def costs(self, num_before: int, load_s_per_block: float, load_queue_s: float) -> RestoreCosts:
-        """Of what follows the first `num_before` tokens."""
+        """Of what follows the first `num_before` tokens. Computing any of it takes one step more than none."""
         a, b, c = self._model
         return RestoreCosts(
             compute_s_per_token=(b + a / self._chunk_tokens + c * num_before) or math.inf,
             load_s_per_token=load_s_per_block / self._block_tokens,
             compute_s_per_token2=c,
             load_queue_s=load_queue_s,
+            compute_queue_s=a,
         )
 
     @property

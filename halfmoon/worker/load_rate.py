@@ -9,7 +9,7 @@ from halfmoon.rpc.transport.estimate import LinkEstimate
 
 # Seconds a byte before anything was measured: what a slow disk and a slow network have at least.
 _START_S_PER_BYTE: dict[TierName, float] = {"dram": 1e-9, "disk": 4e-9, "cold": 2e-8}
-_WEIGHT = 0.3  # of the newest measurement
+_WEIGHT = 0.3  # of the newest measurement; the first one replaces what was guessed
 
 
 class LoadRate:
@@ -17,6 +17,7 @@ class LoadRate:
 
     def __init__(self) -> None:
         self._s_per_byte = dict(_START_S_PER_BYTE)
+        self._measured: set[TierName] = set()
         self._latest_tier: TierName = "dram"
         self.bytes_under_way = 0  # of all requests
 
@@ -33,5 +34,6 @@ class LoadRate:
         """So many bytes took so long, at the pace at which they followed each other."""
         if num_bytes and seconds > 0:
             self._latest_tier = tier
-            known = self._s_per_byte[tier]
-            self._s_per_byte[tier] = known + _WEIGHT * (seconds / num_bytes - known)
+            known, weight = self._s_per_byte[tier], _WEIGHT if tier in self._measured else 1.0
+            self._measured.add(tier)
+            self._s_per_byte[tier] = known + weight * (seconds / num_bytes - known)

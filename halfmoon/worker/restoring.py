@@ -91,13 +91,14 @@ class Restorer:
         layout, config = self.engine.engine.layout, self.engine.engine.config
         s_per_byte = self.rate.s_per_byte(tiers[num_here:])
         course = RestoreCourse(
-            len(keys), layout.block_tokens, config.prefill_chunk_tokens, model, s_per_byte * layout.block_bytes
-        )
+            len(keys), layout.block_tokens, config.prefill_chunk_tokens, model, s_per_byte * layout.block_bytes,
+            config.step_tokens,
+        )  # fmt: skip
         costs = course.costs(
             num_here * layout.block_tokens, s_per_byte * layout.block_bytes, s_per_byte * self.rate.bytes_under_way
         )
         waiting_tokens = self.engine.engine.stats().num_waiting_tokens
-        costs = costs._replace(compute_queue_s=waiting_tokens * model.b)
+        costs = costs._replace(compute_queue_s=costs.compute_queue_s + waiting_tokens * model.b)
         plan = course.begin(num_here, costs)
         self._note(plan)
         return Restoring(self, request, keys, tiers, course) if plan.num_load_blocks else None
@@ -242,7 +243,7 @@ class Restoring:
         for block in came:
             tier = self._tiers[block]
             metrics.loaded_bytes.labels(tier).inc(num_bytes // len(blocks))
-            rate.observe(tier, num_bytes // len(blocks), self._course.load_s_per_block)
+            rate.observe(tier, num_bytes // len(blocks), self._course.measured_s_per_block)
 
     async def _write(self, block: int, cells: KVBytes) -> None:
         await self._engine.load_block(self._request.request_id, block, cells)

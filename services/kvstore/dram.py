@@ -93,12 +93,15 @@ class DramTier:
         self.reserved_bytes += room.view.nbytes
         return draft
 
-    def commit(self, draft: Draft) -> None:
-        """Makes the block visible, as the most recently used. Raises NotFound if what comes before it has gone."""
+    def commit(self, draft: Draft, known_digest: int | None = None) -> None:
+        """Makes the block visible, as the most recently used. Raises NotFound if what comes before it has gone.
+
+        known_digest: of the draft's bytes, where somebody has checked it.
+        """
         self._check_parent(draft.meta)
         self._arena.retain(draft.room)
         self.discard(draft)
-        self._enter(draft.meta, EntryCodec(), draft.room)
+        self._enter(draft.meta, EntryCodec(), draft.room, known_digest)
 
     def commit_encoded(self, draft: Draft, codec: EntryCodec, payload: KVBytes) -> None:
         """As `commit`, in other bytes than arrived."""
@@ -159,9 +162,9 @@ class DramTier:
         assert sum(rounded_bytes(room.view.nbytes) for room in rooms) == self.capacity_bytes - self._arena.free_bytes
         assert set(self._blocks) == {entry.meta.id for entry in self._catalog if Tier.DRAM in entry.tiers}
 
-    def _enter(self, meta: BlockMeta, codec: EntryCodec, room: Room) -> None:
+    def _enter(self, meta: BlockMeta, codec: EntryCodec, room: Room, known_digest: int | None = None) -> None:
         before = self._blocks.get(meta.id)
-        self._blocks[meta.id] = Block(meta, codec, room, digest(room.view))
+        self._blocks[meta.id] = Block(meta, codec, room, digest(room.view) if known_digest is None else known_digest)
         self._catalog.add(meta, Tier.DRAM, room.view.nbytes)
         if before is not None:
             self._arena.release(before.room)

@@ -141,9 +141,12 @@ class Pool:
         known = BlockMeta(meta.id, meta.parent, meta.depth, meta.layout, meta.recompute_s, expires_at_s)
         return self.dram.reserve(known, after)
 
-    async def commit(self, draft: Draft) -> None:
-        """Makes a block visible, whose every byte was written, and has it copied down behind the caller."""
-        await self._enter(draft)
+    async def commit(self, draft: Draft, known_digest: int | None = None) -> None:
+        """Makes a block visible, whose every byte was written, and has it copied down behind the caller.
+
+        known_digest: of these bytes, as they are now.
+        """
+        await self._enter(draft, known_digest)
         self.replicas.unmark(draft.meta.id)
         self.counts.num_stored += 1
         self._copies.enqueue(draft.meta)
@@ -156,10 +159,10 @@ class Pool:
         self.replicas.mark(draft.meta.id, entry.usage.num_uses, self._now_s())
         self.counts.num_replicated += 1
 
-    async def _enter(self, draft: Draft) -> None:
+    async def _enter(self, draft: Draft, known_digest: int | None = None) -> None:
         codec = codec_for(self.options.dram_codec, draft.meta, self.catalog)
         if codec.is_plain:
-            self.dram.commit(draft)
+            self.dram.commit(draft, known_digest)
         else:
             payload = await asyncio.to_thread(codec.encode, draft.room.view, draft.layout)
             self.dram.commit_encoded(draft, codec, payload)

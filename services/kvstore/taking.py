@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
+
 from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, InvalidRequest
 from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.transport.mapped import MappedSegments
@@ -56,9 +58,9 @@ class Taker:
         num_new, failure = 0, arrival.refused
         if num_right < len(arrival.drafts):
             failure = DataLoss("a block is not what its digest says: it changed while it was copied")
-        for draft in arrival.drafts[:num_right]:
+        for draft, block in zip(arrival.drafts[:num_right], blocks, strict=False):
             try:
-                await self._pool.commit(draft)
+                await self._pool.commit(draft, block.digest)
             except HalfmoonError as error:
                 failure = error
                 break
@@ -71,7 +73,8 @@ class Taker:
 def _copied(drafts: Sequence[Draft], memory: memoryview, blocks: Sequence[kvstore_pb2.OfferedBlock]) -> int:
     """How many leading drafts hold what their digests say. Any thread: nobody else looks at a draft."""
     for index, (draft, block) in enumerate(zip(drafts, blocks, strict=False)):
-        draft.room.view[:] = memory[block.offset : block.offset + draft.room.view.nbytes]
+        source = memory[block.offset : block.offset + draft.room.view.nbytes]
+        np.copyto(np.frombuffer(draft.room.view, np.uint8), np.frombuffer(source, np.uint8))  # not holding the GIL
         if digest(draft.room.view) != block.digest:
             return index
     return len(drafts)

@@ -18,3 +18,11 @@ def test_the_gateway_hears_of_the_tier_that_was_used_last() -> None:
     assert rate.link.bandwidth_bytes_per_s == pytest.approx(1e3, rel=0.01)
     rate.observe("dram", 1000, 1e-3)
     assert rate.link.bandwidth_bytes_per_s == pytest.approx(1e6, rel=0.01)
+
+
+def test_what_was_measured_first_replaces_the_guess() -> None:
+    rate = LoadRate()
+    rate.observe("dram", 1000, 1e-3)
+    assert rate.s_per_byte(["dram"]) == pytest.approx(1e-6)
+    rate.observe("dram", 1000, 2e-3)
+    assert rate.s_per_byte(["dram"]) == pytest.approx(1.3e-6)
