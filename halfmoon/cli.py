@@ -131,6 +131,9 @@ def up(
     state_dir: Annotated[Path, typer.Option(help="logs and the ledger")] = Path(".halfmoon"),
     console: Annotated[bool, typer.Option(help="start the Streamlit console, if it is installed")] = True,
     console_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the console")] = 8501,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="http://host:port of a collector that gets each request's trace (OTLP over gRPC)")
+    ] = None,
     engine: Annotated[
         EngineKind, typer.Option(help="'sim': simulated workers, no weights and no torch")
     ] = EngineKind.REAL,
@@ -170,6 +173,7 @@ def up(
             ),
             console=console,
             console_port=console_port,
+            otlp_endpoint=otlp_endpoint,
             simulation=(
                 SimulatedWorkers(
                     profile_file(sim_profile, state_dir.absolute()),

@@ -25,6 +25,7 @@ from halfmoon.gpus import GPUShares, visible_gpus, whole_gpus
 from halfmoon.policy.admission import AdmissionMode
 from halfmoon.policy.placement import PlacementMode
 from halfmoon.rpc.loopback import is_loopback
+from halfmoon.rpc.tracing import check_endpoint
 from halfmoon.simulated_up import SimulatedWorkers, simulated_model, simulation_specs
 from halfmoon.store_up import StoreOptions, free_port, store_spec
 from halfmoon.supervisor import Child, ServiceSpec, Supervisor, children_ready
@@ -57,6 +58,7 @@ class UpOptions:
     api_keys: tuple[str, ...] = ()  # none: everybody may ask
     worker_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by role, of real engines
     worker_devices: Mapping[str, int] = field(default_factory=dict)  # GPUs of each worker, by role, where not 1
+    otlp_endpoint: str | None = None  # who gets traces; None: whom OpenTelemetry's own variables name
 
     def __post_init__(self) -> None:
         if self.state_dir.exists() and not self.state_dir.is_dir():
@@ -65,6 +67,7 @@ class UpOptions:
             raise InvalidRequest("numbers of workers cannot be negative")
         if self.num_gateways < 1:
             raise InvalidRequest("there has to be at least one gateway")
+        check_endpoint(self.otlp_endpoint)
         if not self.num_both and not (self.num_prefill and self.num_decode):
             raise InvalidRequest(
                 "nothing could be served: start at least one --prefill and one --decode, or one --both"
@@ -108,9 +111,10 @@ async def _start(options: UpOptions, supervisor: Supervisor, terminal: Console, 
     options = replace(options, port=options.port or free_port())
     numbers = [None] if options.num_gateways == 1 else range(options.num_gateways)
     specs = [gateway_spec(options, model, number, store) for number in numbers]
-    announced = await children_ready([await supervisor.start(spec) for spec in specs])
+    announced = await children_ready([await supervisor.start(_traced(spec, options)) for spec in specs])
     cluster = ",".join(one["address"] for one in announced)
-    others = [await supervisor.start(spec) for spec in _other_specs(options, model, cluster, store, planner)]
+    specs = _other_specs(options, model, cluster, store, planner)
+    others = [await supervisor.start(_traced(spec, options)) for spec in specs]
     await children_ready([child for child in others if child.spec.announces])
     url = announced[0]["http"]
     await _until_healthy(url)
@@ -188,6 +192,13 @@ def _other_specs(options: UpOptions, model: PreparedModel, cluster: str, store: 
         arguments = ("-m", module, "--role", role, *common, *state, *share, *planned)
         specs.append(ServiceSpec(f"{role}-{index}", arguments, {**environment, **visible}, restarts=True))
     return specs
+
+
+def _traced(spec: ServiceSpec, options: UpOptions) -> ServiceSpec:
+    """With what tells it where traces go."""
+    if options.otlp_endpoint is None:
+        return spec
+    return replace(spec, environment={**spec.environment, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": options.otlp_endpoint})
 
 
 def _gpus(num_devices: list[int], device: str) -> list[tuple[dict[str, str], tuple[str, ...]]]:

@@ -154,7 +154,7 @@ class Phase(_message.Message):
         QUEUE: Phase._Kind.ValueType  # 1
         """from the engine's having it to the first step that computes of it"""
         RESTORE: Phase._Kind.ValueType  # 2
-        """from the decision to load until the last load ended; tokens loaded"""
+        """from asking the store until the last load ended; tokens loaded"""
         CHUNK: Phase._Kind.ValueType  # 3
         """one step's share of the prompt; tokens computed"""
         TRANSFER: Phase._Kind.ValueType  # 4
@@ -165,7 +165,7 @@ class Phase(_message.Message):
     QUEUE: Phase.Kind.ValueType  # 1
     """from the engine's having it to the first step that computes of it"""
     RESTORE: Phase.Kind.ValueType  # 2
-    """from the decision to load until the last load ended; tokens loaded"""
+    """from asking the store until the last load ended; tokens loaded"""
     CHUNK: Phase.Kind.ValueType  # 3
     """one step's share of the prompt; tokens computed"""
     TRANSFER: Phase.Kind.ValueType  # 4

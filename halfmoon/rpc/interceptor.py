@@ -1,4 +1,4 @@
-"""The one server interceptor: errors to statuses, request ids and deadlines to context, RPC metrics.
+"""The one server interceptor: errors to statuses, request ids and deadlines to context, RPC metrics and spans.
 
 Handlers are coroutines (one response) or async generators (a stream of them); they raise our errors and never call
 `context.abort`. The text of an unknown exception stays in the log.
@@ -18,16 +18,20 @@ import grpc
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.rpc.context import REQUEST_ID_KEY, request_scope
 from halfmoon.rpc.metrics import RpcMetrics
+from halfmoon.rpc.spans import NO_TRACER, Tracer, span_scope
 from halfmoon.rpc.status import status_of, trailers_of
 
 log = logging.getLogger(__name__)
+
+_NO_FAILURES = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)  # of the span: who has what he wants may hang up
 
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Wraps every handler of a server."""
 
-    def __init__(self, metrics: RpcMetrics) -> None:
+    def __init__(self, metrics: RpcMetrics, tracer: Tracer = NO_TRACER) -> None:
         self._metrics = metrics
+        self._tracer = tracer
 
     async def intercept_service(
         self,
@@ -38,15 +42,15 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        return _guarded(handler, handler_call_details.method, self._metrics)
+        return _guarded(handler, handler_call_details.method, self._metrics, self._tracer)
 
 
-def _guarded(handler: Any, method: str, metrics: RpcMetrics) -> Any:
+def _guarded(handler: Any, method: str, metrics: RpcMetrics, tracer: Tracer) -> Any:
     kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
     behaviour = getattr(handler, kind)
 
     async def one(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        with _scope(method, context, metrics) as outcome:
+        with _scope(method, context, metrics, tracer) as outcome:
             try:
                 return await behaviour(request, context)
             except BaseException as err:
@@ -55,7 +59,7 @@ def _guarded(handler: Any, method: str, metrics: RpcMetrics) -> Any:
         return await _abort(context, error)
 
     async def many(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        with _scope(method, context, metrics) as outcome:
+        with _scope(method, context, metrics, tracer) as outcome:
             try:
                 async with aclosing(behaviour(request, context)) as responses:
                     async for response in responses:
@@ -79,12 +83,13 @@ class _Outcome:
 
 
 @contextmanager
-def _scope(method: str, context: grpc.aio.ServicerContext, metrics: RpcMetrics) -> Iterator[_Outcome]:
+def _scope(method: str, context: grpc.aio.ServicerContext, metrics: RpcMetrics, tracer: Tracer) -> Iterator[_Outcome]:
     metadata = dict(context.invocation_metadata() or ())
     outcome, started_s = _Outcome(), time.monotonic()
+    span = tracer.call(method, metadata)
     metrics.in_flight.labels(method).inc()
     try:
-        with request_scope(str(metadata.get(REQUEST_ID_KEY, "")), context.time_remaining()):
+        with request_scope(str(metadata.get(REQUEST_ID_KEY, "")), context.time_remaining()), span_scope(span):
             yield outcome
             if outcome.status is grpc.StatusCode.CANCELLED:
                 outcome.status = grpc.StatusCode.OK
@@ -92,6 +97,8 @@ def _scope(method: str, context: grpc.aio.ServicerContext, metrics: RpcMetrics) 
         metrics.in_flight.labels(method).dec()
         metrics.handled.labels(method, outcome.status.name).inc()
         metrics.seconds.labels(method).observe(time.monotonic() - started_s)
+        error = None if outcome.status in _NO_FAILURES else outcome.status.name
+        span.end(error=error, attributes={"rpc.response.status_code": outcome.status.name})
 
 
 def _domain_error(err: BaseException, method: str) -> HalfmoonError:

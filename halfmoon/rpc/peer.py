@@ -11,6 +11,7 @@ import grpc
 
 from halfmoon.errors import DataLoss
 from halfmoon.rpc.context import REQUEST_ID_KEY, bounded_deadline_s, request_id
+from halfmoon.rpc.spans import current_span
 from halfmoon.rpc.status import in_our_tree
 
 LONG_LIVED_S = 24 * 3600.0  # a stream that lives as long as its two ends; both reconnect when it expires
@@ -89,4 +90,5 @@ def _parsed(response: Any) -> Any:
 
 
 def _metadata() -> tuple[tuple[str, str], ...]:
-    return ((REQUEST_ID_KEY, request_id()),) if request_id() else ()
+    named = ((REQUEST_ID_KEY, request_id()),) if request_id() else ()
+    return (*named, *current_span().headers)

@@ -19,6 +19,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.interceptor import ServiceInterceptor
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import KEEPALIVE_OPTIONS
+from halfmoon.rpc.spans import NO_TRACER, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +55,13 @@ async def running_server(
     add_services: Sequence[Callable[[grpc.aio.Server], None]],
     metrics: RpcMetrics,
     grace_s: float = 2.0,
+    tracer: Tracer = NO_TRACER,
 ) -> AsyncIterator[RunningServer]:
     """A server on `listen` (host:port, port 0 picks one). Not yet SERVING: call `set_serving` when the rest is up.
 
     Raises InvalidRequest if the address cannot be bound.
     """
-    server = grpc.aio.server(interceptors=[ServiceInterceptor(metrics)], options=_OPTIONS)
+    server = grpc.aio.server(interceptors=[ServiceInterceptor(metrics, tracer)], options=_OPTIONS)
     health = HealthServicer()
     await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

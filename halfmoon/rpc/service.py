@@ -19,6 +19,7 @@ from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.rpc.logs import configure_logs
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.server import advertised_address, run_service, running_server, until_told_to_stop
+from halfmoon.rpc.tracing import tracing
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ class ListensForRpc(Protocol):
     def advertise(self) -> str | None: ...
     @property
     def metrics_port(self) -> int | None: ...
+    @property
+    def otlp_endpoint(self) -> str | None: ...
 
 
 class ServiceMetrics(Protocol):
@@ -94,16 +97,20 @@ def service_main(
 
 
 async def serve_until_told_to_stop(
-    settings: ListensForRpc, add_services: Sequence[Callable[[grpc.aio.Server], None]], metrics: ServiceMetrics
+    service: str,
+    settings: ListensForRpc,
+    add_services: Sequence[Callable[[grpc.aio.Server], None]],
+    metrics: ServiceMetrics,
 ) -> None:
     """The whole life of a service that is nothing but its RPCs. Raises InvalidRequest if it cannot listen."""
     stopping = asyncio.create_task(until_told_to_stop())  # from here on SIGTERM is heard
-    async with running_server(settings.listen, add_services, metrics.rpc) as server:
-        with metrics_endpoint(settings.metrics_port, metrics.registry):
-            await server.set_serving()
-            address = advertised_address(settings.listen, server.port, settings.advertise)
-            log.info("service.ready", extra={"address": address})
-            await stopping
+    with tracing(service, settings.otlp_endpoint) as tracer:
+        async with running_server(settings.listen, add_services, metrics.rpc, tracer=tracer) as server:
+            with metrics_endpoint(settings.metrics_port, metrics.registry):
+                await server.set_serving()
+                address = advertised_address(settings.listen, server.port, settings.advertise)
+                log.info("service.ready", extra={"address": address})
+                await stopping
 
 
 @contextmanager

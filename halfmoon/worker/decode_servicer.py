@@ -14,6 +14,7 @@ from halfmoon.kv.frame import KVRange
 from halfmoon.kv.receiver import Commit, Effect, Reserve, Write, WriteFromDevice
 from halfmoon.pb import decode_pb2, decode_pb2_grpc, types_pb2
 from halfmoon.rpc.context import request_scope
+from halfmoon.rpc.spans import current_span
 from halfmoon.rpc.transfer import KVIntake, parse_body
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.worker.gone import Gone
@@ -96,6 +97,7 @@ class _Reception:
         self._state = state
         self._generation = types_pb2.Generation()
         self._reserved = False
+        self._transfer = current_span()
         self.gone = Gone(engine)
         self.num_bytes = 0
 
@@ -151,6 +153,7 @@ class _Reception:
         request_id = self._generation.request_id
         self._state.check_can_serve(self._generation, types_pb2.DECODE)
         self._state.router.route_to_gateway(request_id, self._generation.gateway_id)
+        self._state.router.trace_decoding(request_id, self._transfer)
         try:
             await self._engine.start(request_id, first_token_id)
         except BaseException:

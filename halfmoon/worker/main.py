@@ -25,6 +25,8 @@ from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.server import advertised_address, running_server, until_told_to_stop
 from halfmoon.rpc.service import metrics_endpoint
+from halfmoon.rpc.spans import Tracer
+from halfmoon.rpc.tracing import tracing
 from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
@@ -46,6 +48,11 @@ log = logging.getLogger(__name__)
 
 async def serve(settings: WorkerSettings) -> None:
     """Runs one worker until it is told to stop."""
+    with tracing(settings.role, settings.otlp_endpoint) as tracer:
+        await _serve(settings, tracer)
+
+
+async def _serve(settings: WorkerSettings, tracer: Tracer) -> None:
     kv_links = link_settings(settings)
     keep_freed_memory()
     stopping = asyncio.create_task(until_told_to_stop())
@@ -75,7 +82,8 @@ async def serve(settings: WorkerSettings) -> None:
             return prefill.links() | restoring
 
         decode = DecodeServicer(async_engine, state, metrics, settings.lease_s, device)
-        async with running_server(settings.listen, worker_services(prefill, decode), metrics.rpc) as server:
+        services = worker_services(prefill, decode)
+        async with running_server(settings.listen, services, metrics.rpc, tracer=tracer) as server:
             address = advertised_address(settings.listen, server.port, settings.advertise)
             identity.CopyFrom(_identity(settings, engine, profile, address))
             await server.set_serving()

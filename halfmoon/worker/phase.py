@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from halfmoon.pb import prefill_pb2
+from halfmoon.rpc.spans import Attributes, Span
 
 PhaseKind = Literal["queue", "restore", "chunk", "transfer"]
 
@@ -27,6 +28,19 @@ class Phase:
     num_tokens: int = 0
     planned_tokens: int = 0
     num_bytes: int = 0
+
+    def end(self, span: Span) -> None:
+        """Ends the span that began with it."""
+        span.end(self.end_s, attributes=self._attributes)
+
+    def record(self, parent: Span) -> None:
+        """Makes a span of it."""
+        parent.child(self.kind, self.start_s).end(self.end_s, attributes=self._attributes)
+
+    @property
+    def _attributes(self) -> Attributes:
+        counts = {"tokens": self.num_tokens, "planned_tokens": self.planned_tokens, "bytes": self.num_bytes}
+        return {f"halfmoon.{name}": count for name, count in counts.items() if count}
 
     def message(self, called_s: float) -> prefill_pb2.Phase:
         """As the gateway hears of it, which called at `called_s`."""

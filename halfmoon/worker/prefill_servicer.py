@@ -12,6 +12,7 @@ import grpc
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import KVRange
 from halfmoon.pb import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
+from halfmoon.rpc.spans import current_span, operation
 from halfmoon.rpc.transfer import TransferSender, transfer_to
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.estimate import LinkEstimate
@@ -96,7 +97,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         body = decode_pb2.HandoverOpen(generation=generation).SerializeToString()
         await self._channels.close_idle()
         called_s = now_s()
-        with self._channels.to(address) as link:
+        prefill = current_span()
+        with operation(prefill.child("transfer", called_s)) as span, self._channels.to(address) as link:
             async with transfer_to(link, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
                 await transfer.open(whole, body, codec)
                 self._state.check_can_serve(generation, types_pb2.PREFILL)  # it may have been cancelled meanwhile
@@ -110,6 +112,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                         on_kv=outflow.on_kv,
                         restorer=self._restorer,
                         called_s=called_s,
+                        span=prefill,
                     ) as prefilling,
                     beside(_keep_lease(transfer)) as lease,
                     outflow.running() as sending,
@@ -124,7 +127,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     async with beside(transfer.commit(commit.SerializeToString())) as done:
                         await first_of(done, outflow.gone.told)
                     done_s = now_s()
-        phase = Phase("transfer", called_s, done_s, num_bytes=outflow.num_bytes)
+            phase = Phase("transfer", called_s, done_s, num_bytes=outflow.num_bytes)
+            phase.end(span)
         self._note_handed_over(outflow.num_bytes, done_s - opened_s, done_s - first.ended_s)
         yield prefill_pb2.PrefillEvent(
             handed_over=prefill_pb2.HandedOver(
@@ -152,6 +156,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             first = await prefilling.first
             yield prefilling.event(first)
             prefilling.let_go()
+            self._state.router.trace_decoding(generation.request_id, current_span())
         if first.output.finish_reason is None:
             yield prefill_pb2.PrefillEvent(handed_over=prefill_pb2.HandedOver())
 

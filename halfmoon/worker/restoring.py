@@ -20,7 +20,6 @@ from halfmoon.policy.restore_course import RestoreCourse
 from halfmoon.rpc.kvstore_client import TierName
 from halfmoon.worker.block_source import BlockSource
 from halfmoon.worker.load_rate import LoadRate
-from halfmoon.worker.phase import Phase
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store_link import StoreLink
 from halfmoon.worker.store_metrics import StoreMetrics
@@ -138,15 +137,9 @@ class Restoring:
         self._news = asyncio.Event()
         self._loads: set[asyncio.Task[None]] = set()
         self._is_gone = False
-        self._num_planned = course.num_blocks - course.fence
-        self._begun_s = self._last_s = now_s()  # the latter: when the last load ended
+        self.num_planned_tokens = (course.num_blocks - course.fence) * restorer.engine.engine.layout.block_tokens
         self.num_loaded_tokens = 0
-
-    @property
-    def phase(self) -> Phase:
-        """What of it is done by now."""
-        planned_tokens = self._num_planned * self._engine.engine.layout.block_tokens
-        return Phase("restore", self._begun_s, self._last_s, self.num_loaded_tokens, planned_tokens)
+        self.last_s = now_s()  # when the last load ended
 
     async def add(self, on_kv: OnKV | None) -> None:
         """Adds the request to the engine."""
@@ -234,7 +227,7 @@ class Restoring:
             self._is_gone = True
         finally:
             rate.bytes_under_way -= num_bytes
-        self._last_s = self._now_s()
+        self.last_s = self._now_s()
         lost = [block for block in blocks if block not in came]
         self._engine.note_loaded(self._request.request_id, came, lost)
         self._course.came(came, self._now_s())

@@ -8,6 +8,8 @@ from typing import Literal
 from pydantic import ByteSize, Field
 from pydantic_settings import BaseSettings
 
+from halfmoon.rpc.tracing import OTLP_HELP
+
 Calibrate = Literal["auto", "always", "never"]
 RoleName = Literal["prefill", "decode", "both"]
 
@@ -72,4 +74,5 @@ class WorkerSettings(BaseSettings):
     drain_s: float = Field(2.0, ge=0, description="at SIGTERM, time that running requests get to finish")
     metrics_port: int | None = Field(None, ge=0, description="serve Prometheus metrics on this port")
     state_dir: Path = Field(Path(".halfmoon"), description="where a service may keep files")
+    otlp_endpoint: str | None = Field(None, description=OTLP_HELP)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

@@ -16,6 +16,7 @@ from halfmoon.kv.layout import KVLayout
 from halfmoon.pb import gateway_pb2
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.spans import NO_TRACER, Tracer
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.sim.answers import AnswerModel
 from halfmoon.sim.modelled_engine import ModelledEngine
@@ -72,8 +73,11 @@ class SimulatedWorker:
 class Simulation:
     """Owns the workers' tasks, and the KV links that the workers share: one to each address."""
 
-    def __init__(self, model: SimulatedModel, cluster: SimulatedCluster, workers: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, model: SimulatedModel, cluster: SimulatedCluster, workers: asyncio.TaskGroup, tracer: Tracer
+    ) -> None:
         self._model = model
+        self._tracer = tracer
         self._cluster = cluster
         self._workers = workers
         self._tasks: dict[SimulatedWorker, asyncio.Task[None]] = {}
@@ -118,7 +122,7 @@ class Simulation:
             services = worker_services(prefill, decode)
             async with (
                 engine.running() as death,
-                running_server(f"{self._cluster.host}:0", services, metrics.rpc, _GRACE_S) as server,
+                running_server(f"{self._cluster.host}:0", services, metrics.rpc, _GRACE_S, self._tracer) as server,
             ):
                 address = f"{self._cluster.host}:{server.port}"
                 identity.CopyFrom(self._identity(worker, address, modelled.blocks.num_blocks))
@@ -153,10 +157,12 @@ class Simulation:
 
 
 @asynccontextmanager
-async def running_simulation(model: SimulatedModel, cluster: SimulatedCluster) -> AsyncIterator[Simulation]:
+async def running_simulation(
+    model: SimulatedModel, cluster: SimulatedCluster, tracer: Tracer = NO_TRACER
+) -> AsyncIterator[Simulation]:
     """Workers can be started and killed inside; the others drain at the end. Raises, as a group, what ended one."""
     async with asyncio.TaskGroup() as workers:
-        simulation = Simulation(model, cluster, workers)
+        simulation = Simulation(model, cluster, workers, tracer)
         try:
             yield simulation
         finally:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import Cancelled, InvalidRequest, Unavailable
 from halfmoon.pb import decode_pb2, types_pb2
+from halfmoon.rpc.spans import Span
+from halfmoon.worker.decode_span import DecodeSpan
 from halfmoon.worker.phase import Phase
 from halfmoon.worker.wire import token_message
 
@@ -32,6 +34,8 @@ class _Route:
     num_cached_tokens: int = 0
     began_s: float | None = None
     chunks: list[Phase] = field(default_factory=list)
+    decoding: DecodeSpan | None = None  # where its decoding is traced
+    awaits_next: bool = True  # `first` or `decoding` wants to hear of the next token
 
 
 @dataclass(slots=True)
@@ -62,7 +66,13 @@ class TokenRouter:
         """All tokens of the request go to the gateway. Raises Unavailable while it does not listen."""
         self.check_listening(gateway_id)
         self._check_new(request_id)
-        self._routes[request_id] = _Route(None, gateway_id)
+        self._routes[request_id] = _Route(None, gateway_id, awaits_next=False)
+
+    def trace_decoding(self, request_id: str, parent: Span) -> None:
+        """From now on the request decodes here, as a part of `parent`."""
+        route = self._routes.get(request_id)
+        if route is not None and parent.is_recording:
+            route.decoding, route.awaits_next = DecodeSpan(parent, self._clock()), True
 
     def check_listening(self, gateway_id: str) -> None:
         """Raises Unavailable unless the gateway reads its token stream now."""
@@ -79,6 +89,8 @@ class TokenRouter:
         route = self._routes.pop(request_id, None)
         if route is not None and route.first is not None and not route.first.done():
             route.first.set_exception(Cancelled("the request was cancelled"))
+        if route is not None and route.decoding is not None:
+            route.decoding.end(None, self._clock())
         return route is not None
 
     def forget_all(self, error: Exception) -> None:
@@ -86,6 +98,8 @@ class TokenRouter:
         for route in self._routes.values():
             if route.first is not None and not route.first.done():
                 route.first.set_exception(error)
+            if route.decoding is not None:
+                route.decoding.end(None, self._clock())
         self._routes.clear()
 
     def note_begun(self, num_cached_tokens: Mapping[str, int], began_s: float) -> None:
@@ -111,19 +125,31 @@ class TokenRouter:
                 continue
             if output.finish_reason is not None:
                 del self._routes[output.request_id]
-            if route.first is not None:
-                if not route.first.done():
-                    ended_s = self._clock()
-                    began_s = ended_s if route.began_s is None else route.began_s
-                    route.first.set_result(FirstOutput(output, route.num_cached_tokens, began_s, ended_s, route.chunks))
-                route.first = None
-                continue
+                if route.decoding is not None:
+                    route.decoding.end(output, self._clock())
+            if route.awaits_next:
+                route.awaits_next = False
+                if self._heard(route, output):
+                    continue
             outbox = self._outboxes.get(route.gateway_id)
             if outbox is not None:
                 outbox.pending.append(token_message(output))
                 touched.add(route.gateway_id)
         for gateway_id in touched:
             self._outboxes[gateway_id].changed.set()
+
+    def _heard(self, route: _Route, output: TokenOutput) -> bool:
+        """Tells who awaited the route's next token; True where the token goes no further."""
+        now_s = self._clock()
+        if route.first is None:
+            if route.decoding is not None:
+                route.decoding.first(now_s)
+            return False
+        if not route.first.done():
+            began_s = now_s if route.began_s is None else route.began_s
+            route.first.set_result(FirstOutput(output, route.num_cached_tokens, began_s, now_s, route.chunks))
+        route.first = None
+        return True
 
     async def read(self, gateway_id: str) -> AsyncGenerator[decode_pb2.StepTokens, None]:
         """A gateway's token stream, an empty message first. A newer reader of the same gateway ends this one."""

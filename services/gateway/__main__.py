@@ -11,6 +11,7 @@ from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.engine.tokenizer import Detokenizer, Tokenizer
 from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_main
+from halfmoon.rpc.tracing import tracing
 from services.gateway.served_model import ServedModel
 from services.gateway.service import running_gateway
 from services.gateway.settings import GatewaySettings
@@ -41,11 +42,12 @@ def load_model(settings: GatewaySettings) -> ServedModel:
 async def serve(settings: GatewaySettings) -> None:
     """Serves until told to stop."""
     stop = asyncio.ensure_future(until_told_to_stop())
-    model = await asyncio.to_thread(load_model, settings)
-    async with running_gateway(settings, model) as gateway:
-        log.info("service.ready", extra={"address": gateway.address, "http": gateway.http})
-        await stop
-        log.info("service.stopping")
+    with tracing("gateway", settings.otlp_endpoint) as tracer:
+        model = await asyncio.to_thread(load_model, settings)
+        async with running_gateway(settings, model, tracer) as gateway:
+            log.info("service.ready", extra={"address": gateway.address, "http": gateway.http})
+            await stop
+            log.info("service.stopping")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from halfmoon.policy.classes import NO_PROMISES, QosClass
 from halfmoon.policy.latency import PrefillSample
 from halfmoon.policy.placement import Placement
 from halfmoon.rpc.peer import LONG_LIVED_S
+from halfmoon.rpc.spans import NO_SPAN, current_span, operation
 from services.gateway.cluster import Cluster, Worker
 from services.gateway.progress import Progress
 from services.gateway.token_flow import TokenFlow, TokenSink
@@ -77,6 +78,7 @@ class Attempt:
         )
         self._order = TokenOrder(len(progress.output_token_ids))
         self._handed_over = False
+        self._span = NO_SPAN
         progress.prefill_worker = placement.prefill.worker_id
         progress.decode_worker = placement.decode.worker_id
 
@@ -90,8 +92,12 @@ class Attempt:
         generation = self._message.generation
         num_prompt = len(generation.prompt_token_ids) + len(generation.output_token_ids)
         flow = TokenFlow(self._handle)
+        workers = {"halfmoon.prefill_worker": prefill.worker_id, "halfmoon.decode_worker": decode.worker_id}
         route = Route(frozenset((prefill.worker_id, decode.worker_id)), flow.put)
-        with self._cluster.router.route(self._wire_id, route):
+        with (
+            operation(current_span().child("attempt", attributes=workers)) as self._span,
+            self._cluster.router.route(self._wire_id, route),
+        ):
             now_s = self._cluster.clock()
             membership.note_placed(self._wire_id, prefill, decode, num_prompt, now_s)
             call = self._cluster.spawn(_call_prefill(self._prefill, self._message, route, self._cluster))
@@ -117,6 +123,7 @@ class Attempt:
                 return self._accept(token, at_s)
             case FirstTokenArrived(first, at_s):
                 self._note_prefilled(first, at_s)
+                self._span.event("first token", at_s)
                 self._progress.note_prefill(first)
                 return self._accept(first.token, at_s)
             case HandedOver() as handed_over:

@@ -19,6 +19,7 @@ from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.models import RequestRow, RequestStatus
 from halfmoon.policy.admission import Refused
 from halfmoon.policy.classes import QosClass
+from halfmoon.rpc.spans import NO_SPAN, Span, Tracer, span_scope
 from services.gateway.bodies import AnyBody, intake_of, is_quickly_read, max_tokens_of, read_body
 from services.gateway.chat_shape import ChatShape
 from services.gateway.choices import Choices, choices_of
@@ -38,6 +39,7 @@ from services.gateway.received_body import receive_body
 from services.gateway.relay import Relay
 from services.gateway.replies import ChoiceSink, StreamReply, TakesPieces, WholeReply
 from services.gateway.request_ids import request_id_of
+from services.gateway.request_span import begin_request, end_request
 from services.gateway.responses_shape import ResponsesShape
 from services.gateway.served_model import ServedModel
 from services.gateway.shape import Shape
@@ -63,6 +65,7 @@ class _Call:
     choices: Choices = field(default_factory=Choices)
     labels: dict[str, Any] = field(default_factory=dict)
     refusal: str = "bad request"  # in a word, should it be refused
+    span: Span = NO_SPAN
 
 
 class GenerationEndpoints:
@@ -78,6 +81,7 @@ class GenerationEndpoints:
         metrics: GatewayMetrics,
         door: Door,
         observations: Observations,
+        tracer: Tracer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
@@ -88,6 +92,7 @@ class GenerationEndpoints:
         self._metrics = metrics
         self._door = door
         self._observations = observations
+        self._tracer = tracer
         self._clock = clock
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -106,8 +111,9 @@ class GenerationEndpoints:
         """Runs one request; whatever comes of it is counted and written down."""
         now_s = self._clock()
         call = _Call(endpoint, request_id_of(request), datetime.now(UTC), now_s, Progress(now_s))
+        call.span = begin_request(self._tracer, request, endpoint, call.request_id, self._model.name, now_s)
         try:
-            with self._door.inside(), self._metrics.in_flight.track_inprogress():
+            with self._door.inside(), self._metrics.in_flight.track_inprogress(), span_scope(call.span):
                 response = await self._serve(request, call)
         except HalfmoonError as error:
             call.refusal = refusal_of(error)
@@ -193,7 +199,7 @@ class GenerationEndpoints:
         await run_choices(self._relay, call.choices, lambda choice: ChoiceSink(choice, reply))
 
     def _write_down(self, call: _Call, status: RequestStatus, http_status: int, error: str | None) -> None:
-        """One ledger row, the metrics, one line in the log."""
+        """One ledger row, the metrics, one line in the log, the end of the span."""
         error = None if error is None else shortened(error, _MAX_ERROR_CHARS)
         choices, usage, gaps_s = call.choices, call.choices.usage, call.choices.gaps_s
         first = choices.all[0] if choices.all else None
@@ -226,6 +232,7 @@ class GenerationEndpoints:
             predicted_queue_s=first and first.progress.predicted_queue_s,
             predicted_prefill_s=first and first.progress.predicted_prefill_s,
         )
+        end_request(call.span, row, call.refusal)
         self._ledger.record(row)
         self._count(row, gaps_s)
         self._observations.note_ended(row, choices, gaps_s, call.refusal, self._clock())

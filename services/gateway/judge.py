@@ -22,6 +22,7 @@ from halfmoon.policy.gatekeeper import Admitted, Gatekeeper
 from halfmoon.policy.key_table import Keys
 from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules
 from halfmoon.policy.refinement import PredictionErrors
+from halfmoon.rpc.spans import current_span
 from services.gateway.attempt import RelayRequest
 from services.gateway.decisions import Decision, Move
 from services.gateway.membership import Membership
@@ -73,6 +74,7 @@ class Judge:
         try:
             self.gatekeeper.refuse_unread(view, priority, has_gaps=unread.has_gaps, qos=qos, now_s=now_s)
         except Refused as refusal:
+            _trace_admission(progress, now_s, refusal)
             progress.note_refused(refusal)
             wanted = PlacementRequest(1, 1, priority=priority)
             decision = Decision(
@@ -204,9 +206,11 @@ class Case:
             admitted = self._gatekeeper.decide(view, wanted, qos, now_s, depths)
         except Refused as refusal:
             self._note(wanted, depths, now_s, refusal)
+            _trace_admission(progress, now_s, refusal)
             progress.note_refused(refusal)
             raise
         self._waited_s = now_s - progress.arrived_s
+        _trace_admission(progress, now_s)
         progress.predicted_ttft_s = self._waited_s + admitted.placement.ttft_s
         progress.predicted_queue_s = admitted.placement.queue_s
         progress.predicted_prefill_s = admitted.placement.prefill_s
@@ -257,6 +261,11 @@ class Case:
         """How much of the prompt each worker has."""
         self.name_blocks()
         return NOTHING_CACHED if self._keys is None else self._membership.index.match(self._keys[1])
+
+
+def _trace_admission(progress: Progress, now_s: float, refusal: Refused | None = None) -> None:
+    span = current_span().child("admission", progress.arrived_s)
+    span.end(now_s, error=None if refusal is None else refusal.message)
 
 
 class _FirstToken:

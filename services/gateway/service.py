@@ -19,6 +19,7 @@ from halfmoon.pb.gateway_pb2_grpc import add_ClusterServicer_to_server
 from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.policy.placement import PlacementRules
 from halfmoon.rpc.server import RunningServer, advertised_address, running_server
+from halfmoon.rpc.spans import NO_TRACER, Tracer
 from services.gateway.api_keys import ApiKeys
 from services.gateway.app import Admittance, make_app
 from services.gateway.class_endpoints import ClassEndpoints
@@ -63,7 +64,9 @@ class RunningGateway:
 
 
 @asynccontextmanager
-async def running_gateway(settings: GatewaySettings, model: ServedModel) -> AsyncIterator[RunningGateway]:
+async def running_gateway(
+    settings: GatewaySettings, model: ServedModel, tracer: Tracer = NO_TRACER
+) -> AsyncIterator[RunningGateway]:
     """A gateway that serves `model`; leaving the block stops it within the grace and about a second.
 
     Raises InvalidRequest for an address that cannot be bound.
@@ -89,7 +92,7 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
         news = LedgerNews(ledger, classes, judge.gatekeeper.lengths, membership, gateway_id)
         await news.load()
         app = make_app(
-            GenerationEndpoints(model, membership, relay, judge, ledger, metrics, door, observations),
+            GenerationEndpoints(model, membership, relay, judge, ledger, metrics, door, observations, tracer),
             TokenizerEndpoints(model, membership),
             ControlEndpoints(model, cluster, ledger, metrics, door, observations),
             ClassEndpoints(classes),
@@ -108,7 +111,7 @@ async def running_gateway(settings: GatewaySettings, model: ServedModel) -> Asyn
             following(news, settings.ledger_poll_s),
             keeping(ledger.retention, settings.ledger_keep_days),
             sampling(observations, membership, cluster.clock),
-            running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2) as server,
+            running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2, tracer=tracer) as server,
         ):
             runner = web.AppRunner(
                 app,

@@ -12,6 +12,7 @@ from halfmoon.ledger.database import mask_password
 from halfmoon.policy.admission import AdmissionMode
 from halfmoon.policy.placement import PlacementMode
 from halfmoon.rpc.service import service_config
+from halfmoon.rpc.tracing import OTLP_HELP
 
 
 class GatewaySettings(BaseSettings):
@@ -42,6 +43,7 @@ class GatewaySettings(BaseSettings):
         90.0, ge=0, lt=100_000, description="how long the ledger keeps requests; 0 keeps them for ever"
     )
     kv_store: str | None = Field(None, description="host:port of the store, whose figures the console shows")
+    otlp_endpoint: str | None = Field(None, description=OTLP_HELP)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     heartbeat_interval_s: float = Field(1.0, gt=0, description="workers report at least this often; 3 missed is dead")
     request_deadline_s: float = Field(600.0, gt=0, description="total time of one request")

@@ -11,7 +11,7 @@ from services.kvstore.settings import KVStoreSettings
 async def serve(settings: KVStoreSettings) -> None:
     """Runs the store until it is told to stop. Raises InvalidRequest if it cannot listen, or a tier cannot be had."""
     async with running_store(settings) as store:
-        await serve_until_told_to_stop(settings, store.registrations, KVStoreMetrics(store.pool))
+        await serve_until_told_to_stop("kvstore", settings, store.registrations, KVStoreMetrics(store.pool))
 
 
 if __name__ == "__main__":

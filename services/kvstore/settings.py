@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings
 
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.rpc.service import service_config
+from halfmoon.rpc.tracing import OTLP_HELP
 from services.kvstore.eviction import PolicyName
 from services.kvstore.options import PoolOptions
 
@@ -40,6 +41,7 @@ class KVStoreSettings(BaseSettings):
     )
     lease_s: float = Field(10.0, gt=0, description="a block on its way in is freed when its sender is silent this long")
     metrics_port: int | None = Field(None, ge=0, le=65535, description="serve Prometheus metrics on this port")
+    otlp_endpoint: str | None = Field(None, description=OTLP_HELP)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
     def pool_options(self) -> PoolOptions:

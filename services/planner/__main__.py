@@ -20,7 +20,7 @@ async def serve(settings: PlannerSettings) -> None:
     jobs = Jobs(Turns(settings.max_running, settings.max_waiting), settings.deadline_s, run_job)
     async with open_ledger(settings.ledger) as ledger:
         servicer = PlannerServicer(read_model_config, ledger.plans, jobs, token, settings.processes)
-        await serve_until_told_to_stop(settings, [servicer.register], PlannerMetrics())
+        await serve_until_told_to_stop("planner", settings, [servicer.register], PlannerMetrics())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings
 
 from halfmoon.ledger.database import mask_password
 from halfmoon.rpc.service import service_config
+from halfmoon.rpc.tracing import OTLP_HELP
 
 
 class PlannerSettings(BaseSettings):
@@ -21,6 +22,7 @@ class PlannerSettings(BaseSettings):
     listen: str = Field("127.0.0.1:0", description="host:port of the planner; port 0 picks one")
     advertise: str | None = Field(None, description="host:port where others reach the planner, if not --listen")
     metrics_port: int | None = Field(None, ge=0, le=65535, description="serve Prometheus metrics on this port")
+    otlp_endpoint: str | None = Field(None, description=OTLP_HELP)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     state_dir: Path = Field(Path(".halfmoon"), description="where the default ledger is kept: the gateway's")
     ledger_url: str | None = Field(

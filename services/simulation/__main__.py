@@ -9,6 +9,7 @@ from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_main
+from halfmoon.rpc.tracing import tracing
 from halfmoon.sim.answers import AnswerModel
 from halfmoon.sim.worker_profile import load_profile
 from halfmoon.worker.settings import RoleName
@@ -29,12 +30,13 @@ async def serve(settings: SimulationSettings) -> None:
     stopping = asyncio.create_task(until_told_to_stop())
     report_s = max(_REPORT_S / settings.time_scale, _LEAST_REPORT_S)
     cluster = SimulatedCluster(settings.gateway, settings.host, settings.lease_s, settings.drain_s, report_s)
-    async with running_simulation(_model(settings), cluster) as simulation:
-        for role, count in counts.items():
-            for _ in range(count):
-                await simulation.start(role)
-        log.info("service.ready", extra={"num_workers": sum(counts.values())})
-        await stopping
+    with tracing("simulation", settings.otlp_endpoint) as tracer:
+        async with running_simulation(_model(settings), cluster, tracer) as simulation:
+            for role, count in counts.items():
+                for _ in range(count):
+                    await simulation.start(role)
+            log.info("service.ready", extra={"num_workers": sum(counts.values())})
+            await stopping
 
 
 def _model(settings: SimulationSettings) -> SimulatedModel:

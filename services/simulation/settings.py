@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings
 
 from halfmoon.rpc.service import service_config
+from halfmoon.rpc.tracing import OTLP_HELP
 from halfmoon.sim.answers import LengthKind, TextKind
 from halfmoon.sim.worker_profile import DEFAULT_PROFILE, PROFILES
 
@@ -34,4 +35,5 @@ class SimulationSettings(BaseSettings):
     median_tokens: int = Field(200, ge=1, description="of drawn lengths")
     lease_s: float = Field(10.0, ge=5, description="a KV reservation ends when its sender is silent for this long")
     drain_s: float = Field(2.0, ge=0, description="at SIGTERM, time that running requests get to finish")
+    otlp_endpoint: str | None = Field(None, description=OTLP_HELP)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

@@ -38,6 +38,7 @@ from halfmoon.pb.types_pb2 import (
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.spans import NO_TRACER, Tracer
 from services.gateway.served_model import ServedModel
 from services.gateway.service import RunningGateway, running_gateway
 from services.gateway.settings import GatewaySettings
@@ -296,8 +297,9 @@ class FakeWorker(PrefillServicer, DecodeServicer):
 class Life:
     """Owns the gateway's life in a task of its own, so that a test may end it while it looks on."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, tracer: Tracer = NO_TRACER) -> None:
         self._settings = settings
+        self._tracer = tracer
         self._end = asyncio.Event()
         self._started: asyncio.Future[RunningGateway] = asyncio.get_running_loop().create_future()
         self._task = asyncio.ensure_future(self._live())
@@ -314,7 +316,8 @@ class Life:
         await self._task
 
     async def _live(self) -> None:
-        async with running_gateway(self._settings, served_model(self._settings.model_alias)) as gateway:
+        model = served_model(self._settings.model_alias)
+        async with running_gateway(self._settings, model, self._tracer) as gateway:
             self._started.set_result(gateway)
             await self._end.wait()
 
@@ -382,11 +385,11 @@ class Fleet:
 
 
 @asynccontextmanager
-async def running_fleet(tmp_path: Path, **settings: Any) -> AsyncIterator[Fleet]:
+async def running_fleet(tmp_path: Path, tracer: Tracer = NO_TRACER, **settings: Any) -> AsyncIterator[Fleet]:
     calm = {"heartbeat_interval_s": 1000.0, "shutdown_grace_s": 0.0}  # fake workers report when a test says so
     chosen = GatewaySettings(port=0, state_dir=tmp_path, **{**calm, **settings})
     async with AsyncExitStack() as stack:
-        life = Life(chosen)
+        life = Life(chosen, tracer)
         gateway = await life.start()
         stack.push_async_callback(life.stop)
         fleet = Fleet(stack, gateway, life)

@@ -78,7 +78,7 @@ async def test_classes_survive_a_restart(tmp_path: Path) -> None:
 
 
 async def test_two_gateways_share_their_classes(tmp_path: Path) -> None:
-    shared = {"ledger_url": f"sqlite:///{tmp_path / 'shared.db'}", "ledger_poll_s": 0.05}
+    shared: dict[str, Any] = {"ledger_url": f"sqlite:///{tmp_path / 'shared.db'}", "ledger_poll_s": 0.05}
     async with running_fleet(tmp_path, **shared) as here, running_fleet(tmp_path, **shared) as there:
         await call(here, "PUT", "/gold", **GOLD)
         gatekeeper = there.gateway.judge.gatekeeper
