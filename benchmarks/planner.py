@@ -27,7 +27,7 @@ from halfmoon.sim.distserve import DistServeCoefficients
 from halfmoon.sim.latency import LatencyModel, median_error
 from halfmoon.sim.latency_sources import latency_source
 from halfmoon.sim.lengths import named_lengths
-from halfmoon.sim.model_shape import model_shape
+from halfmoon.sim.model_catalogue import model_shape
 from halfmoon.sim.result import SimResult, quantiles
 from halfmoon.sim.roofline import Roofline
 from halfmoon.sim.simulation import simulate

@@ -17,18 +17,19 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
-
 from halfmoon.plan.feasible import NoLayout
+from halfmoon.plan.fleet import Fleet, NodePool
 from halfmoon.plan.goodput import Goal
 from halfmoon.plan.layout import Rules
 from halfmoon.plan.question import Question
-from halfmoon.plan.search import Rated, search
+from halfmoon.plan.ranking import Rated
+from halfmoon.plan.search import search
 from halfmoon.policy.cluster_view import Role
 from halfmoon.sim.cluster import BatchLimits, Network, Targets
 from halfmoon.sim.distserve import DistServeCoefficients, Engine
 from halfmoon.sim.hardware import device
 from halfmoon.sim.lengths import named_lengths
+from halfmoon.sim.model_catalogue import MODELS
 from halfmoon.sim.result import Criterion
 from halfmoon.sim.synthetic import synthetic_workload
 from halfmoon.sim.traces import read_workload
@@ -64,7 +65,7 @@ def rules() -> Rules:
     whole = BatchLimits(1 << 17, 1 << 17, 1 << 20, "prefill-first")
     roles: tuple[Role, ...] = ("prefill", "decode", "both")
     network = Network(GPU.network_bytes_per_s, node_bytes_per_s=GPU.link_bytes_per_s, handover="pull")
-    return Rules(dict.fromkeys(roles, whole), network)
+    return Rules(dict.fromkeys(roles, whole), {GPU.name: network})
 
 
 def requests_of(case: Case, num: int, lengths: Path | None) -> Workload:
@@ -73,9 +74,7 @@ def requests_of(case: Case, num: int, lengths: Path | None) -> Workload:
         found = read_workload(lengths)
     else:
         found = synthetic_workload(named_lengths(case.lengths), num, 1.0, seed=0)
-    prompts = np.minimum(found.prompt_tokens, CONTEXT_TOKENS - 1)
-    outputs = np.minimum(found.output_tokens, CONTEXT_TOKENS - prompts)
-    return replace(found, prompt_tokens=prompts, output_tokens=outputs, prefixes=None).first(num)
+    return replace(found, prefixes=None).within(CONTEXT_TOKENS).first(num)
 
 
 def main() -> None:
@@ -107,12 +106,19 @@ def found_with(
     engine: Engine, case: Case, workload: Workload, criterion: Criterion, pool: Executor
 ) -> tuple[Rated | None, Rated | None]:
     """The best disaggregated and the best colocated layout with one engine's coefficients."""
-    source, goal = DistServeCoefficients(case.model, engine), Goal(case.targets, 0.9, criterion)
     try:
-        found = search(Question(source, GPU, 1, case.num_gpus, workload, goal, rules()), pool)
+        found = search(asked(engine, case, workload, criterion), pool)
     except NoLayout:
         return None, None
     return found.disaggregated, found.colocated
+
+
+def asked(engine: Engine, case: Case, workload: Workload, criterion: Criterion) -> Question:
+    """One node, as in the paper's algorithm 2."""
+    fleet = Fleet((NodePool(GPU, 1, case.num_gpus),))
+    source = DistServeCoefficients(case.model, engine)
+    goal = Goal(case.targets, 0.9, criterion)
+    return Question({GPU.name: source}, fleet, workload, goal, rules(), shape=MODELS[case.model])
 
 
 def shown(one: Rated | None) -> str:

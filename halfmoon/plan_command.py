@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,15 +11,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.planning import PlanResult, make_plan
 from halfmoon.plan.plot import check_plot, write_plot
 from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.summary import summary_of
+from halfmoon.plan_tables import print_plan
 from halfmoon.profile_store import DEFAULT_STATE_DIR, LedgerUrl, StateDir, profile_file
-from halfmoon.sim.hardware import DEVICES
+from halfmoon.sim.hardware import DEVICES, device
 from halfmoon.sim.lengths import KNOWN_LENGTHS
 from halfmoon.sim_command import Criterion, TbtOf
 
@@ -27,6 +28,7 @@ class Objective(StrEnum):
     """What the best layout has most of, or fewest of."""
 
     GPUS = "gpus"
+    PRICE = "price"
     PER_GPU = "goodput-per-gpu"
     PER_DOLLAR = "goodput-per-dollar"
 
@@ -39,9 +41,18 @@ class Affinity(StrEnum):
     LOW = "low"
 
 
+class KvCodecs(StrEnum):
+    """Of KV between nodes; auto: whichever is best, where the network is slow."""
+
+    AUTO = "auto"
+    RAW = "raw"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
 def plan(
-    model: Annotated[str, typer.Option(help="a known shape, a config.json, or with --latency any name")],
-    gpu: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}")],
+    model: Annotated[str, typer.Option(help="a known name, a config.json, a Hugging Face id; with --latency any")],
+    gpu: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}; several kinds: h100:2x8,a100-80g:4x8")],
     workload: Annotated[str, typer.Option(help=f"a trace's path, or {'|'.join(KNOWN_LENGTHS)}|in=512,out=64")],
     ttft: Annotated[float, typer.Option(help="target, seconds")],
     tpot: Annotated[float, typer.Option(help="target, seconds")],
@@ -63,25 +74,35 @@ def plan(
         typer.Option(
             "--latency",
             "--profile",
-            help="a profile's path, ledger:NAME, distserve:MODEL; default: the model's roofline",
+            help="a profile's path, ledger:NAME, distserve:MODEL, or GPU=SOURCE,…; default: the model's roofline",
         ),
     ] = None,
+    prefill_gpu: Annotated[str | None, typer.Option(help="the kind that prefill workers have")] = None,
+    decode_gpu: Annotated[str | None, typer.Option(help="the kind that decode workers have")] = None,
+    price: Annotated[
+        list[str] | None, typer.Option(help="GPU=DOLLARS an hour instead of the catalogue's; repeat it for more")
+    ] = None,
+    kv_codec: Annotated[KvCodecs, typer.Option(help="of KV between nodes")] = KvCodecs.AUTO,
+    network: Annotated[float | None, typer.Option(help="Gbit/s of each node; default: the catalogue's")] = None,
+    context: Annotated[int | None, typer.Option(min=2, help="tokens of a sequence; default: the model's")] = None,
     max_running: Annotated[int, typer.Option(min=1, help="sequences of one worker")] = 256,
     requests: Annotated[
-        int | None, typer.Option(min=2, help="simulated each time; of a trace the first; default: 1000")
+        int | None,
+        typer.Option(min=2, help="simulated each time; of a trace the first; default: 1000, or 4000 of a trace"),
     ] = None,
     seed: Annotated[int, typer.Option(help="of all that is drawn")] = 0,
     jobs: Annotated[int | None, typer.Option(min=1, help="processes; default: one for each core")] = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    ledger_url: LedgerUrl = None,
     output: Annotated[Path, typer.Option(help="file for `halfmoon up --plan`")] = Path("plan.yaml"),
     plot: Annotated[
         Path | None, typer.Option(help="draws attainment and goodput over the rate: a .png or .html file")
     ] = None,
+    state_dir: StateDir = DEFAULT_STATE_DIR,
+    ledger_url: LedgerUrl = None,
     as_json: Annotated[bool, typer.Option("--json", help="prints the plan as JSON")] = False,
 ) -> None:
     """Finds the layout that meets the targets with the fewest GPUs, or serves most with each."""
     try:
+        _check_files(output, plot)
         request = PlanRequest(
             model=model,
             gpu=gpu,
@@ -97,12 +118,17 @@ def plan(
             criterion=criterion.value,
             objective=None if objective is None else objective.value,
             affinity=affinity.value,
-            latency=None if latency is None else profile_file(latency, state_dir, ledger_url),
+            latency=None if latency is None else _latency(latency, state_dir, ledger_url),
             max_running=max_running,
             num_requests=requests,
             seed=seed,
+            prefill_gpu=prefill_gpu,
+            decode_gpu=decode_gpu,
+            prices=_prices(price or []),
+            kv_codec=kv_codec.value,
+            network_gbit_per_s=network,
+            context_tokens=context,
         )
-        _check_files(output, plot)
         found = _planned(request, jobs, with_curves=plot is not None)
         summary = summary_of(found)
         output.write_text(found.file_text)
@@ -138,45 +164,28 @@ def _planned(request: PlanRequest, jobs: int | None, *, with_curves: bool) -> Pl
         return make_plan(request, jobs, advance, with_curves=with_curves)
 
 
+def _latency(text: str, state_dir: Path, ledger_url: str | None) -> str:
+    """One source, or GPU=SOURCE for each; profiles of the ledger as files."""
+    parts = [part.rpartition("=") for part in text.split(",")]
+    return ",".join(gpu + sign + profile_file(one, state_dir, ledger_url) for gpu, sign, one in parts)
+
+
+def _prices(given: Sequence[str]) -> dict[str, float]:
+    prices = {}
+    for text in given:
+        gpu, _, dollars = text.partition("=")
+        try:
+            prices[device(gpu).name] = float(dollars)
+        except ValueError as error:
+            raise InvalidRequest(
+                f"{text!r} is no price: give GPU=DOLLARS an hour, as h100=2.5", param="price"
+            ) from error
+    return prices
+
+
 def _print(summary: dict[str, Any], output: Path, plot: Path | None) -> None:
     console = Console()
-    table = Table(
-        "layout", "GPUs", "$/h", "holds req/s", "each GPU", "for $1", "both / TTFT / TPOT met", "TTFT ms", "TPOT ms"
-    )
-    for one in summary["layouts"]:
-        table.add_row(
-            one["layout"],
-            str(one["num_gpus"]),
-            f"{one['price_per_hour']:.2f}",
-            f"{one['goodput_per_s']:.3g}",
-            f"{one['goodput_per_s_per_gpu']:.3g}",
-            f"{one['goodput_per_dollar']:.0f}",
-            _shares(one),
-            _quantiles(one["ttft_s"]),
-            _quantiles(one["tpot_s"]),
-        )
-    console.print(table)
-    at = "the rate asked for" if len({one["rate_per_s"] for one in summary["layouts"]}) == 1 else "what each holds"
-    console.print(f"met shares, and p50 / p90 / p99 of times, at {at}; {summary['criterion']} criterion")
-    colocated = summary["colocated"]
-    if colocated is None:
-        console.print("no colocated layout meets the targets")
-    else:
-        console.print(
-            f"{summary['over_colocated']:.2f} times the goodput for each GPU of the best colocated layout, "
-            f"{colocated['layout']} ({colocated['goodput_per_s_per_gpu']:.3g})"
-        )
-    for name, one in summary["sensitivity"].items():
-        console.print(f"{name}: {_shares(one)} met, TTFT {_quantiles(one['ttft_s'])} ms", highlight=False)
+    print_plan(summary, console)
     if plot is not None:
         console.print(f"drawn: {plot}", soft_wrap=True, highlight=False)
     console.print(f"written: {output}; start it with `halfmoon up --plan {output}`", soft_wrap=True, highlight=False)
-
-
-def _shares(one: dict[str, Any]) -> str:
-    return " / ".join(f"{one[f'attainment_{name}']:.1%}" for name in ("joint", "ttft", "tpot"))
-
-
-def _quantiles(found: dict[str, float | None]) -> str:
-    shown = [found[name] for name in ("p50", "p90", "p99")]
-    return " / ".join("–" if one is None else f"{1000 * one:.0f}" for one in shown)

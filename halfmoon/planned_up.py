@@ -19,6 +19,7 @@ def planned_options(options: UpOptions, path: Path, model: str | None) -> UpOpti
     return replace(
         options,
         model=model or planned.model_name,
+        handover_codec=planned.handover_codec if options.handover_codec == "raw" else options.handover_codec,
         num_prefill=planned.count("prefill"),
         num_decode=planned.count("decode"),
         num_both=planned.count("both"),

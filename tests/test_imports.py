@@ -19,6 +19,7 @@ COMMAND_LINE = (
     "kv_commands",
     "sim_command",
     "plan_command",
+    "plan_tables",
     "planned_up",
     "profile_command",
     "profile_store",

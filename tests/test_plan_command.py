@@ -59,7 +59,7 @@ def test_the_fewest_gpus_hold_the_rate_and_the_same_question_has_the_same_plan(t
     for one in found["layouts"]:
         assert one["attainment_joint"] >= 0.9
         assert one["goodput_per_s"] >= 8 / 1.03
-    assert set(found["sensitivity"]) == {"traffic +20 %", "outputs +50 %"}
+    assert set(found["sensitivity"]) == {"traffic +20 %", "outputs +50 %", "prompts +50 %"}
 
 
 def test_what_is_written_can_be_simulated_and_started(tmp_path: Path) -> None:
@@ -92,10 +92,21 @@ def test_what_is_written_can_be_simulated_and_started(tmp_path: Path) -> None:
         ({"tpot": "0.001"}, "TPOT 0.001 s cannot be met"),
         ({"rate": "500"}, "do not hold 500 requests/s; the nearest feasible is about"),
         (
-            {"latency": "roofline:opt-13b", "gpu": "l40s", "gpus_per_node": "1", "workload": "in=32000,out=1"},
-            "memory: 90% of the requests",
+            {"latency": "roofline:opt-13b", "gpu": "l40s", "gpus_per_node": "1", "workload": "in=32000,out=1"}
+            | {"context": "40000"},
+            "memory: the longest request is 32,001 tokens long, and no worker of 1 x l40s holds more than",
         ),
         ({"rate": "-1"}, "rate must be above 0"),
+        ({"rate": "0"}, "rate must be above 0"),
+        ({"rate": "nan"}, "rate must be above 0"),
+        ({"ttft": "nan"}, "target for TTFT must be a time above 0"),
+        ({"tbt": "-1"}, "target for TBT must be a time above 0"),
+        ({"tbt": "0.001"}, "TBT 0.001 s cannot be met"),
+        ({"gpu": "h100:2x8,h100:1x8"}, "named twice"),
+        ({"latency": "h100=distserve:opt-13b"}, "give one for each"),
+        ({"price": "a100-80g=much"}, "is no price"),
+        ({"decode_gpu": "h100"}, "the fleet has no h100 for decode"),
+        ({"network": "0"}, "more than 0 Gbit/s"),
         ({"objective": "gpus"}, "give --rate"),
         ({"attainment": "1.5"}, "attainment is a share"),
         ({"latency": "nonsense"}, "is no latency source"),

@@ -38,7 +38,7 @@ def decode_bound_per_s(model: LatencyModel, workload: Workload, goal: Goal, limi
     Tokens a second are concave in the batch, so those of the mean batch bound the mean; and by Little's law a step of
     the mean batch of those who meet TPOT takes at most TPOT.
     """
-    tpot_s = goal.targets.tpot_s or np.inf
+    tpot_s = goal.gap_s
     least_context = float(_smallest(workload.prompt_tokens.astype(np.float64), goal.attainment).mean())
     most = min(limits.max_running, max(int(model.kv_tokens / least_context), 1))
     batches = np.unique(np.geomspace(1, most, 64).astype(int)).tolist()

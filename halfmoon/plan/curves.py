@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from halfmoon.plan.layout import Layout, Parallelism
+from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.question import Question
-from halfmoon.plan.search import Progress, Rated, layout_trial
+from halfmoon.plan.ranking import Rated
+from halfmoon.plan.search import Progress
+from halfmoon.plan.unit import layout_trial
 from halfmoon.plan.verdict import judged
 from halfmoon.sim.latency import LatencyModel
 
@@ -26,7 +28,7 @@ class Curve:
 
 def curves(
     question: Question,
-    known: Mapping[Parallelism, LatencyModel],
+    known: Mapping[WorkerKind, LatencyModel],
     layouts: Sequence[Rated],
     pool: Executor,
     on_progress: Progress = lambda what, done, total: None,

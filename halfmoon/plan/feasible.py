@@ -1,4 +1,4 @@
-"""Which parallelisms there are for each half: memory holds the lengths, and an idle worker meets the target."""
+"""Which workers there are for each half: a worker would start so, memory holds the requests, an idle one is in time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from halfmoon.errors import InvalidRequest
+from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.plan.bounds import RateBound, decode_bound_per_s, prefill_bound_per_s
-from halfmoon.plan.layout import Parallelism
+from halfmoon.plan.fleet import NodePool
+from halfmoon.plan.layout import Parallelism, WorkerKind
 from halfmoon.plan.question import Question
 from halfmoon.policy.cluster_view import Role
 from halfmoon.sim.latency import LatencyModel
+from halfmoon.sim.model_shape import ModelShape
 from halfmoon.sim.profile import MeasuredProfile
 
 
@@ -22,82 +24,101 @@ class NoLayout(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One parallelism for one role, and the most that one of its workers holds."""
+    """One kind of worker for one role, and the most that one such worker holds."""
 
     role: Role
-    parallelism: Parallelism
+    kind: WorkerKind
     bound: RateBound
 
 
-def models(question: Question) -> dict[Parallelism, LatencyModel]:
-    """All that the latency source knows and that fit the nodes. Raises InvalidRequest where there is none."""
+def models(question: Question) -> dict[WorkerKind, LatencyModel]:
+    """All that the latency sources know, that a worker accepts and that fit the nodes.
+
+    Raises NoLayout where there is none.
+    """
     found, problems = {}, []
-    source, name = question.source, question.gpu.name
-    for parallelism in _parallelisms(question):
-        gpu = None if isinstance(source, MeasuredProfile) else name
-        try:
-            found[parallelism] = source.model(gpu, *parallelism)
-        except InvalidRequest as error:
-            problems.append(error)
+    for pool in question.fleet.pools:
+        source, name = question.sources[pool.gpu.name], pool.gpu.name
+        measured = isinstance(source, MeasuredProfile)
+        for parallelism in _parallelisms(question, pool):
+            try:
+                if question.shape is not None:
+                    question.shape.check(*parallelism)
+                found[WorkerKind(name, parallelism)] = source.model(None if measured else name, *parallelism)
+            except (InvalidRequest, Incompatible) as error:
+                problems.append(error)
     if not found:
-        raise NoLayout(f"no parallelism is possible: {problems[-1].message}", param=problems[-1].param)
+        why = problems[-1] if problems else InvalidRequest(f"{question.fleet} are too few for one worker")
+        raise NoLayout(f"no parallelism is possible: {why.message}", param="gpu")
     return found
 
 
-def _parallelisms(question: Question) -> Iterator[Parallelism]:
-    """Powers of two; the devices that share a layer are in one node."""
-    if isinstance(question.source, MeasuredProfile):
-        yield Parallelism(question.source.tensor_parallel, question.source.pipeline_parallel)
+def _parallelisms(question: Question, pool: NodePool) -> Iterator[Parallelism]:
+    """The devices that share a layer are in one node."""
+    source = question.sources[pool.gpu.name]
+    if isinstance(source, MeasuredProfile):
+        measured = Parallelism(source.tensor_parallel, source.pipeline_parallel)
+        yield from [measured] if measured.num_devices <= pool.num_gpus else []
         return
-    powers = [2**one for one in range(question.num_gpus.bit_length())]
+    powers = [2**one for one in range(pool.num_gpus.bit_length())]
     yield from (
         Parallelism(tensor, pipeline)
-        for tensor in powers
-        if tensor <= question.gpus_per_node
+        for tensor in sorted({*powers, *_odd_heads(question.shape)})
+        if tensor <= pool.gpus_per_node
         for pipeline in powers
-        if tensor * pipeline <= question.num_gpus
+        if tensor * pipeline <= pool.num_gpus
     )
 
 
-def options(question: Question, known: Mapping[Parallelism, LatencyModel]) -> list[Option]:
+def _odd_heads(shape: ModelShape | None) -> list[int]:
+    """Divisors of the KV heads of a model that two devices cannot share."""
+    if shape is None or shape.num_heads % 2 == 0:
+        return []
+    return [one for one in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % one == 0]
+
+
+def options(question: Question, known: Mapping[WorkerKind, LatencyModel]) -> list[Option]:
     """For every role. Raises NoLayout, naming the broken bound and the nearest target that can be met."""
-    share = question.goal.attainment
-    workload = question.workload
-    prompt, whole = (
-        float(np.quantile(tokens, share, method="lower"))
-        for tokens in (workload.prompt_tokens, workload.prompt_tokens + workload.output_tokens)
-    )
-    fitting = {one: model for one, model in known.items() if model.kv_tokens > whole}
-    if not fitting:
-        most = max(model.kv_tokens for model in known.values())
-        raise NoLayout(
-            f"memory: {share:.0%} of the requests are up to {whole:.0f} tokens long, and no worker of "
-            f"{question.num_gpus} x {question.gpu.name} holds more than {most} tokens of KV: "
-            "give larger or more GPUs a node, or shorter requests",
-            param="workload",
-        )
-    targets = question.goal.targets
-    assert targets.ttft_s is not None
-    assert targets.tpot_s is not None
+    share, workload = question.goal.attainment, question.workload
+    fitting = _fitting(question, known)
+    prompt = float(np.quantile(workload.prompt_tokens, share, method="lower"))
+    ttft_s, gap_s = question.goal.targets.ttft_s, question.goal.gap_s
+    assert ttft_s is not None
     first_s = {one: model.prefill_s(prompt) for one, model in fitting.items()}
     step_s = {one: model.cycle(1).base_s + model.cycle(1).slope_s * prompt for one, model in fitting.items()}
     reuse = workload.prefixes is not None  # a cached prompt takes less
-    prefills = [one for one in fitting if reuse or first_s[one] <= targets.ttft_s]
-    decodes = [one for one in fitting if step_s[one] <= targets.tpot_s]
+    prefills = [one for one in fitting if reuse or first_s[one] <= ttft_s]
+    decodes = [one for one in fitting if step_s[one] <= gap_s]
+    gap = "TPOT" if gap_s == question.goal.targets.tpot_s else "TBT"
     broken = [
-        *([] if prefills else [_broken("TTFT", targets.ttft_s, first_s, f"a prompt of {prompt:.0f} tokens")]),
-        *([] if decodes else [_broken("TPOT", targets.tpot_s, step_s, f"a sequence of {prompt:.0f} tokens")]),
+        *([] if prefills else [_broken(question, "TTFT", ttft_s, first_s, f"a prompt of {prompt:.0f} tokens")]),
+        *([] if decodes else [_broken(question, gap, gap_s, step_s, f"a sequence of {prompt:.0f} tokens")]),
     ]
     if broken:
-        raise NoLayout("; ".join(broken), param="ttft" if not prefills else "tpot")
+        raise NoLayout("; ".join(broken), param="ttft" if not prefills else gap.lower())
     return _bounded(question, known, prefills, decodes)
+
+
+def _fitting(question: Question, known: Mapping[WorkerKind, LatencyModel]) -> dict[WorkerKind, LatencyModel]:
+    """Those whose memory holds the longest request."""
+    longest = int((question.workload.prompt_tokens + question.workload.output_tokens).max())
+    fitting = {one: model for one, model in known.items() if model.kv_tokens >= longest}
+    if not fitting:
+        most = max(known, key=lambda one: known[one].kv_tokens)
+        raise NoLayout(
+            f"memory: the longest request is {longest:,} tokens long, and no worker of {question.fleet} holds more "
+            f"than {known[most].kv_tokens:,} tokens of KV beside the weights ({most.parallelism}): "
+            "give larger or more GPUs a node, or shorter requests",
+            param="workload",
+        )
+    return fitting
 
 
 def _bounded(
     question: Question,
-    known: Mapping[Parallelism, LatencyModel],
-    prefills: list[Parallelism],
-    decodes: list[Parallelism],
+    known: Mapping[WorkerKind, LatencyModel],
+    prefills: list[WorkerKind],
+    decodes: list[WorkerKind],
 ) -> list[Option]:
     goal, limits, workload = question.goal, question.rules.limits, question.workload
     found = [
@@ -113,12 +134,13 @@ def _bounded(
                 decode_bound_per_s(known[one], workload, goal, limits["both"]),
             )
             found.append(Option("both", one, RateBound(*map(min, *halves))))
-    return [one for one in found if one.bound.most_per_s > 0]
+    return [one for one in found if one.bound.most_per_s > 0 and question.may_have(one.role, one.kind.gpu)]
 
 
-def _broken(name: str, target_s: float, alone_s: Mapping[Parallelism, float], what: str) -> str:
+def _broken(question: Question, name: str, target_s: float, alone_s: Mapping[WorkerKind, float], what: str) -> str:
     best = min(alone_s, key=lambda one: (alone_s[one], one))
+    on = f"{best.gpu} {best.parallelism}" if question.fleet.is_mixed else str(best.parallelism)
     return (
         f"{name} {target_s:g} s cannot be met: {what} alone on an idle worker takes {alone_s[best]:.3g} s at best "
-        f"({best}): the nearest feasible {name} is a little above that"
+        f"({on}): the nearest feasible {name} is a little above that"
     )

@@ -11,14 +11,14 @@ import numpy as np
 
 from halfmoon.plan.feasible import Option
 from halfmoon.plan.goodput import Trial, goodput_per_s
-from halfmoon.plan.layout import Parallelism
+from halfmoon.plan.layout import WorkerKind
 from halfmoon.plan.question import Question
 from halfmoon.policy.cluster_view import Role
 from halfmoon.policy.latency import PrefillModel
 from halfmoon.sim.cluster import ClusterSpec, Network, Targets, WorkerGroup
 from halfmoon.sim.latency import LatencyModel, PrefillPiece
 
-KEPT = 3  # options of each role that layouts are made of
+_KEPT, _KEPT_OF_EACH = 3, 2  # options of each role and GPU that layouts are made of: of one kind of GPU, of several
 _WAVE = 4  # simulated before it is looked again what the bounds rule out; fixed, so that plans do not depend on cores
 _NO_TIME_S = 1e-9  # what fits a latency divides by it
 _TOLERANCE = 1.08
@@ -37,46 +37,64 @@ class Half:
     """An option, and the goodput of one such worker whose other half is no hindrance."""
 
     option: Option
+    model: LatencyModel
     goodput_per_s: float
 
     @property
     def per_gpu(self) -> float:
         """Requests a second for each device."""
-        return self.goodput_per_s / self.option.parallelism.num_devices
+        return self.goodput_per_s / self.option.kind.num_devices
 
 
 def best_halves(
     question: Question,
-    known: Mapping[Parallelism, LatencyModel],
+    known: Mapping[WorkerKind, LatencyModel],
     options: Sequence[Option],
     pool: Executor,
     on_done: Callable[[int], None],
 ) -> dict[Role, list[Half]]:
-    """The best of each role by goodput for each GPU; those whose bound is below what is kept are not simulated."""
-    found: dict[Role, list[Half]] = {"prefill": [], "decode": [], "both": []}
+    """The best of each role and GPU by goodput for each device."""
+    roles: tuple[Role, ...] = ("prefill", "decode", "both")
+    found: dict[Role, list[Half]] = {role: [] for role in roles}
+    num = _KEPT_OF_EACH if question.fleet.is_mixed else _KEPT
     for role, kept in found.items():
-        mine = [one for one in options if one.role == role]
-        mine.sort(key=lambda one: (-one.bound.steady_per_s / one.parallelism.num_devices, one.parallelism))
-        for wave in waves(mine):
-            least = kept[KEPT - 1].per_gpu if len(kept) >= KEPT else 0.0
-            chosen = [one for one in wave if one.bound.most_per_s / one.parallelism.num_devices > least]
-            trials = [half_trial(question, known, one) for one in chosen]
-            rates = pool.map(
-                goodput_per_s, trials, [one.bound.steady_per_s for one in chosen], [_TOLERANCE] * len(chosen)
-            )
-            kept += [Half(one, rate) for one, rate in zip(chosen, rates, strict=True) if rate > 0]
-            kept.sort(key=lambda one: (-one.per_gpu, one.option.parallelism))
-            on_done(len(wave))
+        for gpu in question.fleet.names:
+            mine = [one for one in options if one.role == role and one.kind.gpu == gpu]
+            kept += _best(question, known, mine, pool, on_done, num)
     return found
 
 
-def half_trial(question: Question, known: Mapping[Parallelism, LatencyModel], option: Option) -> Trial:
+def _best(
+    question: Question,
+    known: Mapping[WorkerKind, LatencyModel],
+    mine: Sequence[Option],
+    pool: Executor,
+    on_done: Callable[[int], None],
+    num: int,
+) -> list[Half]:
+    """The `num` best of one role and GPU. Those whose bound is below what is kept are not simulated."""
+    kept: list[Half] = []
+    ordered = sorted(mine, key=lambda one: (-one.bound.steady_per_s / one.kind.num_devices, one.kind))
+    for wave in waves(ordered):
+        least = kept[num - 1].per_gpu if len(kept) >= num else 0.0
+        chosen = [one for one in wave if one.bound.most_per_s / one.kind.num_devices > least]
+        trials = [half_trial(question, known, one) for one in chosen]
+        floors = [least * one.kind.num_devices for one in chosen]
+        guesses = [one.bound.steady_per_s for one in chosen]
+        rates = pool.map(goodput_per_s, trials, guesses, floors, [_TOLERANCE] * len(chosen))
+        kept += [Half(one, known[one.kind], rate) for one, rate in zip(chosen, rates, strict=True) if rate > 0]
+        kept.sort(key=lambda one: (-one.per_gpu, one.option.kind))
+        on_done(len(wave))
+    return kept[:num]
+
+
+def half_trial(question: Question, known: Mapping[WorkerKind, LatencyModel], option: Option) -> Trial:
     """One worker of the option, and another that takes no time for the other half."""
-    model, workload, targets = known[option.parallelism], question.workload, question.goal.targets
+    model, workload, targets = known[option.kind], question.workload, question.goal.targets
     limits = question.rules.limits[option.role]
     worker = WorkerGroup(option.role, 1, model, limits)
     if option.role == "both":
-        return Trial(ClusterSpec((worker,), question.rules.network), workload, question.goal, question.seed)
+        return Trial(ClusterSpec((worker,)), workload, question.goal, question.seed)
     if option.role == "prefill":
         other = WorkerGroup("decode", 1, model)
         workload = replace(workload, output_tokens=np.ones_like(workload.output_tokens))

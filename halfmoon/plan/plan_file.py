@@ -2,12 +2,14 @@
 
 model: llama-3-8b
 layout: 2 prefill TP1 + 1 decode TP2
+handover_codec: raw
 expected: {rate_per_s: 10.0, attainment: 0.93, goodput_per_s: 11.2}
 cluster: what `halfmoon simulate --cluster` takes
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.layout import Layout, WorkerSet
 from halfmoon.plan.question import Question
-from halfmoon.plan.search import Rated
+from halfmoon.plan.ranking import Rated
+from halfmoon.plan.unit import layout_network, workers_per_node
 from halfmoon.plan.verdict import Verdict
 from halfmoon.policy.cluster_view import Role
+from halfmoon.sim.kv_codecs import KvCodecName
 from halfmoon.sim.profile import MeasuredProfile
 
 
@@ -62,6 +66,7 @@ class PlannedCluster(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     model_name: str = Field(alias="model")
+    handover_codec: KvCodecName = "raw"
     cluster: _Cluster
 
     def count(self, role: Role) -> int:
@@ -90,28 +95,28 @@ def read_plan(path: Path) -> PlannedCluster:
         ) from error
 
 
-def plan_text(question: Question, model: str, latency: str, best: Rated, expected: Verdict) -> str:
-    """The file's text."""
-    targets = question.goal.targets
+def plan_text(question: Question, model: str, latencies: Mapping[str, str], best: Rated, expected: Verdict) -> str:
+    """The file's text; `latencies` are of each GPU."""
+    targets, layout = question.goal.targets, best.layout
     found = {
         "model": model,
-        "layout": str(best.layout),
+        "layout": question.text(layout),
+        "handover_codec": layout.codec,
         "expected": {
             "rate_per_s": round(expected.rate_per_s, 4),
             "attainment": round(expected.attainment.value(question.goal.criterion), 4),
             "goodput_per_s": round(best.goodput_per_s, 4),
-            "gpus": best.layout.num_gpus,
+            "gpus": layout.num_gpus,
             "price_per_hour": round(best.price_per_hour, 2),
         },
         "cluster": {
-            "latency": latency,
             "workers": [
-                _worker(question, best.layout, one, unit)
-                for unit in range(best.layout.num_units)
-                for one in best.layout.sets
+                {**_worker(question, layout, one, unit), "latency": latencies[one.kind.gpu]}
+                for unit in range(layout.num_units)
+                for one in layout.sets
             ],
-            "network": asdict(question.rules.network),
-            "targets": {"ttft_s": targets.ttft_s, "tpot_s": targets.tpot_s},
+            "network": asdict(layout_network(question, layout)),
+            "targets": asdict(targets),
         },
     }
     text: str = yaml.safe_dump(found, sort_keys=False)
@@ -119,15 +124,14 @@ def plan_text(question: Question, model: str, latency: str, best: Rated, expecte
 
 
 def _worker(question: Question, layout: Layout, one: WorkerSet, unit: int) -> dict[str, Any]:
-    limits = question.rules.limits[one.role]
-    per_node = one.num if layout.is_paired else max(question.gpus_per_node // one.parallelism.num_devices, 1)
+    is_measured = isinstance(question.sources[one.kind.gpu], MeasuredProfile)
     return {
         "role": one.role,
         "count": one.num,
-        **({} if isinstance(question.source, MeasuredProfile) else {"gpu": question.gpu.name}),
-        "tp": one.parallelism.tensor,
-        "pp": one.parallelism.pipeline,
-        **asdict(limits),
-        "workers_per_node": per_node,
+        **({} if is_measured else {"gpu": one.kind.gpu}),
+        "tp": one.kind.parallelism.tensor,
+        "pp": one.kind.parallelism.pipeline,
+        **asdict(question.rules.limits[one.role]),
+        "workers_per_node": workers_per_node(layout, one, question.fleet),
         **({"first_node": unit} if layout.is_paired else {}),
     }

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from halfmoon.errors import InvalidRequest
 from halfmoon.plan.curves import Curve, curves
+from halfmoon.plan.fleet import Fleet, read_fleet
 from halfmoon.plan.goodput import Goal
 from halfmoon.plan.plan_file import plan_text
-from halfmoon.plan.question import Question, default_rules
+from halfmoon.plan.question import OF_A_RATE, Question, default_rules
+from halfmoon.plan.ranking import Rated
 from halfmoon.plan.request import PlanRequest
-from halfmoon.plan.search import Plan, Progress, Rated, layout_trial, search
-from halfmoon.plan.verdict import Verdict, judged, sensitivity
-from halfmoon.sim.asked_workload import DRAWN_REQUESTS, asked_workload
+from halfmoon.plan.search import Plan, Progress, search
+from halfmoon.plan.unit import layout_trial
+from halfmoon.plan.verdict import Verdict, judged, what_ifs
+from halfmoon.policy.cluster_view import Role
+from halfmoon.sim.asked_workload import DRAWN_REQUESTS, asked_workload, is_trace
 from halfmoon.sim.cluster import Targets
-from halfmoon.sim.hardware import device
 from halfmoon.sim.latency_sources import latency_source
+from halfmoon.sim.model_catalogue import known_shape, model_shape
+from halfmoon.sim.workload import Workload
+
+TRACE_REQUESTS = 4000  # of a trace, where nobody says how many
+_BY_GPU = re.compile(r"[\w.-]+=")
 
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
     """What was found. `verdicts` are of `plan.best`, one each; `what_if` is of the best one, by what changes.
 
-    `curves` are of the best layouts and of the best of either kind, where they were asked for.
+    `curves` are of the best layouts and of the best of either kind, where they were asked for; `notes` are warnings.
     """
 
     request: PlanRequest
@@ -35,12 +46,13 @@ class PlanResult:
     verdicts: tuple[Verdict, ...]
     what_if: dict[str, Verdict]
     curves: tuple[Curve, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def file_text(self) -> str:
         """plan.yaml."""
         return plan_text(
-            self.question, self.request.model, latency_text(self.request), self.plan.best[0], self.verdicts[0]
+            self.question, self.request.model, latency_texts(self.request), self.plan.best[0], self.verdicts[0]
         )
 
 
@@ -56,42 +68,97 @@ def make_plan(
     Blocks; `on_progress` is called in this thread. Raises InvalidRequest for what makes no sense or is not known, and
     NoLayout, which is one, saying which target cannot be met and what could be.
     """
-    question = asked(request)
+    question, notes = asked(request)
     with _pool(num_processes or os.cpu_count() or 1) as pool:
         found = search(question, pool, on_progress)
         drawn = curves(question, found.models, _compared(found), pool, on_progress) if with_curves else []
-    verdicts = tuple(_verdict(question, found, one) for one in found.best)
-    what_if = sensitivity(question, found.models, found.best[0].layout, verdicts[0].rate_per_s)
-    return PlanResult(request, question, found, verdicts, what_if, tuple(drawn))
+        verdicts, what_if = _judged(question, found, pool, on_progress)
+    return PlanResult(request, question, found, verdicts, what_if, tuple(drawn), notes)
 
 
-def latency_text(request: PlanRequest) -> str:
-    """The latency source that the request means."""
-    return request.latency or f"roofline:{request.model}"
+def _judged(
+    question: Question, found: Plan, pool: Executor, on_progress: Progress
+) -> tuple[tuple[Verdict, ...], dict[str, Verdict]]:
+    """The best layouts at the rate that was asked for, or at the most that each holds; and the best one's what-ifs."""
+    rates = [question.rate_per_s or one.goodput_per_s for one in found.best]
+    runs = [
+        (layout_trial(question, found.models, one.layout), rate, one.layout.num_units)
+        for one, rate in zip(found.best, rates, strict=True)
+    ]
+    changed = what_ifs(question, found.models, found.best[0].layout, rates[0])
+    judgements = []
+    runs += changed.values()
+    for done, one in enumerate(pool.map(judged, *zip(*runs, strict=True)), start=1):
+        judgements.append(one)
+        on_progress("the best", done, len(runs))
+    num = len(found.best)
+    return tuple(judgements[:num]), dict(zip(changed, judgements[num:], strict=True))
 
 
-def asked(request: PlanRequest) -> Question:
-    """The request, checked and with what it names. Raises InvalidRequest."""
-    on, source = device(request.gpu), latency_source(latency_text(request))
-    objective = request.objective or ("goodput-per-gpu" if request.rate_per_s is None else "gpus")
-    num = request.num_requests or DRAWN_REQUESTS
-    return Question(
-        source,
-        on,
-        request.num_nodes,
-        request.gpus_per_node,
-        asked_workload(request.workload, 1.0, num, "poisson", 1.0, request.seed),
-        Goal(
-            Targets(request.ttft_s, request.tpot_s, request.tbt_s, request.tbt_of),
-            request.attainment,
-            request.criterion,
-        ),
-        default_rules(on, request.gpus_per_node, source, request.max_running),
-        objective,
-        request.rate_per_s,
+def latency_texts(request: PlanRequest) -> dict[str, str]:
+    """The latency source of each GPU. Raises InvalidRequest for GPUs that the request does not have."""
+    names = _fleet(request).names
+    if request.latency is None:
+        return dict.fromkeys(names, f"roofline:{request.model}")
+    if not _BY_GPU.match(request.latency):
+        return dict.fromkeys(names, request.latency)
+    found = dict(part.split("=", 1) for part in request.latency.split(",") if "=" in part)
+    if set(found) != set(names):
+        raise InvalidRequest(
+            f"the latencies are of {', '.join(found)}, and the GPUs are {', '.join(names)}: give one for each, "
+            "as h100=SOURCE,a100-80g=SOURCE, or one for all",
+            param="latency",
+        )
+    return found
+
+
+def _fleet(request: PlanRequest) -> Fleet:
+    return read_fleet(request.gpu, request.num_nodes, request.gpus_per_node, request.prices)
+
+
+def asked(request: PlanRequest) -> tuple[Question, tuple[str, ...]]:
+    """The request, checked and with what it names, and what is odd about it. Raises InvalidRequest."""
+    fleet = _fleet(request)
+    shape = known_shape(request.model) if request.latency else model_shape(request.model)
+    sources = {gpu: latency_source(text) for gpu, text in latency_texts(request).items()}
+    workload, notes = _workload(request, request.context_tokens or (shape.context_tokens if shape else None))
+    rate_per_s = request.rate_per_s
+    if rate_per_s is None and request.objective in OF_A_RATE and is_trace(request.workload):
+        rate_per_s = workload.rate_per_s
+    network = None if request.network_gbit_per_s is None else request.network_gbit_per_s * 1e9 / 8
+    if network is not None and not 0 < network < math.inf:
+        raise InvalidRequest(f"a network has more than 0 Gbit/s, got {request.network_gbit_per_s:g}", param="network")
+    targets = Targets(request.ttft_s, request.tpot_s, request.tbt_s, request.tbt_of)
+    roles: dict[Role, str | None] = {"prefill": request.prefill_gpu, "decode": request.decode_gpu}
+    question = Question(
+        sources,
+        fleet,
+        workload,
+        Goal(targets, request.attainment, request.criterion),
+        default_rules(fleet, sources, request.max_running, network),
+        request.objective or ("goodput-per-gpu" if rate_per_s is None else "gpus"),
+        rate_per_s,
         request.affinity,
         request.seed,
+        shape,
+        {role: gpu for role, gpu in roles.items() if gpu is not None},
+        ("raw", "int8", "int4") if request.kv_codec == "auto" else (request.kv_codec,),
     )
+    return question, notes
+
+
+def _workload(request: PlanRequest, context_tokens: int | None) -> tuple[Workload, tuple[str, ...]]:
+    """Drawn requests are cut off where the model's context ends; those of a trace are left as they are, and told of."""
+    num = request.num_requests or (TRACE_REQUESTS if is_trace(request.workload) else DRAWN_REQUESTS)
+    drawn_at = None if is_trace(request.workload) else 1.0
+    found = asked_workload(request.workload, drawn_at, num, "poisson", 1.0, request.seed)
+    if context_tokens is None:
+        return found, ()
+    if drawn_at is not None:
+        return found.within(context_tokens), ()
+    share = float((found.prompt_tokens + found.output_tokens > context_tokens).mean())
+    problem = f"{share:.1%} of the requests are longer than the model's context of {context_tokens:,} tokens"
+    return found, (f"{problem}: they are planned for as if it took them",) if share else ()
 
 
 @contextmanager
@@ -112,9 +179,3 @@ def _compared(found: Plan) -> list[Rated]:
     """The best, and the best of either kind if it is not among them."""
     others = [one for one in (found.disaggregated, found.colocated) if one is not None and one not in found.best]
     return [*found.best, *others]
-
-
-def _verdict(question: Question, found: Plan, one: Rated) -> Verdict:
-    """At the rate that was asked for, or at the most that the layout holds."""
-    trial = layout_trial(question, found.models, one.layout)
-    return judged(trial, question.rate_per_s or one.goodput_per_s, one.layout.num_units)

@@ -1,36 +1,45 @@
-"""What a plan is asked for: model, hardware, traffic and targets."""
+"""What a plan is asked for: model, hardware, traffic and targets, checked."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.plan.fleet import Fleet, NodePool
 from halfmoon.plan.goodput import Goal
-from halfmoon.plan.layout import Rules
+from halfmoon.plan.layout import Layout, Rules
 from halfmoon.policy.cluster_view import Role
 from halfmoon.sim.cluster import BatchLimits, Network
-from halfmoon.sim.hardware import Device
+from halfmoon.sim.kv_codecs import KvCodecName
 from halfmoon.sim.latency import LatencySource
+from halfmoon.sim.model_shape import ModelShape
 from halfmoon.sim.profile import MeasuredProfile
 from halfmoon.sim.workload import Workload
 
-Objective = Literal["gpus", "goodput-per-gpu", "goodput-per-dollar"]
+Objective = Literal["gpus", "price", "goodput-per-gpu", "goodput-per-dollar"]
 Affinity = Literal["auto", "high", "low"]
+
+OF_A_RATE: tuple[Objective, ...] = ("gpus", "price")
+"""Objectives that need a rate to hold."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
     """Raises InvalidRequest for what makes no sense.
 
+    - sources: of each GPU of the fleet.
     - rate_per_s: that the layout has to hold; None: layouts are compared at the most that each holds.
     - affinity: high: KV may go from node to node (DistServe, algorithm 1); low: it stays within a node (algorithm 2).
+    - shape: of the model, whose heads and layers the parallelism must divide; None: not known, nothing is checked.
+    - gpus_for: that the workers of a role may have; a role that is not there may have all.
+    - codecs: of KV between nodes, the least lossy first.
     """
 
-    source: LatencySource
-    gpu: Device
-    num_nodes: int
-    gpus_per_node: int
+    sources: Mapping[str, LatencySource]
+    fleet: Fleet
     workload: Workload
     goal: Goal
     rules: Rules
@@ -38,39 +47,68 @@ class Question:
     rate_per_s: float | None = None
     affinity: Affinity = "auto"
     seed: int = 0
+    shape: ModelShape | None = None
+    gpus_for: Mapping[Role, str] = field(default_factory=dict)
+    codecs: tuple[KvCodecName, ...] = ("raw",)
 
     def __post_init__(self) -> None:
-        if min(self.num_nodes, self.gpus_per_node) < 1:
-            raise InvalidRequest("there has to be at least one node with one GPU", param="nodes")
-        if self.rate_per_s is not None and not self.rate_per_s > 0:
+        if self.rate_per_s is not None and not 0 < self.rate_per_s < math.inf:
             raise InvalidRequest(f"the rate must be above 0 per second, got {self.rate_per_s:g}", param="rate")
-        if self.objective == "gpus" and self.rate_per_s is None:
-            raise InvalidRequest("fewest GPUs for which rate? give --rate", param="rate")
+        if self.objective in OF_A_RATE and self.rate_per_s is None:
+            what = "fewest GPUs" if self.objective == "gpus" else "the lowest price"
+            raise InvalidRequest(f"{what} for which rate? give --rate", param="rate")
         if not 0 < self.goal.attainment <= 1:
             raise InvalidRequest(
                 f"attainment is a share, above 0 and at most 1, got {self.goal.attainment:g}", param="attainment"
             )
-        for name in ("ttft_s", "tpot_s"):
-            target_s = getattr(self.goal.targets, name)
-            if target_s is None or not target_s > 0:
-                raise InvalidRequest(f"a plan needs a target above 0 for {name[:4].upper()}", param=name[:4])
-        if self.workload.rate_per_s <= 0:
+        targets = self.goal.targets
+        for name, target_s in (("ttft", targets.ttft_s), ("tpot", targets.tpot_s), ("tbt", targets.tbt_s or 1.0)):
+            if target_s is None or not 0 < target_s < math.inf:
+                raise InvalidRequest(
+                    f"the target for {name.upper()} must be a time above 0 seconds, got {target_s}", param=name
+                )
+        if len(self.workload) < 2 or not 0 < self.workload.rate_per_s < math.inf:
             raise InvalidRequest("the workload needs requests at two different times at least", param="workload")
+        for role, gpu in self.gpus_for.items():
+            if gpu not in self.fleet.names:
+                raise InvalidRequest(
+                    f"the fleet has no {gpu} for {role}: it has {', '.join(self.fleet.names)}", param=f"{role}_gpu"
+                )
 
-    @property
-    def num_gpus(self) -> int:
-        """That there are."""
-        return self.num_nodes * self.gpus_per_node
+    def may_have(self, role: Role, gpu: str) -> bool:
+        """Whether workers of the role may be of that GPU."""
+        return self.gpus_for.get(role, gpu) == gpu
+
+    def cost(self, layout: Layout) -> float:
+        """What the objective counts: dollars an hour, or GPUs."""
+        if self.objective in ("price", "goodput-per-dollar"):
+            return layout.price_per_hour(self.fleet)
+        return layout.num_gpus
+
+    def text(self, layout: Layout) -> str:
+        """A layout in words, with the names of GPUs where there are several."""
+        return layout.text(named=self.fleet.is_mixed)
 
 
-def default_rules(gpu: Device, gpus_per_node: int, source: LatencySource, max_running: int = 256) -> Rules:
-    """The engine's batching, and the catalogue's links or the profile's measured one."""
-    link = source.link if isinstance(source, MeasuredProfile) else None
-    network = (
-        Network(gpu.network_bytes_per_s * gpus_per_node, node_bytes_per_s=gpu.link_bytes_per_s)
-        if link is None
-        else Network(link[0], link[1], link[0])
-    )
+def default_rules(
+    fleet: Fleet,
+    sources: Mapping[str, LatencySource],
+    max_running: int = 256,
+    network_bytes_per_s: float | None = None,
+) -> Rules:
+    """The engine's batching, or the measured one; links as given, else as measured, else the catalogue's."""
+    measured = [one for one in sources.values() if isinstance(one, MeasuredProfile)]
     limits = BatchLimits(max_running=max_running)
+    if measured:
+        limits = BatchLimits(**measured[0].limits.model_dump(exclude={"context_tokens"}))
     roles: tuple[Role, ...] = ("prefill", "decode", "both")
-    return Rules(dict.fromkeys(roles, limits), network)
+    networks = {one.gpu.name: _network(one, sources[one.gpu.name], network_bytes_per_s) for one in fleet.pools}
+    return Rules(dict.fromkeys(roles, limits), networks)
+
+
+def _network(pool: NodePool, source: LatencySource, bytes_per_s: float | None) -> Network:
+    link = source.link if isinstance(source, MeasuredProfile) else None
+    if link is not None:
+        return Network(bytes_per_s or link[0], link[1], link[0])
+    port = bytes_per_s or pool.gpu.network_bytes_per_s * pool.gpus_per_node
+    return Network(port, node_bytes_per_s=pool.gpu.link_bytes_per_s)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 from halfmoon.plan.question import Affinity, Objective
 from halfmoon.sim.cluster import TbtOf
+from halfmoon.sim.kv_codecs import KvCodecName
 from halfmoon.sim.result import Criterion
 
 
@@ -15,6 +18,11 @@ class PlanRequest:
 
     - workload: a trace's path, `chat`, `code`, … or `in=512,out=64`.
     - latency: what `latency_source` takes; None: the model's roofline.
+      Or GPU=SOURCE for each GPU, with commas between.
+    - gpu: a name, of which there are `num_nodes` x `gpus_per_node`, or `h100:2x8,a100-80g:4x8`.
+    - prices: dollars an hour of one GPU, by name, where the catalogue's are not right.
+    - network_gbit_per_s: of each node's port; None: the catalogue's.
+    - context_tokens: of the model; None: its own.
     - num_requests: that are simulated each time; of a trace the first.
     """
 
@@ -36,3 +44,9 @@ class PlanRequest:
     max_running: int = 256
     num_requests: int | None = None
     seed: int = 0
+    prefill_gpu: str | None = None
+    decode_gpu: str | None = None
+    prices: Mapping[str, float] = field(default_factory=dict)
+    kv_codec: KvCodecName | Literal["auto"] = "auto"
+    network_gbit_per_s: float | None = None
+    context_tokens: int | None = None

@@ -13,37 +13,21 @@ from dataclasses import dataclass, replace
 
 from halfmoon.plan.candidates import Candidate, candidates
 from halfmoon.plan.feasible import NoLayout, models, options
-from halfmoon.plan.goodput import Trial, goodput_per_s, simulate_at
-from halfmoon.plan.halves import best_halves, waves
-from halfmoon.plan.layout import Layout, Parallelism, unit_spec
-from halfmoon.plan.question import Question
+from halfmoon.plan.goodput import goodput_per_s
+from halfmoon.plan.growth import grown
+from halfmoon.plan.halves import Half, best_halves, waves
+from halfmoon.plan.layout import Layout, WorkerKind
+from halfmoon.plan.question import OF_A_RATE, Question
+from halfmoon.plan.ranking import Rated, rank
+from halfmoon.plan.unit import layout_trial
+from halfmoon.policy.cluster_view import Role
 from halfmoon.sim.latency import LatencyModel
-from halfmoon.sim.result import Attainment
 
 BEST = 5
-_MOST_GROWN = 6  # times that a layout which misses the rate gets another worker
+_TOLERANCE, _TOLERANCE_AT_A_RATE = 1.04, 1.08  # of what layouts hold, which matters less where a rate is given
 
 Progress = Callable[[str, int, int], None]
 """Told what is done, how many of it, of how many."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rated:
-    """A layout and what it holds."""
-
-    layout: Layout
-    goodput_per_s: float
-    price_per_hour: float
-
-    @property
-    def per_gpu(self) -> float:
-        """Requests a second that meet the goal, for each device."""
-        return self.goodput_per_s / self.layout.num_gpus
-
-    @property
-    def per_dollar(self) -> float:
-        """Requests that meet the goal for a dollar."""
-        return 3600 * self.goodput_per_s / self.price_per_hour
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +37,7 @@ class Plan:
     best: tuple[Rated, ...]
     disaggregated: Rated | None
     colocated: Rated | None
-    models: Mapping[Parallelism, LatencyModel]
+    models: Mapping[WorkerKind, LatencyModel]
     num_simulated: int
     num_ruled_out: int
 
@@ -64,17 +48,20 @@ def search(question: Question, pool: Executor, on_progress: Progress = lambda wh
     choices = options(question, known)
     halves = best_halves(question, known, choices, pool, _counting(on_progress, "workers alone", len(choices)))
     made = candidates(question, halves)
-    run = _Run(question, known, pool)
-    disaggregated = run.best([one for one in made if not one.layout.is_colocated], on_progress, "disaggregated")
-    colocated = run.best([one for one in made if one.layout.is_colocated], on_progress, "colocated")
-    ranked = sorted([*disaggregated, *colocated], key=run.rank)[:BEST]
+    run = _Run(question, known, halves, pool)
+    kinds = {
+        "disaggregated": [one for one in made if not one.layout.is_colocated],
+        "colocated": [one for one in made if one.layout.is_colocated],
+    }
+    found = {what: run.best(of_kind, on_progress, what) for what, of_kind in kinds.items()}
+    if question.rate_per_s is not None:
+        found = run.exact(found, on_progress)
+    ranked = sorted([one for rated in found.values() for one in rated], key=lambda one: rank(question, one))[:BEST]
     if not ranked:
-        raise NoLayout(run.problem([half.goodput_per_s for kept in halves.values() for half in kept], made))
-    return Plan(tuple(ranked), _first(disaggregated), _first(colocated), known, run.num_simulated, run.num_ruled_out)
-
-
-def _first(found: Sequence[Rated]) -> Rated | None:
-    return found[0] if found else None
+        alone = [half.goodput_per_s for kept in halves.values() for half in kept]
+        raise NoLayout(_problem(question, alone, pool), param="rate")
+    disaggregated, colocated = (next(iter(rated), None) for rated in found.values())
+    return Plan(tuple(ranked), disaggregated, colocated, known, run.num_simulated, run.num_ruled_out)
 
 
 def _counting(on_progress: Progress, what: str, total: int) -> Callable[[int], None]:
@@ -91,110 +78,111 @@ def _counting(on_progress: Progress, what: str, total: int) -> Callable[[int], N
 class _Run:
     """Owns the count of what was simulated and what was ruled out."""
 
-    def __init__(self, question: Question, known: Mapping[Parallelism, LatencyModel], pool: Executor) -> None:
+    def __init__(
+        self,
+        question: Question,
+        known: Mapping[WorkerKind, LatencyModel],
+        halves: Mapping[Role, Sequence[Half]],
+        pool: Executor,
+    ) -> None:
         self._question = question
         self._known = known
+        self._halves = halves
         self._pool = pool
         self.num_simulated = 0
         self.num_ruled_out = 0
 
-    def rank(self, one: Rated) -> tuple[float, ...]:
-        """Ascending: the best first."""
-        objective = self._question.objective
-        if objective == "gpus":
-            return (one.layout.num_gpus, -one.goodput_per_s)
-        return (-one.per_dollar if objective == "goodput-per-dollar" else -one.per_gpu, one.layout.num_gpus)
-
     def best(self, made: Sequence[Candidate], on_progress: Progress, what: str) -> list[Rated]:
-        """Those that hold something, and the rate where there is one."""
+        """Those that hold something; of a rate those that hold it, with what their halves suggest that they hold."""
         found: list[Rated] = []
         ordered = sorted(made, key=self._promise)
         done = 0
         for wave in waves(ordered):
-            chosen = [one for one in wave if len(found) < BEST or self._can_beat(one, found[BEST - 1])]
+            worst = found[BEST - 1] if len(found) >= BEST else None
+            chosen = [one for one in wave if worst is None or self._can_beat(one, worst)]
             self.num_ruled_out += len(wave) - len(chosen)
-            found += [one for one in self._rated(chosen) if one.goodput_per_s > 0]
-            found.sort(key=self.rank)
+            self.num_simulated += len(chosen)
+            found += self._rated(chosen, worst) if self._question.rate_per_s is None else self._held(chosen)
+            found = list({one.layout: one for one in found}.values())
+            found.sort(key=lambda one: rank(self._question, one))
             done += len(wave)
             on_progress(what, done, len(ordered))
         return found
 
-    def problem(self, alone_per_s: Sequence[float], made: Sequence[Candidate]) -> str:
-        """Why nothing was found, and the nearest that would be."""
-        question = self._question
-        if not any(alone_per_s):
-            return "no worker meets its half of the targets for enough requests at any rate: relax TTFT or TPOT"
-        if question.rate_per_s is None:
-            return (
-                "each half meets its target alone, and no layout meets both for enough requests: "
-                "relax TTFT, TPOT or --attainment"
-            )
-        free = replace(question, rate_per_s=None, objective="goodput-per-gpu")
-        try:
-            best = search(free, self._pool).best[0]
-        except NoLayout as problem:
-            return problem.message
-        units = question.num_gpus // best.layout.num_gpus
-        return (
-            f"rate: {question.num_gpus} x {question.gpu.name} do not hold {question.rate_per_s:g} requests/s; "
-            f"the nearest feasible is about {units * best.goodput_per_s:.3g} requests/s "
-            f"({units} x {best.layout}): lower --rate, or give about "
-            f"{question.rate_per_s / best.per_gpu:.0f} GPUs"
-        )
+    def exact(self, found: Mapping[str, list[Rated]], on_progress: Progress) -> dict[str, list[Rated]]:
+        """What those really hold that are among the best, or the best of their kind."""
+        everyone = sorted((one for rated in found.values() for one in rated), key=lambda one: rank(self._question, one))
+        chosen = list(dict.fromkeys([*everyone[:BEST], *(rated[0] for rated in found.values() if rated)]))
+        least = self._question.rate_per_s or 0.0
+        rates = self._goodputs([one.layout for one in chosen], [max(one.goodput_per_s, least) for one in chosen], None)
+        exact = [replace(one, goodput_per_s=rate) for one, rate in zip(chosen, rates, strict=True)]
+        on_progress("goodputs", len(exact), len(exact))
+        exact.sort(key=lambda one: rank(self._question, one))
+        return {what: [one for one in exact if one.layout in {each.layout for each in found[what]}] for what in found}
 
     def _promise(self, one: Candidate) -> tuple[float, ...]:
-        per_gpu = one.guess_per_s / one.layout.num_gpus
-        return (one.layout.num_gpus, -per_gpu) if self._question.objective == "gpus" else (-per_gpu,)
+        cost = self._question.cost(one.layout)
+        worth = one.guess_per_s / cost
+        return (cost, -worth) if self._question.objective in OF_A_RATE else (-worth,)
 
     def _can_beat(self, one: Candidate, worst: Rated) -> bool:
-        if self._question.objective == "gpus":
-            return one.layout.num_gpus <= worst.layout.num_gpus
-        return one.bound_per_s / one.layout.num_gpus > worst.per_gpu
+        cost, of_worst = (self._question.cost(each.layout) for each in (one, worst))
+        if self._question.objective in OF_A_RATE:
+            return cost <= of_worst
+        return one.bound_per_s / cost > worst.goodput_per_s / of_worst
 
-    def _rated(self, chosen: Sequence[Candidate]) -> list[Rated]:
-        grown = self._grown(chosen) if self._question.rate_per_s is not None else list(chosen)
-        trials = [layout_trial(self._question, self._known, one.layout) for one in grown]
-        guesses = [one.guess_per_s / one.layout.num_units for one in grown]
-        rates = list(self._pool.map(goodput_per_s, trials, guesses))
-        self.num_simulated += len(trials)
-        return [
-            Rated(one.layout, rate * one.layout.num_units, trial.spec.price_per_hour * one.layout.num_units)
-            for one, trial, rate in zip(grown, trials, rates, strict=True)
-        ]
+    def _rated(self, chosen: Sequence[Candidate], worst: Rated | None) -> list[Rated]:
+        rates = self._goodputs([one.layout for one in chosen], [one.guess_per_s for one in chosen], worst)
+        return [self._as_rated(one.layout, rate) for one, rate in zip(chosen, rates, strict=True) if rate > 0]
 
-    def _grown(self, chosen: Sequence[Candidate]) -> list[Candidate]:
-        """With as many workers as the rate needs; those that would need more than there are fall out."""
-        question, done, open_ones = self._question, [], list(chosen)
-        assert question.rate_per_s is not None
-        for _ in range(_MOST_GROWN):
-            trials = [layout_trial(question, self._known, one.layout) for one in open_ones]
-            rates = [question.rate_per_s / one.layout.num_units for one in open_ones]
-            shares = list(self._pool.map(_shares_at, trials, rates))
-            is_met = [one.value(question.goal.criterion) >= question.goal.attainment for one in shares]
-            done += [one for one, met in zip(open_ones, is_met, strict=True) if met]
-            missed = [(one, share) for one, share, met in zip(open_ones, shares, is_met, strict=True) if not met]
-            larger = [_larger(one, share) for one, share in missed]
-            open_ones = [one for one in larger if one.layout.fits(question.num_nodes, question.gpus_per_node)]
-        return done
+    def _held(self, chosen: Sequence[Candidate]) -> list[Rated]:
+        enough = grown(self._question, self._known, self._halves, chosen, self._pool)
+        return [self._as_rated(one.layout, one.guess_per_s) for one in enough]
+
+    def _as_rated(self, layout: Layout, per_s: float) -> Rated:
+        return Rated(layout, per_s, layout.price_per_hour(self._question.fleet))
+
+    def _goodputs(self, layouts: Sequence[Layout], guesses_per_s: Sequence[float], worst: Rated | None) -> list[float]:
+        """Of whole layouts. What does not hold as much for its cost as `worst` is 0."""
+        question = self._question
+        per_cost = 0.0 if worst is None else worst.goodput_per_s / question.cost(worst.layout)
+        floors = [per_cost * question.cost(one) / one.num_units for one in layouts]
+        trials = [layout_trial(question, self._known, one) for one in layouts]
+        guesses = [rate / one.num_units for one, rate in zip(layouts, guesses_per_s, strict=True)]
+        tolerance = _TOLERANCE if question.rate_per_s is None else _TOLERANCE_AT_A_RATE
+        found = self._pool.map(goodput_per_s, trials, guesses, floors, [tolerance] * len(layouts))
+        return [rate * one.num_units for one, rate in zip(layouts, found, strict=True)]
 
 
-def layout_trial(question: Question, known: Mapping[Parallelism, LatencyModel], layout: Layout) -> Trial:
-    """One unit of a layout under the question's requests."""
-    spec = unit_spec(
-        layout, known, question.rules, question.goal.targets, question.gpus_per_node, question.gpu.price_per_hour
+def _problem(question: Question, alone_per_s: Sequence[float], pool: Executor) -> str:
+    """Why nothing was found, and the nearest that would be."""
+    if not any(alone_per_s):
+        return "no worker meets its half of the targets for enough requests at any rate: relax TTFT, TPOT or TBT"
+    if question.rate_per_s is None:
+        return (
+            "each half meets its target alone, and no layout meets both for enough requests: "
+            "relax TTFT, TPOT, TBT or --attainment"
+        )
+    try:
+        best = search(replace(question, rate_per_s=None, objective="goodput-per-gpu"), pool).best[0]
+    except NoLayout as problem:
+        return problem.message
+    copies = _copies(best.layout, question)
+    return (
+        f"rate: {question.fleet} do not hold {question.rate_per_s:g} requests/s; "
+        f"the nearest feasible is about {copies * best.goodput_per_s:.3g} requests/s "
+        f"({copies} x {question.text(best.layout)}): lower --rate, or give about "
+        f"{question.rate_per_s / best.per_gpu:.0f} GPUs"
     )
-    return Trial(spec, question.workload, question.goal, question.seed)
 
 
-def _shares_at(trial: Trial, rate_per_s: float) -> Attainment:
-    return simulate_at(trial, rate_per_s).attainment(trial.goal.targets)
+def _copies(layout: Layout, question: Question) -> int:
+    """How many times a layout fits the fleet, as units or as so many times the workers."""
 
+    def times(num: int) -> Layout:
+        if layout.is_paired:
+            return replace(layout, num_units=num * layout.num_units)
+        return replace(layout, sets=tuple(one._replace(num=num * one.num) for one in layout.sets))
 
-def _larger(one: Candidate, share: Attainment) -> Candidate:
-    """One unit more, or one worker more of the half that misses its target more often."""
-    layout = one.layout
-    if layout.is_paired and layout.num_units > 1:
-        return one.larger(layout.sets, layout.num_units + 1)
-    short = 0 if layout.is_colocated or share.ttft < share.tpot else 1
-    sets = tuple(each._replace(num=each.num + (at == short)) for at, each in enumerate(layout.sets))
-    return one.larger(sets, layout.num_units)
+    most = question.fleet.num_gpus // layout.num_gpus
+    return next((num for num in range(most, 1, -1) if times(num).fits(question.fleet)), 1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from halfmoon.plan.planning import PlanResult
-from halfmoon.plan.search import Rated
+from halfmoon.plan.question import Question
+from halfmoon.plan.ranking import Rated
 from halfmoon.plan.verdict import Verdict
+from halfmoon.sim.latency import LatencyModel
 
 
 def summary_of(result: PlanResult) -> dict[str, Any]:
@@ -14,42 +16,57 @@ def summary_of(result: PlanResult) -> dict[str, Any]:
     question, found = result.question, result.plan
     best, colocated, targets = found.best[0], found.colocated, question.goal.targets
     return {
-        "gpu": question.gpu.name,
+        "gpu": str(question.fleet),
         "objective": question.objective,
         "criterion": question.goal.criterion,
         "attainment_asked": question.goal.attainment,
         "rate_asked_per_s": question.rate_per_s,
         "targets": {"ttft_s": targets.ttft_s, "tpot_s": targets.tpot_s, "tbt_s": targets.tbt_s},
         "layouts": [
-            {**_rated(one), **_judged(verdict)} for one, verdict in zip(found.best, result.verdicts, strict=True)
+            {**_rated(question, one), **_judged(verdict)}
+            for one, verdict in zip(found.best, result.verdicts, strict=True)
         ],
-        "disaggregated": None if found.disaggregated is None else _rated(found.disaggregated),
-        "colocated": None if colocated is None else _rated(colocated),
+        "disaggregated": None if found.disaggregated is None else _rated(question, found.disaggregated),
+        "colocated": None if colocated is None else _rated(question, colocated),
         "over_colocated": None if colocated is None else best.per_gpu / colocated.per_gpu,
         "sensitivity": {name: _judged(verdict) for name, verdict in result.what_if.items()},
         "curves": [
             {
-                "layout": str(one.layout),
+                "layout": question.text(one.layout),
                 "num_gpus": one.layout.num_gpus,
                 "rate_per_s": list(one.rates_per_s),
                 "attainment": list(one.attainments),
             }
             for one in result.curves
         ],
-        "latency": sorted({model.source for model in found.models.values()}),
+        "latency": [_source(found.models[kind]) for kind in sorted({one.kind for one in best.layout.sets})],
+        "notes": list(result.notes),
         "num_simulated": found.num_simulated,
         "num_ruled_out": found.num_ruled_out,
     }
 
 
-def _rated(one: Rated) -> dict[str, Any]:
+def _source(model: LatencyModel) -> dict[str, Any]:
+    """Where a worker's times are from, with the median relative error of the fit; null where that is not known."""
+    return {"source": model.source, "error_prefill": model.error.prefill, "error_step": model.error.step}
+
+
+def _rated(question: Question, one: Rated) -> dict[str, Any]:
+    layout = one.layout
     return {
-        "layout": str(one.layout),
+        "layout": question.text(layout),
         "workers": [
-            {"role": each.role, "count": one.layout.num_units * each.num, **each.parallelism._asdict()}
-            for each in one.layout.sets
+            {
+                "role": each.role,
+                "count": layout.num_units * each.num,
+                "gpu": each.kind.gpu,
+                **each.kind.parallelism._asdict(),
+            }
+            for each in layout.sets
         ],
-        "num_gpus": one.layout.num_gpus,
+        "is_paired": layout.is_paired,
+        "kv_codec": layout.codec,
+        "num_gpus": layout.num_gpus,
         "price_per_hour": one.price_per_hour,
         "goodput_per_s": one.goodput_per_s,
         "goodput_per_s_per_gpu": one.per_gpu,
@@ -64,6 +81,8 @@ def _judged(verdict: Verdict) -> dict[str, Any]:
         "attainment_joint": shares.joint,
         "attainment_ttft": shares.ttft,
         "attainment_tpot": shares.tpot,
+        "attainment_tbt": shares.tbt,
         "ttft_s": verdict.ttft_s,
         "tpot_s": verdict.tpot_s,
+        "tbt_s": verdict.tbt_s,
     }

@@ -8,39 +8,56 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from halfmoon.plan.goodput import Trial, simulate_at
-from halfmoon.plan.layout import Layout, Parallelism
+from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.question import Question
-from halfmoon.plan.search import layout_trial
+from halfmoon.plan.unit import layout_trial
 from halfmoon.sim.latency import LatencyModel
 from halfmoon.sim.result import Attainment, quantiles
 
-MORE_TRAFFIC, LONGER_OUTPUTS = 1.2, 1.5
+MORE_TRAFFIC, LONGER = 1.2, 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """At one rate of the whole layout. Quantiles: mean, p50, p90, p99 in seconds; None where nothing is."""
+    """At one rate of the whole layout. Quantiles: mean, p50, p90, p99 in seconds; None where nothing is.
+
+    - tbt_s: of each request's longest gap, or the mean of the longest tenth, whichever the target is of.
+    """
 
     rate_per_s: float
     attainment: Attainment
     ttft_s: dict[str, float | None]
     tpot_s: dict[str, float | None]
+    tbt_s: dict[str, float | None]
 
 
 def judged(trial: Trial, rate_per_s: float, num_units: int = 1) -> Verdict:
     """`num_units` times the trial's cluster, each with its share of the rate."""
-    found = simulate_at(trial, rate_per_s / num_units)
-    return Verdict(rate_per_s, found.attainment(trial.goal.targets), quantiles(found.ttft_s), quantiles(found.tpot_s))
+    found, targets = simulate_at(trial, rate_per_s / num_units), trial.goal.targets
+    gap_s = found.longest_gap_s if targets.tbt_of == "longest" else found.tail_gap_s
+    return Verdict(
+        rate_per_s,
+        found.attainment(targets),
+        quantiles(found.ttft_s),
+        quantiles(found.tpot_s),
+        quantiles(gap_s),
+    )
 
 
-def sensitivity(
-    question: Question, known: Mapping[Parallelism, LatencyModel], layout: Layout, rate_per_s: float
-) -> dict[str, Verdict]:
-    """What becomes of a layout when there is a fifth more traffic, and when answers are half as long again."""
-    trial = layout_trial(question, known, layout)
-    longer = np.ceil(question.workload.output_tokens * LONGER_OUTPUTS).astype(np.int64)
-    longer_trial = replace(trial, workload=replace(question.workload, output_tokens=longer))
+def what_ifs(
+    question: Question, known: Mapping[WorkerKind, LatencyModel], layout: Layout, rate_per_s: float
+) -> dict[str, tuple[Trial, float, int]]:
+    """The arguments of `judged`: a fifth more traffic, answers or prompts half as long again."""
+    trial, units = layout_trial(question, known, layout), layout.num_units
+    workload = question.workload
+    outputs, prompts = (
+        np.ceil(LONGER * one).astype(np.int64) for one in (workload.output_tokens, workload.prompt_tokens)
+    )
+    longer = {
+        "outputs +50 %": replace(trial, workload=replace(workload, output_tokens=outputs)),
+        "prompts +50 %": replace(trial, workload=replace(workload, prompt_tokens=prompts)),
+    }
     return {
-        "traffic +20 %": judged(trial, rate_per_s * MORE_TRAFFIC, layout.num_units),
-        "outputs +50 %": judged(longer_trial, rate_per_s, layout.num_units),
+        "traffic +20 %": (trial, rate_per_s * MORE_TRAFFIC, units),
+        **{name: (one, rate_per_s, units) for name, one in longer.items()},
     }

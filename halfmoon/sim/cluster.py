@@ -73,12 +73,16 @@ class Network:
     node_bytes_per_s: float = 300e9  # between workers of one node
     handover: Handover = "push"
     kv_ratio: float = 1.0  # bytes sent for each byte of KV: below 1 with a codec
+    encode_bytes_per_s: float | None = None  # bytes of KV that a worker's codec takes in; None: there is none
+    decode_bytes_per_s: float | None = None  # and that the codec of who gets them puts out
     can_fetch: bool = False  # prefixes may be fetched from another worker
 
     def __post_init__(self) -> None:
         _check(self.bytes_per_s > 0 and self.node_bytes_per_s > 0, "bytes_per_s", "must be above 0")
         _check(self.latency_s >= 0, "latency_s", "must not be negative")
         _check(0 < self.kv_ratio <= 1, "kv_ratio", "must be above 0 and at most 1")
+        for name in ("encode_bytes_per_s", "decode_bytes_per_s"):
+            _check((getattr(self, name) or 1.0) > 0, name, "must be above 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.sim.latency import LatencyModel, PrefillPiece, StepPiece
-from halfmoon.sim.model_shape import MODELS
+from halfmoon.sim.model_catalogue import MODELS
 
 Engine = Literal["distserve", "vllm"]
 

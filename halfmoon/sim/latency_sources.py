@@ -9,7 +9,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.sim.coefficients import Coefficients
 from halfmoon.sim.distserve import DistServeCoefficients
 from halfmoon.sim.latency import LatencySource
-from halfmoon.sim.model_shape import model_shape
+from halfmoon.sim.model_catalogue import model_shape
 from halfmoon.sim.profile import is_measured, read_profile
 from halfmoon.sim.roofline import Roofline
 from halfmoon.sim.splitwise import read_splitwise

@@ -1,14 +1,10 @@
-"""What of a model decides its cost: sizes, from a small catalogue or from a Hugging Face config.json."""
+"""What of a model decides its cost, and which devices can share it."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
-from halfmoon.errors import InvalidRequest
+from halfmoon.policy.parallelism import check_parallelism
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +21,20 @@ class ModelShape:
     vocab: int
     mlp_matrices: int = 3  # 2 without a gate
     tied_embeddings: bool = False
+    context_tokens: int | None = None  # most tokens of one sequence; None: not known
     bytes_per_weight: float = 2.0
     bytes_per_kv: float = 2.0
+
+    def check(self, tensor: int, pipeline: int) -> None:
+        """Raises Incompatible for a parallelism that a worker would refuse."""
+        check_parallelism(
+            tensor,
+            pipeline,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            intermediate_size=self.intermediate,
+            num_layers=self.num_layers,
+        )
 
     @property
     def layer_params(self) -> float:
@@ -50,51 +58,28 @@ class ModelShape:
         """K and V of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_kv
 
+    def stage_share(self, pipeline: int) -> float:
+        """Of all layers, those of the longest of so many stages."""
+        return -(-self.num_layers // pipeline) / self.num_layers
 
-MODELS: MappingProxyType[str, ModelShape] = MappingProxyType(
-    {
-        one.name: one
-        for one in (
-            ModelShape("opt-13b", 40, 5120, 40, 40, 128, 20480, 50272, 2, tied_embeddings=True),
-            ModelShape("opt-66b", 64, 9216, 72, 72, 128, 36864, 50272, 2, tied_embeddings=True),
-            ModelShape("opt-175b", 96, 12288, 96, 96, 128, 49152, 50272, 2, tied_embeddings=True),
-            ModelShape("bloom-176b", 70, 14336, 112, 112, 128, 57344, 250880, 2, tied_embeddings=True),
-            ModelShape("llama-2-70b", 80, 8192, 64, 8, 128, 28672, 32000),
-            ModelShape("llama-3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
-            ModelShape("llama-3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
-            ModelShape("smollm2-135m", 30, 576, 9, 3, 64, 1536, 49152, tied_embeddings=True),
-        )
-    }
-)
+    def device_weight_bytes(self, tensor: int, pipeline: int) -> float:
+        """On the fullest device: the head is on the last stage, the embedding on the first."""
+        layers = self.layer_params * self.stage_share(pipeline)
+        heads = self.head_params * (2 if pipeline == 1 and not self.tied_embeddings else 1)
+        return (layers + heads) / tensor * self.bytes_per_weight
 
+    def device_kv_bytes_per_token(self, tensor: int, pipeline: int) -> float:
+        """On the fullest device; more of them than KV heads hold copies."""
+        heads = max(self.num_kv_heads / tensor, 1.0)
+        layers = self.num_layers * self.stage_share(pipeline)
+        return 2 * layers * heads * self.head_dim * self.bytes_per_kv
 
-def model_shape(name: str) -> ModelShape:
-    """Of a known model, or of the config.json at (or in) a path. Raises InvalidRequest naming the known ones."""
-    if name.lower() in MODELS:
-        return MODELS[name.lower()]
-    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-    if not path.is_file():
-        raise InvalidRequest(
-            f"unknown model {name!r}: known are {', '.join(MODELS)}, or the path of a config.json", param="model"
-        )
-    try:
-        return _from_config(path.parent.name, json.loads(path.read_text()))
-    except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise InvalidRequest(f"{path} does not describe a transformer: {error!r}", param="model") from error
+    def activation_bytes(self, batch_tokens: int, tensor: int) -> float:
+        """At the widest place of a layer on one device: its residual, its inner units or its heads, and the logits.
 
-
-def _from_config(name: str, config: dict[str, Any]) -> ModelShape:
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    is_opt = config.get("model_type") == "opt"
-    return ModelShape(
-        name,
-        int(config["num_hidden_layers"]),
-        hidden,
-        heads,
-        int(config.get("num_key_value_heads") or heads),
-        int(config.get("head_dim") or hidden // heads),
-        int(config["ffn_dim" if is_opt else "intermediate_size"]),
-        int(config["vocab_size"]),
-        2 if is_opt else 3,
-        bool(config.get("tie_word_embeddings", is_opt)),
-    )
+        Logits are of one token a sequence, in float32; there are at most as many sequences as tokens, taken as 256.
+        """
+        inner = (self.mlp_matrices - 1) * self.intermediate / tensor
+        heads = self.head_dim * (self.num_heads + 2 * max(self.num_kv_heads, tensor)) / tensor
+        width = 3 * self.hidden + max(inner, heads)
+        return batch_tokens * width * self.bytes_per_weight + min(batch_tokens, 256) * self.vocab * 4.0 / tensor

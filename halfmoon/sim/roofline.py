@@ -27,7 +27,9 @@ class Efficiency:
     link: float = 0.7
     step_s: float = 2e-3  # scheduling, launching, sampling
     all_reduce_s: float = 12e-6  # latency of one
-    kv_memory: float = 0.9  # of the device's memory, for weights and KV
+    kv_memory: float = 0.9  # of the device's memory, for weights, activations and KV
+    step_bytes: float = 2.0**30  # for activations and staging at least, as a worker keeps
+    batch_tokens: int = 2048  # of the largest step, whose activations have to fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +48,30 @@ class Roofline:
         return _model(self.shape, device(name), self.efficiency, tensor_parallel, pipeline_parallel)
 
 
-def kv_capacity_tokens(shape: ModelShape, on: Device, num_devices: int, efficiency: Efficiency) -> int:
-    """Tokens of KV that fit beside the weights; negative where not even these fit."""
-    memory_bytes = on.memory_bytes * efficiency.kv_memory * num_devices
-    return int((memory_bytes - shape.weight_bytes) // shape.kv_bytes_per_token)
+def kv_capacity_tokens(shape: ModelShape, on: Device, tensor: int, pipeline: int, efficiency: Efficiency) -> int:
+    """Tokens of KV beside weights and a step's needs on the fullest device; negative where these do not fit."""
+    step_bytes = max(efficiency.step_bytes, shape.activation_bytes(efficiency.batch_tokens, tensor))
+    left_bytes = on.memory_bytes * efficiency.kv_memory - shape.device_weight_bytes(tensor, pipeline) - step_bytes
+    return int(left_bytes // shape.device_kv_bytes_per_token(tensor, pipeline))
 
 
 def _model(shape: ModelShape, on: Device, efficiency: Efficiency, tp: int, pp: int) -> LatencyModel:
-    kv_tokens = kv_capacity_tokens(shape, on, tp * pp, efficiency)
+    kv_tokens = kv_capacity_tokens(shape, on, tp, pp, efficiency)
     if kv_tokens <= 0:
-        needed = shape.weight_bytes / on.memory_bytes / efficiency.kv_memory
+        needed_gb = shape.weight_bytes / 1e9
         raise InvalidRequest(
-            f"{shape.name} does not fit on {tp * pp} x {on.name}: its weights alone need {needed:.2g} of them",
+            f"{shape.name} does not fit on {tp * pp} x {on.name}: its weights alone are {needed_gb:.3g} GB, and "
+            f"each has {on.memory_bytes * efficiency.kv_memory / 1e9:.3g} GB for weights, activations and KV",
             param="tensor_parallel",
         )
+    share = shape.stage_share(pp)
     flops, memory = on.flops * efficiency.flops, on.memory_bytes_per_s * efficiency.memory
-    product_s = 2 * (shape.layer_params + shape.head_params) / (tp * pp) / flops  # one token
-    weights_s = shape.weight_bytes / (tp * pp) / memory
+    params = shape.layer_params * share + shape.head_params / pp
+    product_s = 2 * params / tp / flops  # one token
+    weights_s = params * shape.bytes_per_weight / tp / memory
     pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
-    pair_s = pair_flops / (tp * pp) / (on.flops * efficiency.attention_flops)
-    context_s = shape.kv_bytes_per_token / (min(tp, shape.num_kv_heads) * pp) / memory
+    pair_s = pair_flops * share / tp / (on.flops * efficiency.attention_flops)
+    context_s = shape.kv_bytes_per_token * share / min(tp, shape.num_kv_heads) / memory
     fixed_s, token_s = _beside(shape, on, efficiency, tp, pp)
     turn = weights_s / product_s  # tokens in a step from which on arithmetic takes longer than reading the weights
     return LatencyModel(

@@ -11,11 +11,13 @@ import numpy as np
 
 from halfmoon.errors import InvalidRequest, NoCapacity, Unavailable
 from halfmoon.policy.placement import ContextLengthExceeded, Placement
-from halfmoon.sim.cluster import ClusterSpec, Failure
+from halfmoon.sim.cluster import ClusterSpec, Failure, Targets
+from halfmoon.sim.coders import Coders
 from halfmoon.sim.contention import SharedCores
 from halfmoon.sim.gateway import SimGateway
 from halfmoon.sim.job import Job, Outcome
 from halfmoon.sim.links import Links
+from halfmoon.sim.misses import Misses
 from halfmoon.sim.prompt_queue import Chunk
 from halfmoon.sim.result import OUTCOMES, SimResult, WorkerFigures
 from halfmoon.sim.sole_choice import SoleChoice
@@ -39,24 +41,34 @@ def simulate(
     on_progress: Progress | None = None,
     *,
     always_decide: bool = False,
+    misses: Misses | None = None,
 ) -> SimResult:
-    """Runs the workload until every request is over. The same arguments give the same result.
+    """Runs the workload until every request is over, or `misses` is full: then only those that came are in the result.
+
+    The same arguments give the same result.
 
     With `always_decide` the policies are asked even where there is only one way to go, which changes nothing but time.
     Raises InvalidRequest where the workload's prefix blocks are no multiple of the cluster's blocks.
     """
-    return _Run(spec, workload, seed, on_progress or (lambda done, total: None), always_decide).run()
+    return _Run(spec, workload, seed, on_progress or (lambda done, total: None), always_decide, misses).run()
 
 
 class _Run:
     """Owns the clock and the events. Events are (when, number, handler, arguments); equal times keep their order."""
 
     def __init__(
-        self, spec: ClusterSpec, workload: Workload, seed: int, on_progress: Progress, always_decide: bool
+        self,
+        spec: ClusterSpec,
+        workload: Workload,
+        seed: int,
+        on_progress: Progress,
+        always_decide: bool,
+        misses: Misses | None,
     ) -> None:
         self._spec = spec
         self._workload = workload
         self._on_progress = on_progress
+        self._misses = misses or Misses(Targets(), "joint", len(workload))
         prefixes = workload.prefixes
         unit_tokens = prefixes.block_tokens if prefixes else spec.block_tokens
         if unit_tokens % spec.block_tokens:
@@ -74,6 +86,7 @@ class _Run:
         ]
         self._by_name = {worker.name: worker for worker in self._workers}
         self._links = Links(spec.network, max(nodes) + 1)
+        self._coders = Coders(spec.network, len(groups))
         longest = int(workload.output_tokens.max(initial=1))
         self._policies = SimGateway(spec, self._workers, prefixes, longest, seed)
         self._gateway: SimGateway | SoleChoice = self._policies
@@ -97,7 +110,8 @@ class _Run:
         starts_s = self._workload.start_s.tolist()
         events, num = self._events, len(starts_s)
         following = 0
-        while following < num or (events and self._num_over < num):
+        misses = self._misses
+        while (following < num or (events and self._num_over < num)) and not misses.is_full:
             if following < num and (not events or starts_s[following] <= events[0][0]):
                 self._now_s = starts_s[following]
                 self._arrive(following)
@@ -193,6 +207,7 @@ class _Run:
         now_s = self._now_s
         if job.first_s < 0:
             job.first_s = now_s
+            self._misses.first(job)
         else:
             job.later_s.append(np.array([now_s]))
         if not job.is_prefilled:  # else it was preempted and computed again
@@ -217,7 +232,9 @@ class _Run:
         ready_s = max(job.begun_s, 0.0) if is_pushed else self._now_s
         num_bytes = self._kv_bytes(job, job.target)
         end_s = self._links.send(job.prefill.node, job.decode.node, num_bytes, ready_s, self._now_s)
-        self._at(end_s, self._on_sent, job, job.attempt)
+        raw_bytes = num_bytes / self._spec.network.kv_ratio
+        coded_s = self._coders.code(job.prefill.number, job.decode.number, raw_bytes, ready_s, self._now_s)
+        self._at(max(end_s, coded_s), self._on_sent, job, job.attempt)
 
     def _on_sent(self, job: Job, attempt: int) -> None:
         """Its KV is where it decodes."""
@@ -250,6 +267,7 @@ class _Run:
         if outcome == "completed" and job.later_s:
             job.longest_gap_s, job.tail_gap_s = gaps(job.first_s, job.later_s)
         job.later_s = []
+        self._misses.end(job)
         if self._inside.pop(job.index, None) is not None:
             self._gateway.forget(job)
         self._gateway.end(job, self._now_s)
@@ -374,7 +392,7 @@ class _Run:
             np.array([getattr(job, name) for job in jobs], dtype=float) for name in names
         )
         outputs = np.array([job.generated for job in jobs])
-        start_s = self._workload.start_s
+        start_s = self._workload.start_s[: len(jobs)]
         with np.errstate(invalid="ignore", divide="ignore"):
             tpot_s = np.where(outputs > 1, (end_s - first_s) / (outputs - 1), np.nan)
         outcome = np.array([OUTCOMES.index(job.outcome or "failed") for job in jobs], dtype=np.int8)

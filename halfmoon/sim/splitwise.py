@@ -14,7 +14,7 @@ from halfmoon.policy.latency import StepSample
 from halfmoon.sim.hardware import device
 from halfmoon.sim.interpolation import PromptsSample, prefill_pieces, step_pieces
 from halfmoon.sim.latency import FitError, LatencyModel
-from halfmoon.sim.model_shape import model_shape
+from halfmoon.sim.model_catalogue import model_shape
 from halfmoon.sim.roofline import Efficiency, kv_capacity_tokens
 
 _MODELS = {"llama-2-70b": "llama2-70b", "bloom-176b": "bloom-176b"}
@@ -46,7 +46,7 @@ class SplitwiseTable:
         return LatencyModel(
             prefill,
             step,
-            kv_tokens=max(kv_capacity_tokens(shape, on, tensor_parallel, Efficiency()), 0),
+            kv_tokens=max(kv_capacity_tokens(shape, on, tensor_parallel, 1, Efficiency()), 0),
             kv_bytes_per_token=shape.kv_bytes_per_token,
             source=f"Splitwise's table of {self.name} on {on.name}, TP{tensor_parallel}",
             error=FitError(prefill_error, step_error),

@@ -90,6 +90,13 @@ class Workload:
         """The same requests at other times, one for each."""
         return replace(self, start_s=start_s)
 
+    def within(self, context_tokens: int) -> Workload:
+        """The same requests, cut off where a context of so many tokens ends."""
+        prompts = np.minimum(self.prompt_tokens, max(context_tokens - 1, 1))
+        return replace(
+            self, prompt_tokens=prompts, output_tokens=np.minimum(self.output_tokens, context_tokens - prompts)
+        )
+
     def taken(self, rows: Ints) -> Workload:
         """The requests `rows`, which ascend."""
         prefixes = None if self.prefixes is None else self.prefixes.taken(rows)

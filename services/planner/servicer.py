@@ -19,7 +19,7 @@ from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.operator_token import AUTHORIZATION_KEY, OperatorToken
 from halfmoon.sim.hardware import DEVICES
 from halfmoon.sim.lengths import KNOWN_LENGTHS
-from halfmoon.sim.model_shape import MODELS
+from halfmoon.sim.model_catalogue import MODELS
 from services.planner.capacity import CapacityQuestion, capacity
 from services.planner.job import JobProgress, PlanJob, PointJob
 from services.planner.jobs import Jobs, JobWaits

@@ -8,18 +8,19 @@ from hypothesis import strategies as st
 
 from halfmoon.plan.bounds import decode_bound_per_s, prefill_bound_per_s
 from halfmoon.plan.feasible import Option
-from halfmoon.plan.goodput import Goal, Trial, goodput_per_s, simulate_at
+from halfmoon.plan.fleet import read_fleet
+from halfmoon.plan.goodput import Goal, Trial, goodput_per_s, holds, simulate_at
 from halfmoon.plan.halves import half_trial
-from halfmoon.plan.layout import Parallelism
+from halfmoon.plan.layout import Parallelism, WorkerKind
 from halfmoon.plan.question import Question, default_rules
 from halfmoon.policy.cluster_view import Role
-from halfmoon.sim.cluster import Targets
+from halfmoon.sim.cluster import ClusterSpec, Targets, TbtOf, WorkerGroup
 from halfmoon.sim.distserve import DistServeCoefficients
-from halfmoon.sim.hardware import device
 from halfmoon.sim.lengths import named_lengths
+from halfmoon.sim.result import Criterion
 from halfmoon.sim.synthetic import synthetic_workload
 
-SOURCE, GPU = DistServeCoefficients("opt-13b"), device("a100-80g")
+SOURCES, FLEET = {"a100-80g": DistServeCoefficients("opt-13b")}, read_fleet("a100-80g", 1, 8, {})
 
 
 def half(
@@ -28,11 +29,11 @@ def half(
     """One worker of a role as the search simulates it, and its bound."""
     workload = synthetic_workload(named_lengths(lengths), 200, 1.0, seed=0, most_tokens=2048)
     goal = Goal(Targets(ttft_s, tpot_s), share)
-    question = Question(SOURCE, GPU, 1, 8, workload, goal, default_rules(GPU, 8, SOURCE))
-    model = SOURCE.model(GPU.name, *parallelism)
+    question = Question(SOURCES, FLEET, workload, goal, default_rules(FLEET, SOURCES))
+    model, kind = SOURCES["a100-80g"].model("a100-80g", *parallelism), WorkerKind("a100-80g", parallelism)
     bound_per_s = prefill_bound_per_s if role == "prefill" else decode_bound_per_s
-    option = Option(role, parallelism, bound_per_s(model, workload, goal, question.rules.limits[role]))
-    return half_trial(question, {parallelism: model}, option), option
+    option = Option(role, kind, bound_per_s(model, workload, goal, question.rules.limits[role]))
+    return half_trial(question, {kind: model}, option), option
 
 
 @settings(max_examples=12, deadline=None)
@@ -69,3 +70,23 @@ def test_a_target_below_an_idle_workers_time_is_never_held() -> None:
 def test_a_decode_worker_that_misses_tpot_alone_is_bounded_by_nothing_at_all() -> None:
     _, option = half("decode", Parallelism(1, 1), "in=512,out=64", 0.2, 0.01, 0.9)
     assert option.bound.most_per_s == 0.0
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from(["joint", "marginal"]),
+    st.floats(0.05, 0.4),
+    st.floats(0.02, 0.06),
+    st.floats(0.02, 0.1),
+    st.sampled_from(["longest", "longest-tenth"]),
+    st.floats(0.5, 1.0),
+    st.floats(0.5, 20.0),
+)
+def test_a_simulation_that_gives_up_says_what_a_whole_one_says(
+    criterion: Criterion, ttft_s: float, tpot_s: float, tbt_s: float, of: TbtOf, share: float, rate_per_s: float
+) -> None:
+    model = SOURCES["a100-80g"].model("a100-80g", 1, 1)
+    workload = synthetic_workload(named_lengths("code"), 60, 1.0, seed=0, most_tokens=2048)
+    goal = Goal(Targets(ttft_s, tpot_s, tbt_s, of), share, criterion)
+    trial = Trial(ClusterSpec((WorkerGroup("both", 1, model),)), workload, goal)
+    assert holds(trial, rate_per_s) == goal.is_met(simulate_at(trial, rate_per_s))

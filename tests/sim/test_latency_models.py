@@ -16,7 +16,7 @@ from halfmoon.sim.distserve import DistServeCoefficients
 from halfmoon.sim.hardware import DEVICES
 from halfmoon.sim.latency import LatencyModel, PrefillPiece, StepPiece
 from halfmoon.sim.latency_sources import latency_source
-from halfmoon.sim.model_shape import MODELS, model_shape
+from halfmoon.sim.model_catalogue import MODELS, model_shape
 from halfmoon.sim.profile import read_profile
 from halfmoon.sim.roofline import Roofline
 from halfmoon.sim.splitwise import read_splitwise
@@ -106,7 +106,7 @@ def test_the_roofline_is_near_distserves_measurements(name: str) -> None:
         ("roofline:llama-3-8b@v100", "unknown hardware 'v100': known are a100-80g, h100"),
         ("roofline:llama-3-70b@l40s", "does not fit on 1 x l40s"),
         ("roofline:llama-3-8b", "name a gpu"),
-        ("roofline:gpt-5@h100", "unknown model 'gpt-5': known are opt-13b"),
+        ("roofline:gpt-5@h100", "unknown model 'gpt-5': known are demo, opt-13b"),
         ("distserve:llama-3-8b", "it has opt-13b, opt-66b"),
         ("nothing", "no latency source: give a profile"),
         ("none.json", "cannot be read"),

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfmoon.engine.model_config import ModelConfig
-from halfmoon.errors import Incompatible
 from halfmoon.kv.layout import Shard
+from halfmoon.policy.parallelism import check_parallelism
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +40,14 @@ class Grid:
 
     def check(self, config: ModelConfig) -> None:
         """Raises Incompatible unless heads, inner units and layers can be dealt out evenly enough."""
-        size, kv_heads = self.tensor_size, config.num_kv_heads
-        for count, what in ((config.num_heads, "attention heads"), (config.intermediate_size, "inner units")):
-            if count % size:
-                raise Incompatible(
-                    f"tensor parallelism {size} does not divide the model's {count} {what}", param="tensor_parallel"
-                )
-        if kv_heads % size and size % kv_heads:
-            raise Incompatible(
-                f"tensor parallelism {size} neither divides the model's {kv_heads} key-value heads nor is a "
-                "multiple of them",
-                param="tensor_parallel",
-            )
-        if config.num_layers < self.pipeline_size:
-            raise Incompatible(
-                f"pipeline parallelism {self.pipeline_size} exceeds the model's {config.num_layers} layers",
-                param="pipeline_parallel",
-            )
+        check_parallelism(
+            self.tensor_size,
+            self.pipeline_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_layers,
+        )
 
     def shard(self, config: ModelConfig, rank: int) -> Shard:
         """The layers and KV heads of `rank`.

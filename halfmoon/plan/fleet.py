@@ -1,0 +1,89 @@
+"""The hardware that a plan may use: nodes of one or several kinds of GPU."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.sim.hardware import Device, device
+
+_POOL = re.compile(r"(?P<gpu>[^:]+)(:(?P<nodes>\d+)x(?P<each>\d+))?")
+_FORM = "give GPU, or GPU:NODESxGPUS for each kind, as h100:2x8,a100-80g:4x8"
+
+
+@dataclass(frozen=True, slots=True)
+class NodePool:
+    """Equal nodes. Raises InvalidRequest for none."""
+
+    gpu: Device
+    num_nodes: int
+    gpus_per_node: int
+
+    def __post_init__(self) -> None:
+        if min(self.num_nodes, self.gpus_per_node) < 1:
+            raise InvalidRequest("there has to be at least one node with one GPU", param="nodes")
+
+    @property
+    def num_gpus(self) -> int:
+        """Of all its nodes."""
+        return self.num_nodes * self.gpus_per_node
+
+    def __str__(self) -> str:
+        return f"{self.num_gpus} x {self.gpu.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Pools of different GPUs."""
+
+    pools: tuple[NodePool, ...]
+
+    def pool(self, gpu: str) -> NodePool:
+        """Of a GPU that is there."""
+        return next(one for one in self.pools if one.gpu.name == gpu)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the GPUs."""
+        return tuple(one.gpu.name for one in self.pools)
+
+    @property
+    def num_gpus(self) -> int:
+        """Of all kinds."""
+        return sum(one.num_gpus for one in self.pools)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether there are several kinds."""
+        return len(self.pools) > 1
+
+    def __str__(self) -> str:
+        return " + ".join(map(str, self.pools))
+
+
+def read_fleet(text: str, num_nodes: int, gpus_per_node: int, prices: Mapping[str, float]) -> Fleet:
+    """`h200`, or `h100:2x8,a100-80g:4x8`; a name alone has the given nodes. `prices`: dollars an hour, by GPU.
+
+    Raises InvalidRequest for unknown hardware, for none, and for a price that is none.
+    """
+    pools = []
+    for part in text.split(","):
+        found = _POOL.fullmatch(part.strip())
+        if found is None:
+            raise InvalidRequest(f"{part!r} is no hardware: {_FORM}", param="gpu")
+        nodes, each = (int(found["nodes"]), int(found["each"])) if found["nodes"] else (num_nodes, gpus_per_node)
+        pools.append(NodePool(device(found["gpu"]), nodes, each))
+    names = [one.gpu.name for one in pools]
+    if len(set(names)) < len(names):
+        raise InvalidRequest(f"a GPU is named twice in {text!r}: {_FORM}", param="gpu")
+    return Fleet(tuple(replace(one, gpu=_priced(one.gpu, prices)) for one in pools))
+
+
+def _priced(gpu: Device, prices: Mapping[str, float]) -> Device:
+    price = prices.get(gpu.name, gpu.price_per_hour)
+    if not (price > 0 and math.isfinite(price)):
+        raise InvalidRequest(f"the price of {gpu.name} must be above 0 dollars an hour, got {price:g}", param="price")
+    return replace(gpu, price_per_hour=price)

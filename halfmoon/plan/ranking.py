@@ -1,0 +1,42 @@
+"""Which layout is the better one, by the objective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from halfmoon.plan.layout import Layout
+from halfmoon.plan.question import OF_A_RATE, Question
+from halfmoon.sim.kv_codecs import KvCodecName
+
+_LEAST_GAIN: Mapping[KvCodecName, float] = MappingProxyType({"raw": 1.0, "int8": 1.05, "int4": 1.1})
+"""Of goodput, for what a codec loses: less is not worth it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rated:
+    """A layout and what it holds."""
+
+    layout: Layout
+    goodput_per_s: float
+    price_per_hour: float
+
+    @property
+    def per_gpu(self) -> float:
+        """Requests a second that meet the goal, for each device."""
+        return self.goodput_per_s / self.layout.num_gpus
+
+    @property
+    def per_dollar(self) -> float:
+        """Requests that meet the goal for a dollar."""
+        return 3600 * self.goodput_per_s / self.price_per_hour
+
+
+def rank(question: Question, one: Rated) -> tuple[float, ...]:
+    """Ascending: the best first. Of a rate, the cheapest; else what holds most for its cost."""
+    layout = one.layout
+    worth = one.goodput_per_s / _LEAST_GAIN[layout.codec]
+    if question.objective in OF_A_RATE:
+        return (question.cost(layout), one.price_per_hour, -worth)
+    return (-worth / question.cost(layout), layout.num_gpus)

@@ -1,0 +1,30 @@
+"""What a KV codec saves on the link and costs on the host, as a hand-over is simulated with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+KvCodecName = Literal["raw", "int8", "int4"]
+
+
+@dataclass(frozen=True, slots=True)
+class KvCodec:
+    """Bytes are of bfloat16 KV, speeds those of one thread of each worker. None is no work."""
+
+    name: KvCodecName
+    ratio: float  # bytes sent for each byte of KV
+    encode_bytes_per_s: float | None
+    decode_bytes_per_s: float | None
+    divergence: float  # of the next tokens' distribution, nats
+
+
+KV_CODECS: MappingProxyType[KvCodecName, KvCodec] = MappingProxyType(
+    {
+        "raw": KvCodec("raw", 1.0, None, None, 0.0),
+        "int8": KvCodec("int8", 1 / 1.94, 1.40e9, 2.06e9, 1.3e-4),
+        "int4": KvCodec("int4", 1 / 3.20, 0.86e9, 1.58e9, 4.8e-3),
+    }
+)
+"""Measured on SmolLM2-135M by `benchmarks/codecs` (docs/log.md, "KV codecs"), on two cores of 2025."""
