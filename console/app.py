@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import streamlit as st
 
-from console import cache_page, overview_page, placements_page, slo_page, try_page
+from console import cache_page, overview_page, placements_page, planner_page, slo_page, try_page
 from console.entrance import may_enter
 from console.gateway_api import GatewayApi
-from console.settings import api_key, gateway_url, operator_token
+from console.planner_api import PlannerApi
+from console.settings import api_key, gateway_url, operator_token, planner_address
+
+
+class _Services(NamedTuple):
+    gateway: GatewayApi
+    planner: PlannerApi | None
 
 
 class _Page(NamedTuple):
-    render: Callable[[GatewayApi], None]
+    render: Callable[[_Services], None]
     title: str
     icon: str
     path: str
 
 
 PAGES = (
-    _Page(overview_page.render, "Overview", ":material/hub:", "overview"),
-    _Page(placements_page.render, "Placements", ":material/alt_route:", "placements"),
-    _Page(cache_page.render, "Cache", ":material/layers:", "cache"),
-    _Page(slo_page.render, "SLO", ":material/speed:", "slo"),
-    _Page(try_page.render, "Try it", ":material/chat:", "try"),
+    _Page(lambda them: overview_page.render(them.gateway), "Overview", ":material/hub:", "overview"),
+    _Page(lambda them: placements_page.render(them.gateway), "Placements", ":material/alt_route:", "placements"),
+    _Page(lambda them: cache_page.render(them.gateway), "Cache", ":material/layers:", "cache"),
+    _Page(lambda them: slo_page.render(them.gateway), "SLO", ":material/speed:", "slo"),
+    _Page(lambda them: planner_page.render(them.gateway, them.planner), "Planner", ":material/query_stats:", "planner"),
+    _Page(lambda them: try_page.render(them.gateway), "Try it", ":material/chat:", "try"),
 )
 
 
@@ -39,17 +46,26 @@ def main() -> None:
     if not may_enter(st.get_option("server.address"), operator_token()):
         return
     try:
-        api = GatewayApi(gateway_url(sys.argv[1:]), api_key(), operator_token())
+        services = _services(sys.argv[1:])
     except ValueError as err:
         st.error(str(err))
         return
     pages = [
-        st.Page(partial(page.render, api), title=page.title, icon=page.icon, url_path=page.path, default=not number)
+        st.Page(
+            partial(page.render, services), title=page.title, icon=page.icon, url_path=page.path, default=not number
+        )
         for number, page in enumerate(PAGES)
     ]
     chosen = st.navigation(pages)
-    st.sidebar.caption(f"Gateway  \n{api.url}")
+    st.sidebar.caption(f"Gateway  \n{services.gateway.url}")
     chosen.run()
+
+
+def _services(arguments: Sequence[str]) -> _Services:
+    """Raises ValueError for arguments that it does not know."""
+    token, planner = operator_token(), planner_address(arguments)
+    gateway = GatewayApi(gateway_url(arguments), api_key(), token)
+    return _Services(gateway, None if planner is None else PlannerApi(planner, token))
 
 
 # What is being refreshed stays as it is until the new is there, and pages begin further up.

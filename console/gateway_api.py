@@ -51,6 +51,10 @@ class GatewayApi:
         """What is cached where."""
         return self._object("/halfmoon/v1/cache", "store")
 
+    def workload(self, minutes: int) -> dict[str, Any]:
+        """The last minutes' requests, as a simulation takes them."""
+        return self._object(f"/halfmoon/v1/workload?minutes={minutes}", "requests")
+
     def classes(self) -> list[dict[str, Any]]:
         """The QoS classes with their versions."""
         found: list[dict[str, Any]] = self._object("/halfmoon/v1/classes", "classes")["classes"]

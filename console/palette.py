@@ -26,3 +26,4 @@ SPANS = {
 }
 TOKENS = {"cached": GREEN, "loaded": SKY, "computed": BLUE}
 TIERS = {"workers": GREEN, "dram": BLUE, "disk": SKY, "cold": PURPLE}
+SERIES = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY)  # of things that have no meaning of their own, in their order

@@ -1,4 +1,4 @@
-"""Where the console finds its gateway: `--gateway`, HALFMOON_CONSOLE_GATEWAY_URL, or this machine; and its keys."""
+"""Where the console finds its gateway and its planner, by arguments or environment; and its keys."""
 
 from __future__ import annotations
 
@@ -11,18 +11,32 @@ DEFAULT_GATEWAY_URL = "http://127.0.0.1:8000"
 
 def gateway_url(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
     """The gateway's base URL without a trailing slash. Raises ValueError for an argument or scheme it does not know."""
+    given = _given(arguments).gateway or environment.get("HALFMOON_CONSOLE_GATEWAY_URL") or DEFAULT_GATEWAY_URL
+    url = str(given).rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"the gateway's URL must begin with http:// or https://, got {url!r}")
+    return url
+
+
+def planner_address(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> str | None:
+    """host:port of the planner; None where there is none. Raises ValueError as `gateway_url` does."""
+    given = _given(arguments).planner or environment.get("HALFMOON_CONSOLE_PLANNER") or None
+    if given is not None and not given.rpartition(":")[2].isdigit():
+        raise ValueError(f"the planner's address must be host:port, got {given!r}")
+    return given
+
+
+def _given(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="streamlit run console/app.py --", exit_on_error=False, add_help=False)
-    parser.add_argument("--gateway", default=environment.get("HALFMOON_CONSOLE_GATEWAY_URL") or DEFAULT_GATEWAY_URL)
+    parser.add_argument("--gateway")
+    parser.add_argument("--planner")
     try:
         known, unknown = parser.parse_known_args(arguments)
     except argparse.ArgumentError as err:
         raise ValueError(str(err)) from err
     if unknown:
-        raise ValueError(f"unknown arguments: {' '.join(unknown)}; known: --gateway URL")
-    url = str(known.gateway).rstrip("/")
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"the gateway's URL must begin with http:// or https://, got {url!r}")
-    return url
+        raise ValueError(f"unknown arguments: {' '.join(unknown)}; known: --gateway URL, --planner HOST:PORT")
+    return known
 
 
 def api_key(environment: Mapping[str, str] = os.environ) -> str | None:

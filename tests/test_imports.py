@@ -52,7 +52,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.cli": frozenset(f"halfmoon.{room}" for room in ROOMS),
     **{f"services.{name}": frozenset(f"halfmoon.{room}" for room in ROOMS) for name in SERVICES},
     "services": frozenset(),
-    "console": frozenset({"halfmoon.rpc"}),
+    "console": frozenset({"halfmoon.rpc", "halfmoon.pb"}),
 }
 TORCH_FREE_PACKAGES = (
     *(f"halfmoon/{room}" for room in ("kv", "policy", "sim", "plan", "rpc", "ledger", "pb", "profiling")),

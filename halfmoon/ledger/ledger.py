@@ -20,6 +20,7 @@ from halfmoon.ledger.plans import Plans
 from halfmoon.ledger.profiles import Profiles
 from halfmoon.ledger.retention import Retention
 from halfmoon.ledger.row_queue import RowQueue
+from halfmoon.ledger.traffic import Traffic
 
 _FLUSH_S = 5.0  # at the end, for rows that wait
 
@@ -36,6 +37,7 @@ class Ledger:
         self.outputs = OutputSamples(database)
         self.outcomes = Outcomes(database)
         self.retention = Retention(database)
+        self.traffic = Traffic(database)
         self.rows = RowQueue[dict[str, Any]](self._insert)
         self._database = database
         self._gateway_id = gateway_id

@@ -18,6 +18,7 @@ from services.gateway.cors import Cors
 from services.gateway.endpoints import GenerationEndpoints
 from services.gateway.errors_http import error_response, http_error_response
 from services.gateway.event_body import ClientGone
+from services.gateway.live_workload import WorkloadEndpoint
 from services.gateway.operator_access import OperatorAccess
 from services.gateway.request_ids import HEADER, assign_request_id, request_id_of
 from services.gateway.tokenizing import TokenizerEndpoints
@@ -41,6 +42,7 @@ def make_app(
     control: ControlEndpoints,
     classes: ClassEndpoints,
     console: ConsoleEndpoints,
+    workload: WorkloadEndpoint,
     admittance: Admittance,
 ) -> web.Application:
     """Every route of the gateway."""
@@ -65,6 +67,7 @@ def make_app(
     app.router.add_get("/halfmoon/v1/cache", console.cache)
     app.router.add_get("/halfmoon/v1/class_edits", console.class_edits)
     app.router.add_post("/halfmoon/v1/class_previews/{name}", console.class_preview)
+    app.router.add_get("/halfmoon/v1/workload", workload.workload)
     app.router.add_get("/halfmoon/v1/classes", classes.list)
     app.router.add_put("/halfmoon/v1/classes/{name}", classes.put)
     app.router.add_delete("/halfmoon/v1/classes/{name}", classes.delete)

@@ -34,6 +34,7 @@ from services.gateway.http_faults import answer_faults_as_json
 from services.gateway.judge import Judge
 from services.gateway.known_classes import KnownClasses
 from services.gateway.ledger_news import LedgerNews, following
+from services.gateway.live_workload import WorkloadEndpoint
 from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.observations import Observations, sampling
@@ -97,6 +98,7 @@ async def running_gateway(
             ControlEndpoints(model, cluster, ledger, metrics, door, observations),
             ClassEndpoints(classes),
             ConsoleEndpoints(cluster, ledger, classes, observations, store),
+            WorkloadEndpoint(ledger),
             Admittance(
                 ApiKeys(settings.api_key),
                 OperatorAccess(settings.operator_token, settings.host),

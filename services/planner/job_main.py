@@ -16,7 +16,7 @@ from halfmoon.plan.summary import summary_of
 from halfmoon.sim.point import simulate_point
 from services.planner.job import Job, PlanJob, job_from
 
-_NICE = 10  # what is served on the same host goes first
+_NICE = 5  # what is served on the same host goes first
 _SAID_EVERY_S = 0.1
 
 

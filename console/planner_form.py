@@ -1,0 +1,185 @@
+"""The form of a search: what is served, on what, for whom, and how quickly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import streamlit as st
+
+from console.gateway_api import GatewayApi, GatewayError
+from console.planner_api import Catalogue
+from console.quantities import count
+
+_LIVE_MINUTES = 60
+_FEW = 30  # requests: a plan for fewer says little
+_KINDS = ("A known use", "Constant lengths", "The last hour here", "A trace")
+_OTHER_MODEL = "another (its config.json)"
+_ROOFLINE, _MEASURED_HERE, _NAMED, _PROFILE = (
+    "roofline of the model and the GPU", "as this cluster's workers measured", "by name", "a profile",
+)  # fmt: skip
+_OBJECTIVES = ("gpus", "goodput-per-gpu", "goodput-per-dollar")
+
+
+class Asked(NamedTuple):
+    """Fields of PlanRequest, and the files that they name. `missing` is what has to be filled in first."""
+
+    fields: Mapping[str, Any]
+    files: Mapping[str, bytes]
+    missing: Sequence[str] = ()
+
+
+def planner_form(api: GatewayApi, catalogue: Catalogue) -> Asked:
+    """Draws it, and reads it."""
+    with st.container(border=True):
+        parts = [_hardware(catalogue), _workload(api, catalogue)]
+        parts += [_targets(), _more(api)]
+    fields = {name: value for part in parts for name, value in part.fields.items() if value is not None}
+    files = {name: content for part in parts for name, content in part.files.items()}
+    return Asked(fields, files, [one for part in parts for one in part.missing])
+
+
+def _hardware(catalogue: Catalogue) -> Asked:
+    columns = st.columns([3, 2, 1, 1])
+    preferred = catalogue.models.index("llama-3-8b") if "llama-3-8b" in catalogue.models else 0
+    model = columns[0].selectbox("Model", [*catalogue.models, _OTHER_MODEL], preferred, key="plan-model")
+    gpu = columns[1].selectbox("GPU", catalogue.gpus, key="plan-gpu")
+    nodes = columns[2].number_input("Hosts", 1, 64, 1, key="plan-nodes")
+    per_node = columns[3].number_input("GPUs of each", 1, 64, 8, key="plan-per-node")
+    fields = {"model": model, "gpu": gpu, "num_nodes": int(nodes), "gpus_per_node": int(per_node)}
+    if model != _OTHER_MODEL:
+        return Asked(fields, {})
+    given = columns[0].file_uploader("config.json of a Hugging Face model", "json", key="plan-config")
+    files = {} if given is None else {"config.json": given.getvalue()}
+    return Asked({**fields, "model": "config.json"}, files, [] if files else ["the model's config.json"])
+
+
+def _workload(api: GatewayApi, catalogue: Catalogue) -> Asked:
+    left, right = st.columns([5, 4])
+    kind = left.segmented_control("Requests", _KINDS, default=_KINDS[0], required=True, key="plan-kind")
+    if kind == _KINDS[1]:
+        first, second = right.columns(2)
+        prompt = first.number_input("Prompt (tokens)", 1, 1_000_000, 512, key="plan-in")
+        output = second.number_input("Output (tokens)", 1, 1_000_000, 64, key="plan-out")
+        return Asked({"workload": f"in={int(prompt)},out={int(output)}"}, {})
+    if kind == _KINDS[2]:
+        with right:
+            return _live(api)
+    if kind == _KINDS[3]:
+        types = ["json", "jsonl", "csv"]
+        given = right.file_uploader("JSON rows, Mooncake's lines or Azure's CSV", types, key="plan-trace")
+        if given is None:
+            return Asked({}, {}, ["a trace"])
+        name = f"trace.{given.name.rpartition('.')[2]}"
+        return Asked({"workload": name}, {name: given.getvalue()})
+    return Asked({"workload": right.selectbox("Use", catalogue.workloads, key="plan-use")}, {})
+
+
+def _live(api: GatewayApi) -> Asked:
+    """Taken anew each time that the page is drawn, so it is what the search begins with."""
+    try:
+        found = api.workload(_LIVE_MINUTES)
+    except GatewayError as error:
+        st.error(str(error), icon=":material/cloud_off:")
+        return Asked({}, {}, ["the last hour's requests"])
+    rows = found["requests"]
+    if not found["rate_per_s"]:
+        st.caption("Nothing was answered here in the last hour: there is no workload to take.")
+        return Asked({}, {}, ["requests in the last hour"])
+    means = [sum(row[name] for row in rows) / len(rows) for name in ("prompt_len", "output_len")]
+    st.caption(
+        f"{count(len(rows))} requests, {found['rate_per_s']:.3g} a second, with {count(means[0])} prompt and "
+        f"{count(means[1])} output tokens each on average. "
+        + ("That is few: take the result as a hint. " if len(rows) < _FEW else "")
+        + "Of a refused one the output is taken from the one before it; shared prefixes are not known."
+    )
+    files = {"last-hour.json": json.dumps(rows).encode()}
+    return Asked({"workload": "last-hour.json", "rate_per_s": found["rate_per_s"]}, files)
+
+
+def _targets() -> Asked:
+    columns = st.columns(4)
+    rate = columns[0].number_input(
+        "Requests/s to hold", 0.0, None, None, 1.0, key="plan-rate", placeholder="the most for each GPU",
+        help="Empty: layouts are compared by what each GPU serves, or with the last hour's requests at their rate.",
+    )  # fmt: skip
+    ttft_ms = columns[1].number_input("TTFT target (ms)", 1.0, None, 250.0, 10.0, key="plan-ttft")
+    tpot_ms = columns[2].number_input("TPOT target (ms)", 0.1, None, 50.0, 1.0, key="plan-tpot")
+    goal = columns[3].number_input("Requests in time (%)", 1.0, 100.0, 90.0, 1.0, key="plan-goal")
+    fields = {"ttft_s": ttft_ms / 1000, "tpot_s": tpot_ms / 1000, "attainment": goal / 100, "rate_per_s": rate or None}
+    return Asked(fields, {})
+
+
+def _more(api: GatewayApi) -> Asked:
+    with st.expander("More"):
+        columns = st.columns(3)
+        objective = columns[0].selectbox(
+            "Best is", _OBJECTIVES, None, key="plan-objective", placeholder="fewest GPUs, or each GPU's most",
+            format_func=lambda one: one.replace("-", " "),
+        )  # fmt: skip
+        affinity = columns[1].selectbox(
+            "Prefill and decode stand", ("auto", "high", "low"), key="plan-affinity",
+            format_func={"auto": "wherever is better", "high": "on any hosts", "low": "on the same host"}.__getitem__,
+        )  # fmt: skip
+        requests = columns[2].number_input("Requests of each simulation", 20, 20_000, 500, 100, key="plan-requests")
+        latency = _latency(api)
+    fields = {"objective": objective, "affinity": affinity, "num_requests": int(requests)}
+    return latency._replace(fields={**fields, **latency.fields})
+
+
+def _latency(api: GatewayApi) -> Asked:
+    left, right = st.columns(2)
+    kinds = (_ROOFLINE, _MEASURED_HERE, _NAMED, _PROFILE)
+    kind = left.selectbox("Workers take as long as", kinds, key="plan-latency")
+    if kind == _NAMED:
+        name = right.text_input("Name", "distserve:opt-13b", key="plan-latency-name")
+        return Asked({"latency": name.strip()}, {}, [] if name.strip() else ["the name of the latencies"])
+    if kind == _PROFILE:
+        given = right.file_uploader("What `halfmoon profile` wrote", "json", key="plan-profile")
+        if given is None:
+            return Asked({}, {}, ["a profile"])
+        return Asked({"latency": "profile.json"}, {"profile.json": given.getvalue()})
+    if kind == _MEASURED_HERE:
+        with right:
+            return _measured_here(api)
+    return Asked({}, {})
+
+
+def _measured_here(api: GatewayApi) -> Asked:
+    try:
+        profile = measured_profile(api.cluster(), api.cache())
+    except GatewayError as error:
+        st.error(str(error), icon=":material/cloud_off:")
+        profile = None
+    if profile is None:
+        st.caption("No workers here have told how long prompts and steps take.")
+        return Asked({}, {}, ["measured workers"])
+    st.caption("One GPU stands for one worker as it is here; no other parallelism is known of it.")
+    return Asked({"latency": "measured.json"}, {"measured.json": json.dumps(profile).encode()})
+
+
+def measured_profile(cluster: Mapping[str, Any], cache: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The coefficients that the gateway has of its slowest workers; None where it has none of one half."""
+    blocks = {one["worker_id"]: one for one in cache["workers"]}
+    workers = [one for one in cluster["workers"] if one["worker_id"] in blocks]
+    prefills = [list(one["prefill_model"].values()) for one in workers if any(one["prefill_model"].values())]
+    steps = [list(one["step_model"].values()) for one in workers if any(one["step_model"].values())]
+    if not (prefills and steps and cache["block_bytes"]):
+        return None
+    speeds = [link["bytes_per_s"] for one in workers for link in one["links"] if link["bytes_per_s"] > 0]
+    block_tokens = next(iter(blocks.values()))["block_tokens"]
+    return {
+        "name": "this cluster",
+        "prefill": max(prefills, key=_usual_s),
+        "step": max(steps, key=_usual_s),
+        "kv_tokens": min(one["total_blocks"] for one in blocks.values()) * block_tokens,
+        "kv_token_bytes": max(cache["block_bytes"] // block_tokens, 1),
+        "link_bytes_per_s": min(speeds, default=0.0),
+    }
+
+
+def _usual_s(model: Sequence[float]) -> float:
+    """Of about a usual prompt, or step: to compare workers by."""
+    fixed_s, each_s, far_s = model
+    return fixed_s + 8 * each_s + 8 * 512 * far_s

@@ -1,0 +1,51 @@
+"""What was asked lately: when requests came and how long they were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from halfmoon.ledger.database import Database
+from halfmoon.ledger.models import RequestRow
+
+_COUNTED = ("ok", "cancelled", "rejected")  # what ended in an error would have been asked again, or never
+
+
+class Arrival(NamedTuple):
+    """One request; `output_tokens` is of each of its choices, 0 where none came."""
+
+    arrived_at: datetime
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Traffic:
+    """Reads it from the requests. Owns nothing. Raises Unavailable when the database does not answer."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def since(self, moment: datetime, limit: int) -> Sequence[Arrival]:
+        """The newest `limit` requests after a moment, in the order of their coming."""
+        columns = (
+            RequestRow.created_at, RequestRow.prompt_tokens, RequestRow.output_tokens, RequestRow.num_outputs
+        )  # fmt: skip
+        newest = (
+            select(*columns)
+            .where(RequestRow.created_at >= moment, RequestRow.prompt_tokens > 0, RequestRow.status.in_(_COUNTED))
+            .order_by(RequestRow.created_at.desc())
+            .limit(limit)
+        )
+
+        async def work(session: AsyncSession) -> list[Arrival]:
+            rows = [
+                Arrival(arrived_at, prompt, output // max(num_outputs or 1, 1))
+                for arrived_at, prompt, output, num_outputs in await session.execute(newest)
+            ]
+            return rows[::-1]
+
+        return await self._database.run(work)
