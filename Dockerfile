@@ -44,25 +44,26 @@ USER halfmoon
 VOLUME ["/cache", "/state"]
 
 
-# The probe tells whether the gateway itself is up; GET /health, whether it could place a request now.
+# The probe tells whether the gateway itself is up; GET /health, whether it could place a request now. Probes end by
+# themselves: Docker forgets those that take too long, but they run on, and on a host that is too busy they pile up.
 FROM base AS gateway
 EXPOSE 8000 7000
-HEALTHCHECK --interval=5s --timeout=5s --start-period=120s --retries=3 \
-    CMD ["python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7000"]
+HEALTHCHECK --interval=15s --timeout=12s --start-period=120s --retries=3 \
+    CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7000"]
 ENTRYPOINT ["python", "-m", "services.gateway"]
 CMD ["--host", "0.0.0.0", "--port", "8000", "--cluster-listen", "0.0.0.0:7000", "--state-dir", "/state"]
 
 FROM base AS prefill
 EXPOSE 7001
-HEALTHCHECK --interval=5s --timeout=5s --start-period=300s --retries=3 \
-    CMD ["python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7001"]
+HEALTHCHECK --interval=15s --timeout=12s --start-period=300s --retries=3 \
+    CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7001"]
 ENTRYPOINT ["python", "-m", "services.prefill"]
 CMD ["--listen", "0.0.0.0:7001", "--advertise", "prefill:7001", "--gateway", "gateway:7000"]
 
 FROM base AS decode
 EXPOSE 7002
-HEALTHCHECK --interval=5s --timeout=5s --start-period=300s --retries=3 \
-    CMD ["python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7002"]
+HEALTHCHECK --interval=15s --timeout=12s --start-period=300s --retries=3 \
+    CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7002"]
 ENTRYPOINT ["python", "-m", "services.decode"]
 CMD ["--listen", "0.0.0.0:7002", "--advertise", "decode:7002", "--gateway", "gateway:7000"]
 
@@ -71,15 +72,15 @@ USER root
 RUN pip install ".[kvstore,tracing]" && rm -rf build ./*.egg-info
 USER halfmoon
 EXPOSE 7003
-HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 \
-    CMD ["python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7003"]
+HEALTHCHECK --interval=15s --timeout=12s --start-period=30s --retries=3 \
+    CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7003"]
 ENTRYPOINT ["python", "-m", "services.kvstore"]
 CMD ["--listen", "0.0.0.0:7003"]
 
 FROM base AS planner
 EXPOSE 7004
-HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 \
-    CMD ["python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7004"]
+HEALTHCHECK --interval=15s --timeout=12s --start-period=30s --retries=3 \
+    CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7004"]
 ENTRYPOINT ["python", "-m", "services.planner"]
 CMD ["--listen", "0.0.0.0:7004"]
 
@@ -88,7 +89,7 @@ USER root
 RUN pip install ".[console]" && rm -rf build ./*.egg-info
 USER halfmoon
 EXPOSE 8501
-HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 \
-    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8501/_stcore/health', timeout=4)"]
+HEALTHCHECK --interval=15s --timeout=12s --start-period=30s --retries=3 \
+    CMD ["timeout", "10", "python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8501/_stcore/health', timeout=4)"]
 ENTRYPOINT ["streamlit", "run", "console/app.py", "--server.headless", "true", "--server.address", "0.0.0.0", \
     "--server.port", "8501", "--browser.gatherUsageStats", "false"]
