@@ -102,7 +102,8 @@ def up(
     handover_codec: Annotated[
         HandoverCodec, typer.Option(help="of KV on its way to decode: smaller than raw, and a little less exact")
     ] = HandoverCodec.RAW,
-    dram_bytes: Annotated[str, typer.Option(help="memory of the store of KV blocks")] = "512MiB",
+    stores: Annotated[int, typer.Option(min=1, help="stores of KV blocks; workers of each role use them in turns")] = 1,
+    dram_bytes: Annotated[str, typer.Option(help="memory of each store of KV blocks")] = "512MiB",
     disk_dir: Annotated[
         Path | None, typer.Option(help="where the store keeps blocks on disk; default: in the state directory")
     ] = None,
@@ -170,6 +171,7 @@ def up(
                 dram_codec,
                 disk_codec,
                 cold_codec,
+                stores,
             ),
             console=console,
             console_port=console_port,

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,9 +16,11 @@ from rich.table import Table
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
 from halfmoon.rpc.peer import Peer
+from halfmoon.store_up import known_stores
 
 app = typer.Typer(no_args_is_help=True, help="Looks into a running kvstore, and changes what it holds.")
 
+_ID_BYTES = 24  # 8 of the tenant's tag, 16 of the key
 _DEADLINE_S = 30.0
 _VERIFY_DEADLINE_S = 24 * 3600.0  # it reads everything
 
@@ -30,14 +33,19 @@ class TierName(StrEnum):
     COLD = "cold"
 
 
-Address = Annotated[str, typer.Option(envvar="HALFMOON_STORE", help="host:port of the store")]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        envvar="HALFMOON_STORE", help="host:port of the store; default: the one that `halfmoon up` started here"
+    ),
+]
 Ids = Annotated[list[str], typer.Argument(help="block ids as `halfmoon kv ls` shows them")]
 Tiers = Annotated[list[TierName] | None, typer.Option("--tier", help="only this tier; may be given several times")]
-_DEFAULT = "127.0.0.1:7003"
+_STATE_DIR = Path(".halfmoon")  # the default of `halfmoon up`
 
 
 @app.command()
-def stats(address: Address = _DEFAULT) -> None:
+def stats(address: Address = None) -> None:
     """What each tier holds, and what happened since the store started."""
     response = _ask(address, _control("Stats"), kvstore_pb2.StatsRequest())
     columns = ("blocks", "used", "budget", "waiting", "hits", "evicted", "damaged", "failed", "written", "skipped")
@@ -57,7 +65,7 @@ def stats(address: Address = _DEFAULT) -> None:
 
 @app.command()
 def ls(
-    address: Address = _DEFAULT,
+    address: Address = None,
     tier: Tiers = None,
     limit: Annotated[int, typer.Option(min=1, help="how many at most")] = 50,
     after: Annotated[str, typer.Option(help="begin behind this id")] = "",
@@ -78,7 +86,7 @@ def ls(
 @app.command()
 def pin(
     ids: Ids,
-    address: Address = _DEFAULT,
+    address: Address = None,
     unpin: Annotated[bool, typer.Option("--unpin", help="let them go again")] = False,
 ) -> None:
     """Keeps blocks, and what comes before them, from eviction and expiry."""
@@ -89,14 +97,14 @@ def pin(
 
 
 @app.command()
-def drop(ids: Ids, address: Address = _DEFAULT) -> None:
+def drop(ids: Ids, address: Address = None) -> None:
     """Forgets blocks, and all that follow them, in every tier."""
     response = _ask(address, _admin("Drop"), kvstore_pb2.DropRequest(ids=[_id(text) for text in ids]))
     print(f"dropped {response.num_dropped}")
 
 
 @app.command()
-def verify(address: Address = _DEFAULT, tier: Tiers = None) -> None:
+def verify(address: Address = None, tier: Tiers = None) -> None:
     """Reads every block (of memory and disk, if no tier is named) and drops what is damaged; 1 if anything was."""
     request = kvstore_pb2.VerifyRequest(tiers=_tiers(tier))
     verdicts = _ask(address, _admin("Verify"), request, _VERIFY_DEADLINE_S).tiers
@@ -116,8 +124,9 @@ def _admin(name: str) -> Method:
     return lambda peer: getattr(kvstore_pb2_grpc.KVStoreAdminStub(peer.channel), name)
 
 
-def _ask(address: str, method: Method, request: Any, deadline_s: float = _DEADLINE_S) -> Any:
+def _ask(given: str | None, method: Method, request: Any, deadline_s: float = _DEADLINE_S) -> Any:
     """One call; ends the program with its reason if it fails."""
+    address = _address(given)
 
     async def asking() -> Any:
         async with Peer(address) as peer:
@@ -131,11 +140,30 @@ def _ask(address: str, method: Method, request: Any, deadline_s: float = _DEADLI
         raise typer.Exit(1) from None
 
 
+def _address(given: str | None) -> str:
+    """Raises BadParameter if it is none, or not given and not known."""
+    known = known_stores(_STATE_DIR)
+    address = given or (known[0] if len(known) == 1 else "")
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and int(port) < 65536:
+        return address
+    if given:
+        raise typer.BadParameter(f"--address {given!r} is not host:port")
+    if known:
+        raise typer.BadParameter(f"there are several stores: say --address with one of {', '.join(known)}")
+    raise typer.BadParameter(f"no store is known in {_STATE_DIR}: say where it is with --address host:port")
+
+
 def _id(text: str) -> bytes:
     try:
-        return bytes.fromhex(text)
+        block = bytes.fromhex(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a block id: 48 hexadecimal digits") from None
+        block = b""
+    if len(block) != _ID_BYTES:
+        raise typer.BadParameter(
+            f"{text!r} is not a block id: {2 * _ID_BYTES} hexadecimal digits, as `kv ls` shows them"
+        )
+    return block
 
 
 def _tiers(names: Sequence[TierName] | None) -> list[kvstore_pb2.KVTier.ValueType]:

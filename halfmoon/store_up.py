@@ -1,8 +1,9 @@
-"""The store of `halfmoon up`: its process, and how workers find it."""
+"""The stores of `halfmoon up`: their processes, and how workers and operators find them."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +11,12 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.supervisor import ServiceSpec
 
+_ADDRESSES = "stores"  # in the state directory, one a line
+
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Its tiers, as its own settings have them. Raises InvalidRequest for a codec that there is not."""
+    """How many, and the tiers of each. Raises InvalidRequest for a codec that there is not."""
 
     dram_bytes: str = "512MiB"
     disk_dir: Path | None = None  # None: under the state directory
@@ -22,20 +25,49 @@ class StoreOptions:
     dram_codec: str = "raw"
     disk_codec: str = "raw"
     cold_codec: str = "raw"
+    num_stores: int = 1  # workers of each role use them in turns
 
     def __post_init__(self) -> None:
+        if self.num_stores < 1:
+            raise InvalidRequest("there has to be at least one store")
         for codec in (self.dram_codec, self.disk_codec, self.cold_codec):
             EntryCodec.parse(codec)
         if self.disk_dir is not None and self.disk_dir.exists() and not self.disk_dir.is_dir():
             raise InvalidRequest(f"--disk-dir {self.disk_dir} is not a directory")
 
 
-def store_spec(options: StoreOptions, state_dir: Path, address: str) -> ServiceSpec:
-    """The store as a child, at the same address whenever it is started again."""
+def store_addresses(options: StoreOptions) -> tuple[str, ...]:
+    """Free ones on this host, where stores come back when they are started again."""
+    return tuple(f"127.0.0.1:{free_port()}" for _ in range(options.num_stores))
+
+
+def store_specs(options: StoreOptions, state_dir: Path, addresses: Sequence[str]) -> list[ServiceSpec]:
+    """The stores as children. Several ones share the cold tier; each has its own memory and its part of the disk."""
+    directory = options.disk_dir or state_dir / "kvstore"
+    if len(addresses) == 1:
+        return [_store_spec(options, "kvstore", directory, addresses[0])]
+    numbered = enumerate(addresses)
+    return [_store_spec(options, f"kvstore-{index}", directory / str(index), address) for index, address in numbered]
+
+
+def remember_stores(state_dir: Path, addresses: Sequence[str]) -> None:
+    """For `known_stores`."""
+    (state_dir / _ADDRESSES).write_text("\n".join(addresses))
+
+
+def known_stores(state_dir: Path) -> tuple[str, ...]:
+    """Those that `halfmoon up` started last with this state directory, whether they run or not."""
+    try:
+        return tuple((state_dir / _ADDRESSES).read_text().split())
+    except OSError:
+        return ()
+
+
+def _store_spec(options: StoreOptions, name: str, directory: Path, address: str) -> ServiceSpec:
     arguments = {
         "--listen": address,
         "--dram-bytes": options.dram_bytes,
-        "--disk-dir": str(options.disk_dir or state_dir / "kvstore"),
+        "--disk-dir": str(directory),
         "--disk-bytes": options.disk_bytes,
         "--dram-codec": options.dram_codec,
         "--disk-codec": options.disk_codec,
@@ -44,7 +76,7 @@ def store_spec(options: StoreOptions, state_dir: Path, address: str) -> ServiceS
     # A URL may hold a password, which a process's arguments would show to everybody on the host.
     environment = {} if options.cold_url is None else {"HALFMOON_KVSTORE_COLD_URL": options.cold_url}
     flags = tuple(part for pair in arguments.items() for part in pair)
-    return ServiceSpec("kvstore", ("-m", "services.kvstore", *flags), environment, restarts=True)
+    return ServiceSpec(name, ("-m", "services.kvstore", *flags), environment, restarts=True)
 
 
 def free_port() -> int:

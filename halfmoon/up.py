@@ -8,7 +8,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +27,7 @@ from halfmoon.policy.placement import PlacementMode
 from halfmoon.rpc.loopback import is_loopback
 from halfmoon.rpc.tracing import check_endpoint
 from halfmoon.simulated_up import SimulatedWorkers, simulated_model, simulation_specs
-from halfmoon.store_up import StoreOptions, free_port, store_spec
+from halfmoon.store_up import StoreOptions, free_port, remember_stores, store_addresses, store_specs
 from halfmoon.supervisor import Child, ServiceSpec, Supervisor, children_ready
 
 _HEALTH_POLL_S = 0.1
@@ -106,16 +106,17 @@ async def _start(options: UpOptions, supervisor: Supervisor, terminal: Console, 
     model = await prepared_model(options.model, terminal)
     if options.simulation is not None:
         model = PreparedModel(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
-    store, planner = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    stores, planner = store_addresses(options.store), f"127.0.0.1:{free_port()}"
     options = replace(options, operator_token=_operator_token(options))
     options = replace(options, port=options.port or free_port())
     numbers = [None] if options.num_gateways == 1 else range(options.num_gateways)
-    specs = [gateway_spec(options, model, number, store) for number in numbers]
+    specs = [gateway_spec(options, model, number, stores[0]) for number in numbers]
     announced = await children_ready([await supervisor.start(_traced(spec, options)) for spec in specs])
     cluster = ",".join(one["address"] for one in announced)
-    specs = _other_specs(options, model, cluster, store, planner)
+    specs = _other_specs(options, model, cluster, stores, planner)
     others = [await supervisor.start(_traced(spec, options)) for spec in specs]
     await children_ready([child for child in others if child.spec.announces])
+    remember_stores(options.state_dir, stores)
     url = announced[0]["http"]
     await _until_healthy(url)
     bars.stop()
@@ -173,12 +174,13 @@ def gateway_spec(
     return ServiceSpec(f"gateway-{number}" if is_shared else "gateway", arguments, keys, restarts=True)
 
 
-def _other_specs(options: UpOptions, model: PreparedModel, cluster: str, store: str, planner: str) -> list[ServiceSpec]:
+def _other_specs(
+    options: UpOptions, model: PreparedModel, cluster: str, stores: Sequence[str], planner: str
+) -> list[ServiceSpec]:
     which = ("--model", model.path, "--model-name", model.name)
     common = ("--gateway", cluster, "--device", options.device, "--dtype", options.dtype, *which)
     environment = {**_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false"}
-    state = ("--state-dir", str(options.state_dir), "--kv-store", store)
-    specs = [store_spec(options.store, options.state_dir, store), _planner_spec(options, planner)]
+    specs = [*store_specs(options.store, options.state_dir, stores), _planner_spec(options, planner)]
     counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
     if options.console and find_spec("streamlit") is not None:
         specs.append(_console_spec(options, planner))
@@ -189,6 +191,7 @@ def _other_specs(options: UpOptions, model: PreparedModel, cluster: str, store: 
     for (role, index), (visible, share) in zip(workers, shares, strict=True):
         module = "services.decode" if role == "decode" else "services.prefill"
         planned = options.worker_arguments.get(role, ())
+        state = ("--state-dir", str(options.state_dir), "--kv-store", stores[index % len(stores)])
         arguments = ("-m", module, "--role", role, *common, *state, *share, *planned)
         specs.append(ServiceSpec(f"{role}-{index}", arguments, {**environment, **visible}, restarts=True))
     return specs

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from halfmoon.cli import app
 from halfmoon.rpc.chain import Chain
 from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.store_up import remember_stores
 from services.kvstore.identity import block_id
 from tests.services.kvstore.blocks import LAYOUT, content, key
 
@@ -70,10 +71,30 @@ def test_an_operators_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert IDS[1].hex() not in run.invoke(app, ["kv", "ls"]).output
 
 
-def test_what_goes_wrong_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["xyz", "00", "ff" * 25])
+def test_what_is_not_an_id_is_said(text: str) -> None:
+    for command in (["drop", text], ["pin", text], ["ls", "--after", text]):
+        refused = CliRunner().invoke(app, ["kv", *command, "--address", "127.0.0.1:1"])
+        assert refused.exit_code == 2
+        assert "48 hexadecimal digits" in " ".join(refused.stderr.replace("│", "").split())
+
+
+def test_the_store_of_halfmoon_up_is_found_and_what_cannot_be_one_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
     run = CliRunner()
-    assert run.invoke(app, ["kv", "drop", "xyz"]).exit_code == 2
-    with store(tmp_path) as address:
-        short = run.invoke(app, ["kv", "drop", "00", "--address", address])
-        assert short.exit_code == 1
-        assert "24 bytes" in short.stderr
+    for address, why in ((None, "no store is known"), ("here", "not host:port"), ("here:99999", "not host:port")):
+        refused = run.invoke(app, ["kv", "stats", *(["--address", address] if address else [])])
+        assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr
+    state = tmp_path / ".halfmoon"
+    state.mkdir()
+    remember_stores(state, ["127.0.0.1:1"])
+    away = run.invoke(app, ["kv", "stats"])
+    assert away.exit_code == 1
+    assert "127.0.0.1:1" in away.stderr
+    remember_stores(state, ["127.0.0.1:1", "127.0.0.1:2"])
+    several = run.invoke(app, ["kv", "stats"])
+    assert several.exit_code == 2
+    assert "127.0.0.1:1, 127.0.0.1:2" in several.stderr

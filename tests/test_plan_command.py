@@ -73,7 +73,7 @@ def test_what_is_written_can_be_simulated_and_started(tmp_path: Path) -> None:
     assert spec.num_devices == written["expected"]["gpus"]
     options = planned_options(UpOptions(device="cpu", console=False), tmp_path / "plan.yaml", None)
     assert options.model == "opt-13b"
-    specs = _other_specs(options, PreparedModel("/m", "m"), "x:1", "x:2", "x:3")
+    specs = _other_specs(options, PreparedModel("/m", "m"), "x:1", ["x:2"], "x:3")
     workers = [one for one in specs if "--tensor-parallel" in one.arguments]
     assert len(workers) == spec.num_workers
     devices = [
