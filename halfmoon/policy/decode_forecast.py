@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 
 from halfmoon.policy.latency import Floats
 
+_PAST_S, _MAX_JOINS = 60.0, 256  # of requests that joined are remembered
+_LEAST_PAST_S = 10.0  # of them tell about those to come
 _OVERTIME = 0.25  # of its life so far: what a request that outlived its prediction is given
 
 
@@ -18,6 +21,36 @@ class DecodeLoads(NamedTuple):
 
     batch: Floats  # sequences
     context_tokens: Floats  # of all of them
+
+
+class DecodeLoad(NamedTuple):
+    """Of one row, on average over a time."""
+
+    batch: float
+    context_tokens: float
+
+
+class _Joins:
+    """Owns the latest requests that were placed on one row: how many come, how long they stay, how large they are."""
+
+    def __init__(self) -> None:
+        self._came: deque[tuple[float, float, float]] = deque(maxlen=_MAX_JOINS)  # when, seconds, tokens
+
+    def add(self, now_s: float, stays_s: float, num_tokens: float) -> None:
+        """One came."""
+        self._came.append((now_s, stays_s, num_tokens))
+        while self._came[0][0] < now_s - _PAST_S:
+            self._came.popleft()
+
+    def mean_present(self, length_s: float, now_s: float) -> DecodeLoad:
+        """Of those that come in so long a time how many are there, on average over it; 0 while little is known."""
+        past_s = now_s - self._came[0][0]
+        if past_s < _LEAST_PAST_S:
+            return DecodeLoad(0.0, 0.0)
+        _, stays_s, num_tokens = np.array(self._came).mean(axis=0)
+        stays_s = min(stays_s, length_s)
+        batch = len(self._came) / past_s * stays_s * (1 - stays_s / length_s / 2)
+        return DecodeLoad(float(batch), float(batch * num_tokens))
 
 
 class DecodeForecast:
@@ -33,6 +66,7 @@ class DecodeForecast:
         self._times: Floats = np.zeros((64, 2))  # joins, leaves
         self._tokens: Floats = np.zeros((64, 2))  # of the prompt, of the predicted output
         self._free.extend(range(63, -1, -1))
+        self._joins: dict[int, _Joins] = {}  # by row
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -54,6 +88,8 @@ class DecodeForecast:
         if slot is not None:
             joins_s, leaves_s = self._times[slot]
             self._times[slot] = now_s, now_s + leaves_s - joins_s
+            joins = self._joins.setdefault(int(self._rows[slot]), _Joins())
+            joins.add(now_s, float(leaves_s - joins_s), float(self._tokens[slot].sum()))
 
     def leave(self, request_id: str) -> None:
         """It is gone; nothing where it never was."""
@@ -79,6 +115,17 @@ class DecodeForecast:
         joins_s, leaves_s = self._times[self._rows >= 0 if row is None else self._rows == row].T
         ends_s: Floats = np.sort(np.where(leaves_s < now_s, now_s + _OVERTIME * (now_s - joins_s), leaves_s))
         return ends_s
+
+    def mean_load(self, row: int, from_s: float, until_s: float, now_s: float) -> DecodeLoad:
+        """Sequences and tokens that `row` decodes on average between the two, beside who asks: those that are foreseen,
+        and as many as usually join in that time."""
+        joins_s, ends_s = self._lives(now_s)
+        there = self._rows == row
+        length_s = max(until_s - from_s, 1e-9)
+        shares = np.clip(np.minimum(ends_s[there], until_s) - np.maximum(joins_s[there], from_s), 0.0, None) / length_s
+        context = self._tokens[there] @ np.array([1.0, 0.5])
+        extra = self._joins[row].mean_present(length_s, now_s) if row in self._joins else DecodeLoad(0.0, 0.0)
+        return DecodeLoad(float(shares.sum()) + extra.batch, float(shares @ context) + extra.context_tokens)
 
     def spans(self, row: int, now_s: float, without: Collection[str] = ()) -> list[tuple[float, float]]:
         """From when until when somebody decodes on `row`, seen from now, were those in `without` not there."""

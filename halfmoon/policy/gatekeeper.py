@@ -41,6 +41,7 @@ class Admitted:
     lower_kv_precision: bool
     num_output: float  # predicted
     priority: int = 0  # smaller goes first
+    mean_tbt_s: float = 0.0  # predicted, over the whole answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +280,22 @@ class Gatekeeper:
             wanted = replace(request, max_tokens=capped, fetch_factor=_PRECISION_FACTOR if lower else 1.0)
         placement = self.place_again(view, wanted, now_s, depths)
         num_output = self.lengths.predict(qos.name, request.num_prompt_tokens, capped)
-        placement = replace(placement, tbt_s=placement.tbt_s + self._handover.seconds / max(num_output - 1, 1))
-        return Admitted(placement, qos, capped, lower, num_output, request.priority)
+        num_output = max(num_output, min(request.least_tokens, capped))
+        handover_s = self._handover.seconds / max(num_output - 1, 1)
+        mean_tbt_s = self._mean_tbt_s(view, request, placement, num_output, now_s) + handover_s
+        placement = replace(placement, tbt_s=placement.tbt_s + handover_s)
+        return Admitted(placement, qos, capped, lower, num_output, request.priority, mean_tbt_s)
+
+    def _mean_tbt_s(
+        self, view: ClusterView, request: PlacementRequest, placement: Placement, num_output: float, now_s: float
+    ) -> float:
+        """Over the whole answer, while others leave and join; `Placement.tbt_s` is when it begins."""
+        row = view.row(placement.decode.worker_id)
+        assert row is not None
+        begins_s = now_s + placement.ttft_s
+        load = self._forecast.mean_load(row, begins_s, begins_s + num_output * placement.tbt_s, now_s)
+        own_tokens = request.num_prompt_tokens + num_output / 2
+        return placement.decode.step_model.seconds(load.batch + 1, load.context_tokens + own_tokens)
 
     def _as_judged(self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float) -> Placement:
         """The placement with the TBT that its mode judges by.

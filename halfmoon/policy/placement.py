@@ -86,6 +86,7 @@ class PlacementRequest:
     exclude: tuple[str, ...] = ()
     fetch_factor: float = 1.0  # of the time that fetching KV takes: below 1 at a lower precision
     priority: int = 0  # smaller goes first
+    least_tokens: int = 0  # that the answer will have
 
 
 class _Candidates(NamedTuple):

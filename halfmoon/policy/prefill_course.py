@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -11,6 +12,9 @@ from halfmoon.policy.latency import PrefillModel
 
 _MAX_STEPS = 512  # looked ahead; who is not computed by then waits as others predict it
 _OVERDUE = 0.05  # of a step that should be over: how much of it may be left
+_PAST_S, _MAX_ARRIVALS = 60.0, 256  # of arrivals are remembered
+_FIRST_DUE = 0.5  # of the time between two: when the first of a stream comes, on average
+_LEAST_PAST_S = 10.0  # of arrivals tell about those to come
 
 Span = tuple[float, float]  # from, until
 
@@ -101,6 +105,47 @@ class Neighbours:
         return busy, until_s
 
 
+class Arrivals:
+    """Owns what has not come yet of steady streams of equal prompts."""
+
+    def __init__(self, streams: Sequence[tuple[float, int]]) -> None:
+        """Of each stream prompts a second, and their tokens."""
+        self._streams = streams
+        self._due = [_FIRST_DUE] * len(streams)  # of the next prompt
+
+    def within(self, seconds: float) -> list[int]:
+        """The tokens of each prompt that comes in the next seconds."""
+        came: list[int] = []
+        for number, (per_s, num_tokens) in enumerate(self._streams):
+            self._due[number] += per_s * seconds
+            came += [num_tokens] * int(self._due[number])
+            self._due[number] %= 1
+        return came
+
+
+class ArrivalRate:
+    """Owns the latest prompts that came."""
+
+    def __init__(self) -> None:
+        self._came: deque[tuple[float, int]] = deque(maxlen=_MAX_ARRIVALS)  # when, and its tokens
+
+    def add(self, num_tokens: int, now_s: float) -> None:
+        """One came."""
+        self._came.append((now_s, num_tokens))
+        while self._came[0][0] < now_s - _PAST_S:
+            self._came.popleft()
+
+    def to_come(self, num_tokens: int, now_s: float) -> Arrivals:
+        """Those that are to be expected, shorter ones than that and others: by their rates and means. None as long as
+        too little is known."""
+        past_s = now_s - self._came[0][0] if self._came else 0.0
+        if past_s < _LEAST_PAST_S:
+            return Arrivals([])
+        shorter = [one for _, one in self._came if one < num_tokens]
+        others = [one for _, one in self._came if one >= num_tokens]
+        return Arrivals([(len(some) / past_s, round(sum(some) / len(some))) for some in (shorter, others) if some])
+
+
 class PrefillCourse:
     """Owns the prompts of this gateway that one worker has not computed yet, and the step that it is at.
 
@@ -111,6 +156,7 @@ class PrefillCourse:
     def __init__(self) -> None:
         self._prompts: dict[str, _Prompt] = {}
         self._num_joined = 0
+        self._arrivals = ArrivalRate()
         self._step: list[_Chunk] = []
         self._step_began_s = 0.0
 
@@ -135,6 +181,7 @@ class PrefillCourse:
     def join(self, request_id: str, work: Prefill, decoding: Decoding | None, step_tokens: int, now_s: float) -> None:
         """A prompt is sent there."""
         self._num_joined += 1
+        self._arrivals.add(work.new_tokens, now_s)
         self._prompts[request_id] = _Prompt(request_id, self._num_joined, *work, decoding)
         if not self._step:
             self._begin(now_s, step_tokens)
@@ -178,7 +225,7 @@ class PrefillCourse:
         copies = {prompt.request_id: replace(prompt) for prompt in self._prompts.values()}
         left = [*copies.values(), mine]
         step = [_Chunk(copies[prompt.request_id], num_tokens) for prompt, num_tokens in self._step]
-        begins_s = math.inf
+        begins_s, to_come = math.inf, self._arrivals.to_come(work.new_tokens, now_s)
         step_s = _work_s(step, speed.model)
         done_s = (now_s - self._step_began_s) / (1 + speed.contention * past_busy) if step else 0.0
         time_s = neighbours.after(max(step_s - done_s, _OVERDUE * step_s) + ahead_s, now_s, speed.contention)
@@ -190,9 +237,12 @@ class PrefillCourse:
                 step = _formed(left, speed.step_tokens, time_s)
             if any(prompt is mine for prompt, _ in step):
                 begins_s = min(begins_s, time_s)
+            began_s = time_s
             time_s = neighbours.after(_work_s(step, speed.model), time_s, speed.contention)
             if any(prompt is mine and num_tokens == mine.new_tokens for prompt, num_tokens in step):
                 return Times(begins_s, time_s)
+            for num_tokens in to_come.within(time_s - began_s):
+                left.append(_Prompt("", self._num_joined + 2, num_tokens, 0, work.priority, -math.inf, None))
         return None
 
     def _end_step(self) -> None:

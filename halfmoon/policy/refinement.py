@@ -27,9 +27,9 @@ from halfmoon.policy.latency import (
     with_shape,
 )
 
-# Weight of a measurement once there is a next one: about the last 20 prefill steps and the last 50 decode steps count,
+# Weight of a measurement once there is a next one: about the last 20 prefill steps and the last 200 decode steps count,
 # seconds of them, for a machine that others use is as fast as it was a moment ago.
-_PREFILL_FORGETTING, _STEP_FORGETTING = 0.95, 0.98
+_PREFILL_FORGETTING, _STEP_FORGETTING = 0.95, 0.995
 _ERROR_WINDOW = 500
 _SURPRISE = 2.0  # times the prediction: what took longer counts as that; the typical one is predicted, not the mean
 _OUTLIER = 8.0  # times the prediction: what took longer may have been a pause of the machine

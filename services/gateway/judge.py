@@ -159,8 +159,12 @@ class Case:
         """Where to try next. Raises Refused the first time, if the class forbids it, and what `place` raises."""
         num_output = len(self._progress.output_token_ids)
         num_prompt = len(self.request.prompt_token_ids) + num_output
-        room = self.request.sampling.max_tokens - num_output
-        wanted = PlacementRequest(num_prompt, room, tuple(exclude), priority=self._priority())
+        sampling = self.request.sampling
+        room = sampling.max_tokens - num_output
+        least = room if sampling.ignore_eos else sampling.min_tokens - num_output
+        wanted = PlacementRequest(
+            num_prompt, room, tuple(exclude), priority=self._priority(), least_tokens=max(least, 0)
+        )
         view, now_s = self._membership.view(), self._clock()
         if self._admitted is None:
             return self._enter(wanted, now_s)
@@ -214,7 +218,7 @@ class Case:
         progress.predicted_ttft_s = self._waited_s + admitted.placement.ttft_s
         progress.predicted_queue_s = admitted.placement.queue_s
         progress.predicted_prefill_s = admitted.placement.prefill_s
-        progress.predicted_tbt_s = admitted.placement.tbt_s if admitted.max_tokens > 1 else None
+        progress.predicted_tbt_s = admitted.mean_tbt_s if admitted.max_tokens > 1 else None
         self._note(wanted, depths, now_s, admitted.placement)
         self.request = _as_admitted(self.request, admitted)
         self._admitted = admitted

@@ -8,7 +8,7 @@ from statistics import median
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, Phase
 from halfmoon.policy.admission import Refused
 
-_MIN_GAPS = 4
+_FIRST_GAPS = 4  # a decode worker that takes KV over is slow for so many steps
 
 
 class Progress:
@@ -69,8 +69,9 @@ class Progress:
 
     @property
     def handover_s(self) -> float | None:
-        """What the second token came later than the next ones do; None where there are too few to tell."""
-        return self.gaps_s[0] - median(self.gaps_s[1:]) if len(self.gaps_s) >= _MIN_GAPS else None
+        """What the first gaps took more than as many of the next ones; None where there are too few to tell."""
+        first, others = self.gaps_s[:_FIRST_GAPS], self.gaps_s[_FIRST_GAPS:]
+        return sum(first) - len(first) * median(others) if len(others) >= _FIRST_GAPS else None
 
     @property
     def max_tbt_s(self) -> float | None:

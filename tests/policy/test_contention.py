@@ -71,3 +71,12 @@ def test_a_pause_is_no_contention() -> None:
     contention.observe([1000.0], [1.0])
     assert contention.factor == pytest.approx(before, abs=0.05)
     assert np.isfinite(contention.slowdown(2))
+
+
+def test_predictions_follow_a_machine_that_lost_a_core_within_thirty_steps() -> None:
+    latency = WorkerLatency(TRUE)
+    measure(latency, 100, busy=0.0, factor=0.0)
+    measure(latency, 30, busy=0.0, factor=0.0, slower=2)
+    assert latency.prefill.seconds(300) == pytest.approx(2 * TRUE.seconds(300), rel=0.2)
+    measure(latency, 40, busy=0.0, factor=0.0)
+    assert latency.prefill.seconds(300) == pytest.approx(TRUE.seconds(300), rel=0.2)

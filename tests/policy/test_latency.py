@@ -15,6 +15,8 @@ from halfmoon.policy.latency import (
     fit_prefill,
     fit_step,
     normal_equations,
+    profile_prefill,
+    profile_step,
     step_equations,
 )
 from halfmoon.policy.refinement import PredictionErrors, WorkerLatency
@@ -131,3 +133,32 @@ def test_a_worker_counts_its_errors() -> None:
     assert latency.errors["prefill"].bias == pytest.approx(-0.5)
     latency.observe_steps([StepSample(1, 1, 0.1)])  # a model of zeros predicts nothing
     assert latency.errors["step"].num == 0
+
+
+def test_a_profile_of_one_step_makes_no_token_free() -> None:
+    """A worker that started beside others had time for one step."""
+    model = profile_prefill([PrefillSample(64, 0, 0.6)])
+    assert model.seconds(64) == pytest.approx(0.6)
+    assert model.seconds(640) > 2 * model.seconds(64)
+    step = profile_step([StepSample(1, 64, 0.02)])
+    assert step.seconds(1, 64) == pytest.approx(0.02)
+    assert step.seconds(64, 64_000) > step.seconds(1, 64)
+    assert profile_prefill([]) == PrefillModel()
+    assert profile_step([]) == StepModel()
+
+
+def test_a_start_in_which_tokens_are_free_is_no_shape() -> None:
+    latency, true = WorkerLatency(PrefillModel(0.6, 0, 0)), PrefillModel(0.02, 1e-3, 0)
+    for number in range(40):
+        new = 16 + 37 * number % 180
+        latency.observe_prefills([PrefillSample(new, 0, true.seconds(new))])
+    for new in (16, 100, 200):
+        assert latency.prefill.seconds(new) == pytest.approx(true.seconds(new), rel=0.1)
+
+
+def test_a_profile_of_many_steps_is_what_was_measured() -> None:
+    true = PrefillModel(0.02, 1e-3, 2e-7)
+    rows = [(64, 0), (512, 0), (256, 0), (512, 512), (512, 0)]
+    model = profile_prefill([PrefillSample(*row, true.seconds(*row)) for row in rows])
+    for row in rows:
+        assert model.seconds(*row) == pytest.approx(true.seconds(*row), rel=0.05)

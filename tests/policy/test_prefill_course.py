@@ -137,3 +137,45 @@ def test_steps_are_those_of_the_scheduler(prompts: list[tuple[int, int]]) -> Non
     for number, (num_tokens, priority) in enumerate(prompts[:-1]):
         made.join(str(number), work(num_tokens, priority), None, STEP, 0.0)
     assert predict(made, work(*prompts[-1])).ends_s == pytest.approx(scheduled_until(prompts))
+
+
+def test_prompts_that_usually_come_will_share_the_steps() -> None:
+    made = PrefillCourse()
+    for number in range(21):  # two short ones a second
+        made.join(str(number), work(25), None, STEP, number / 2)
+        made.computed(str(number), STEP, number / 2)
+    alone, last = PrefillCourse(), 10.0
+    assert predict(alone, work(400), now_s=last).ends_s == last + 4.0
+    assert last + 6.0 <= predict(made, work(400), now_s=last).ends_s <= last + 8.0  # half of what it computes, at most
+    assert predict(made, work(20), now_s=last).ends_s == last + 0.2  # who comes later comes later
+    few = PrefillCourse()
+    few.join("a", work(25), None, STEP, last - 1)
+    few.computed("a", STEP, last)
+    assert predict(few, work(400), now_s=last).ends_s == last + 4.0  # nothing is known of what will come
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.01, 3), st.integers(1, 300), st.booleans()), max_size=40),
+    st.integers(1, 900),
+    st.floats(0, 2),
+)
+def test_a_prediction_is_no_sooner_than_its_own_work(
+    events: list[tuple[float, int, bool]], num_tokens: int, contention: float
+) -> None:
+    made, now_s = PrefillCourse(), 0.0
+    speed = SPEED._replace(contention=contention)
+    for number, (pause_s, length, is_computed) in enumerate(events):
+        now_s += pause_s
+        made.advance(speed, 1.0, now_s)
+        made.join(str(number), work(length), Decoding(7, 1.0), STEP, now_s)
+        if is_computed:
+            made.computed(str(number // 2), STEP, now_s)
+        else:
+            made.remove(str(number // 3), STEP, now_s)
+    found = made.predict(work(num_tokens), speed, Neighbours({7: [(now_s, now_s + 1)]}), 1.0, 0.0, now_s)
+    assert found is not None
+    assert now_s <= found.begins_s <= found.ends_s
+    assert found.ends_s - now_s >= num_tokens * SPEED.model.b - 1e-9
+    assert (
+        found.ends_s - now_s <= (1 + contention) * (2 * num_tokens * SPEED.model.b + made.num_tokens * 0.01 + 2) + 1e-9
+    )
