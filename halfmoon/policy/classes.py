@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,7 @@ MatchKind = Literal["header", "api_key", "model"]
 Degradation = Literal["cap_max_tokens", "lower_kv_precision", "shed_lowest_class"]
 
 DEFAULT_CLASS = "default"
+_ROUNDING = 1e-9  # 0.1 three times and 0.7 may be more than 1
 
 
 def _check(holds: bool, param: str, problem: str) -> None:
@@ -51,6 +53,7 @@ class QosClass:
         _check(self.capped_tokens >= 1, "capped_tokens", "must be at least 1")
         _check(len(set(self.degradation)) == len(self.degradation), "degradation", "must name each step once")
         _check(all(rule.kind != "header" or rule.header for rule in self.rules), "rules", "must name the header")
+        _check(all(rule.value for rule in self.rules), "rules", "must name a value: nothing is nobody's")
 
 
 NO_PROMISES = QosClass(DEFAULT_CLASS)
@@ -80,7 +83,8 @@ class ClassTable:
         self.classes = tuple(sorted(classes, key=lambda one: (one.priority, one.name)))
         names = [one.name for one in self.classes]
         _check(len(set(names)) == len(names), "name", "must differ from class to class")
-        _check(sum(one.reserved for one in self.classes) <= 1, "reserved", "must not add up to more than 1")
+        reserved = math.fsum(one.reserved for one in self.classes)
+        _check(reserved <= 1 + _ROUNDING, "reserved", "must not add up to more than 1")
         self._default = next((one for one in self.classes if one.name == DEFAULT_CLASS), NO_PROMISES)
 
     @property

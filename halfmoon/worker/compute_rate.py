@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from halfmoon.engine.config import StepResult
 from halfmoon.policy.latency import PrefillModel, PrefillSample
 from halfmoon.policy.refinement import WorkerLatency
@@ -17,6 +19,10 @@ class ComputeRate:
     def model(self) -> PrefillModel:
         """Of one step; zeros before there was one."""
         return self._latency.prefill
+
+    def begin_with(self, samples: Sequence[PrefillSample]) -> None:
+        """What calibration measured, now or at an earlier start: nothing has to be computed to know."""
+        self._latency.observe_prefills(samples)
 
     def observe(self, result: StepResult) -> None:
         """After each step. Those that decode, too, say little of prefill."""

@@ -65,7 +65,9 @@ async def _serve(settings: WorkerSettings, tracer: Tracer) -> None:
     identity = gateway_pb2.WorkerIdentity()
     chains = ChainQueue(MAX_WAITING if settings.kv_store else 0, metrics.store.put_chains_dropped.inc)
     state = WorkerState(identity, engine.layout, metrics, chains)
-    if settings.kv_store is not None and settings.role != "decode":
+    if profile is not None and profile.prefills:
+        state.compute_rate.begin_with(profile.prefills)
+    elif settings.kv_store is not None and settings.role != "decode":
         for result in await asyncio.to_thread(first_steps, engine):
             state.compute_rate.observe(result)
     death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()

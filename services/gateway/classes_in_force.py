@@ -20,14 +20,17 @@ from services.gateway.strict_part import Items, Part
 log = logging.getLogger(__name__)
 
 _MAX_RULES = 256
+_MAX_VALUE_CHARS = 1_024
+_MAX_HEADER_CHARS = 256
+_MAX_TARGET_S = 1e6
 
 
 class RuleBody(Part):
     """`halfmoon.policy.classes.MatchRule`."""
 
     kind: MatchKind
-    value: str
-    header: str = ""
+    value: str = Field(max_length=_MAX_VALUE_CHARS)
+    header: str = Field("", max_length=_MAX_HEADER_CHARS)
 
 
 class ClassBody(Part):
@@ -36,12 +39,12 @@ class ClassBody(Part):
     version: int = Field(0, ge=0, lt=1 << 31)  # 0: there is none
     priority: int = Field(0, ge=-1_000, le=1_000)
     reserved: float = 0.0
-    ttft_s: float | None = None
-    tbt_s: float | None = None
+    ttft_s: float | None = Field(None, le=_MAX_TARGET_S)
+    tbt_s: float | None = Field(None, le=_MAX_TARGET_S)
     attainment: float = 0.9
     rules: Annotated[Items[RuleBody], Field(max_length=_MAX_RULES)] = Field(default_factory=list)
     degradation: Items[Degradation] = Field(default_factory=list)
-    capped_tokens: int = NO_PROMISES.capped_tokens
+    capped_tokens: int = Field(NO_PROMISES.capped_tokens, lt=1 << 31)
 
 
 class ClassesInForce:

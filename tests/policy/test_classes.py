@@ -42,6 +42,8 @@ def test_the_first_rule_that_holds_by_priority() -> None:
         ("capped_tokens", {"capped_tokens": 0}),
         ("degradation", {"degradation": ("cap_max_tokens", "cap_max_tokens")}),
         ("rules", {"rules": (MatchRule("header", "gold"),)}),
+        ("rules", {"rules": (MatchRule("api_key", ""),)}),
+        ("reserved", {"reserved": float("nan")}),
     ],
 )
 def test_what_no_class_can_be(param: str, changed: dict[str, Any]) -> None:
@@ -54,6 +56,11 @@ def test_what_no_table_can_be() -> None:
     for classes in ((GOLD, GOLD), (GOLD, QosClass("other", reserved=0.6))):
         with pytest.raises(InvalidRequest):
             ClassTable(classes)
+
+
+def test_shares_that_are_everything_are_not_more_than_that() -> None:
+    ClassTable(QosClass(str(number), reserved=share) for number, share in enumerate((0.1, 0.1, 0.1, 0.7)))
+    ClassTable(QosClass(str(number), reserved=1 / 49) for number in range(49))
 
 
 def test_a_reservation_is_lent_until_its_owner_comes() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2 import LatencyProfile
@@ -65,6 +67,64 @@ async def test_wrong_classes_are_refused_whole(tmp_path: Path) -> None:
             assert (status, param in str(answer["error"]["param"])) == (400, True), answer
         assert (await call(fleet, "DELETE", "/half"))[0] == 400
         assert [one["name"] for one in (await call(fleet, "GET"))[1]["classes"]] == ["half"]
+
+
+MALFORMED: tuple[tuple[str, str | None], ...] = (
+    ('{"ttft_s": NaN}', None),
+    ('{"ttft_s": 1e999}', "ttft_s"),
+    ('{"ttft_s": 0}', "ttft_s"),
+    ('{"ttft_s": 1e300}', "ttft_s"),
+    ('{"tbt_s": -0.0}', "tbt_s"),
+    ('{"tbt_s": "0.1"}', "tbt_s"),
+    ('{"priority": 1e3}', "priority"),
+    ('{"priority": 123456789012345678901234567890}', "priority"),
+    ('{"capped_tokens": 0}', "capped_tokens"),
+    ('{"capped_tokens": 123456789012345678901234567890}', "capped_tokens"),
+    ('{"attainment": 1.01}', "attainment"),
+    ('{"reserved": -0.1}', "reserved"),
+    ('{"version": -1}', "version"),
+    ('{"name": "gold"}', "name"),
+    ('{"applied_ttft_s": 1}', "applied_ttft_s"),
+    ('{"rules": [{"kind": "header", "value": "gold"}]}', "rules"),
+    ('{"rules": [{"kind": "api_key", "value": ""}]}', "rules"),
+    ('{"rules": [{"kind": "cookie", "value": "x"}]}', "rules[0].kind"),
+    ('{"rules": [{"kind": "model", "value": "' + "x" * 5_000 + '"}]}', "rules[0].value"),
+    ('{"rules": [' + ",".join(['{"kind": "model", "value": "x"}'] * 300) + "]}", "rules"),
+    ('{"degradation": ["cap_max_tokens", "cap_max_tokens"]}', "degradation"),
+    ("[" * 5_000, None),
+    ("null", None),
+    ("", None),
+)
+
+
+async def test_malformed_classes_are_refused_by_name(fleet: Fleet) -> None:
+    for raw, param in MALFORMED:
+        url = f"{fleet.http}/halfmoon/v1/classes/gold"
+        async with aiohttp.ClientSession() as session, session.put(url, data=raw) as response:
+            answer = await response.json()
+        assert (response.status, answer["error"]["param"]) == (400, param), answer
+        assert len(answer["error"]["message"]) < 500
+    assert (await call(fleet, "GET"))[1]["classes"] == []
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with running_fleet(tmp_path) as fleet:
+        yield fleet
+
+
+async def test_targets_are_shown_as_they_are_applied(fleet: Fleet) -> None:
+    prefill, _ = await fleet.pair()
+    measured(fleet, prefill, 1e-6)
+    await call(fleet, "PUT", "/gold", **{**GOLD, "tbt_s": 0.25})
+    gatekeeper, now_s = fleet.gateway.judge.gatekeeper, fleet.cluster.clock()
+    (gold,) = gatekeeper.classes.classes
+    for _ in range(30):
+        gatekeeper._feedback.add(gold, 0.75, 0.1, now_s, now_s)
+    assert (await complete(fleet, "gold"))[0] == 200
+    (shown,) = (await call(fleet, "GET"))[1]["classes"]
+    assert (shown["ttft_s"], shown["applied_ttft_s"], shown["measured_ttft_s"]) == (0.5, 0.45, 0.75)
+    assert (shown["tbt_s"], shown["applied_tbt_s"], shown["measured_tbt_s"]) == (0.25, 0.25, None)
 
 
 async def test_classes_survive_a_restart(tmp_path: Path) -> None:
