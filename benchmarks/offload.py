@@ -1,21 +1,28 @@
 """Decode steps with all KV on the host: loaded, or computed again in part (KVPR), over the same slow link.
 
     python -m benchmarks.offload --links 100 200 400 800 --repeat 12
+    python -m benchmarks.offload --links 50 100 --handed-over
 
-An OPT of `--layers` layers and random weights decodes `--batch` sequences of `--tokens` tokens. Three engines take
-turns at each step: one with all KV in memory, one that loads it all, and one that chooses; medians of their steps. The
-link is a copy in memory that sleeps until the given rate (MB/s) allows it to be done. `gain` is loaded / chosen; with
-inputs, half of K and V, it cannot be larger than 2. The last column is the last new kind of choice and its promise.
+An OPT of `--layers` layers and random weights decodes `--batch` sequences of `--tokens` tokens, prefilled here or, with
+`--handed-over`, with KV from elsewhere, of which no layer's inputs are known. Three engines take turns at each step:
+one with all KV in memory, one that loads it all, and one that chooses. The link is a copy in memory that sleeps until
+the given rate (MB/s) allows it to be done.
+
+`in memory`, `loaded`, `chosen`: medians of the last `--repeat` steps, ms. `gain`: loaded / chosen; with inputs, half of
+K and V, it cannot be larger than 2, with running tokens again it can. `all`: the same of all steps, the first
+`--settle` ones as well, in which rates are learned and inputs made up for. `hidden`: how much of the time in which the
+chosen engine's link was busy it computed as well. `halves`: memory that its KV takes, of that which K and V take.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 from transformers import OPTConfig
@@ -26,24 +33,9 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 
 SCHEDULES: tuple[OffloadSchedule, ...] = ("latency", "throughput")
+RECOMPUTE: tuple[Literal["never", "auto"], ...] = ("never", "auto")
 _BLOCK_TOKENS = 64
 _VOCABULARY = 1024
-
-
-class Choices(logging.Handler):
-    """Owns what engines said of their last choice."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.last = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keeps the share of tokens that are computed again."""
-        if record.getMessage() == "offload.chosen":
-            fields = vars(record)
-            if fields["num_tokens"]:
-                share = fields["num_computed_again"] / fields["num_tokens"]
-                self.last = f"{fields['kind']} {share:.0%}, a layer in {1e3 * fields['layer_s']:.1f} ms"
 
 
 def random_opt(path: Path, hidden_size: int, num_layers: int) -> Checkpoint:
@@ -55,8 +47,10 @@ def random_opt(path: Path, hidden_size: int, num_layers: int) -> Checkpoint:
     return prepare_checkpoint(str(path))
 
 
-def started(checkpoint: Checkpoint, batch: int, tokens: int, steps: int, offload: OffloadConfig | None) -> Engine:
-    """An engine whose sequences have all been prefilled."""
+def started(
+    checkpoint: Checkpoint, batch: int, tokens: int, steps: int, offload: OffloadConfig | None, handed_over: bool
+) -> Engine:
+    """An engine whose sequences have all been prefilled, or handed over."""
     longest = tokens + steps
     blocks = -(-longest // _BLOCK_TOKENS)
     layers = checkpoint.model_config.num_layers
@@ -77,10 +71,47 @@ def started(checkpoint: Checkpoint, batch: int, tokens: int, steps: int, offload
     sampling = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True)
     for number in range(batch):
         prompt = torch.randint(3, _VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(number)).tolist()
-        engine.add(EngineRequest(str(number), tuple(prompt), sampling))
-    while engine.step().num_prefill_tokens:
+        request = EngineRequest(str(number), tuple(prompt), sampling)
+        if handed_over:
+            engine.reserve(request)
+            payload = bytes(tokens * layers * engine.layout.token_layer_bytes)
+            engine.kv_write(request.request_id, 0, layers, 0, tokens, payload)
+            engine.start(request.request_id, 3)
+        else:
+            engine.add(request)
+    while not handed_over and engine.step().num_prefill_tokens:
         continue
     return engine
+
+
+class Columns(NamedTuple):
+    """One row of the table, of engines that took the same steps in turns."""
+
+    memory_s: float
+    loaded_s: float
+    chosen_s: float
+    all_gain: float
+    hidden_share: float
+    halves_share: float
+    kinds: str
+
+
+def measured(engines: Sequence[Engine], settle: int, repeat: int) -> Columns:
+    """Steps the engines in turns."""
+    rounds = [[engine.step() for engine in engines] for _ in range(settle + repeat)]
+    durations = list(zip(*([result.duration_s for result in results] for results in rounds), strict=True))
+    medians = [statistics.median(times[settle:]) for times in durations]
+    staged = [results[-1].staged for results in rounds[settle:]]
+    link_s, wait_s = sum(work.link_s for work in staged), sum(work.wait_s for work in staged)
+    used = [engine.num_blocks - engine.stats().num_free_blocks for engine in engines]
+    kinds = Counter(kind for work in staged for kind in work.num_groups)
+    return Columns(
+        *medians,
+        all_gain=sum(durations[1]) / sum(durations[2]),
+        hidden_share=1 - wait_s / link_s,
+        halves_share=used[2] / used[1],
+        kinds=", ".join(f"{kind} {number / repeat:.0%}" for kind, number in kinds.most_common()),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -91,32 +122,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--links", type=float, nargs="+", default=[100, 200, 400, 800, 1600], help="MB/s")
-    parser.add_argument("--repeat", type=int, default=12, help="steps")
+    parser.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=SCHEDULES)
+    parser.add_argument("--settle", type=int, default=12, help="steps before those that count")
+    parser.add_argument("--repeat", type=int, default=12, help="steps that count")
+    parser.add_argument("--handed-over", action="store_true", help="KV comes from elsewhere")
     options = parser.parse_args(arguments)
-    choices = Choices()
-    logger = logging.getLogger("halfmoon.engine.offload")
-    logger.addHandler(choices)
-    logger.setLevel(logging.INFO)
-    steps = options.repeat + 4
+    steps = options.settle + options.repeat + 4
     print(
-        f"{'schedule':12}{'MB/s':>6}{'in memory':>11}{'loaded':>9}{'chosen':>9}{'gain':>7}  ms a step; what was chosen"
+        f"{'schedule':12}{'MB/s':>6}{'in memory':>11}{'loaded':>9}{'chosen':>9}{'gain':>8}{'all':>7}"
+        f"{'hidden':>8}{'halves':>8}  steps by kind",
+        flush=True,
     )
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = random_opt(Path(directory), options.hidden, options.layers)
-        for schedule in SCHEDULES:
+        for schedule in options.schedules:
             for link in options.links:
-                ways = [
-                    None,
-                    *(
-                        OffloadConfig(8 << 30, schedule, recompute, link * 1e6)  # type: ignore[arg-type]
-                        for recompute in ("never", "auto")
-                    ),
+                ways = [None, *(OffloadConfig(8 << 30, schedule, way, link * 1e6) for way in RECOMPUTE)]
+                engines = [
+                    started(checkpoint, options.batch, options.tokens, steps, way, options.handed_over) for way in ways
                 ]
-                engines = [started(checkpoint, options.batch, options.tokens, steps, way) for way in ways]
-                rounds = [[engine.step().duration_s for engine in engines] for _ in range(options.repeat)]
-                memory_s, loaded_s, chosen_s = (statistics.median(times) for times in zip(*rounds, strict=True))
-                shown = "".join(f"{1e3 * one_s:9.1f}" for one_s in (memory_s, loaded_s, chosen_s))
-                print(f"{schedule:12}{link:6.0f}  {shown}{loaded_s / chosen_s:6.2f}x  {choices.last}")
+                row = measured(engines, options.settle, options.repeat)
+                shown = "".join(f"{1e3 * one_s:9.1f}" for one_s in (row.memory_s, row.loaded_s, row.chosen_s))
+                print(
+                    f"{schedule:12}{link:6.0f}  {shown}{row.loaded_s / row.chosen_s:7.2f}x{row.all_gain:6.2f}x"
+                    f"{row.hidden_share:8.0%}{row.halves_share:8.0%}  {row.kinds}",
+                    flush=True,
+                )
                 for engine in engines:
                     engine.close()
 

@@ -109,6 +109,18 @@ class BlockChain:
 
 
 @dataclass(frozen=True, slots=True)
+class StagedWork:
+    """What a step did for KV that lies on the host. On CUDA, which nobody waits for, the link's figures are 0."""
+
+    num_groups: Mapping[str, int] = field(
+        default_factory=lambda: MappingProxyType({})
+    )  # of sequences, by how their KV came to the device (`policy/offload.Kind`)
+    link_bytes: int = 0
+    link_s: float = 0.0  # that the link was busy
+    wait_s: float = 0.0  # of those, that nothing was computed meanwhile
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What one step did. `context_tokens` is the sum of the sequences' lengths after it."""
 
@@ -129,9 +141,7 @@ class StepResult:
     )  # of its prompt, by request that had a chunk in this step
     stored_keys: tuple[bytes, ...] = ()  # of blocks that the prefix cache got since the step before
     evicted_keys: tuple[bytes, ...] = ()
-    num_staged: Mapping[str, int] = field(
-        default_factory=lambda: MappingProxyType({})
-    )  # groups of sequences with KV on the host, by how their KV came to the device (`policy/offload.Kind`)
+    staged: StagedWork = StagedWork()
     chains: tuple[BlockChain, ...] = ()  # of prompts that are computed now, and of outputs that filled a block
 
     @property

@@ -15,7 +15,7 @@ import torch
 
 from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.checkpoint import Checkpoint
-from halfmoon.engine.config import BlockChain, EngineConfig, EngineStats, StepResult
+from halfmoon.engine.config import BlockChain, EngineConfig, EngineStats, StagedWork, StepResult
 from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.device_path import capture_decode, choose_path
 from halfmoon.engine.kv_access import KVAccess, KVMemory
@@ -305,7 +305,7 @@ class Engine:
             ended_s=time.monotonic(),
             stored_keys=changes.stored,
             evicted_keys=changes.evicted,
-            num_staged=self._runner.chooser.take_num_staged() if isinstance(self._runner, OffloadRunner) else {},
+            staged=self._runner.take_work() if isinstance(self._runner, OffloadRunner) else StagedWork(),
             chains=tuple(chains),
         )
 

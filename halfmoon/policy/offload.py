@@ -15,12 +15,18 @@ load / fetch, so at most twice where X is half of K and V.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 Kind = Literal["load", "inputs", "tokens"]
+Slowness = Mapping[Kind, float]  # what steps of a kind took, in times of what was predicted of them
+AS_PREDICTED: Slowness = MappingProxyType({"load": 1.0, "inputs": 1.0, "tokens": 1.0})
 
-_MIN_GAIN = 0.05  # of the time of loading everything; a smaller one is within what was measured wrongly
+# Of the time of loading everything; a smaller gain is within what was measured wrongly. Rows that run again cost more
+# than their layers, and no memory is saved by them.
+_MIN_GAINS: Mapping[Kind, float] = MappingProxyType({"load": 0.0, "inputs": 0.05, "tokens": 0.15})
 _REPAID_STEPS = 16  # a step may be slower if as many of those that follow make up for it
 
 
@@ -53,14 +59,13 @@ class Split:
     layer_s: float
 
 
-def choose_split(costs: OffloadCosts, num_tokens: int, num_layers: int) -> Split:
+def choose_split(costs: OffloadCosts, num_tokens: int, num_layers: int, slowness: Slowness = AS_PREDICTED) -> Split:
     """The fastest way for a batch whose sequences have `num_tokens` known tokens together."""
     plain = Split("load", 0, layer_time(costs, num_tokens, num_layers))
     found = [plain, best_tokens(costs, num_tokens, num_layers)]
     if costs.inputs is not None:
         found.append(best_inputs(costs, num_tokens, num_layers))
-    fastest = min(found, key=lambda split: split.layer_s)
-    return fastest if fastest.layer_s <= (1 - _MIN_GAIN) * plain.layer_s else plain
+    return min(found, key=lambda split: split.layer_s * slowness[split.kind] / (1 - _MIN_GAINS[split.kind]))
 
 
 def best_inputs(costs: OffloadCosts, num_tokens: int, num_layers: int) -> Split:
@@ -86,7 +91,7 @@ def best_tokens(costs: OffloadCosts, num_tokens: int, num_layers: int) -> Split:
 
 def is_worth_less_inputs(costs: OffloadCosts, num_tokens: int, num_layers: int, num_inputs: int, best_s: float) -> bool:
     """Whether so many tokens kept as inputs cost notably more than the best split: what was measured has changed."""
-    return layer_time(costs, num_tokens, num_layers, num_inputs) > best_s * (1 + _MIN_GAIN)
+    return layer_time(costs, num_tokens, num_layers, num_inputs) > best_s * (1 + _MIN_GAINS["inputs"])
 
 
 def blocks_to_run_again(

@@ -31,6 +31,19 @@ class WorkerMetrics:
             ["kind"],
             registry=self.registry,
         )
+        self._staged_bytes = Counter(
+            "halfmoon_engine_staged_bytes",
+            "KV and inputs that came from host memory to the device",
+            registry=self.registry,
+        )
+        self._staged_link = Counter(
+            "halfmoon_engine_staged_link_seconds", "Time in which they came", registry=self.registry
+        )
+        self._staged_wait = Counter(
+            "halfmoon_engine_staged_wait_seconds",
+            "Of that, what computing did not hide: all of it if nothing came while something was computed",
+            registry=self.registry,
+        )
         self._preemptions = Counter("halfmoon_engine_preemptions", "Sequences preempted", registry=self.registry)
         self._sequences = Gauge("halfmoon_engine_sequences", "Sequences by state", ["state"], registry=self.registry)
         self._blocks = Gauge("halfmoon_engine_blocks", "KV blocks by state", ["state"], registry=self.registry)
@@ -61,8 +74,11 @@ class WorkerMetrics:
         self._prefill_tokens.inc(result.num_prefill_tokens)
         self._output_tokens.inc(len(result.outputs))
         self._preemptions.inc(result.num_preempted)
-        for kind, num_groups in result.num_staged.items():
+        for kind, num_groups in result.staged.num_groups.items():
             self._staged.labels(kind).inc(num_groups)
+        self._staged_bytes.inc(result.staged.link_bytes)
+        self._staged_link.inc(result.staged.link_s)
+        self._staged_wait.inc(result.staged.wait_s)
 
     def observe_stats(self, stats: EngineStats) -> None:
         """With each load report."""

@@ -80,6 +80,7 @@ class OffloadedAttention:
         self._layer = 0
         self._first_s = 0.0
         self.times = PassTimes()
+        self.waited_s = 0.0  # for the link, in all layers
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
         """As `StepAttention.attend`."""
@@ -130,7 +131,9 @@ class OffloadedAttention:
         if fetch is not None:
             started_s = time.perf_counter()
             fetch.wait()
-            self.times.waited_s += time.perf_counter() - started_s
+            waited_s = time.perf_counter() - started_s
+            self.times.waited_s += waited_s
+            self.waited_s += waited_s
 
     def _keep(self, group: ColdRows, k: Tensor, v: Tensor, layer_kv: Tensor) -> None:
         host = self._memory.host[self._layer]

@@ -64,11 +64,11 @@ class Offload:
         has_inputs = self._keys_values is not None
         staging = Staging(self._layout, self.rooms.staging, tensor.dtype, tensor.device, has_inputs)
         link: Link = StreamLink(tensor.device) if tensor.is_cuda else ThreadLink(self._config.link_bytes_per_s)
-        chooser = Chooser(self._layout.block_tokens)
+        chooser = Chooser(self._layout.block_tokens, self._layout.num_layers)
         if self._config.recompute == "auto":
             costs = measure_costs(runner, memory, staging, link)
             logger.info("offload.measured", extra=asdict(costs))
-            chooser.use(costs)
+            chooser.use(costs, learns=not tensor.is_cuda)
         return OffloadRunner(runner, attention, memory, staging, link, chooser, self._config.schedule), memory
 
 

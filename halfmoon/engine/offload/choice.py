@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from halfmoon.engine.offload.link import LinkWork
 from halfmoon.policy.offload import (
+    AS_PREDICTED,
     Kind,
     OffloadCosts,
     Recompute,
@@ -22,6 +23,7 @@ from halfmoon.policy.offload import (
 logger = logging.getLogger(__name__)
 
 _NEWEST_SHARE = 0.2  # of the last pass in what is known of the device's and the link's speed
+_FORGOTTEN_SHARE = 0.01  # a step, of how much slower than predicted a kind was that is not used: it is tried again
 _MOST_REPLACED = 4  # blocks a step whose content is replaced
 
 
@@ -48,10 +50,15 @@ class Choice:
 class Chooser:
     """Owns what is known of the device's and the link's speed."""
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, num_layers: int) -> None:
         self._block_tokens = block_tokens
+        self._num_layers = num_layers  # of the model
+        self._slowness: dict[Kind, float] = dict(AS_PREDICTED)
+        self._tried: set[Kind] = set()
+        self._predicted_s = 0.0  # of the groups of this step
         self._costs: OffloadCosts | None = None  # None: everything is loaded
         self._learns = False
+        self._knows_base = True  # what a layer computes in any case, from a pass like those that come
         self._last_kind: Kind | None = None
         self._num_staged: Counter[Kind] = Counter()
 
@@ -59,33 +66,46 @@ class Chooser:
         """From now on what pays is computed again; what steps take then refines the costs, if it `learns`."""
         self._costs = costs
         self._learns = learns
+        self._knows_base = not learns
 
     def inputs_share(self, num_tokens: int, num_layers: int) -> float:
         """Of so many tokens that are about to be computed, the share to keep as inputs."""
         if self._costs is None or not num_tokens:
             return 0.0
-        split = choose_split(self._costs, num_tokens, num_layers)
+        split = choose_split(self._costs, num_tokens, num_layers, self._slowness)
         return split.num_tokens / num_tokens if split.kind == "inputs" else 0.0
 
     def choose(self, group: Group, num_layers: int) -> Choice:
         """num_layers: of all groups and passes that follow one another without the link waiting."""
         choice = Choice("load")
         if self._costs is not None and group.num_tokens:
-            split = choose_split(self._costs, group.num_tokens, num_layers)
+            split = choose_split(self._costs, group.num_tokens, num_layers, self._slowness)
             choice = self._choice(self._costs, group, num_layers, split)
-            self._log(self._costs, group, num_layers, choice)
+            num_again = choice.num_again + choice.num_to_inputs * self._block_tokens
+            num_inputs = min(group.num_inputs, group.num_tokens - num_again)
+            layer_s = layer_time(self._costs, group.num_tokens, num_layers, num_inputs, num_again)
+            self._predicted_s += layer_s * self._num_layers
+            self._log(self._costs, group, num_layers, choice, layer_s)
         self._num_staged[choice.kind] += 1
         return choice
 
     def learn_pass(self, base_s: float, inputs_s: float, num_inputs: float, num_rows_again: float) -> None:
         """What a layer of a pass took: the start's figures are of one token on a device without other work.
 
+        Nothing runs again before a pass without such rows has said what a layer takes in any case.
+
         num_rows_again: rows of prompts, and of tokens that ran again, beside those that decode.
         """
         costs = self._costs
         if costs is None or not self._learns:
             return
-        if num_rows_again:
+        if not self._knows_base:
+            if num_rows_again:
+                return
+            costs = replace(costs, base_s=base_s)
+            self._knows_base = True
+        elif num_rows_again:
+            costs = replace(costs, base_s=min(costs.base_s, _mixed(costs.base_s, base_s)))
             tokens_s = max(0.0, base_s - costs.base_s) / num_rows_again
             costs = replace(costs, tokens=replace(costs.tokens, compute_s=_mixed(costs.tokens.compute_s, tokens_s)))
         else:
@@ -107,14 +127,31 @@ class Chooser:
             inputs = Recompute(load_s / 2, inputs.compute_s, inputs.begin_s)
         self._costs = replace(costs, load_s=load_s, inputs=inputs)
 
-    def take_num_staged(self) -> dict[str, int]:
-        """Groups that were staged since the last call, by how."""
-        taken = {str(kind): num_groups for kind, num_groups in self._num_staged.items()}
+    def learn_step(self, took_s: float | None) -> dict[str, int]:
+        """Ends a step; took_s: None if it did more than decode. Gives the groups that were staged, by how.
+
+        Every kind of step has its own relation to what its layers are predicted to take: what is not in a layer, and
+        what link and device do to each other.
+        """
+        staged, predicted_s = dict(self._num_staged), self._predicted_s
         self._num_staged.clear()
-        return taken
+        self._predicted_s = 0.0
+        if self._learns and took_s is not None and predicted_s:
+            self._learn_slowness(set(staged), took_s / predicted_s)
+        return {str(kind): num_groups for kind, num_groups in staged.items()}
+
+    def _learn_slowness(self, used: set[Kind], took: float) -> None:
+        for kind, slowness in self._slowness.items():
+            if kind not in used:
+                self._slowness[kind] = slowness + _FORGOTTEN_SHARE * (1.0 - slowness)
+            else:
+                self._slowness[kind] = _mixed(slowness, took) if kind in self._tried else took
+        self._tried |= used
 
     def _choice(self, costs: OffloadCosts, group: Group, num_layers: int, split: Split) -> Choice:
         kind: Kind = "inputs" if group.num_inputs else "load"
+        if not self._knows_base:
+            return Choice(kind)
         if split.kind == "tokens":
             return Choice("tokens", num_again=split.num_tokens)
         wanted = split.num_tokens if split.kind == "inputs" else 0
@@ -131,7 +168,7 @@ class Chooser:
                 return Choice(kind, num_to_kv=fewer_blocks)
         return Choice(kind)
 
-    def _log(self, costs: OffloadCosts, group: Group, num_layers: int, choice: Choice) -> None:
+    def _log(self, costs: OffloadCosts, group: Group, num_layers: int, choice: Choice, layer_s: float) -> None:
         if choice.kind == self._last_kind:
             return
         self._last_kind = choice.kind
@@ -141,8 +178,9 @@ class Chooser:
                 "kind": choice.kind,
                 "num_tokens": group.num_tokens,
                 "num_computed_again": choice.num_again or group.num_inputs,
-                "layer_s": layer_time(costs, group.num_tokens, num_layers, group.num_inputs, choice.num_again),
+                "layer_s": layer_s,
                 "all_loaded_layer_s": layer_time(costs, group.num_tokens, num_layers),
+                "slowness": dict(self._slowness),
             },
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.engine.attention_backend import AttentionBackend, Span
-from halfmoon.engine.config import OffloadSchedule
+from halfmoon.engine.config import OffloadSchedule, StagedWork
 from halfmoon.engine.kv_watch import LayerWatch
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.offload.attention import ColdRows, OffloadedAttention, Replacement, Stores
@@ -50,6 +51,12 @@ class OffloadRunner:
         self._schedule = schedule
         self._num_layers = memory.host.shape[0]
         self._device = memory.device.tensor.device
+        self._work = StagedWork()  # of the step before
+
+    def take_work(self) -> StagedWork:
+        """What was done since the last call."""
+        work, self._work = self._work, StagedWork()
+        return work
 
     def close(self) -> None:
         """Ends the link."""
@@ -58,6 +65,7 @@ class OffloadRunner:
     @torch.inference_mode()
     def run(self, scheduled: tuple[ScheduledSequence, ...], watch: LayerWatch | None = None) -> list[SampledToken]:
         """As `ModelRunner.run`."""
+        started_s = time.perf_counter()
         planner = PassPlanner(self._memory, self.chooser, self._staging.num_blocks, self._num_layers, self._schedule)
         passes = planner.passes(scheduled)
         if not passes:
@@ -78,7 +86,7 @@ class OffloadRunner:
             torch.cuda.current_stream().synchronize()
         for group in (group for one in groups for group in one):
             self._replace(group)
-        self.chooser.learn_link(self._link.take_work(), self._token_bytes())
+        self._learn_step(scheduled, time.perf_counter() - started_s)
         return sampled
 
     def _tasks(self, one: Pass) -> Iterator[Task]:
@@ -97,18 +105,27 @@ class OffloadRunner:
         if self._memory.keys_values is not None:
             batch = replace(batch, on_inputs=attention.keep_inputs)
         logits = self._runner.forward(batch, watch=watch)
-        self._learn(one, attention)
+        if self._device.type == "cpu":
+            self._work = replace(self._work, wait_s=self._work.wait_s + attention.waited_s)
+        self._learn_pass(one, attention)
         return logits
 
-    def _learn(self, one: Pass, attention: OffloadedAttention) -> None:
-        """On a CPU, where this thread computes: the mean of the layers behind the first, for each group."""
+    def _learn_pass(self, one: Pass, attention: OffloadedAttention) -> None:
+        """The mean of the layers behind the first, for each group."""
         num_layers = (self._num_layers - 1) * len(one.groups)
-        if self._device.type != "cpu" or not num_layers:
+        if not num_layers:
             return
         times, num_groups = attention.times, len(one.groups)
         num_inputs = sum(len(plan.input_slots) for plan in one.groups) / num_groups
         rows_again = one.num_rows_again / num_groups
         self.chooser.learn_pass(times.base_s / num_layers, times.inputs_s / num_layers, num_inputs, rows_again)
+
+    def _learn_step(self, scheduled: Sequence[ScheduledSequence], took_s: float) -> None:
+        link = self._link.take_work()
+        self.chooser.learn_link(link, self._token_bytes())
+        only_decodes = all(item.num_tokens == 1 for item in scheduled)
+        staged = self.chooser.learn_step(took_s if only_decodes else None)
+        self._work = replace(self._work, num_groups=staged, link_bytes=link.num_bytes, link_s=link.busy_s)
 
     def _replace(self, group: ColdRows) -> None:
         """The step is done with every block that it read."""

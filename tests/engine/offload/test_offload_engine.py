@@ -56,7 +56,7 @@ def generate_counting(engine: Engine, num_staged: Counter[str]) -> dict[str, lis
     while engine.has_work():
         result = engine.step()
         outputs += result.outputs
-        num_staged.update(result.num_staged)
+        num_staged.update(result.staged.num_groups)
     engine.check_integrity()
     return {one.request_id: tokens(outputs, one.request_id) for one in some()}
 
@@ -137,7 +137,7 @@ def test_inputs_of_handed_over_kv_are_made_up_for(
     for _ in range(10):
         result = decode.step()
         outputs += result.outputs
-        num_staged.update(result.num_staged)
+        num_staged.update(result.staged.num_groups)
         decode.check_integrity()
         free.append(decode.stats().num_free_blocks)
     assert num_staged["inputs"] > 5
@@ -162,7 +162,7 @@ def test_inputs_that_pay_no_more_become_kv_again(make_engine: MakeEngine, make_o
             runner_of(engine).chooser.use(OffloadCosts(1.0, 0.0, Recompute(0.5, 500.0), NEVER), learns=False)
         result = engine.step()
         outputs += result.outputs
-        kinds.append(set(result.num_staged))
+        kinds.append(set(result.staged.num_groups))
     assert tokens(outputs) == expected["a"]
     assert {"inputs"} in kinds
     assert kinds[-1] == {"load"}
