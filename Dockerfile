@@ -91,5 +91,5 @@ USER halfmoon
 EXPOSE 8501
 HEALTHCHECK --interval=15s --timeout=12s --start-period=30s --retries=3 \
     CMD ["timeout", "10", "python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8501/_stcore/health', timeout=4)"]
-ENTRYPOINT ["streamlit", "run", "console/app.py", "--server.headless", "true", "--server.address", "0.0.0.0", \
+ENTRYPOINT ["python", "-m", "console", "--server.headless", "true", "--server.address", "0.0.0.0", \
     "--server.port", "8501", "--browser.gatherUsageStats", "false"]

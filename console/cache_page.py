@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import streamlit as st
 
 from console import charts
 from console.gateway_api import GatewayApi
-from console.live import empty, live
+from console.live import at_once, empty, live
 from console.palette import BLUE, GREEN, TIERS, TOKENS
+from console.plain_text import plain
 from console.quantities import NOTHING, ago, count, share, size
 
 _MINUTES = 30
@@ -29,7 +31,8 @@ class Seen(NamedTuple):
 def render(api: GatewayApi) -> None:
     """The page."""
     st.title("Cache")
-    live("cache", lambda: Seen(api.cache(), api.series(_MINUTES), api.placements(_PLACEMENTS)), _draw)
+    looks = (api.cache, partial(api.series, _MINUTES), partial(api.placements, _PLACEMENTS))
+    live("cache", lambda: Seen(*at_once(*looks)), _draw)
 
 
 def compression(tier: Mapping[str, Any], block_bytes: int | None) -> float | None:
@@ -153,7 +156,8 @@ def _store(store: Mapping[str, Any], block_bytes: int | None) -> None:
         st.caption("This gateway knows of no store: start it with --kv-store host:port.")
         return
     if store["state"] == "away":
-        st.warning(f"The store at {store['address']} does not answer: {store['reason']}", icon=":material/cloud_off:")
+        why = plain(f"The store at {store['address']} does not answer: {store['reason']}")
+        st.warning(why, icon=":material/cloud_off:")
         return
     bar = st.column_config.ProgressColumn(format="percent", min_value=0, max_value=1)
     times = st.column_config.NumberColumn(format="%.2f×")

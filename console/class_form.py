@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import streamlit as st
 
 from console.gateway_api import GatewayApi, GatewayError
+from console.plain_text import plain
 from console.quantities import share
 
 DEGRADATIONS = ("cap_max_tokens", "lower_kv_precision", "shed_lowest_class")
@@ -20,9 +22,11 @@ _DEFAULTS: Mapping[str, Any] = {
 
 def class_form(api: GatewayApi, stored: Mapping[str, Any] | None) -> None:
     """The form; `stored` is the class as it is, None for a new one."""
-    known = {**_DEFAULTS, **(stored or {})}
+    known = {**_DEFAULTS, **(_begun(stored) or {})}
     key = f"{known.get('name', '')}-{known['version']}"  # another version is another form
     name, body = _fields(known, key, is_new=stored is None)
+    if stored is not None and stored["version"] != known["version"]:
+        _overtaken(stored, known, is_edited=is_edited(known, body))
     buttons = st.columns([2, 2, 2, 3])
     may = bool(name.strip())
     if buttons[0].button("Preview", disabled=not may, key=f"preview-{key}", width="stretch"):
@@ -31,9 +35,14 @@ def class_form(api: GatewayApi, stored: Mapping[str, Any] | None) -> None:
         _save(api, name, body)
     if stored is not None:
         with buttons[2].popover("Remove", width="stretch"):
-            st.write(f"Requests of class {name} will be of another one, or of none.")
+            st.write(f"Requests of class {plain(name, 64)} will be of another one, or of none.")
             if st.button("Remove it", key=f"remove-{key}"):
                 _remove(api, name, known["version"])
+
+
+def is_edited(known: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
+    """Whether a form says something else than the class that it began with."""
+    return any(not _is_equal(known[name], value) for name, value in body.items() if name in known)
 
 
 def preview_sentence(preview: Mapping[str, int]) -> str:
@@ -63,6 +72,29 @@ def rules_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 def seconds_of(milliseconds: float | None) -> float | None:
     """As the gateway has it; 0 and nothing are no target."""
     return milliseconds / 1000 if milliseconds else None
+
+
+def _begun(stored: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The class as it was when this form was opened: what is typed stays where somebody else saves meanwhile."""
+    if stored is None:
+        return None
+    begun: dict[str, Mapping[str, Any]] = st.session_state.setdefault("class_begun", {})
+    return begun.setdefault(stored["name"], stored)
+
+
+def _overtaken(stored: Mapping[str, Any], known: Mapping[str, Any], *, is_edited: bool) -> None:
+    """The class is another one by now: the form follows, at once where nothing was typed."""
+    said = f"Somebody saved version {stored['version']} while version {known['version']} was edited here."
+    if is_edited:
+        st.warning(f"{said} What is typed here cannot be saved over it.", icon=":material/group:")
+    if not is_edited or st.button("Take the new version", key=f"take-{stored['name']}-{stored['version']}"):
+        st.session_state["class_begun"].pop(stored["name"])
+        st.rerun()
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    is_number = isinstance(one, int | float) and isinstance(other, int | float)
+    return math.isclose(one, other) if is_number else bool(one == other)
 
 
 def _fields(known: Mapping[str, Any], key: str, *, is_new: bool) -> tuple[str, dict[str, Any]]:
@@ -113,7 +145,7 @@ def _preview(api: GatewayApi, name: str, body: Mapping[str, Any]) -> None:
         with st.spinner("Replaying the last hour"):
             found = api.preview_class(name, body)
     except GatewayError as error:
-        st.error(str(error))
+        st.error(plain(error))
         return
     st.info(preview_sentence(found), icon=":material/history:")
 
@@ -122,22 +154,23 @@ def _save(api: GatewayApi, name: str, body: Mapping[str, Any]) -> None:
     try:
         saved = api.put_class(name, body)
     except GatewayError as error:
-        st.error(str(error))
+        st.error(plain(error))
         return
-    done(f"Class {name} is saved as version {saved['version']}.")
+    done(f"Class {plain(name, 64)} is saved as version {saved['version']}.")
 
 
 def _remove(api: GatewayApi, name: str, version: int) -> None:
     try:
         api.delete_class(name, version)
     except GatewayError as error:
-        st.error(str(error))
+        st.error(plain(error))
         return
-    done(f"Class {name} is removed.")
+    done(f"Class {plain(name, 64)} is removed.")
 
 
 def done(what: str) -> None:
-    """Says so on the page as it is after the edit."""
+    """Says so on the page as it is after the edit; forms begin anew."""
+    st.session_state["class_begun"] = {}
     st.session_state["class_edit_done"] = what
     st.rerun()
 

@@ -10,6 +10,7 @@ import streamlit as st
 
 from console.class_form import done
 from console.gateway_api import GatewayApi, GatewayError
+from console.plain_text import plain
 from console.quantities import NOTHING, seconds
 
 _SHOWN = 12
@@ -56,7 +57,9 @@ def draw_history(api: GatewayApi, edits: Sequence[Mapping[str, Any]], classes: S
     for edit in edits[:_SHOWN]:
         text, button = st.columns([4, 1], vertical_alignment="center")
         when = datetime.fromisoformat(edit["edited_at"]).astimezone().strftime("%d %b %H:%M:%S")
-        text.markdown(f"**{edit['name']}** v{edit['version']} · {change(edit)}  \n:small[:gray[{when}]]")
+        text.markdown(
+            f"**{plain(edit['name'], 64)}** v{edit['version']} · {plain(change(edit))}  \n:small[:gray[{when}]]"
+        )
         undo = undo_of(edit, classes)
         if button.button("Undo", disabled=undo is None, key=f"undo-{edit['revision']}") and undo is not None:
             _put_back(api, undo)
@@ -71,9 +74,9 @@ def _put_back(api: GatewayApi, undo: Undo) -> None:
         else:
             api.put_class(undo.name, {**undo.body, "version": undo.version})
     except GatewayError as error:
-        st.error(str(error))
+        st.error(plain(error))
         return
-    done(f"Class {undo.name} is as it was before.")
+    done(f"Class {plain(undo.name, 64)} is as it was before.")
 
 
 def _value(name: str, value: Any) -> str:

@@ -10,6 +10,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from console.palette import GREEN, GREY, ORANGE, RED, ROLES
+from console.plain_text import shortened
 from console.quantities import seconds
 
 _MAX_CARDS = 6  # of one role; more are cells
@@ -18,6 +19,7 @@ _CARD_W, _CARD_H, _CARD_GAP = 310, 72, 14
 _CELL, _CELL_GAP, _CELLS_A_ROW = 24, 5, 11
 _COLUMNS = {"prefill": 245, "decode": 685, "both": 245}
 _GATEWAY_W, _GATEWAY_H = 170, 78
+_CARD_CHARS, _GATEWAY_CHARS = 27, 22  # that fit into them
 _TOP = 34
 
 Worker = Mapping[str, Any]
@@ -116,10 +118,11 @@ def _card(worker: Worker, is_: Standing, place: _Place) -> str:
         f'<rect {frame} width="{bar_w * is_.used:.1f}" fill="{colour}"/>'
     )
     return (
-        f'<g data-worker="{escape(worker["worker_id"])}" data-standing="{is_.word}"><title>{_said(worker, is_)}</title>'
+        f'<g data-worker="{_escaped(worker["worker_id"])}" data-standing="{is_.word}">'
+        f"<title>{_said(worker, is_)}</title>"
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" {fill} stroke="{colour}" '
         f'stroke-opacity="0.55"{dash}/><rect x="{x}" y="{y}" width="5" height="{height}" rx="2.5" fill="{colour}"/>'
-        + _text(x + 16, y + 22, worker["worker_id"], 14, weight=600)
+        + _text(x + 16, y + 22, shortened(worker["worker_id"], _CARD_CHARS), 14, weight=600)
         + f'<circle cx="{x + width - 16}" cy="{y + 17}" r="4.5" fill="{is_.colour}"/>'
         + _text(x + width - 26, y + 22, _mark(is_.word), 12, is_.colour, anchor="end")
         + _text(x + 16, y + 43, _figures(worker), 12.5, opacity=0.75)
@@ -133,7 +136,7 @@ def _cell(worker: Worker, is_: Standing, place: _Place) -> str:
     colour = ROLES[worker["role"]]
     tip = f"<title>{_said(worker, is_)}</title>"
     frame = f'x="{x}" y="{y}" width="{size}" height="{size}" rx="4"'
-    name = f'data-worker="{escape(worker["worker_id"])}" data-standing="{is_.word}"'
+    name = f'data-worker="{_escaped(worker["worker_id"])}" data-standing="{is_.word}"'
     if is_.word == "gone":
         cross = f"M{x + 7} {y + 7} l{size - 14} {size - 14} M{x + size - 7} {y + 7} l-{size - 14} {size - 14}"
         return f'<g {name}>{tip}<rect {frame} fill="{RED}"/><path d="{cross}" stroke="white" stroke-width="2.5"/></g>'
@@ -156,8 +159,8 @@ def _gateway(cluster: Mapping[str, Any], place: _Place) -> list[str]:
         _text(x + 16, y + 26, "gateway", 14, weight=600),
         f'<circle cx="{x + width - 16}" cy="{y + 21:.1f}" r="4.5" fill="{colour}"/>',
         _text(x + width - 26, y + 26, word, 12, colour, anchor="end"),
-        _text(x + 16, y + 47, str(cluster.get("served_model") or ""), 12.5, opacity=0.75),
-        _text(x + 16, y + 65, str(cluster.get("gateway_id") or ""), 11, opacity=0.5),
+        _text(x + 16, y + 47, shortened(cluster.get("served_model") or "", _GATEWAY_CHARS), 12.5, opacity=0.75),
+        _text(x + 16, y + 65, shortened(cluster.get("gateway_id") or "", _GATEWAY_CHARS), 11, opacity=0.5),
     ]
 
 
@@ -189,7 +192,7 @@ def _link(prefill: Worker, decode: Worker, places: Mapping[str, _Place]) -> str:
     speed_gb = measured["bytes_per_s"] / 1e9
     pair = f"{prefill['worker_id']} → {decode['worker_id']}"
     tip = f"{pair}: {speed_gb:.2f} GB/s, {seconds(measured['latency_s'])} latency"
-    return _curve(*ends, 1.5 + min(speed_gb, 3.0), 0.35, escape(tip))
+    return _curve(*ends, 1.5 + min(speed_gb, 3.0), 0.35, _escaped(tip))
 
 
 def _curve(x1: float, y1: float, x2: float, y2: float, width: float, opacity: float, tip: str = "") -> str:
@@ -216,7 +219,7 @@ def _figures(worker: Worker) -> str:
 
 def _said(worker: Worker, is_: Standing) -> str:
     used = "" if is_.word == "gone" else f", {100 * is_.used:.0f} % of KV in use"
-    return escape(f"{worker['worker_id']} ({worker['role']}): {is_.word}, {_figures(worker)}{used}")
+    return _escaped(f"{worker['worker_id']} ({worker['role']}): {is_.word}, {_figures(worker)}{used}")
 
 
 def _mark(word: str) -> str:
@@ -229,8 +232,13 @@ def _text(
 ) -> str:  # fmt: skip
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" fill="{colour}" '
-        f'fill-opacity="{opacity}" text-anchor="{anchor}">{escape(text)}</text>'
+        f'fill-opacity="{opacity}" text-anchor="{anchor}">{_escaped(text)}</text>'
     )
+
+
+def _escaped(text: str) -> str:
+    """For HTML within Markdown, where an empty line would end it."""
+    return escape(" ".join(text.split()))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

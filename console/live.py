@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, overload
 
 import streamlit as st
 
 from console.gateway_api import GatewayError
+from console.plain_text import plain
 from console.quantities import ago
 
 Found = TypeVar("Found")
+One = TypeVar("One")
+Two = TypeVar("Two")
+Three = TypeVar("Three")
 
 REFRESH_S = 2.0
 
@@ -36,9 +41,38 @@ def live(
     st.fragment(now, run_every=every_s)()
 
 
+@overload
+def at_once(one: Callable[[], One], two: Callable[[], Two], /) -> tuple[One, Two]: ...
+@overload
+def at_once(
+    one: Callable[[], One], two: Callable[[], Two], three: Callable[[], Three], /
+) -> tuple[One, Two, Three]: ...
+def at_once(*looks: Callable[[], Any]) -> tuple[Any, ...]:
+    """What the looks find, each in a thread of its own: a page waits for the slowest, not for all of them.
+
+    Raises the first look's GatewayError that failed.
+    """
+    with ThreadPoolExecutor(len(looks)) as threads:
+        return tuple(threads.map(lambda look: look(), looks))
+
+
+def away(reason: str, look: Callable[[], object]) -> None:
+    """In place of a part that does not live: says why it is not there, and draws the page anew when `look` succeeds."""
+
+    def again() -> None:
+        try:
+            look()
+        except GatewayError:
+            return
+        st.rerun(scope="app")
+
+    disconnected(reason, None)
+    st.fragment(again, run_every=REFRESH_S)()
+
+
 def disconnected(reason: str, known_s: float | None) -> None:
     """The banner over what is out of date, or in place of what never came."""
-    st.error(reason, icon=":material/cloud_off:")
+    st.error(plain(reason), icon=":material/cloud_off:")
     if known_s is None:
         st.caption("Nothing is known yet. This page tries again by itself.")
     else:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import streamlit as st
 
 from console import charts, cluster_map
 from console.gateway_api import GatewayApi
-from console.live import empty, live
+from console.live import at_once, empty, live
 from console.palette import BLUE, GREEN, GREY, ORANGE, OUTCOMES, PERCENTILES, PURPLE, RED, SKY
+from console.plain_text import plain
 from console.quantities import NOTHING, count, seconds, share
 
 MINUTES = (5, 10, 30)
@@ -36,7 +38,8 @@ def render(api: GatewayApi) -> None:
     title.title("Overview")
     chosen = choice.segmented_control("Last minutes", MINUTES, default=MINUTES[1], format_func=lambda m: f"{m} min")
     minutes = int(chosen or MINUTES[1])
-    live("overview", lambda: Seen(api.cluster(), api.series(minutes), api.classes(), minutes), _draw)
+    looks = (api.cluster, partial(api.series, minutes), api.classes)
+    live("overview", lambda: Seen(*at_once(*looks), minutes), _draw)
 
 
 def attainment(together: Mapping[str, Any]) -> float | None:
@@ -109,7 +112,9 @@ def _headline(cluster: Mapping[str, Any]) -> None:
     if missing:
         st.warning(f"Requests are refused: there is no {' and no '.join(missing)}.", icon=":material/block:")
     uptime, context = seconds(cluster.get("uptime_s")), cluster.get("context_tokens")
-    st.caption(f"**{cluster.get('served_model') or 'no model'}** · context {context or '?'} tokens · up {uptime}")
+    st.caption(
+        f"**{plain(cluster.get('served_model') or 'no model', 80)}** · context {context or '?'} tokens · up {uptime}"
+    )
 
 
 def _figures(series: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from console import charts
 from console.gateway_api import GatewayApi, GatewayError
 from console.live import disconnected, empty, live
 from console.palette import BLUE, ORANGE, SPANS, TTFT_PARTS
+from console.plain_text import plain
 from console.quantities import NOTHING, ago, count, seconds, size
 
 _LIMIT = 200
@@ -136,7 +137,7 @@ def _draw_errors(placements: Sequence[Placement]) -> None:
 
 
 def _draw_one(api: GatewayApi, placement: Placement) -> None:
-    st.subheader(placement["request_id"])
+    st.subheader(plain(placement["request_id"]))
     _draw_figures(placement)
     left, right = st.columns(2)
     with left.container(border=True):
@@ -154,7 +155,7 @@ def _draw_one(api: GatewayApi, placement: Placement) -> None:
 def _draw_figures(placement: Placement) -> None:
     measured = placement["measured"] or {}
     tiles = (
-        ("Outcome", outcome(placement)),
+        ("Outcome", plain(outcome(placement))),
         ("Prompt", f"{count(placement['prompt_tokens'])} tokens"),
         ("Cached", NOTHING if not measured else f"{count(measured['cached_tokens'])} tokens"),
         ("TTFT", f"{seconds(measured.get('ttft_s'))} (≈ {seconds(predicted_ttft_s(placement))})"),
@@ -166,8 +167,8 @@ def _draw_figures(placement: Placement) -> None:
         column.markdown(f"**{value}**")
     for move in placement["moves"]:
         st.caption(
-            f"Moved after {seconds(move['after_s'])} to {move['prefill_worker']} and {move['decode_worker']}: "
-            "the workers before failed it."
+            f"Moved after {seconds(move['after_s'])} to {plain(move['prefill_worker'])} and "
+            f"{plain(move['decode_worker'])}: the workers before failed it."
         )
 
 

@@ -11,7 +11,12 @@ def seconds(value_s: float | None) -> str:
         return NOTHING
     if value_s < 1:
         return f"{value_s * 1000:.3g} ms"
-    return f"{value_s:.3g} s" if value_s < 120 else f"{value_s / 60:.0f} min"
+    if value_s < 120:
+        return f"{value_s:.3g} s"
+    for size_s, unit in ((86_400, "d"), (3_600, "h")):
+        if value_s >= 2 * size_s:
+            return f"{value_s / size_s:.0f} {unit}"
+    return f"{value_s / 60:.0f} min"
 
 
 def ago(age_s: float) -> str:
@@ -26,20 +31,19 @@ def ago(age_s: float) -> str:
 
 def size(num_bytes: float) -> str:
     """In powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
+    return f"{num_bytes:.1f} PiB"
 
 
 def count(value: float | None) -> str:
     """Short: 950, 12.3k, 4.56M."""
     if value is None:
         return NOTHING
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for limit, scale, unit in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= limit:
-            scale = {"G": 1e9, "M": 1e6, "k": 1e3}[unit]
             return f"{value / scale:.3g}{unit}"
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 

@@ -10,7 +10,7 @@ import streamlit as st
 from console.class_form import class_form
 from console.class_history import draw_history
 from console.gateway_api import GatewayApi, GatewayError
-from console.live import disconnected, empty, live
+from console.live import away, empty, live
 from console.quantities import NOTHING, share
 
 _MINUTES = 30
@@ -32,7 +32,7 @@ def render(api: GatewayApi) -> None:
     try:
         classes, edits = api.classes(), api.class_edits()
     except GatewayError as error:
-        disconnected(str(error), None)
+        away(str(error), api.class_edits)
         return
     left, right = st.columns([3, 2], gap="large")
     with left:

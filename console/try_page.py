@@ -13,7 +13,8 @@ from typing import Any
 import streamlit as st
 
 from console.gateway_api import GatewayApi, GatewayError
-from console.live import disconnected, empty
+from console.live import at_once, away, empty
+from console.plain_text import plain
 from console.quantities import seconds
 
 _NO_CLASS = "by default"
@@ -48,11 +49,9 @@ def render(api: GatewayApi) -> None:
     """The page."""
     st.title("Try it")
     try:
-        cluster, classes = api.cluster(), api.classes()
+        cluster, classes = at_once(api.cluster, api.classes)
     except GatewayError as error:
-        disconnected(str(error), None)
-        if st.button("Try again"):
-            st.rerun()
+        away(str(error), api.cluster)
         return
     max_tokens = int(st.sidebar.number_input("Most new tokens", 1, 32768, 256))
     temperature = float(st.sidebar.slider("Temperature", 0.0, 2.0, 0.0, 0.1))
@@ -97,8 +96,8 @@ def note(found: Mapping[str, Any] | None, watch: Stopwatch) -> str:
         f"TBT **{seconds(measured['tbt_s'])}** (predicted {seconds(placement['predicted']['tbt_s'])})",
         f"{measured['output_tokens']} tokens",
         f"{measured['cached_tokens']} of {placement['prompt_tokens']} prompt tokens cached",
-        " → ".join(workers),
-        f"class {placement['qos_class']}",
+        " → ".join(plain(one) for one in workers),
+        f"class {plain(placement['qos_class'])}",
     ]
     return " · ".join(parts)
 
@@ -131,7 +130,7 @@ def _reply(
             pieces = api.chat(model, messages, max_tokens, temperature, request_id, headers)
             text = st.write_stream(watch.timing(pieces))
         except GatewayError as error:
-            st.error(str(error))
+            st.error(plain(error))
             return
         said = note(_found(api, request_id), watch)
         st.caption(said)

@@ -80,12 +80,12 @@ async def top(options: TopOptions, terminal: Console, *, once: bool = False) -> 
 
 def draw(seen: Seen | None, num_workers: int, problem: str | None = None) -> RenderableType:
     """What the terminal shows; `problem` says why it is old, or why there is nothing."""
-    parts: list[RenderableType] = [] if problem is None else [Panel(problem, style="red")]
+    parts: list[RenderableType] = [] if problem is None else [Panel(Text(problem), style="red")]
     if seen is None:
         return Group(*parts)
     missing = seen.cluster.get("missing")
     if missing:
-        parts.append(Panel(f"Requests are refused: there is no {' and no '.join(missing)}.", style="yellow"))
+        parts.append(Panel(Text(f"Requests are refused: there is no {' and no '.join(missing)}."), style="yellow"))
     return Group(*parts, _headline(seen), _figures(seen.series), _classes(seen.series), _workers(seen, num_workers))
 
 
@@ -169,7 +169,9 @@ def _classes(series: Mapping[str, Any]) -> Table:
         ended = counts["ended"]
         in_time = f"{100 * counts['good'] / ended:.1f} %" if ended else _NOTHING
         style = None if not ended or counts["good"] / ended >= 0.9 else "yellow"
-        table.add_row(name, str(ended), Text(in_time, style=style or ""), str(counts["refused"]), str(counts["failed"]))
+        table.add_row(
+            Text(name), str(ended), Text(in_time, style=style or ""), str(counts["refused"]), str(counts["failed"])
+        )
     return table
 
 
@@ -196,7 +198,7 @@ def _worker(worker: Worker) -> list[RenderableType]:
     silent = f" silent {worker['age_s']:.0f} s" if worker["age_s"] > _SILENT_S else ""
     state = " draining" if load["draining"] else silent
     return [
-        name + state,
+        Text(name + state),
         role,
         bar + Text(f" {100 * used:3.0f} %"),
         str(load["num_running"]),

@@ -237,14 +237,13 @@ def _planner_spec(options: UpOptions, address: str) -> ServiceSpec:
 
 
 def _console_spec(options: UpOptions, planner: str) -> ServiceSpec:
-    app = Path(__file__).resolve().parent.parent / "console" / "app.py"
     flags: Mapping[str, Any] = {
         "server.port": options.console_port,
         "server.address": options.host,
         "server.headless": "true",
         "browser.gatherUsageStats": "false",
     }
-    arguments = ("-m", "streamlit", "run", str(app), *(f"--{key}={value}" for key, value in flags.items()))
+    arguments = ("-m", "console", *(f"--{key}={value}" for key, value in flags.items()))
     environment = {"HALFMOON_CONSOLE_GATEWAY_URL": _url(options), "HALFMOON_CONSOLE_PLANNER": planner}
     if options.api_keys:
         environment["HALFMOON_CONSOLE_API_KEY"] = options.api_keys[0]

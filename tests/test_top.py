@@ -38,6 +38,20 @@ async def test_the_figures_of_a_cluster(tmp_path: Path) -> None:
     assert "TTFT" in said.get()
 
 
+@pytest.mark.parametrize("width", [40, 20])
+def test_a_narrow_terminal_and_names_like_markup(width: int) -> None:
+    evil = "[/red] [bold]x" * 5
+    figures = series()
+    figures["together"]["classes"] = {evil: {"ended": 10**12, "good": 1, "refused": 10**9, "failed": 0}}
+    cluster = {"served_model": evil, "gateway_id": "g", "uptime_s": 1e9, "missing": [evil], "workers": []}
+    cluster["workers"] = [WORKER | {"worker_id": evil}]
+    terminal = Console(width=width, force_terminal=False)
+    with terminal.capture() as said:
+        terminal.print(draw(Seen(cluster, figures), 20, f"{evil} is away"))
+    assert "[/red]" in said.get()
+    assert max(map(len, said.get().splitlines())) <= width
+
+
 async def test_the_token_is_sent(tmp_path: Path) -> None:
     terminal = Console(width=140, force_terminal=False)
     async with running_fleet(tmp_path, operator_token="o") as fleet:

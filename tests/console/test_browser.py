@@ -48,7 +48,7 @@ async def running_console(gateway: str) -> AsyncIterator[str]:
     flags = (f"--server.port={port}", "--server.address=127.0.0.1", "--server.headless=true")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "streamlit", "run", str(ROOT / "console" / "app.py"), *flags, "--browser.gatherUsageStats=false"),
+        *("-m", "console", *flags, "--browser.gatherUsageStats=false"),
         stdout=asyncio.subprocess.DEVNULL,
         cwd=ROOT,
         env={**os.environ, "HALFMOON_CONSOLE_GATEWAY_URL": gateway},
@@ -109,10 +109,22 @@ async def test_a_day_of_an_operator(tmp_path: Path) -> None:
     ):
         for _ in range(6):
             assert await complete(system) == 200
-        await every_page_renders(page, console)
+        await every_page_renders(page, console, num_workers=4)
         await an_edit_changes_the_next_requests(page, system)
         await the_edit_is_undone(page, system)
         await a_dead_worker_is_red(page, system)
+        assert errors == []
+
+
+async def test_every_page_shows_256_workers(tmp_path: Path) -> None:
+    options = ("--engine", "sim", "--prefill", "128", "--decode", "128", "--sim-processes", "2")
+    async with (
+        running_system(tmp_path, *options) as system,
+        running_console(system.url) as console,
+        browsing() as (page, errors),
+    ):
+        assert await complete(system) == 200
+        await every_page_renders(page, console, num_workers=256)
         assert errors == []
 
 
@@ -122,7 +134,7 @@ async def open_page(page: Any, title: str) -> None:
     await page.get_by_role("heading", name=title, exact=True).wait_for()
 
 
-async def every_page_renders(page: Any, console: str) -> None:
+async def every_page_renders(page: Any, console: str, num_workers: int) -> None:
     await page.goto(console)
     for title in PAGES:
         await open_page(page, title)
@@ -130,7 +142,8 @@ async def every_page_renders(page: Any, console: str) -> None:
         for broken in ("stException", "stAlertContentError"):
             assert await page.get_by_test_id(broken).count() == 0, (title, broken)
         if title == "Overview":
-            await page.locator('[data-standing="serving"]').nth(3).wait_for()  # each of the four workers
+            await page.locator('[data-standing="serving"]').nth(num_workers - 1).wait_for()
+            assert await page.locator("[data-worker]").count() == num_workers
             await page.locator('[data-testid="stVegaLiteChart"] :is(svg, canvas)').first.wait_for()
 
 

@@ -17,6 +17,7 @@ from console.entrance import is_right
 from console.overview_page import attainment, outcome_rates
 from console.palette import SPANS, TTFT_PARTS
 from console.placements_page import candidate_parts, pairs
+from console.plain_text import plain
 from console.quantities import ago, count, seconds, share, size
 
 from .fake_gateway import CLUSTER, EDITS, GOLD, PLACEMENT, PREVIEW, REFUSED, WORKER
@@ -36,6 +37,22 @@ def many(count: int, role: str) -> list[dict[str, Any]]:
         WORKER | {"worker_id": f"{role}-{number}", "role": role, "address": f"{role}:{number}"}
         for number in range(count)
     ]
+
+
+def test_names_of_others_stay_within_the_drawing() -> None:
+    name = "x" * 300 + "\n\n<script>alert(1)</script>"
+    cluster = CLUSTER | {"served_model": name, "workers": [WORKER | {"worker_id": name}]}
+    text = cluster_map.draw(cluster)
+    assert "\n" not in text  # an empty line would end the HTML, and Markdown begin
+    root = ElementTree.fromstring(text)
+    assert not list(root.iter("script"))
+    shown = [one.text or "" for one in root.iter() if one.tag.endswith("text")]
+    assert max(len(one) for one in shown) < 60
+
+
+def test_text_of_others_is_no_markdown() -> None:
+    assert plain("![a](b) $c$ :d:\n<e>") == r"\!\[a\](b) \$c\$ \:d\: \<e\>"
+    assert plain("x" * 500, 10) == "x" * 9 + "…"
 
 
 def test_256_workers_are_one_drawing_of_moderate_size() -> None:
