@@ -132,21 +132,27 @@ async def running_worker(num_tokens: int) -> AsyncIterator[Worker]:
 
 @asynccontextmanager
 async def running_store(*arguments: str) -> AsyncIterator[str]:
-    """A store as another process; its address. Told to stop at the end, as by an operator."""
-    command = (sys.executable, "-m", "services.kvstore", "--dram-bytes", "1GiB", *arguments)
-    child = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
+    """A store as another process; its address."""
+    async with killed_at_the_end("services.kvstore", "--dram-bytes", "1GiB", *arguments) as address:
+        yield address
+
+
+@asynccontextmanager
+async def killed_at_the_end(module: str, *arguments: str) -> AsyncIterator[str]:
+    """A service as another process, ended by kill -9; its address."""
+    child = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *arguments, stdout=PIPE, stderr=STDOUT)
     assert child.stdout is not None
     try:
         async for line in child.stdout:
-            event = json.loads(line)
-            if event["event"] == "service.ready":
+            event = json.loads(line) if line.startswith(b"{") else {}
+            if event.get("event") == "service.ready":
                 break
         else:
-            raise SystemExit("the store did not start")
+            raise SystemExit(f"{module} did not start")
         draining = asyncio.create_task(child.stdout.read())
         yield event["address"]
     finally:
-        child.terminate()
+        child.kill()
         await child.wait()
     await draining
 

@@ -2,27 +2,76 @@
 
     python -m benchmarks.second_turn [--tokens 4000] [--turn 48]
 
-The demo model in this process, the store in another. The first turn is computed, and its KV put into the store; the
-second turn is the first one and a few more tokens. Cold: without a store. Then with a prefix cache that knows nothing,
-as after the worker was started again (the blocks are in the store's memory), after the store was started again (on its
-disk), and after its disk was wiped, too (in the cold tier: a folder through obstore). Also on a worker that kept its
-cache. Ratios to cold, in one run; time to the first token is taken at the worker.
+A prefill worker with the demo model and a store, processes of their own, as `halfmoon up` has them; no gateway. The
+first turn is computed, and its KV goes to the store; the second turn is the first one and a few more tokens. Cold: as
+long a prompt that nobody knows. Then on the worker that kept its cache; after the worker was killed (kill -9) and
+started again (the blocks are in the store's memory); after both were killed (on its disk); and after both were killed
+and the disk was wiped (in the cold tier: a folder through obstore). Ratios to cold, in one run; the time is the
+caller's, over gRPC.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import shutil
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.restoring_worker import Restored, Worker, made_up, running_store, running_worker
-from halfmoon.pb import kvstore_pb2
+from benchmarks.restoring_worker import killed_at_the_end, made_up
+from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.pb import kvstore_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.rpc.peer import Peer
 
 _SETTLE_S = 120.0
+_PREFILL_S = 200.0
+_NO_GATEWAY = "127.0.0.1:1"  # the worker asks for it now and then
+
+
+class FirstToken(NamedTuple):
+    """One prompt's way to it."""
+
+    ttft_s: float
+    token_id: int
+    num_loaded_tokens: int
+
+
+class Worker:
+    """A prefill worker as a gateway sees it."""
+
+    _names = itertools.count()
+
+    def __init__(self, peer: Peer, fingerprint: str) -> None:
+        self._stub = prefill_pb2_grpc.PrefillStub(peer.channel)
+        self._peer = peer
+        self._fingerprint = fingerprint
+
+    async def prefill(self, prompt: Sequence[int]) -> FirstToken:
+        """The first token of `prompt`."""
+        sampling = types_pb2.SamplingParams(max_tokens=1, top_p=1, repetition_penalty=1, ignore_eos=True)
+        wanted = types_pb2.Generation(
+            request_id=str(next(self._names)), model_fingerprint=self._fingerprint, prompt_token_ids=prompt,
+            sampling=sampling, gateway_id="benchmark",
+        )  # fmt: skip
+        request = prefill_pb2.PrefillRequest(generation=wanted, decode_address=_NO_GATEWAY)
+        began_s = time.perf_counter()
+        async with self._peer.stream(self._stub.Prefill, request, deadline_s=_PREFILL_S) as events:
+            first = (await anext(events)).first_token
+        return FirstToken(time.perf_counter() - began_s, first.token.token_id, first.num_loaded_tokens)
+
+
+@asynccontextmanager
+async def running_worker(store: str, fingerprint: str) -> AsyncIterator[Worker]:
+    """As another process, killed at the end."""
+    arguments = ("--gateway", _NO_GATEWAY, "--kv-store", store, "--calibrate", "never")
+    async with killed_at_the_end("services.prefill", *arguments) as address, Peer(address) as peer:
+        yield Worker(peer, fingerprint)
 
 
 async def run(num_tokens: int, turn_tokens: int, directory: Path) -> None:
@@ -31,36 +80,37 @@ async def run(num_tokens: int, turn_tokens: int, directory: Path) -> None:
     second_turn = first_turn + made_up(turn_tokens, 2)
     disk, cold = directory / "disk", directory / "cold"
     cold.mkdir()
-    tiers = ("--disk-dir", str(disk), "--cold-url", f"file://{cold}")
+    tiers = ("--dram-bytes", "1GiB", "--disk-dir", str(disk), "--cold-url", f"file://{cold}")
+    fingerprint = (await asyncio.to_thread(prepare_checkpoint, "demo")).fingerprint
     print(
-        f"{num_tokens} tokens, then {turn_tokens} more\n{'second turn':24}{'TTFT s':>8}{'cold/this':>10}{'loaded':>8}"
+        f"{num_tokens} tokens, then {turn_tokens} more\n{'second turn':28}{'TTFT s':>8}{'cold/this':>10}{'loaded':>8}"
     )
-    async with running_worker(len(second_turn)) as worker:
-        async with running_store(*tiers) as store:
-            await worker.fill(first_turn, store)
-            await _until(store, _is_copied_down)
-            kept = await worker.prefill(second_turn, None)
-            cold_turn = await worker.restore(second_turn, store, None, "compute")
+    async with killed_at_the_end("services.kvstore", *tiers) as store:
+        async with running_worker(store, fingerprint) as worker:
+            await worker.prefill(first_turn)
+            await _until(store, lambda stats: stats.num_stored_total >= num_tokens // 64 and _is_copied_down(stats))
+            cold_turn = await worker.prefill(made_up(len(second_turn), 3))
+            kept = await worker.prefill(second_turn)
             _print("cold", cold_turn, cold_turn)
             _print("cache kept", kept, cold_turn)
-            await _restored("worker restarted", worker, second_turn, store, cold_turn)
-        async with running_store(*tiers) as store:
-            await _restored("store restarted", worker, second_turn, store, cold_turn)
-        shutil.rmtree(disk)
-        async with running_store(*tiers) as store:
-            await _until(store, _is_listed)
-            await _restored("disk wiped", worker, second_turn, store, cold_turn)
+        async with running_worker(store, fingerprint) as worker:
+            _compare("worker killed", await worker.prefill(second_turn), kept, cold_turn)
+    async with killed_at_the_end("services.kvstore", *tiers) as store, running_worker(store, fingerprint) as worker:
+        _compare("worker and store killed", await worker.prefill(second_turn), kept, cold_turn)
+    shutil.rmtree(disk)
+    async with killed_at_the_end("services.kvstore", *tiers) as store, running_worker(store, fingerprint) as worker:
+        await _until(store, _is_listed)
+        _compare("and the disk wiped", await worker.prefill(second_turn), kept, cold_turn)
 
 
-async def _restored(name: str, worker: Worker, prompt: list[int], store: str, cold: Restored) -> None:
-    restored = await worker.restore(prompt, store, None, "restore")
-    _print(name, restored, cold)
-    if restored.token_id != cold.token_id:
-        print("  another token than cold")
+def _compare(name: str, one: FirstToken, kept: FirstToken, cold: FirstToken) -> None:
+    _print(name, one, cold)
+    if one.token_id != kept.token_id:
+        print("  another token than with the cache kept")
 
 
-def _print(name: str, one: Restored, cold: Restored) -> None:
-    print(f"{name:24}{one.ttft_s:8.3f}{cold.ttft_s / one.ttft_s:10.1f}{one.num_loaded_tokens:8}", flush=True)
+def _print(name: str, one: FirstToken, cold: FirstToken) -> None:
+    print(f"{name:28}{one.ttft_s:8.3f}{cold.ttft_s / one.ttft_s:10.1f}{one.num_loaded_tokens:8}", flush=True)
 
 
 async def _until(store: str, condition: Callable[[kvstore_pb2.StatsResponse], bool]) -> None:

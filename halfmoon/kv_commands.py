@@ -21,6 +21,7 @@ from halfmoon.store_up import known_stores
 app = typer.Typer(no_args_is_help=True, help="Looks into a running kvstore, and changes what it holds.")
 
 _ID_BYTES = 24  # 8 of the tenant's tag, 16 of the key
+_COLUMNS = 120
 _DEADLINE_S = 30.0
 _VERIFY_DEADLINE_S = 24 * 3600.0  # it reads everything
 
@@ -49,7 +50,7 @@ def stats(address: Address = None) -> None:
     """What each tier holds, and what happened since the store started."""
     response = _ask(address, _control("Stats"), kvstore_pb2.StatsRequest())
     columns = ("blocks", "used", "budget", "waiting", "hits", "evicted", "damaged", "failed", "written", "skipped")
-    table = Table("tier", *columns)
+    table = Table("tier", *columns, box=None)
     for tier in response.tiers:
         sizes = (_size(tier.used_bytes), _size(tier.budget_bytes))
         counts = ("waiting", "hits_total", "evicted_total", "corrupted_total", "failed_total", "written_total")
@@ -72,7 +73,7 @@ def ls(
 ) -> None:
     """Blocks by id: the tenant's tag, then the key."""
     request = kvstore_pb2.ListRequest(limit=limit, after=_id(after) if after else b"", tiers=_tiers(tier))
-    table = Table("id", "depth", "tiers", "bytes", "uses", "pinned", "expires")
+    table = Table("id", "depth", "tiers", "bytes", "uses", "pinned", "expires", box=None)
     for block in _ask(address, _admin("List"), request).blocks:
         expires = datetime.fromtimestamp(block.expires_at_s).isoformat(" ", "seconds") if block.expires_at_s else ""
         where = " ".join(_name(place) for place in block.tiers)
@@ -175,7 +176,8 @@ def _name(tier: kvstore_pb2.KVTier.ValueType) -> str:
 
 
 def _console() -> Console:
-    return Console(highlight=False)
+    """Wide enough for its tables, also where nobody looks: an id that is cut short is of no use."""
+    return Console(highlight=False, width=max(Console().width, _COLUMNS))
 
 
 def _size(num_bytes: int) -> str:

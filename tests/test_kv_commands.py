@@ -50,7 +50,7 @@ def fill(address: str) -> None:
 
 
 def test_an_operators_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "60")  # no id is cut short
     run = CliRunner()
     with store(tmp_path) as address:
         monkeypatch.setenv("HALFMOON_STORE", address)
