@@ -67,7 +67,11 @@ class EngineConfig:
                 param="gpu_memory_utilization",
             )
         if self.offload is not None and self.num_ranks > 1:
-            raise Incompatible("engine: KV on the host needs a worker of one rank", param="offload")
+            raise Incompatible(
+                f"engine: KV on the host needs a worker of one rank, this one has {self.num_ranks}: leave out "
+                "--offload-kv, or --tensor-parallel and --pipeline-parallel",
+                param="offload",
+            )
         if self.step_tokens <= self.max_running:
             raise Incompatible(
                 f"engine: max_batch_tokens ({self.step_tokens}) must exceed max_running ({self.max_running})",

@@ -37,7 +37,9 @@ class WorkerSettings(BaseSettings):
     chunk_tokens: int | None = Field(None, ge=1, description="prompt tokens beside running decodes; default: by device")
     max_running: int = Field(64, ge=1, description="sequences in one batch")
     offload_kv: Literal["none", "host"] = Field(
-        "none", description="'host': KV that --kv-memory does not hold lies in host memory and comes layer by layer"
+        "none",
+        description="'host': KV that --kv-memory does not hold lies in host memory and comes layer by layer; "
+        "of OPT, layers' inputs may lie there instead, half as large. Not with several ranks",
     )
     offload_bytes: ByteSize = Field(ByteSize(4 << 30), gt=0, description="host memory for --offload-kv host")
     offload_schedule: Literal["latency", "throughput"] = Field(
