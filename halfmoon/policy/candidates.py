@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from halfmoon.policy.cluster_view import ClusterView
-from halfmoon.policy.ttft import Waits, predict_ttft, prefill_seconds
+from halfmoon.policy.placement import Placement
+from halfmoon.policy.ttft import TtftPrediction, prefill_seconds
 
 
 class Candidate(NamedTuple):
@@ -29,28 +28,20 @@ class Candidate(NamedTuple):
 
 
 def ranked_candidates(
-    view: ClusterView,
-    num_prompt_tokens: int,
-    depths: NDArray[np.int64],
-    now_s: float,
-    balancing_threshold: float | None,
-    limit: int,
-    chosen: Sequence[str] = (),
-    waits: Waits | None = None,
+    view: ClusterView, num_prompt_tokens: int, ttft: TtftPrediction, limit: int, placement: Placement | None = None
 ) -> list[Candidate]:
-    """Of the workers that take prompts now the `limit` with the least predicted TTFT, and those in `chosen` anyway.
-
-    The arguments are those of `predict_ttft`, with which `place` ranks them.
+    """Of the workers that take prompts now the `limit` with the least predicted TTFT, and the chosen one anyway, whose
+    queue is that of its placement. `ttft` is what the placement was ranked by.
     """
     num_rows = view.num_rows
-    ttft = predict_ttft(view, num_prompt_tokens, depths, now_s, balancing_threshold, waits=waits)
+    chosen = () if placement is None else (placement.prefill.worker_id,)
     present = view.can_prefill[:num_rows] | view.can_do_both[:num_rows]
     seconds = np.where(present, ttft.seconds, np.inf)
     best = np.argsort(seconds, kind="stable")[: min(limit, int(present.sum()))]
-    rows = dict.fromkeys([*map(int, best), *sorted(view.rows_of(tuple(chosen)))])
+    rows = dict.fromkeys([*map(int, best), *view.rows_of(chosen)])
     known = ttft.cached_tokens + ttft.fetched_tokens
     compute_s = prefill_seconds(view, known, float(num_prompt_tokens))
-    return [
+    found = [
         Candidate(
             view.worker(row).worker_id,
             float(ttft.queue_s[row]),
@@ -61,3 +52,12 @@ def ranked_candidates(
         )
         for row in rows
     ]
+    return found if placement is None else [_refined(one, placement) for one in found]
+
+
+def _refined(candidate: Candidate, placement: Placement) -> Candidate:
+    """The chosen one as it was predicted in the end."""
+    if candidate.worker_id != placement.prefill.worker_id:
+        return candidate
+    restore_s = min(candidate.restore_s, placement.prefill_s)
+    return candidate._replace(queue_s=placement.queue_s, restore_s=restore_s, compute_s=placement.prefill_s - restore_s)

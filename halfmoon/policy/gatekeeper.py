@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -203,12 +202,15 @@ class Gatekeeper:
         now_s: float,
         depths: NDArray[np.int64],
         limit: int,
-        chosen: Sequence[str] = (),
+        placement: Placement | None = None,
     ) -> list[Candidate]:
-        """What `decide` chose among, for people: see `ranked_candidates`."""
-        threshold, num_tokens = self._rules.fetching_threshold, request.num_prompt_tokens
-        waits = _Waits(self._prefills, request.priority, now_s)
-        return ranked_candidates(view, num_tokens, depths, now_s, threshold, limit, chosen, waits)
+        """What `decide` chose among, for people: see `ranked_candidates`. Predicted again only where it gave no
+        placement."""
+        num_tokens, ttft = request.num_prompt_tokens, None if placement is None else placement.ranked_by
+        if ttft is None:
+            waits, threshold = _Waits(self._prefills, request.priority, now_s), self._rules.fetching_threshold
+            ttft = predict_ttft(view, num_tokens, depths, now_s, threshold, request.fetch_factor, waits)
+        return ranked_candidates(view, num_tokens, ttft, limit, placement)
 
     def enter(
         self, request_id: str, view: ClusterView, admitted: Admitted, num_prompt_tokens: int, now_s: float

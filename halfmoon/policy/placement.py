@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -41,6 +41,7 @@ class Placement:
     queue_s: float = 0.0  # of `ttft_s`: until the prefill worker begins with it
     overhead_s: float = 0.0  # of `ttft_s`: beside queue and prefill
     work_s: float = 0.0  # restoring and computing it, on a worker that does nothing else
+    ranked_by: TtftPrediction | None = field(default=None, compare=False, repr=False)  # of all workers
 
     @property
     def decode_address(self) -> str:
@@ -138,6 +139,7 @@ def place(
         int(ttft.fetched_tokens[prefill]),
         float(ttft.queue_s[prefill]),
         work_s=float(ttft.seconds[prefill] - ttft.queue_s[prefill]),
+        ranked_by=ttft,
     )
 
 

@@ -233,7 +233,7 @@ class Case:
     ) -> None:
         """The decision with its reasons, for those who look on."""
         request, placement = self.request, None if isinstance(outcome, Refused) else outcome
-        view, chosen = self._membership.view(), () if placement is None else (placement.prefill.worker_id,)
+        view = self._membership.view()
         num_tokens = wanted.num_prompt_tokens
         decision = Decision(
             request_id=request.request_id,
@@ -241,7 +241,7 @@ class Case:
             waited_s=now_s - self._progress.arrived_s,
             qos_class=request.qos.name,
             num_prompt_tokens=num_tokens,
-            candidates=self._gatekeeper.candidates(view, wanted, now_s, depths, _SHOWN_CANDIDATES, chosen),
+            candidates=self._gatekeeper.candidates(view, wanted, now_s, depths, _SHOWN_CANDIDATES, placement),
             prefill_worker=placement.prefill.worker_id if placement else None,
             decode_worker=placement.decode.worker_id if placement else None,
             ttft_s=outcome.ttft_s,

@@ -34,13 +34,18 @@ def test_the_parts_add_up_to_what_placement_predicts(workers: list[tuple[float, 
     view, rules = ClusterView([*prefills, DECODE]), PlacementRules()
     placement = place(view, PlacementRequest(1_000, 10), rules, 0.0, random.Random(0), depths)
     chosen = placement.prefill.worker_id
-    found = ranked_candidates(view, 1_000, depths, 0.0, rules.fetching_threshold, 3, (chosen,))
+    assert placement.ranked_by is not None
+    found = ranked_candidates(view, 1_000, placement.ranked_by, 3, placement)
     assert len(found) <= 4
     assert all(one.queue_s >= 0 and one.restore_s >= 0 and one.compute_s > 0 for one in found)
     (it,) = (one for one in found if one.worker_id == chosen)
     assert it.ttft_s == pytest.approx(placement.ttft_s)
     assert (it.cached_tokens, it.fetched_tokens) == (placement.cached_tokens, placement.fetched_tokens)
     assert found[0].ttft_s <= it.ttft_s * 1.0001
+    refined = replace(placement, queue_s=placement.queue_s + 1, ttft_s=placement.ttft_s + 3, overhead_s=0.5)
+    (it,) = (one for one in ranked_candidates(view, 1_000, placement.ranked_by, 3, refined) if one.worker_id == chosen)
+    assert it.queue_s == refined.queue_s
+    assert it.ttft_s == pytest.approx(refined.ttft_s - 0.5)
 
 
 def past(predicted_s: float, *, refused: bool = False, ttft_s: float | None = 0.4) -> PastRequest:
