@@ -33,12 +33,21 @@ class Refused(NoCapacity):
     """The request would miss its class's targets. Nothing was computed, no worker knows of it."""
 
     def __init__(
-        self, qos: QosClass, reason: RefusalReason, message: str, outlook: Outlook, applied: Targets, wait_s: float
+        self,
+        qos: QosClass,
+        reason: RefusalReason,
+        message: str,
+        outlook: Outlook,
+        applied: Targets,
+        wait_s: float | None,
     ) -> None:
-        retry_after_ms = math.ceil(1000 * min(max(wait_s, _SHORT_WAIT_S), _LONG_WAIT_S))
+        """`wait_s` is None where the request would be refused by itself, too, with nobody else here."""
+        bounded_s = _LONG_WAIT_S if wait_s is None else min(max(wait_s, _SHORT_WAIT_S), _LONG_WAIT_S)
+        retry_after_ms = math.ceil(1000 * bounded_s)
         super().__init__(message, retry_after_ms=retry_after_ms)
         self.qos_class = qos.name
         self.reason = reason
+        self.is_by_others = wait_s is not None
         self.ttft_s = outlook.ttft_s
         self.tbt_s = outlook.tbt_s
         self.targets = Targets(qos.ttft_s, qos.tbt_s)
@@ -83,14 +92,14 @@ def over_target(
     return Refused(qos, missed, message + why, outlook, applied, wait_s)
 
 
-def _until_shorter_s(outlook: Outlook, target_s: float) -> float:
+def _until_shorter_s(outlook: Outlook, target_s: float) -> float | None:
     """A prompt that takes longer than the target by itself gains nothing by waiting."""
     if outlook.ttft_s - outlook.queue_s > target_s:
-        return _LONG_WAIT_S
+        return None
     return outlook.ttft_s - target_s
 
 
-def _until_lighter_s(tbt_s: float, target_s: float, ends_in_s: Floats) -> float:
+def _until_lighter_s(tbt_s: float, target_s: float, ends_in_s: Floats) -> float | None:
     """Until so many requests have left that steps take the target, each bearing an equal part of them."""
     num_leaving = math.ceil(len(ends_in_s) * (1 - target_s / tbt_s))
-    return float(ends_in_s[num_leaving - 1]) if num_leaving > 0 else _LONG_WAIT_S  # nobody is there who could leave
+    return float(ends_in_s[num_leaving - 1]) if num_leaving > 0 else None  # nobody is there who could leave

@@ -104,11 +104,13 @@ class Gatekeeper:
                 return found
         if missed is not None and self._is_probe(now_s):
             return plain
-        self._shed_below(qos, now_s)
         if missed is None:
             message = f"class {qos.name} has used its share of the cluster, and others need theirs"
-            raise Refused(qos, "reservation", message, outlook, targets, 0.0)
-        raise self._over_target(qos, missed, outlook, targets, view.row(judged.decode.worker_id), now_s)
+            refusal = Refused(qos, "reservation", message, outlook, targets, 0.0)
+        else:
+            refusal = self._over_target(qos, missed, outlook, targets, view.row(judged.decode.worker_id), now_s)
+        self._shed_below(qos, refusal, now_s)
+        raise refusal
 
     def refuse_unread(self, view: ClusterView, priority: int, *, has_gaps: bool, qos: QosClass, now_s: float) -> None:
         """Raises Refused where `decide` would admit no prompt at all: the queues alone are too long, or the decode
@@ -126,8 +128,9 @@ class Gatekeeper:
         missed = missed_target(least, targets)
         if missed is not None and not self._is_probe(now_s):
             self._note_ttft(least.ttft_s)
-            self._shed_below(qos, now_s)
-            raise self._over_target(qos, missed, least, targets, row, now_s)
+            refusal = self._over_target(qos, missed, least, targets, row, now_s)
+            self._shed_below(qos, refusal, now_s)
+            raise refusal
 
     def _least(self, view: ClusterView, priority: int, targets: Targets, now_s: float) -> tuple[Outlook, int]:
         """What no prompt undercuts, and the decode worker that is the least busy: predictions of one token's prompt,
@@ -163,8 +166,9 @@ class Gatekeeper:
         """Those of the class's targets that feedback has tightened, and why."""
         return self._feedback.tightenings(qos)
 
-    def _shed_below(self, qos: QosClass, now_s: float) -> None:
-        if "shed_lowest_class" in qos.degradation:
+    def _shed_below(self, qos: QosClass, refusal: Refused, now_s: float) -> None:
+        """Nobody waits outside for a class whose requests would be refused without anybody else here."""
+        if "shed_lowest_class" in qos.degradation and refusal.is_by_others:
             self._shedding.shed(qos.priority, self.classes.priorities, now_s)
 
     def _over_target(

@@ -180,6 +180,16 @@ def test_lower_classes_wait_while_one_above_cannot_be_served() -> None:
     gate.decide(view, REQUEST, lower, 7.0)
 
 
+@pytest.mark.parametrize("impossible", [QosClass("gold", ttft_s=0.5), QosClass("gold", tbt_s=0.005)])
+def test_nobody_is_shed_for_a_class_that_can_never_be_served(impossible: QosClass) -> None:
+    """An empty cluster misses its targets, too."""
+    gold, low = replace(impossible, degradation=("shed_lowest_class",)), QosClass("low", 5)
+    gate, view = keeper("predicted", gold, low), ClusterView((P, D))
+    with pytest.raises(Refused):
+        gate.decide(view, REQUEST, gold, 0.0)
+    assert gate.decide(view, REQUEST, low, 1.0).qos is low
+
+
 def test_a_request_that_moved_counts_where_it_is() -> None:
     other = replace(D, worker_id="d2")
     gate, view = keeper(), ClusterView((P, D, other))
