@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from halfmoon.ledger.admission import AdmissionEdits
 from halfmoon.ledger.classes import StoredClasses
 from halfmoon.ledger.database import Database, open_database
 from halfmoon.ledger.measured_profiles import MeasuredProfiles
@@ -31,6 +32,7 @@ class Ledger:
     def __init__(self, database: Database, gateway_id: str = "") -> None:
         """`gateway_id` says whose requests are recorded."""
         self.classes = StoredClasses(database)
+        self.admission = AdmissionEdits(database)
         self.profiles = Profiles(database)
         self.measured_profiles = MeasuredProfiles(database)
         self.plans = Plans(database)

@@ -69,6 +69,16 @@ class ClassEditRow(Base):
     before: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
+class AdmissionEditRow(Base):
+    """One edit of the admission mode; the newest counts."""
+
+    __tablename__ = "admission_edits"
+
+    version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    edited_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    mode: Mapped[str | None] = mapped_column(String(16))  # None: each gateway's own
+
+
 class ProfileRow(Base):
     """What a worker of one kind measured of its own speed: the coefficients of its latency models."""
 

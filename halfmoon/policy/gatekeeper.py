@@ -58,13 +58,14 @@ class _Running:
 class Gatekeeper:
     """Owns what admission knows of the requests inside: forecast, lengths, shares, feedback. Has no clock.
 
-    The gateway and the simulator tell it of each request: `decide`, `enter`, `begin_decode`, `leave`.
+    The gateway and the simulator tell it of each request: `decide`, `enter`, `begin_decode`, `leave`. Another `mode`
+    counts from the next `decide` on.
     """
 
     def __init__(self, mode: AdmissionMode, rules: PlacementRules, rng: random.Random) -> None:
         self.classes = ClassTable()
         self.lengths = OutputLengths()
-        self._mode = mode
+        self.mode = mode
         self._rules = rules
         self._rng = rng
         self._forecast = DecodeForecast()
@@ -89,7 +90,7 @@ class Gatekeeper:
     ) -> Admitted:
         """Where the request goes. Raises Refused where its class forbids it, and what `place` raises."""
         plain = self._place(view, request, qos, now_s, depths, ())
-        if self._mode == "off":
+        if self.mode == "off":
             return plain
         targets = self._feedback.targets(qos, now_s)
         self._check_not_shed(qos, _outlook(plain, plain.placement), targets, now_s)
@@ -118,7 +119,7 @@ class Gatekeeper:
 
         `has_gaps`: more than one token is asked for, without doubt.
         """
-        if self._mode == "off" or view.missing:
+        if self.mode == "off" or view.missing:
             return
         targets = self._feedback.targets(qos, now_s)
         least, row = self._least(view, priority, targets, now_s)
@@ -143,7 +144,7 @@ class Gatekeeper:
         alone = Placement(worker, worker, least_s, queue_s=float(ttft.queue_s[first]))
         alone = self._courses.refined(view, alone, 1, priority, now_s)  # short ones overtake others
         least_s, overhead_s = min(least_s, alone.ttft_s), self._before_token.seconds
-        if self._mode == "load":
+        if self.mode == "load":
             loads = self._mean_load(view, now_s)
         elif targets.ttft_s is None:
             loads = DecodeLoads(np.zeros(num_rows), np.zeros(num_rows))
@@ -175,7 +176,7 @@ class Gatekeeper:
         self, qos: QosClass, missed: TargetKind, outlook: Outlook, targets: Targets, row: int | None, now_s: float
     ) -> Refused:
         assert row is not None
-        ends_in_s = self._forecast.next_ends(None if self._mode == "load" else row, now_s) - now_s
+        ends_in_s = self._forecast.next_ends(None if self.mode == "load" else row, now_s) - now_s
         tightening = self._feedback.tightenings(qos).get(missed)
         return over_target(qos, missed, outlook, targets, tightening, ends_in_s)
 
@@ -311,7 +312,7 @@ class Gatekeeper:
           arrivals to come are in no forecast, so a far end always looks empty, and long prompts would take the place
           of short ones.
         """
-        if self._mode == "predicted":
+        if self.mode == "predicted":
             return self._judged_no_later_than_usual(view, request, placement, now_s)
         batch, context = self._mean_load(view, now_s)
         step = placement.decode.step_model

@@ -10,6 +10,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.rpc.context import request_scope
+from services.gateway.admission_endpoint import AdmissionEndpoint
 from services.gateway.api_keys import ApiKeys
 from services.gateway.class_endpoints import ClassEndpoints
 from services.gateway.control import ControlEndpoints
@@ -41,6 +42,7 @@ def make_app(
     tokenizing: TokenizerEndpoints,
     control: ControlEndpoints,
     classes: ClassEndpoints,
+    admission: AdmissionEndpoint,
     console: ConsoleEndpoints,
     workload: WorkloadEndpoint,
     admittance: Admittance,
@@ -68,6 +70,8 @@ def make_app(
     app.router.add_get("/halfmoon/v1/class_edits", console.class_edits)
     app.router.add_post("/halfmoon/v1/class_previews/{name}", console.class_preview)
     app.router.add_get("/halfmoon/v1/workload", workload.workload)
+    app.router.add_get("/halfmoon/v1/admission", admission.get)
+    app.router.add_put("/halfmoon/v1/admission", admission.put)
     app.router.add_get("/halfmoon/v1/classes", classes.list)
     app.router.add_put("/halfmoon/v1/classes/{name}", classes.put)
     app.router.add_delete("/halfmoon/v1/classes/{name}", classes.delete)

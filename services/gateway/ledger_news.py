@@ -12,6 +12,7 @@ from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.profiles import StoredProfile
 from halfmoon.policy.output_lengths import OutputLengths
+from services.gateway.admission_in_force import AdmissionInForce
 from services.gateway.classes_in_force import ClassesInForce
 from services.gateway.membership import Membership
 
@@ -28,12 +29,14 @@ class LedgerNews:
         self,
         ledger: Ledger,
         classes: ClassesInForce,
+        admission: AdmissionInForce,
         lengths: OutputLengths,
         membership: Membership,
         gateway_id: str,
     ) -> None:
         self._ledger = ledger
         self._classes = classes
+        self._admission = admission
         self._lengths = lengths
         self._gateway_id = gateway_id
         self._membership = membership
@@ -48,6 +51,7 @@ class LedgerNews:
         """
         try:
             await self._classes.refresh()
+            await self._admission.refresh()
             await self.load_lengths()
         except Unavailable as error:
             self._classes.use_known()
@@ -77,6 +81,7 @@ class LedgerNews:
             try:
                 await self._ledger.join()
                 await self._classes.refresh()
+                await self._admission.refresh()
                 if looks % _LENGTHS_EVERY == 0:
                     await self.load_lengths()
                     await self.keep_profiles()

@@ -20,6 +20,8 @@ from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.policy.placement import PlacementRules
 from halfmoon.rpc.server import RunningServer, advertised_address, running_server
 from halfmoon.rpc.spans import NO_TRACER, Tracer
+from services.gateway.admission_endpoint import AdmissionEndpoint
+from services.gateway.admission_in_force import AdmissionInForce
 from services.gateway.api_keys import ApiKeys
 from services.gateway.app import Admittance, make_app
 from services.gateway.class_endpoints import ClassEndpoints
@@ -90,13 +92,15 @@ async def running_gateway(
         )
         store = StoreView(settings.kv_store)
         classes = ClassesInForce(ledger.classes, judge.gatekeeper, KnownClasses(settings.state_dir, settings.ledger))
-        news = LedgerNews(ledger, classes, judge.gatekeeper.lengths, membership, gateway_id)
+        admission = AdmissionInForce(ledger.admission, judge.gatekeeper, settings.admission)
+        news = LedgerNews(ledger, classes, admission, judge.gatekeeper.lengths, membership, gateway_id)
         await news.load()
         app = make_app(
             GenerationEndpoints(model, membership, relay, judge, ledger, metrics, door, observations, tracer),
             TokenizerEndpoints(model, membership),
             ControlEndpoints(model, cluster, ledger, metrics, door, observations),
             ClassEndpoints(classes),
+            AdmissionEndpoint(admission),
             ConsoleEndpoints(cluster, ledger, classes, observations, store),
             WorkloadEndpoint(ledger),
             Admittance(

@@ -64,7 +64,8 @@ class GatewaySettings(BaseSettings):
     )
     admission: AdmissionMode = Field(
         "predicted",
-        description="when a class's targets would be missed: refuse by predicted decode load, by present load, or off",
+        description="when a class's targets would be missed: refuse by predicted decode load, by present load, or off; "
+        "what the control API sets goes before",
     )
     shutdown_grace_s: float = Field(2.0, ge=0, description="how long running requests may go on after SIGTERM")
     max_body_bytes: int = Field(16 << 20, gt=0, description="largest accepted HTTP body")

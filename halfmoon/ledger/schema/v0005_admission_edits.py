@@ -1,0 +1,19 @@
+"""The admission mode, as operators set it for all gateways, and what it was before."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0005"
+down_revision = "0004"
+
+
+def upgrade() -> None:
+    """Nobody has set it yet: each gateway has its own."""
+    op.create_table(
+        "admission_edits",
+        sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
+        sa.Column("edited_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("mode", sa.String(16)),
+    )
