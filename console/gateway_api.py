@@ -64,6 +64,15 @@ class GatewayApi:
         """The newest edits of classes, newest first."""
         return self._list(f"/halfmoon/v1/class_edits?limit={limit}")
 
+    def admission(self) -> dict[str, Any]:
+        """The admission mode, whose it is, and its edits."""
+        return self._object("/halfmoon/v1/admission", "mode")
+
+    def put_admission(self, mode: str | None, version: int) -> dict[str, Any]:
+        """Sets the mode over that version; None leaves it to each gateway."""
+        found: dict[str, Any] = self._json("/halfmoon/v1/admission", "PUT", {"mode": mode, "version": version})
+        return found
+
     def put_class(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Saves a class over the version in `body`."""
         found: dict[str, Any] = self._json(_class_path(name), "PUT", body)

@@ -9,6 +9,7 @@ from typing import Any
 import streamlit as st
 
 from console import charts
+from console.plain_text import plain
 from console.plan_charts import curve_rows, over_rate
 from console.planner_api import Plan
 from console.quantities import NOTHING, seconds, share
@@ -68,7 +69,7 @@ def compared_to_colocated(summary: Mapping[str, Any]) -> str:
 def draw_plan(plan: Plan, key: str) -> None:
     """All of one."""
     summary, best = plan["summary"], plan["summary"]["layouts"][0]
-    st.markdown(f"**{title(plan)}**")
+    st.markdown(f"**{plain(title(plan))}**")
     price = f"${best['price_per_hour']:.2f}/h" if best["price_per_hour"] else NOTHING
     tiles = (
         ("GPUs", str(best["num_gpus"]), "of all workers"),
@@ -83,7 +84,10 @@ def draw_plan(plan: Plan, key: str) -> None:
     )
     for column, (label, value, note) in zip(st.columns(len(tiles)), tiles, strict=True):
         column.metric(label, value, border=True, help=note)
-    st.caption(f"{compared_to_colocated(summary)} {_targets(summary)}. Times: {'; '.join(summary['latency'][:3])}.")
+    said = f"{compared_to_colocated(summary)} {_targets(summary)}. Times: {_sources(summary['latency'])}."
+    st.caption(plain(said))
+    for note in summary["notes"]:
+        st.caption(f":material/info: {plain(note)}")
     rows = [layout_row(one, summary["criterion"]) for one in summary["layouts"]]
     st.dataframe(rows, column_config=_percent("in time", "TTFT met", "TPOT met"), hide_index=True, key=f"layouts-{key}")
     points = [row for curve in summary["curves"] for row in curve_rows(curve["layout"], curve)]
@@ -151,6 +155,15 @@ def _targets(summary: Mapping[str, Any]) -> str:
     return (
         f"{share(summary['attainment_asked'])} within TTFT {seconds(targets['ttft_s'])} and "
         f"TPOT {seconds(targets['tpot_s'])}"
+    )
+
+
+def _sources(latency: Sequence[Mapping[str, Any]]) -> str:
+    """Where times are from, and how well they fit what was measured."""
+    return "; ".join(
+        one["source"]
+        + (f" (median error {share(one['error_prefill'])} / {share(one['error_step'])})" if one["error_step"] else "")
+        for one in latency
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from console.gateway_api import GatewayError
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.operator_token import AUTHORIZATION_KEY
 
@@ -22,8 +23,8 @@ _SEARCH_S = 900.0
 Plan = dict[str, Any]
 
 
-class PlannerError(Exception):
-    """The planner did not give what was asked for; the text is for the user."""
+class PlannerError(GatewayError):
+    """The planner, and not the gateway, did not give what was asked for; the text is for the user."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import streamlit as st
 
 from console.gateway_api import GatewayApi, GatewayError
+from console.plain_text import plain
 from console.planner_api import Catalogue
 from console.quantities import count
 
@@ -81,7 +82,7 @@ def _live(api: GatewayApi) -> Asked:
     try:
         found = api.workload(_LIVE_MINUTES)
     except GatewayError as error:
-        st.error(str(error), icon=":material/cloud_off:")
+        st.error(plain(str(error)), icon=":material/cloud_off:")
         return Asked({}, {}, ["the last hour's requests"])
     rows = found["requests"]
     if not found["rate_per_s"]:
@@ -150,7 +151,7 @@ def _measured_here(api: GatewayApi) -> Asked:
     try:
         profile = measured_profile(api.cluster(), api.cache())
     except GatewayError as error:
-        st.error(str(error), icon=":material/cloud_off:")
+        st.error(plain(str(error)), icon=":material/cloud_off:")
         profile = None
     if profile is None:
         st.caption("No workers here have told how long prompts and steps take.")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import streamlit as st
 
 from console.gateway_api import GatewayApi
-from console.live import disconnected, empty
+from console.live import away, empty
+from console.plain_text import plain
 from console.plan_view import draw_comparison, draw_plan, plan_row, title
 from console.planner_api import Plan, PlannerApi, PlannerError, Search
 from console.planner_form import planner_form
@@ -33,9 +34,7 @@ def render(api: GatewayApi, planner: PlannerApi | None) -> None:
     try:
         catalogue, plans = planner.catalogue(), planner.plans()
     except PlannerError as error:
-        disconnected(str(error), None)
-        if st.button("Try again"):
-            st.rerun()
+        away(str(error), planner.catalogue)
         return
     asked = planner_form(api, catalogue)
     search: Search | None = st.session_state.get("plan_search")
@@ -60,7 +59,7 @@ def _draw_search(search: Search) -> None:
         if state.is_over and not was_over:
             st.rerun()  # the whole page: there is a plan to show
         if state.problem is not None:
-            st.error(state.problem, icon=":material/error:")
+            st.error(plain(state.problem), icon=":material/error:")
         if not state.is_over:
             _draw_progress(search)
 
@@ -112,6 +111,6 @@ def _draw_use(plan: Plan) -> None:
         icon=":material/download:", key=f"download-{plan['id']}", width="stretch",
     )  # fmt: skip
     with right.popover("How to start it"):
-        st.markdown(f"{title(plan)}, on one host:")
+        st.markdown(f"{plain(title(plan))}, on one host:")
         st.code("halfmoon up --plan plan.yaml --model MODEL", language="bash")
         st.caption("MODEL is the Hugging Face directory or id to serve. The workers get GPUs of their own.")

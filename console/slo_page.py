@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
+from console.admission_card import draw_admission
 from console.class_form import class_form
 from console.class_history import draw_history
 from console.gateway_api import GatewayApi, GatewayError
 from console.live import away, empty, live
-from console.quantities import NOTHING, share
+from console.plain_text import plain
+from console.quantities import NOTHING, seconds, share
 
 _MINUTES = 30
 NEW = "＋ New class"
@@ -34,6 +36,7 @@ def render(api: GatewayApi) -> None:
     except GatewayError as error:
         away(str(error), api.class_edits)
         return
+    draw_admission(api)
     left, right = st.columns([3, 2], gap="large")
     with left:
         st.subheader("Edit")
@@ -53,6 +56,8 @@ def class_row(one: Mapping[str, Any], counts: Mapping[str, int] | None) -> dict[
         "priority": one["priority"],
         "TTFT (ms)": _ms(one["ttft_s"]),
         "TBT (ms)": _ms(one["tbt_s"]),
+        "TTFT applied": _ms(one.get("applied_ttft_s")),
+        "TBT applied": _ms(one.get("applied_tbt_s")),
         "goal": one["attainment"],
         "in time": counts["good"] / ended if counts and ended else None,
         "requests": ended,
@@ -62,6 +67,22 @@ def class_row(one: Mapping[str, Any], counts: Mapping[str, int] | None) -> dict[
         "who": ", ".join(_rule(rule) for rule in one["rules"]) or NOTHING,
         "version": one["version"],
     }
+
+
+def tightened(classes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each target that admission holds requests to more strictly than the class says, and why."""
+    said = []
+    for one in classes:
+        for kind in ("ttft", "tbt"):
+            own_s, applied_s = one[f"{kind}_s"], one.get(f"applied_{kind}_s")
+            if own_s is not None and applied_s is not None and applied_s < own_s:
+                measured_s = one.get(f"measured_{kind}_s")
+                because = "" if measured_s is None else f": {share(one['attainment'])} took up to {seconds(measured_s)}"
+                said.append(
+                    f"{one['name']}: {kind.upper()} is admitted to {seconds(applied_s)} in place of "
+                    f"{seconds(own_s)}{because}."
+                )
+    return said
 
 
 def _draw(seen: Seen) -> None:
@@ -76,6 +97,8 @@ def _draw(seen: Seen) -> None:
     percent = {name: st.column_config.NumberColumn(format="percent") for name in ("goal", "in time", "reserved")}
     rows = [class_row(one, counts.get(one["name"])) for one in seen.classes]
     st.dataframe(rows, column_config=percent, hide_index=True, placeholder=NOTHING, key="classes")
+    for sentence in tightened(seen.classes):
+        st.caption(f":material/compress: {plain(sentence)}")
     st.caption(f"Requests of the last {_MINUTES} minutes. Refusals count against “in time”. {_others(seen)}")
 
 

@@ -130,6 +130,26 @@ class PlanRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class PricesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
     WORKLOAD_FIELD_NUMBER: _builtins.int
@@ -148,11 +168,18 @@ class PlanRequest(_message.Message):
     MAX_RUNNING_FIELD_NUMBER: _builtins.int
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    PREFILL_GPU_FIELD_NUMBER: _builtins.int
+    DECODE_GPU_FIELD_NUMBER: _builtins.int
+    KV_CODEC_FIELD_NUMBER: _builtins.int
+    NETWORK_GBIT_PER_S_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    PRICES_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     WITH_CURVES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """of the catalogue, or a file config.json"""
     gpu: _builtins.str
+    """of the catalogue, or h100:2x8,a100-80g:4x8"""
     workload: _builtins.str
     """of the catalogue, in=512,out=64, or a file"""
     ttft_s: _builtins.float
@@ -171,8 +198,17 @@ class PlanRequest(_message.Message):
     max_running: _builtins.int
     num_requests: _builtins.int
     seed: _builtins.int
+    prefill_gpu: _builtins.str
+    decode_gpu: _builtins.str
+    kv_codec: _builtins.str
+    network_gbit_per_s: _builtins.float
+    context_tokens: _builtins.int
     with_curves: _builtins.bool
     """attainment over the rate, for each layout"""
+    @_builtins.property
+    def prices(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """dollars an hour, by GPU"""
+
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___File]: ...
     def __init__(
@@ -196,31 +232,47 @@ class PlanRequest(_message.Message):
         max_running: _builtins.int | None = ...,
         num_requests: _builtins.int | None = ...,
         seed: _builtins.int | None = ...,
+        prefill_gpu: _builtins.str | None = ...,
+        decode_gpu: _builtins.str | None = ...,
+        kv_codec: _builtins.str | None = ...,
+        network_gbit_per_s: _builtins.float | None = ...,
+        context_tokens: _builtins.int | None = ...,
+        prices: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         files: _abc.Iterable[Global___File] | None = ...,
         with_curves: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_criterion", b"_criterion", "_gpus_per_node", b"_gpus_per_node", "_latency", b"_latency", "_max_running", b"_max_running", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "criterion", b"criterion", "gpus_per_node", b"gpus_per_node", "latency", b"latency", "max_running", b"max_running", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_context_tokens", b"_context_tokens", "_criterion", b"_criterion", "_decode_gpu", b"_decode_gpu", "_gpus_per_node", b"_gpus_per_node", "_kv_codec", b"_kv_codec", "_latency", b"_latency", "_max_running", b"_max_running", "_network_gbit_per_s", b"_network_gbit_per_s", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_prefill_gpu", b"_prefill_gpu", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "context_tokens", b"context_tokens", "criterion", b"criterion", "decode_gpu", b"decode_gpu", "gpus_per_node", b"gpus_per_node", "kv_codec", b"kv_codec", "latency", b"latency", "max_running", b"max_running", "network_gbit_per_s", b"network_gbit_per_s", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "prefill_gpu", b"prefill_gpu", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_criterion", b"_criterion", "_gpus_per_node", b"_gpus_per_node", "_latency", b"_latency", "_max_running", b"_max_running", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "criterion", b"criterion", "files", b"files", "gpu", b"gpu", "gpus_per_node", b"gpus_per_node", "latency", b"latency", "max_running", b"max_running", "model", b"model", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "with_curves", b"with_curves", "workload", b"workload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_affinity", b"_affinity", "_attainment", b"_attainment", "_context_tokens", b"_context_tokens", "_criterion", b"_criterion", "_decode_gpu", b"_decode_gpu", "_gpus_per_node", b"_gpus_per_node", "_kv_codec", b"_kv_codec", "_latency", b"_latency", "_max_running", b"_max_running", "_network_gbit_per_s", b"_network_gbit_per_s", "_num_nodes", b"_num_nodes", "_num_requests", b"_num_requests", "_objective", b"_objective", "_prefill_gpu", b"_prefill_gpu", "_rate_per_s", b"_rate_per_s", "_seed", b"_seed", "_tbt_of", b"_tbt_of", "_tbt_s", b"_tbt_s", "affinity", b"affinity", "attainment", b"attainment", "context_tokens", b"context_tokens", "criterion", b"criterion", "decode_gpu", b"decode_gpu", "files", b"files", "gpu", b"gpu", "gpus_per_node", b"gpus_per_node", "kv_codec", b"kv_codec", "latency", b"latency", "max_running", b"max_running", "model", b"model", "network_gbit_per_s", b"network_gbit_per_s", "num_nodes", b"num_nodes", "num_requests", b"num_requests", "objective", b"objective", "prefill_gpu", b"prefill_gpu", "prices", b"prices", "rate_per_s", b"rate_per_s", "seed", b"seed", "tbt_of", b"tbt_of", "tbt_s", b"tbt_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "with_curves", b"with_curves", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__affinity: _TypeAlias = _typing.Literal["affinity"]  # noqa: Y015
     _WhichOneofArgType__affinity: _TypeAlias = _typing.Literal["_affinity", b"_affinity"]  # noqa: Y015
     _WhichOneofReturnType__attainment: _TypeAlias = _typing.Literal["attainment"]  # noqa: Y015
     _WhichOneofArgType__attainment: _TypeAlias = _typing.Literal["_attainment", b"_attainment"]  # noqa: Y015
+    _WhichOneofReturnType__context_tokens: _TypeAlias = _typing.Literal["context_tokens"]  # noqa: Y015
+    _WhichOneofArgType__context_tokens: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens"]  # noqa: Y015
     _WhichOneofReturnType__criterion: _TypeAlias = _typing.Literal["criterion"]  # noqa: Y015
     _WhichOneofArgType__criterion: _TypeAlias = _typing.Literal["_criterion", b"_criterion"]  # noqa: Y015
+    _WhichOneofReturnType__decode_gpu: _TypeAlias = _typing.Literal["decode_gpu"]  # noqa: Y015
+    _WhichOneofArgType__decode_gpu: _TypeAlias = _typing.Literal["_decode_gpu", b"_decode_gpu"]  # noqa: Y015
     _WhichOneofReturnType__gpus_per_node: _TypeAlias = _typing.Literal["gpus_per_node"]  # noqa: Y015
     _WhichOneofArgType__gpus_per_node: _TypeAlias = _typing.Literal["_gpus_per_node", b"_gpus_per_node"]  # noqa: Y015
+    _WhichOneofReturnType__kv_codec: _TypeAlias = _typing.Literal["kv_codec"]  # noqa: Y015
+    _WhichOneofArgType__kv_codec: _TypeAlias = _typing.Literal["_kv_codec", b"_kv_codec"]  # noqa: Y015
     _WhichOneofReturnType__latency: _TypeAlias = _typing.Literal["latency"]  # noqa: Y015
     _WhichOneofArgType__latency: _TypeAlias = _typing.Literal["_latency", b"_latency"]  # noqa: Y015
     _WhichOneofReturnType__max_running: _TypeAlias = _typing.Literal["max_running"]  # noqa: Y015
     _WhichOneofArgType__max_running: _TypeAlias = _typing.Literal["_max_running", b"_max_running"]  # noqa: Y015
+    _WhichOneofReturnType__network_gbit_per_s: _TypeAlias = _typing.Literal["network_gbit_per_s"]  # noqa: Y015
+    _WhichOneofArgType__network_gbit_per_s: _TypeAlias = _typing.Literal["_network_gbit_per_s", b"_network_gbit_per_s"]  # noqa: Y015
     _WhichOneofReturnType__num_nodes: _TypeAlias = _typing.Literal["num_nodes"]  # noqa: Y015
     _WhichOneofArgType__num_nodes: _TypeAlias = _typing.Literal["_num_nodes", b"_num_nodes"]  # noqa: Y015
     _WhichOneofReturnType__num_requests: _TypeAlias = _typing.Literal["num_requests"]  # noqa: Y015
     _WhichOneofArgType__num_requests: _TypeAlias = _typing.Literal["_num_requests", b"_num_requests"]  # noqa: Y015
     _WhichOneofReturnType__objective: _TypeAlias = _typing.Literal["objective"]  # noqa: Y015
     _WhichOneofArgType__objective: _TypeAlias = _typing.Literal["_objective", b"_objective"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_gpu: _TypeAlias = _typing.Literal["prefill_gpu"]  # noqa: Y015
+    _WhichOneofArgType__prefill_gpu: _TypeAlias = _typing.Literal["_prefill_gpu", b"_prefill_gpu"]  # noqa: Y015
     _WhichOneofReturnType__rate_per_s: _TypeAlias = _typing.Literal["rate_per_s"]  # noqa: Y015
     _WhichOneofArgType__rate_per_s: _TypeAlias = _typing.Literal["_rate_per_s", b"_rate_per_s"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
@@ -234,19 +286,29 @@ class PlanRequest(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__attainment) -> _WhichOneofReturnType__attainment | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__context_tokens) -> _WhichOneofReturnType__context_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__criterion) -> _WhichOneofReturnType__criterion | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_gpu) -> _WhichOneofReturnType__decode_gpu | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gpus_per_node) -> _WhichOneofReturnType__gpus_per_node | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_codec) -> _WhichOneofReturnType__kv_codec | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__latency) -> _WhichOneofReturnType__latency | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_running) -> _WhichOneofReturnType__max_running | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__network_gbit_per_s) -> _WhichOneofReturnType__network_gbit_per_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_nodes) -> _WhichOneofReturnType__num_nodes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_requests) -> _WhichOneofReturnType__num_requests | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__objective) -> _WhichOneofReturnType__objective | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_gpu) -> _WhichOneofReturnType__prefill_gpu | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rate_per_s) -> _WhichOneofReturnType__rate_per_s | None: ...
     @_typing.overload

@@ -7,6 +7,7 @@ from halfmoon.rpc.operator_token import OperatorToken
 from halfmoon.rpc.service import serve_until_told_to_stop, service_main
 from services.planner.job_process import run_job
 from services.planner.jobs import Jobs
+from services.planner.kept_plans import PlansOfLedger
 from services.planner.metrics import PlannerMetrics
 from services.planner.model import read_model_config
 from services.planner.servicer import PlannerServicer
@@ -18,8 +19,8 @@ async def serve(settings: PlannerSettings) -> None:
     """Runs the planner until it is told to stop. Raises InvalidRequest if it cannot listen."""
     token = OperatorToken(settings.operator_token, settings.host)
     jobs = Jobs(Turns(settings.max_running, settings.max_waiting), settings.deadline_s, run_job)
-    async with open_ledger(settings.ledger) as ledger:
-        servicer = PlannerServicer(read_model_config, ledger.plans, jobs, token, settings.processes)
+    async with open_ledger(settings.ledger, may_be_away=True) as ledger:
+        servicer = PlannerServicer(read_model_config, PlansOfLedger(ledger), jobs, token, settings.processes)
         await serve_until_told_to_stop("planner", settings, [servicer.register], PlannerMetrics())
 
 

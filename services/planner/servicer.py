@@ -14,7 +14,7 @@ import grpc
 
 from halfmoon.engine.model_config import ModelConfig
 from halfmoon.errors import InvalidRequest, Unauthenticated, Unavailable
-from halfmoon.ledger.plans import NewPlan, Plans, StoredPlan
+from halfmoon.ledger.plans import NewPlan, StoredPlan
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.operator_token import AUTHORIZATION_KEY, OperatorToken
 from halfmoon.sim.hardware import DEVICES
@@ -23,6 +23,7 @@ from halfmoon.sim.model_catalogue import MODELS
 from services.planner.capacity import CapacityQuestion, capacity
 from services.planner.job import JobProgress, PlanJob, PointJob
 from services.planner.jobs import Jobs, JobWaits
+from services.planner.kept_plans import KeptPlans
 from services.planner.wire import files_of, plan_request, point_request, set_fields, stored_plan
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
     def __init__(
         self,
         read_config: Callable[[str], ModelConfig],
-        plans: Plans,
+        plans: KeptPlans,
         jobs: Jobs,
         token: OperatorToken,
         num_processes: int,

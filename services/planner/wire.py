@@ -29,7 +29,7 @@ def plan_request(message: planner_pb2.PlanRequest) -> PlanRequest:
     for name in ("model", "gpu", "workload", "ttft_s", "tpot_s"):
         if not getattr(message, name):
             raise InvalidRequest(f"a plan needs {name}", param=name)
-    return _checked(PlanRequest, set_fields(message))
+    return _checked(PlanRequest, {**set_fields(message), "prices": dict(message.prices)})
 
 
 def point_request(message: planner_pb2.SimulateRequest) -> PointRequest:

@@ -98,6 +98,13 @@ EDITS: list[dict[str, Any]] = [
     {"revision": 1, "edited_at": "2026-01-01T00:00:00+00:00", "name": "gold", "version": 1,
      "definition": _BODY | {"ttft_s": 1.0}, "before": None},
 ]  # fmt: skip
+ADMISSION: dict[str, Any] = {
+    "mode": "load", "own": "predicted", "set": "load", "version": 2,
+    "edits": [
+        {"version": 2, "edited_at": "2026-01-01T00:00:01+00:00", "mode": "load"},
+        {"version": 1, "edited_at": "2026-01-01T00:00:00+00:00", "mode": None},
+    ],
+}  # fmt: skip
 PREVIEW = {
     "num_requests": 200, "num_refused": 2, "num_would_be_refused": 10, "num_served": 190, "num_meeting": 188,
     "num_newly_admitted": 0,
@@ -116,6 +123,7 @@ class FakeGateway:
             "/halfmoon/v1/cache": (200, CACHE),
             "/halfmoon/v1/classes": (200, {"classes": [GOLD]}),
             "/halfmoon/v1/classes/gold": (200, GOLD | {"version": 3}),
+            "/halfmoon/v1/admission": (200, ADMISSION),
             "/halfmoon/v1/class_edits": (200, EDITS),
             "/halfmoon/v1/class_previews/gold": (200, PREVIEW),
             "/v1/chat/completions": (200, [{"choices": [{"delta": {"content": text}}]} for text in ("Hel", "lo")]),

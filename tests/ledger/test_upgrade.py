@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, text
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from halfmoon.errors import Incompatible
@@ -53,13 +53,11 @@ async def on_connection(database: Database, work: Any) -> Any:
 async def execute(url: str, *statements: str) -> None:
     """On an empty database too: without tables being made first."""
 
-    def work(connection: Connection) -> None:
+    engine = make_engine(url)
+    async with engine.begin() as connection:
         for statement in statements:
-            connection.execute(text(statement))
-
-    database = Database(make_engine(url))
-    await on_connection(database, work)
-    await database.close()
+            await connection.execute(text(statement))
+    await engine.dispose()
 
 
 async def test_migrations_make_what_the_models_say(ledger_url: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from halfmoon.errors import DeadlineExceeded, HalfmoonError, InvalidRequest, NoCapacity, Unauthenticated, Unavailable
 from halfmoon.ledger.ledger import open_ledger
-from halfmoon.ledger.plans import NewPlan, Plans, StoredPlan
+from halfmoon.ledger.plans import NewPlan, StoredPlan
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.operator_token import OperatorToken
 from halfmoon.rpc.peer import Peer
@@ -24,6 +24,7 @@ from halfmoon.rpc.status import error_from
 from services.planner.job import Job, JobProgress, JobResult, PlanJob
 from services.planner.job_process import run_job
 from services.planner.jobs import Jobs, RunJob
+from services.planner.kept_plans import KeptPlans, PlansOfLedger
 from services.planner.metrics import PlannerMetrics
 from services.planner.model import read_model_config
 from services.planner.servicer import PlannerServicer
@@ -74,20 +75,20 @@ class Bench:
         self.said.put_nowait(JobResult({"summary": {"gpu": "x"}, "plan_yaml": "model: m"}))
 
 
-class AwayPlans(Plans):
+class AwayPlans:
     """A ledger that does not answer."""
 
-    def __init__(self) -> None:
-        pass
-
     async def add(self, plan: NewPlan) -> StoredPlan:
+        raise Unavailable("the ledger is away")
+
+    async def newest(self, limit: int) -> list[StoredPlan]:
         raise Unavailable("the ledger is away")
 
 
 @asynccontextmanager
 async def planner(
     run: RunJob,
-    plans: Plans | None = None,
+    plans: KeptPlans | None = None,
     token: OperatorToken | None = None,
     deadline_s: float = 120,
     most_waiting: int = 1,
@@ -114,7 +115,7 @@ async def test_a_plan_is_found_kept_and_listed(tmp_path: Path) -> None:
     """The search itself, in its process."""
     async with (
         open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger,
-        planner(run_job, ledger.plans) as stub,
+        planner(run_job, PlansOfLedger(ledger)) as stub,
     ):
         updates = await all_of(stub.Plan(ASKED, timeout=120))
         listed = await stub.ListPlans(planner_pb2.ListPlansRequest(limit=5), timeout=30)

@@ -1,0 +1,34 @@
+"""Plans in a ledger that may have been away when the planner started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from halfmoon.ledger.ledger import Ledger
+from halfmoon.ledger.plans import NewPlan, StoredPlan
+
+
+class KeptPlans(Protocol):
+    """Where plans are kept. Raises Unavailable while that does not answer."""
+
+    async def add(self, plan: NewPlan) -> StoredPlan: ...
+
+    async def newest(self, limit: int) -> Sequence[StoredPlan]: ...
+
+
+class PlansOfLedger:
+    """The ledger's table, joined at the first use that it answers."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    async def add(self, plan: NewPlan) -> StoredPlan:
+        """Keeps a plan that was made now."""
+        await self._ledger.join()
+        return await self._ledger.plans.add(plan)
+
+    async def newest(self, limit: int) -> Sequence[StoredPlan]:
+        """Newest first."""
+        await self._ledger.join()
+        return await self._ledger.plans.newest(limit)
