@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from halfmoon.policy.arrivals import ArrivalRate
 from halfmoon.policy.latency import PrefillModel
+from halfmoon.policy.neighbours import Decoding, Neighbours
 
 _MAX_STEPS = 512  # looked ahead; who is not computed by then waits as others predict it
 _OVERDUE = 0.05  # of a step that should be over: how much of it may be left
-_PAST_S, _MAX_ARRIVALS = 60.0, 256  # of arrivals are remembered
-_FIRST_DUE = 0.5  # of the time between two: when the first of a stream comes, on average
-_LEAST_PAST_S = 10.0  # of arrivals tell about those to come
-
-Span = tuple[float, float]  # from, until
 
 
 class Speed(NamedTuple):
@@ -25,13 +21,6 @@ class Speed(NamedTuple):
     model: PrefillModel
     step_tokens: int
     contention: float = 0.0  # what each busy neighbour adds, as a share of the time alone
-
-
-class Decoding(NamedTuple):
-    """What comes after a prompt."""
-
-    row: int  # of the cluster view: who does it
-    seconds: float
 
 
 class Prefill(NamedTuple):
@@ -64,86 +53,6 @@ class _Prompt:
 class _Chunk(NamedTuple):
     prompt: _Prompt
     num_tokens: int
-
-
-class Neighbours:
-    """Owns when the workers beside one will be busy, as far as that is foreseen."""
-
-    def __init__(self, spans: Mapping[int, Iterable[Span]]) -> None:
-        """By the neighbour's row of the cluster view."""
-        self._spans = {row: list(of_row) for row, of_row in spans.items()}
-
-    def decode(self, decoding: Decoding | None, now_s: float) -> None:
-        """A prompt is computed, and decoded from now on; who is no neighbour does not matter."""
-        if decoding is not None and decoding.row in self._spans:
-            self._spans[decoding.row].append((now_s, now_s + decoding.seconds))
-
-    def after(self, work_s: float, begin_s: float, contention: float) -> float:
-        """When work that takes `work_s` alone is done."""
-        now_s = begin_s
-        while contention > 0:
-            busy, until_s = self._next(now_s)
-            slowdown = 1 + contention * busy
-            if now_s + work_s * slowdown <= until_s:
-                return now_s + work_s * slowdown
-            work_s -= (until_s - now_s) / slowdown
-            now_s = until_s
-        return now_s + work_s
-
-    def _next(self, now_s: float) -> tuple[int, float]:
-        """How many are busy, and until when that is so."""
-        busy, until_s = 0, math.inf
-        for spans in self._spans.values():
-            is_busy = False
-            for begin_s, end_s in spans:
-                if begin_s <= now_s < end_s:
-                    is_busy = True
-                    until_s = min(until_s, end_s)
-                elif now_s < begin_s:
-                    until_s = min(until_s, begin_s)
-            busy += is_busy
-        return busy, until_s
-
-
-class Arrivals:
-    """Owns what has not come yet of steady streams of equal prompts."""
-
-    def __init__(self, streams: Sequence[tuple[float, int]]) -> None:
-        """Of each stream prompts a second, and their tokens."""
-        self._streams = streams
-        self._due = [_FIRST_DUE] * len(streams)  # of the next prompt
-
-    def within(self, seconds: float) -> list[int]:
-        """The tokens of each prompt that comes in the next seconds."""
-        came: list[int] = []
-        for number, (per_s, num_tokens) in enumerate(self._streams):
-            self._due[number] += per_s * seconds
-            came += [num_tokens] * int(self._due[number])
-            self._due[number] %= 1
-        return came
-
-
-class ArrivalRate:
-    """Owns the latest prompts that came."""
-
-    def __init__(self) -> None:
-        self._came: deque[tuple[float, int]] = deque(maxlen=_MAX_ARRIVALS)  # when, and its tokens
-
-    def add(self, num_tokens: int, now_s: float) -> None:
-        """One came."""
-        self._came.append((now_s, num_tokens))
-        while self._came[0][0] < now_s - _PAST_S:
-            self._came.popleft()
-
-    def to_come(self, num_tokens: int, now_s: float) -> Arrivals:
-        """Those that are to be expected, shorter ones than that and others: by their rates and means. None as long as
-        too little is known."""
-        past_s = now_s - self._came[0][0] if self._came else 0.0
-        if past_s < _LEAST_PAST_S:
-            return Arrivals([])
-        shorter = [one for _, one in self._came if one < num_tokens]
-        others = [one for _, one in self._came if one >= num_tokens]
-        return Arrivals([(len(some) / past_s, round(sum(some) / len(some))) for some in (shorter, others) if some])
 
 
 class PrefillCourse:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from halfmoon.policy.cluster_view import ClusterView, WorkerView
 from halfmoon.policy.decode_forecast import DecodeForecast
+from halfmoon.policy.neighbours import Decoding, Neighbours, Span
 from halfmoon.policy.placement import Placement
-from halfmoon.policy.prefill_course import Decoding, Neighbours, Prefill, PrefillCourse, Span, Speed
+from halfmoon.policy.prefill_course import Prefill, PrefillCourse, Speed
 
 _LEAST_CONTENTION = 0.02  # below it neighbours do not matter
 

@@ -14,7 +14,8 @@ from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.scheduler import Scheduler, SchedulerLimits
 from halfmoon.engine.sequence import Sequence
 from halfmoon.policy.latency import PrefillModel
-from halfmoon.policy.prefill_course import Decoding, Neighbours, Prefill, PrefillCourse, Speed, Times
+from halfmoon.policy.neighbours import Decoding, Neighbours
+from halfmoon.policy.prefill_course import Prefill, PrefillCourse, Speed, Times
 
 STEP = 100
 SPEED = Speed(PrefillModel(0.0, 0.01, 0.0), STEP)  # a second a full step

@@ -1,0 +1,51 @@
+"""Which prompts usually come, and so are to be expected."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+_PAST_S, _MAX_ARRIVALS = 60.0, 256  # of arrivals are remembered
+_FIRST_DUE = 0.5  # of the time between two: when the first of a stream comes, on average
+_LEAST_PAST_S = 10.0  # of arrivals tell about those to come
+
+
+class Arrivals:
+    """Owns what has not come yet of steady streams of equal prompts."""
+
+    def __init__(self, streams: Sequence[tuple[float, int]]) -> None:
+        """Of each stream prompts a second, and their tokens."""
+        self._streams = streams
+        self._due = [_FIRST_DUE] * len(streams)  # of the next prompt
+
+    def within(self, seconds: float) -> list[int]:
+        """The tokens of each prompt that comes in the next seconds."""
+        came: list[int] = []
+        for number, (per_s, num_tokens) in enumerate(self._streams):
+            self._due[number] += per_s * seconds
+            came += [num_tokens] * int(self._due[number])
+            self._due[number] %= 1
+        return came
+
+
+class ArrivalRate:
+    """Owns the latest prompts that came."""
+
+    def __init__(self) -> None:
+        self._came: deque[tuple[float, int]] = deque(maxlen=_MAX_ARRIVALS)  # when, and its tokens
+
+    def add(self, num_tokens: int, now_s: float) -> None:
+        """One came."""
+        self._came.append((now_s, num_tokens))
+        while self._came[0][0] < now_s - _PAST_S:
+            self._came.popleft()
+
+    def to_come(self, num_tokens: int, now_s: float) -> Arrivals:
+        """Those that are to be expected, shorter ones than that and others: by their rates and means. None as long as
+        too little is known."""
+        past_s = now_s - self._came[0][0] if self._came else 0.0
+        if past_s < _LEAST_PAST_S:
+            return Arrivals([])
+        shorter = [one for _, one in self._came if one < num_tokens]
+        others = [one for _, one in self._came if one >= num_tokens]
+        return Arrivals([(len(some) / past_s, round(sum(some) / len(some))) for some in (shorter, others) if some])
