@@ -5,6 +5,7 @@
     python -m benchmarks.planner placement --trace conversation_trace.jsonl [--requests N]
     python -m benchmarks.planner capacity  --trace conversation_trace.jsonl [--requests N]
     python -m benchmarks.planner ratio     --trace conversation_trace.jsonl [--requests N]
+    python -m benchmarks.planner bursts    --trace AzureLLMInferenceTrace_code.csv [--requests N]
 
 Llama-2-70B on 8 x A100-80G a worker, where Mooncake's paper had a model of that shape on 8 x A800: by the roofline, or
 by `--latency perf_model.csv:llama-2-70b` as Splitwise measured it. Rates are multiples of the trace's own.
@@ -14,22 +15,28 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
+from benchmarks.planner_bursts import show_bursts
+from halfmoon.plan.fleet import read_fleet
+from halfmoon.plan.goodput import Goal
+from halfmoon.plan.question import Question, default_rules
 from halfmoon.policy.placement import PlacementMode
 from halfmoon.sim.cluster import Batching, BatchLimits, ClusterSpec, Network, Targets, TbtOf, WorkerGroup
 from halfmoon.sim.distserve import DistServeCoefficients
 from halfmoon.sim.latency import LatencyModel, median_error
 from halfmoon.sim.latency_sources import latency_source
 from halfmoon.sim.lengths import named_lengths
-from halfmoon.sim.model_catalogue import model_shape
+from halfmoon.sim.model_catalogue import MODELS, model_shape
 from halfmoon.sim.result import SimResult, quantiles
-from halfmoon.sim.roofline import Roofline
+from halfmoon.sim.roofline import OF_2023, Efficiency, Roofline
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.splitwise import read_splitwise
 from halfmoon.sim.synthetic import synthetic_workload
@@ -111,16 +118,19 @@ def show_roofline(args: argparse.Namespace) -> None:
         table = read_splitwise(args.splitwise, "llama-2-70b")
         for gpu in ("a100-80g", "h100"):
             measured += [("Splitwise", "llama-2-70b", gpu, tp, table.model(gpu, tp, 1)) for tp in (4, 8)]
-    print("| measured by | model | GPU | TP | their fit error prefill / step | roofline's error prefill / step |")
-    print("|---|---|---|---|---|---|")
+    print("| measured by | model | GPU | TP | their fit error | roofline's error prefill / step | roofline-2023's |")
+    print("|---|---|---|---|---|---|---|")
     for who, name, gpu, tp, theirs in measured:
-        ours = Roofline(model_shape(name)).model(gpu, tp, 1)
-        prefill = median_error([ours.prefill_s(n) for n in prompts], [theirs.prefill_s(n) for n in prompts])
-        step = median_error(
-            [ours.stage_s(0, 0, b, 600 * b) for b in batches], [theirs.stage_s(0, 0, b, 600 * b) for b in batches]
-        )
+        cells = []
+        for efficiency in (Efficiency(), OF_2023):
+            ours = Roofline(model_shape(name), efficiency).model(gpu, tp, 1)
+            prefill = median_error([ours.prefill_s(n) for n in prompts], [theirs.prefill_s(n) for n in prompts])
+            step = median_error(
+                [ours.stage_s(0, 0, b, 600 * b) for b in batches], [theirs.stage_s(0, 0, b, 600 * b) for b in batches]
+            )
+            cells.append(f"{prefill:.0%} / {step:.0%}")
         fits = " / ".join("not published" if one is None else f"{one:.1%}" for one in theirs.error)
-        print(f"| {who} | {name} | {gpu} | {tp} | {fits} | {prefill:.0%} / {step:.0%} |")
+        print(f"| {who} | {name} | {gpu} | {tp} | {fits} | {' | '.join(cells)} |")
 
 
 def show_placement(args: argparse.Namespace) -> None:
@@ -163,6 +173,17 @@ def show_ratio(args: argparse.Namespace) -> None:
         print(f"| {num_prefill} : {16 - num_prefill} | {cells} |", flush=True)
 
 
+def show_averages_and_bursts(args: argparse.Namespace) -> None:
+    """Llama-2-70B on up to 32 H100."""
+    fleet = read_fleet("h100", 4, 8, {})
+    sources = {"h100": latency_source("roofline:llama-2-70b" if args.latency == MODEL else args.latency)}
+    goal = Goal(Targets(ttft_s=1.0, tpot_s=0.1), ATTAINMENT)
+    rules = default_rules(fleet, sources, MAX_RUNNING)
+    question = Question(sources, fleet, _trace(args), goal, rules, shape=MODELS["llama-2-70b"])
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        show_bursts(question, pool)
+
+
 def _trace(args: argparse.Namespace) -> Workload:
     if args.trace is None:
         raise SystemExit("this table needs --trace")
@@ -176,6 +197,7 @@ SHOWS: dict[str, Callable[[argparse.Namespace], None]] = {
     "placement": show_placement,
     "capacity": show_capacity,
     "ratio": show_ratio,
+    "bursts": show_averages_and_bursts,
 }
 
 
@@ -187,6 +209,7 @@ def main() -> None:
     parser.add_argument("--latency", default=MODEL, help="of the workers that serve the trace")
     parser.add_argument("--splitwise", type=Path)
     parser.add_argument("--requests", type=int, help="of the trace, the first")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of a search")
     args = parser.parse_args()
     SHOWS[args.table](args)
 

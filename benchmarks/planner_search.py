@@ -1,6 +1,9 @@
 """Which layouts the planner finds for DistServe's cases, beside the paper's; the table of docs/planner.md.
 
-    python -m benchmarks.planner_search [--case NAME ...] [--requests N] [--jobs N] [--lengths FILE]
+    python -m benchmarks.planner_search [--case NAME ...] [--requests N] [--jobs N] [--lengths FILE] [--halves]
+
+`--halves` prints, instead, what each half alone holds for each GPU by its parallelism, and what the paper's placement
+holds as a whole.
 
 With DistServe's coefficients (A100-80G) and its simulator's rules: whole prompts as batches, prompts first where
 workers do both, KV pulled within a node. DistServe compared itself with colocated vLLM, which has slower coefficients,
@@ -17,13 +20,15 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from halfmoon.plan.feasible import NoLayout
+from halfmoon.plan.feasible import NoLayout, models, options
 from halfmoon.plan.fleet import Fleet, NodePool
-from halfmoon.plan.goodput import Goal
-from halfmoon.plan.layout import Rules
+from halfmoon.plan.goodput import Goal, goodput_per_s
+from halfmoon.plan.halves import half_trial
+from halfmoon.plan.layout import Layout, Parallelism, Rules, WorkerKind, WorkerSet
 from halfmoon.plan.question import Question
 from halfmoon.plan.ranking import Rated
 from halfmoon.plan.search import search
+from halfmoon.plan.unit import layout_trial
 from halfmoon.policy.cluster_view import Role
 from halfmoon.sim.cluster import BatchLimits, Network, Targets
 from halfmoon.sim.distserve import DistServeCoefficients, Engine
@@ -37,6 +42,7 @@ from halfmoon.sim.workload import Workload
 
 CONTEXT_TOKENS = 2048  # of OPT
 GPU = device("a100-80g")
+ROLES: tuple[Role, Role] = ("prefill", "decode")
 ENGINES: tuple[Engine, ...] = ("distserve", "vllm")
 
 
@@ -49,14 +55,22 @@ class Case:
     targets: Targets
     num_gpus: int
     known: str
+    prefill: Parallelism  # the paper's, as `decode`
+    decode: Parallelism
 
 
+_OF_13B = Parallelism(2, 1), Parallelism(1, 1)
+_OF_66B = Parallelism(4, 1), Parallelism(2, 2)
 CASES = {
-    "13b-chat-4": Case("opt-13b", "chat", Targets(0.2, 0.1), 4, "prefill TP2 + decode TP1, 2.2; colocated TP4, 1.6"),
-    "13b-chat": Case("opt-13b", "chat", Targets(0.25, 0.1), 8, "prefill TP2 + decode TP1"),
-    "66b-chat": Case("opt-66b", "chat", Targets(2.5, 0.15), 8, "prefill TP4 + decode TP2xPP2"),
-    "66b-code": Case("opt-66b", "code", Targets(0.125, 0.2), 8, "prefill TP4 + decode TP2xPP2"),
-    "66b-summarization": Case("opt-66b", "summarization", Targets(15, 0.15), 8, "prefill TP4 + decode TP2xPP2"),
+    "13b-chat-4": Case(
+        "opt-13b", "chat", Targets(0.2, 0.1), 4, "prefill TP2 + decode TP1, 2.2; colocated TP4, 1.6", *_OF_13B
+    ),
+    "13b-chat": Case("opt-13b", "chat", Targets(0.25, 0.1), 8, "prefill TP2 + decode TP1", *_OF_13B),
+    "66b-chat": Case("opt-66b", "chat", Targets(2.5, 0.15), 8, "prefill TP4 + decode TP2xPP2", *_OF_66B),
+    "66b-code": Case("opt-66b", "code", Targets(0.125, 0.2), 8, "prefill TP4 + decode TP2xPP2", *_OF_66B),
+    "66b-summarization": Case(
+        "opt-66b", "summarization", Targets(15, 0.15), 8, "prefill TP4 + decode TP2xPP2", *_OF_66B
+    ),
 }
 
 
@@ -84,7 +98,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--lengths", type=Path)
+    parser.add_argument("--halves", action="store_true")
     args = parser.parse_args()
+    if args.halves:
+        with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+            for name in args.case or CASES:
+                show_halves(name, requests_of(CASES[name], args.requests, args.lengths), pool)
+        return
     print(
         "| case | criterion | best disaggregated | best colocated | colocated, vLLM's coefficients | known | seconds |"
     )
@@ -100,6 +120,31 @@ def main() -> None:
                 cells = [shown(one) for one in (ours[0], ours[1], of_vllm[1])]
                 row = name, criterion, *cells, case.known, f"{time.perf_counter() - began_s:.0f}"
                 print("|", " | ".join(row), "|", flush=True)
+
+
+def show_halves(name: str, workload: Workload, pool: Executor) -> None:
+    """Requests/s for each GPU of one worker whose other half takes no time, by parallelism; - where none is in time."""
+    case = CASES[name]
+    question = asked("distserve", case, workload, "joint")
+    known = models(question)
+    found = options(question, known)
+    trials = [half_trial(question, known, one) for one in found]
+    rates = pool.map(goodput_per_s, trials, [one.bound.steady_per_s for one in found])
+    per_gpu = {
+        (one.role, one.kind.parallelism): min(rate, one.bound.steady_per_s) / one.kind.num_devices
+        for one, rate in zip(found, rates, strict=True)
+    }
+    print(f"| {name}, alone | " + " | ".join(str(one.parallelism) for one in known), "|")
+    print("|---" * (len(known) + 1) + "|")
+    for role in ("prefill", "decode", "both"):
+        cells = (per_gpu.get((role, one.parallelism)) for one in known)
+        print(f"| {role} |", " | ".join("-" if one is None else f"{one:.2f}" for one in cells), "|", flush=True)
+    kinds = [WorkerKind(GPU.name, one) for one in (case.prefill, case.decode)]
+    for nums in ((1, 1), (1, 2), (2, 1)):
+        sets = tuple(WorkerSet(role, kind, num) for role, kind, num in zip(ROLES, kinds, nums, strict=False))
+        layout = Layout(sets, is_paired=True)
+        rate = goodput_per_s(layout_trial(question, known, layout), float(layout.num_gpus))
+        print(f"{name}: {layout}: {rate / layout.num_gpus:.2f}", flush=True)
 
 
 def found_with(

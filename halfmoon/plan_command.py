@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.plan.compose_file import compose_text
+from halfmoon.plan.plan_file import parse_plan
 from halfmoon.plan.planning import PlanResult, make_plan
 from halfmoon.plan.plot import check_plot, write_plot
 from halfmoon.plan.request import PlanRequest
@@ -93,6 +95,9 @@ def plan(
     seed: Annotated[int, typer.Option(help="of all that is drawn")] = 0,
     jobs: Annotated[int | None, typer.Option(min=1, help="processes; default: one for each core")] = None,
     output: Annotated[Path, typer.Option(help="file for `halfmoon up --plan`")] = Path("plan.yaml"),
+    compose: Annotated[
+        Path | None, typer.Option(help="writes the workers for Docker Compose: a file beside docker-compose.yml")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="draws attainment and goodput over the rate: a .png or .html file")
     ] = None,
@@ -102,7 +107,7 @@ def plan(
 ) -> None:
     """Finds the layout that meets the targets with the fewest GPUs, or serves most with each."""
     try:
-        _check_files(output, plot)
+        _check_files(output, compose, plot)
         request = PlanRequest(
             model=model,
             gpu=gpu,
@@ -132,6 +137,8 @@ def plan(
         found = _planned(request, jobs, with_curves=plot is not None)
         summary = summary_of(found)
         output.write_text(found.file_text)
+        if compose is not None:
+            compose.write_text(compose_text(parse_plan(found.file_text, output)))
         if plot is not None:
             write_plot(plot, summary)
     except InvalidRequest as error:
@@ -142,10 +149,12 @@ def plan(
         _print(summary, output, plot)
 
 
-def _check_files(output: Path, plot: Path | None) -> None:
+def _check_files(output: Path, compose: Path | None, plot: Path | None) -> None:
     """Before the search, which takes longer."""
-    if not output.parent.is_dir():
-        raise InvalidRequest(f"the plan cannot be written: {output.parent} is no directory", param="output")
+    for path in (output, compose):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            what = f"{path} is a directory" if path.is_dir() else f"{path.parent} is no directory"
+            raise InvalidRequest(f"the plan cannot be written: {what}", param="output")
     if plot is not None:
         check_plot(plot)
 

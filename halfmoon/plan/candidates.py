@@ -22,7 +22,7 @@ _BUSY_LINK = 0.3  # share of a port's time from which on a codec is tried
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout with what its halves suggest that it holds, and what it cannot exceed, in requests a second."""
+    """A layout with what its halves suggest that it holds, and what it cannot exceed for ever, in requests a second."""
 
     layout: Layout
     guess_per_s: float
@@ -32,7 +32,7 @@ class Candidate:
         """With more workers, in proportion."""
         layout = replace(self.layout, sets=sets, num_units=num_units)
         factor = layout.num_gpus / self.layout.num_gpus
-        return Candidate(layout, self.guess_per_s * factor, math.inf)
+        return Candidate(layout, self.guess_per_s * factor, self.bound_per_s * factor)
 
 
 def candidates(question: Question, halves: Mapping[Role, Sequence[Half]]) -> list[Candidate]:
@@ -77,7 +77,7 @@ def _fewest(rate_per_s: float, half: Half) -> int:
     Never fewer than are busy all the time with it.
     """
     alone = rate_per_s / half.goodput_per_s
-    return max(math.ceil(alone / (1 + 1 / math.sqrt(alone))), math.ceil(rate_per_s / half.option.bound.most_per_s), 1)
+    return max(math.ceil(alone / (1 + 1 / math.sqrt(alone))), math.ceil(rate_per_s / half.option.bound.steady_per_s), 1)
 
 
 def _best_ratio(question: Question, halves: tuple[Half, ...], is_paired: bool) -> Iterator[Candidate]:
@@ -95,7 +95,9 @@ def _best_ratio(question: Question, halves: tuple[Half, ...], is_paired: bool) -
 def _paired(question: Question, halves: tuple[Half, ...]) -> Iterator[Candidate]:
     """Units whose prefill and decode workers share nodes, as many as the rate needs."""
     for unit in _best_ratio(question, halves, True):
-        num_units = 1 if question.rate_per_s is None else math.ceil(question.rate_per_s / unit.guess_per_s / _POOLING)
+        rate_per_s = question.rate_per_s or 0.0
+        least = unit.guess_per_s * _POOLING, unit.bound_per_s
+        num_units = max(1, *(math.ceil(rate_per_s / one) for one in least))
         layout = replace(unit.layout, num_units=num_units)
         if layout.fits(question.fleet):
             yield Candidate(layout, unit.guess_per_s * num_units, unit.bound_per_s * num_units)
@@ -129,5 +131,5 @@ def _candidate(halves: tuple[Half, ...], counts: tuple[int, ...], is_paired: boo
     return Candidate(
         Layout(sets, is_paired=is_paired),
         min(one.goodput_per_s * count for one, count in numbered),
-        min(one.option.bound.most_per_s * count for one, count in numbered),
+        min(one.option.bound.steady_per_s * count for one, count in numbered),
     )

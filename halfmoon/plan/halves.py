@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -34,7 +35,10 @@ def waves(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """An option, and the goodput of one such worker whose other half is no hindrance."""
+    """An option, and the goodput of one such worker whose other half is no hindrance.
+
+    It is never more than a run without end could have, whose memory fills: a short one may hold any rate.
+    """
 
     option: Option
     model: LatencyModel
@@ -72,19 +76,31 @@ def _best(
     on_done: Callable[[int], None],
     num: int,
 ) -> list[Half]:
-    """The `num` best of one role and GPU. Those whose bound is below what is kept are not simulated."""
+    """The `num` best of one role and GPU, and the smallest, which wastes least where one is more than enough.
+
+    Those whose bound is below what is kept are not simulated.
+    """
     kept: list[Half] = []
     ordered = sorted(mine, key=lambda one: (-one.bound.steady_per_s / one.kind.num_devices, one.kind))
     for wave in waves(ordered):
         least = kept[num - 1].per_gpu if len(kept) >= num else 0.0
-        chosen = [one for one in wave if one.bound.most_per_s / one.kind.num_devices > least]
+        chosen = [one for one in wave if one.bound.steady_per_s / one.kind.num_devices > least]
         trials = [half_trial(question, known, one) for one in chosen]
         floors = [least * one.kind.num_devices for one in chosen]
         guesses = [one.bound.steady_per_s for one in chosen]
         rates = pool.map(goodput_per_s, trials, guesses, floors, [_TOLERANCE] * len(chosen))
-        kept += [Half(one, known[one.kind], rate) for one, rate in zip(chosen, rates, strict=True) if rate > 0]
+        steady = [min(rate, one.bound.steady_per_s) for one, rate in zip(chosen, rates, strict=True)]
+        kept += [Half(one, known[one.kind], rate) for one, rate in zip(chosen, steady, strict=True) if rate > 0]
         kept.sort(key=lambda one: (-one.per_gpu, one.option.kind))
         on_done(len(wave))
+    fewest = min((one.option.kind.num_devices for one in kept[:num]), default=math.inf)
+    smaller = sorted(
+        (one for one in mine if one.kind.num_devices < fewest), key=lambda one: (one.kind.num_devices, one.kind)
+    )
+    for option in smaller:
+        rate = goodput_per_s(half_trial(question, known, option), option.bound.steady_per_s, 0.0, _TOLERANCE)
+        if rate > 0:
+            return [*kept[:num], Half(option, known[option.kind], min(rate, option.bound.steady_per_s))]
     return kept[:num]
 
 

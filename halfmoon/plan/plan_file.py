@@ -35,6 +35,7 @@ class PlannedWorkers(BaseModel):
 
     role: Role
     count: int = Field(default=1, ge=0)
+    gpu: str | None = None
     tp: int = Field(default=1, ge=1)
     pp: int = Field(default=1, ge=1)
     max_batch_tokens: int | None = Field(default=None, ge=1)
@@ -84,8 +85,16 @@ class PlannedCluster(BaseModel):
 def read_plan(path: Path) -> PlannedCluster:
     """Raises InvalidRequest for what is no plan."""
     try:
-        return PlannedCluster.model_validate(yaml.safe_load(path.read_text()))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return parse_plan(path.read_text(), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the plan {path} cannot be read: {error}", param="plan") from error
+
+
+def parse_plan(text: str, path: Path) -> PlannedCluster:
+    """A file's text. Raises InvalidRequest for what is no plan."""
+    try:
+        return PlannedCluster.model_validate(yaml.safe_load(text))
+    except yaml.YAMLError as error:
         raise InvalidRequest(f"the plan {path} cannot be read: {error}", param="plan") from error
     except ValidationError as error:
         first = error.errors()[0]

@@ -149,16 +149,17 @@ def asked(request: PlanRequest) -> tuple[Question, tuple[str, ...]]:
 
 def _workload(request: PlanRequest, context_tokens: int | None) -> tuple[Workload, tuple[str, ...]]:
     """Drawn requests are cut off where the model's context ends; those of a trace are left as they are, and told of."""
-    num = request.num_requests or (TRACE_REQUESTS if is_trace(request.workload) else DRAWN_REQUESTS)
-    drawn_at = None if is_trace(request.workload) else 1.0
-    found = asked_workload(request.workload, drawn_at, num, "poisson", 1.0, request.seed)
+    is_drawn = not is_trace(request.workload)
+    num = request.num_requests or (DRAWN_REQUESTS if is_drawn else TRACE_REQUESTS)
+    found = asked_workload(request.workload, 1.0 if is_drawn else None, num, "poisson", 1.0, request.seed)
     if context_tokens is None:
         return found, ()
-    if drawn_at is not None:
-        return found.within(context_tokens), ()
     share = float((found.prompt_tokens + found.output_tokens > context_tokens).mean())
     problem = f"{share:.1%} of the requests are longer than the model's context of {context_tokens:,} tokens"
-    return found, (f"{problem}: they are planned for as if it took them",) if share else ()
+    if is_drawn and share == 1:
+        raise InvalidRequest(f"context: {problem}: give shorter ones, or --context", param="workload")
+    note = f"{problem}: they are {'cut off there' if is_drawn else 'planned for as if it took them'}"
+    return found.within(context_tokens) if is_drawn else found, (note,) if share else ()
 
 
 @contextmanager

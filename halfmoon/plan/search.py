@@ -89,6 +89,7 @@ class _Run:
         self._known = known
         self._halves = halves
         self._pool = pool
+        self._bounds: dict[Layout, float] = {}  # of a run without end, of those that hold the rate
         self.num_simulated = 0
         self.num_ruled_out = 0
 
@@ -115,7 +116,10 @@ class _Run:
         chosen = list(dict.fromkeys([*everyone[:BEST], *(rated[0] for rated in found.values() if rated)]))
         least = self._question.rate_per_s or 0.0
         rates = self._goodputs([one.layout for one in chosen], [max(one.goodput_per_s, least) for one in chosen], None)
-        exact = [replace(one, goodput_per_s=rate) for one, rate in zip(chosen, rates, strict=True)]
+        exact = [
+            replace(one, goodput_per_s=min(rate, self._bounds[one.layout]))
+            for one, rate in zip(chosen, rates, strict=True)
+        ]
         on_progress("goodputs", len(exact), len(exact))
         exact.sort(key=lambda one: rank(self._question, one))
         return {what: [one for one in exact if one.layout in {each.layout for each in found[what]}] for what in found}
@@ -133,10 +137,12 @@ class _Run:
 
     def _rated(self, chosen: Sequence[Candidate], worst: Rated | None) -> list[Rated]:
         rates = self._goodputs([one.layout for one in chosen], [one.guess_per_s for one in chosen], worst)
-        return [self._as_rated(one.layout, rate) for one, rate in zip(chosen, rates, strict=True) if rate > 0]
+        capped = [min(rate, one.bound_per_s) for one, rate in zip(chosen, rates, strict=True)]
+        return [self._as_rated(one.layout, rate) for one, rate in zip(chosen, capped, strict=True) if rate > 0]
 
     def _held(self, chosen: Sequence[Candidate]) -> list[Rated]:
         enough = grown(self._question, self._known, self._halves, chosen, self._pool)
+        self._bounds |= {one.layout: one.bound_per_s for one in enough}
         return [self._as_rated(one.layout, one.guess_per_s) for one in enough]
 
     def _as_rated(self, layout: Layout, per_s: float) -> Rated:

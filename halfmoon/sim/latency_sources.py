@@ -11,14 +11,14 @@ from halfmoon.sim.distserve import DistServeCoefficients
 from halfmoon.sim.latency import LatencySource
 from halfmoon.sim.model_catalogue import model_shape
 from halfmoon.sim.profile import is_measured, read_profile
-from halfmoon.sim.roofline import Roofline
+from halfmoon.sim.roofline import OF_2023, Efficiency, Roofline
 from halfmoon.sim.splitwise import read_splitwise
 from halfmoon.sim.worker_profile import PROFILES, load_profile
 
 _KNOWN = (
-    "a profile's path (profile.json), Splitwise's table with a model "
-    "(perf_model.csv:llama-2-70b), distserve:MODEL, "
-    "distserve-vllm:MODEL, or roofline:MODEL[@GPU], where MODEL may be the path of a config.json"
+    "a profile's path (profile.json), Splitwise's table with a model (perf_model.csv:llama-2-70b), distserve:MODEL, "
+    "distserve-vllm:MODEL, roofline:MODEL[@GPU] or roofline-2023:MODEL[@GPU], where MODEL may be the path of a "
+    "config.json"
 )
 
 
@@ -29,9 +29,9 @@ def latency_source(text: str) -> LatencySource:
         return DistServeCoefficients(rest)
     if kind == "distserve-vllm":
         return DistServeCoefficients(rest, "vllm")
-    if kind == "roofline" and rest:
+    if kind in ("roofline", "roofline-2023") and rest:
         name, _, gpu = rest.partition("@")
-        return Roofline(model_shape(name), default_gpu=gpu or None)
+        return Roofline(model_shape(name), Efficiency() if kind == "roofline" else OF_2023, gpu or None)
     if kind.endswith(".csv"):
         return read_splitwise(Path(kind), rest)
     path = Path(text)

@@ -21,11 +21,11 @@ class Lognormal:
     sigma: float = 0.0
 
     def sample(self, num: int, rng: np.random.Generator, most_tokens: int) -> Ints:
-        """Whole tokens, at least 1, at most `most_tokens`."""
+        """Whole tokens, at least 1; of a spread at most `most_tokens`."""
         if self.sigma == 0:
-            drawn = np.full(num, self.mean_tokens)
-        else:
-            drawn = rng.lognormal(math.log(self.mean_tokens) - self.sigma**2 / 2, self.sigma, num)
+            constant: Ints = np.full(num, max(round(self.mean_tokens), 1), dtype=np.int64)
+            return constant
+        drawn = rng.lognormal(math.log(self.mean_tokens) - self.sigma**2 / 2, self.sigma, num)
         found: Ints = np.clip(np.rint(drawn), 1, most_tokens).astype(np.int64)
         return found
 

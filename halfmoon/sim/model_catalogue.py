@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from urllib.request import Request, urlopen
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.sim.model_shape import ModelShape
@@ -78,13 +79,13 @@ def model_shape(name: str) -> ModelShape:
     Blocks, for some seconds at most where the hub does not answer. Raises InvalidRequest naming the known ones.
     """
     path = Path(name).expanduser()
-    if path.exists():
-        return _read(path / "config.json" if path.is_dir() else path)
+    if path.exists() and name.lower() not in (*MODELS, *_ALIASES):
+        return _read_file(path / "config.json" if path.is_dir() else path)
     known = known_shape(name)
     if known is not None:
         return known
     if name.count("/") == 1 and not name.startswith((".", "~", "/")) and not name.endswith(".json"):
-        return _read(_fetched(name), name)
+        return _read(_fetched(name), name, f"the config.json of {name}")
     raise InvalidRequest(f"unknown model {name!r}: {_choices()}", param="model")
 
 
@@ -92,28 +93,43 @@ def _choices() -> str:
     return f"known are {', '.join((*_ALIASES, *MODELS))}; or give the path of a config.json, or a Hugging Face id"
 
 
-def _fetched(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
+def _fetched(name: str) -> str:
+    """One request, without the hub client's retries: somebody waits."""
+    from huggingface_hub import hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.utils._headers import build_hf_headers
 
     try:
-        return Path(hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S))
-    except (OSError, ValueError, RuntimeError) as error:  # offline, absent, gated, not an id
+        kept = try_to_load_from_cache(name, "config.json")
+        if isinstance(kept, str):
+            return Path(kept).read_text()
+        asked = Request(hf_hub_url(name, "config.json"), headers=build_hf_headers())
+        with urlopen(asked, timeout=_HUB_TIMEOUT_S) as answer:
+            return str(answer.read().decode())
+    except (OSError, ValueError) as error:  # offline, absent, gated, not an id
         raise InvalidRequest(
             f"Hugging Face did not give the config.json of {name!r} ({type(error).__name__}): {_choices()}",
             param="model",
         ) from error
 
 
-def _read(path: Path, name: str | None = None) -> ModelShape:
+def _read_file(path: Path) -> ModelShape:
     try:
-        found = json.loads(path.read_text())
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path} cannot be read: {error}", param="model") from error
+    return _read(text, path.resolve().parent.name, str(path))
+
+
+def _read(text: str, name: str, where: str) -> ModelShape:
+    try:
+        found = json.loads(text)
         if not isinstance(found, dict):
             raise ValueError("it is no JSON object")
-        return _from_config(name or path.resolve().parent.name, found)
+        return _from_config(name, found)
     except KeyError as error:
-        raise InvalidRequest(f"{path} does not describe a transformer: {error} is missing", param="model") from error
-    except (OSError, TypeError, ValueError) as error:
-        raise InvalidRequest(f"{path} does not describe a transformer: {error}", param="model") from error
+        raise InvalidRequest(f"{where} does not describe a transformer: {error} is missing", param="model") from error
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{where} does not describe a transformer: {error}", param="model") from error
 
 
 def _from_config(name: str, config: Mapping[str, Any]) -> ModelShape:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.sim.hardware import Device, device
-from halfmoon.sim.latency import LatencyModel, PrefillPiece, StepPiece
+from halfmoon.sim.latency import FitError, LatencyModel, PrefillPiece, StepPiece
 from halfmoon.sim.model_shape import ModelShape
 
+_MODERN_ERROR, _ERROR_OF_2023 = FitError(0.27, 0.43), FitError(0.14, 0.15)
 _PIPELINE_HOP_S = 20e-6  # from stage to stage, beside the bytes
 
 
@@ -30,6 +31,12 @@ class Efficiency:
     kv_memory: float = 0.9  # of the device's memory, for weights, activations and KV
     step_bytes: float = 2.0**30  # for activations and staging at least, as a worker keeps
     batch_tokens: int = 2048  # of the largest step, whose activations have to fit
+    error: FitError = _MODERN_ERROR  # median over the ten measured tables of docs/planner.md
+
+
+OF_2023 = Efficiency(all_reduce_s=100e-6, error=_ERROR_OF_2023)
+"""Engines of 2023 and 2024, which lost more at each exchange between devices that share a layer: one figure, chosen so
+that DistServe's and Splitwise's tables agree with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,7 @@ def _model(shape: ModelShape, on: Device, efficiency: Efficiency, tp: int, pp: i
         kv_tokens=kv_tokens,
         kv_bytes_per_token=shape.kv_bytes_per_token,
         source=f"roofline of {shape.name} on {on.name}, TP{tp} x PP{pp}",
+        error=efficiency.error,
         num_stages=pp,
         num_devices=tp * pp,
         launch_s=efficiency.step_s,

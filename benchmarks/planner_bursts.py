@@ -1,0 +1,89 @@
+"""What planning by averages makes of bursts: `python -m benchmarks.planner bursts --trace FILE`.
+
+A planner of averages, as those that model a steady state: mean lengths, mean rate, the capacity of a worker that is
+busy all the time, and as many workers as the rate needs. It knows no queues. Its layouts, and those of `halfmoon plan`,
+are simulated under the trace's own arrivals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+
+from halfmoon.plan.feasible import models
+from halfmoon.plan.layout import Layout, WorkerKind, WorkerSet
+from halfmoon.plan.question import Question
+from halfmoon.plan.search import search
+from halfmoon.plan.unit import layout_trial
+from halfmoon.plan.verdict import judged
+from halfmoon.policy.cluster_view import Role
+from halfmoon.sim.arrivals import arrivals
+from halfmoon.sim.latency import LatencyModel
+from halfmoon.sim.workload import Workload
+
+_MINUTE_S = 60.0
+
+
+def show_bursts(question: Question, pool: Executor) -> None:
+    """The rate is the trace's own; who plans by averages is told the mean rate, or that of the busiest minute."""
+    trace, rate_per_s = question.workload, question.workload.rate_per_s
+    question = replace(question, rate_per_s=rate_per_s, objective="gpus")
+    known = models(question)
+    smooth = trace.arriving(arrivals("poisson", len(trace), rate_per_s, np.random.default_rng(0)))
+    busiest_per_s = float(np.bincount((trace.start_s // _MINUTE_S).astype(int)).max()) / _MINUTE_S
+    planned = {
+        f"averages, mean rate ({rate_per_s:.2f}/s)": by_averages(question, known, rate_per_s),
+        f"averages, busiest minute ({busiest_per_s:.2f}/s)": by_averages(question, known, busiest_per_s),
+        "halfmoon plan, Poisson arrivals": search(replace(question, workload=smooth), pool).best[0].layout,
+        "halfmoon plan, the trace": search(question, pool).best[0].layout,
+    }
+    gaps_s = np.diff(trace.start_s)
+    print(f"{len(trace)} requests in {trace.duration_s:.0f} s, gaps' CV {gaps_s.std() / gaps_s.mean():.1f}")
+    print("| planned by | layout | GPUs | attainment | TTFT p50 / p90 / p99 s |")
+    print("|---|---|---|---|---|")
+    for how, layout in planned.items():
+        found = judged(layout_trial(question, known, layout), rate_per_s)
+        times = " / ".join(f"{found.ttft_s[name] or 0:.2f}" for name in ("p50", "p90", "p99"))
+        print(f"| {how} | {layout} | {layout.num_gpus} | {found.attainment.joint:.1%} | {times} |", flush=True)
+
+
+def by_averages(question: Question, known: Mapping[WorkerKind, LatencyModel], rate_per_s: float) -> Layout:
+    """The fewest GPUs whose capacity in a steady state is the rate."""
+    roles: tuple[Role, ...] = ("prefill", "decode", "both")
+    held = {
+        (role, kind): rate
+        for role, (kind, model) in product(roles, known.items())
+        if (rate := _capacity_per_s(role, model, question.workload, question))
+    }
+    made = list(_layouts(held, rate_per_s))
+    return min((one for one in made if one.fits(question.fleet)), key=lambda one: (one.num_gpus, len(one.sets)))
+
+
+def _layouts(held: Mapping[tuple[Role, WorkerKind], float], rate_per_s: float) -> Iterator[Layout]:
+    def workers(role: Role) -> list[WorkerSet]:
+        return [WorkerSet(role, one, math.ceil(rate_per_s / rate)) for (of, one), rate in held.items() if of == role]
+
+    yield from (Layout((one,)) for one in workers("both"))
+    yield from (Layout(pair) for pair in product(workers("prefill"), workers("decode")))
+
+
+def _capacity_per_s(role: Role, model: LatencyModel, workload: Workload, question: Question) -> float:
+    """Of one worker that is busy all the time with requests of mean length; 0 where it misses a target even so."""
+    prompt, output = float(workload.prompt_tokens.mean()), float(workload.output_tokens.mean())
+    prefill_s, context = model.prefill_s(prompt), prompt + output / 2
+    most = min(question.rules.limits[role].max_running, int(model.kv_tokens / (prompt + output)))
+    batches = [one for one in range(1, most + 1) if _step_s(model, one, context) <= question.goal.gap_s]
+    if prefill_s > (question.goal.targets.ttft_s or math.inf) or not batches:
+        return 0.0
+    decode_s = output * min(_step_s(model, one, context) / one for one in batches)
+    return 1 / {"prefill": prefill_s, "decode": decode_s, "both": prefill_s + decode_s}[role]
+
+
+def _step_s(model: LatencyModel, batch: int, context: float) -> float:
+    base_s, slope_s = model.cycle(batch)
+    return base_s + slope_s * batch * context

@@ -1,0 +1,69 @@
+"""A plan's workers for Docker Compose: a file beside docker-compose.yml that puts them in the place of its workers.
+
+docker-compose -f docker-compose.yml -f plan.compose.yml up --build
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from halfmoon.plan.plan_file import PlannedCluster, PlannedWorkers
+
+_BASE = "docker-compose.yml"
+_PORT = 7001
+
+
+def compose_text(planned: PlannedCluster) -> str:
+    """One service a worker, each with GPUs of its own. The model is HALFMOON_MODEL, else the plan's."""
+    services: dict[str, Any] = {name: {"profiles": ["not-planned"]} for name in ("prefill", "decode")}
+    if planned.handover_codec != "raw":
+        services["gateway"] = {"environment": {"HALFMOON_GATEWAY_HANDOVER_CODEC": planned.handover_codec}}
+    services |= dict(_workers(planned))
+    header = (
+        f"# Made by `halfmoon plan`: docker-compose -f {_BASE} -f THIS_FILE up --build, beside {_BASE}.\n"
+        f"# Set HALFMOON_MODEL for the gateway, too: the plan is for {planned.model_name}.\n"
+    )
+    text: str = yaml.safe_dump({"services": services}, sort_keys=False)
+    return header + text
+
+
+def _workers(planned: PlannedCluster) -> Iterator[tuple[str, dict[str, Any]]]:
+    first_gpu = 0
+    numbers = {"prefill": 0, "decode": 0, "both": 0}
+    for kind in planned.cluster.workers:
+        for _ in range(kind.count):
+            name = f"{kind.role}-{numbers[kind.role]}"
+            numbers[kind.role] += 1
+            yield name, _service(name, kind, planned.model_name, first_gpu)
+            first_gpu += kind.tp * kind.pp
+
+
+def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dict[str, Any]:
+    command = [
+        f"--role={kind.role}",
+        f"--listen=0.0.0.0:{_PORT}",
+        f"--advertise={name}:{_PORT}",
+        "--gateway=gateway:7000",
+        "--kv-store=kvstore:7003",
+        f"--model=${{HALFMOON_MODEL:-{model}}}",
+        "--device=${HALFMOON_DEVICE:-auto}",
+        *kind.arguments,
+    ]
+    image = "decode" if kind.role == "decode" else "prefill"
+    service = {
+        "image": f"halfmoon/{image}",
+        "build": {"context": ".", "target": image, "args": {"TORCH_BACKEND": "${TORCH_BACKEND-cpu}"}},
+        "init": True,
+        "restart": "unless-stopped",
+        "command": command,
+        "volumes": ["models:/cache"],
+        "depends_on": ["gateway"],
+    }
+    if kind.gpu in (None, "cpu"):
+        return service
+    ids = [str(first_gpu + number) for number in range(kind.tp * kind.pp)]
+    gpus = [{"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}]
+    return {**service, "deploy": {"resources": {"reservations": {"devices": gpus}}}}
