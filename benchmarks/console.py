@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -40,7 +41,8 @@ _PATIENCE_MS = 120_000
 _NUM_REQUESTS = 20
 _WHOLE = """title => {
   const main = document.querySelector('[data-testid=stMainBlockContainer]');
-  if (main?.querySelector('h1')?.innerText !== title || main.querySelector('[data-testid=stSkeleton]')) return false;
+  if (main?.querySelector('h1')?.textContent.trim() !== title) return false;
+  if (main.querySelector('[data-testid=stSkeleton]')) return false;
   const charts = [...main.querySelectorAll('[data-testid=stVegaLiteChart]')];
   return main.innerText.length > 40 && charts.every(one => one.querySelector('svg, canvas'));
 }"""
@@ -154,6 +156,7 @@ def main() -> int:
     if shutil.which("chromium") is None:
         print("there is no chromium: apt-get install chromium", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it started ends with it
     asyncio.run(measure(options.launcher, options.workers, options.rounds, options.port))
     return 0
 
