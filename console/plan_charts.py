@@ -30,7 +30,7 @@ def over_rate(rows: Sequence[Mapping[str, Any]], figure: Figure, goal: float, ra
             "type": "quantitative",
             "title": _TITLES[figure],
             "scale": {"domainMin": 0, **({"domainMax": 1} if figure == "attainment" else {})},
-            "axis": {"tickCount": 5, "format": "%" if figure == "attainment" else "~g"},
+            "axis": {"tickCount": 5, **({"format": "%"} if figure == "attainment" else {})},
         },
         "color": _series(names, list(SERIES)),
         "shape": _series(names, list(_SHAPES)),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
-PAGES = ("overview", "placements", "cache", "slo", "try")
+PAGES = ("overview", "placements", "cache", "slo", "planner", "try")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
 _READY_MS = 60_000
 _DRAWN = """() => {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import socket
@@ -30,7 +31,7 @@ pytestmark = [
 ]
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 PATIENCE_MS = 90_000  # for what must come; never slept
-PAGES = ("Placements", "Cache", "SLO", "Try it", "Overview")
+PAGES = ("Placements", "Cache", "SLO", "Planner", "Try it", "Overview")
 
 
 class Seen(NamedTuple):
@@ -41,7 +42,7 @@ class Seen(NamedTuple):
 
 
 @asynccontextmanager
-async def running_console(gateway: str) -> AsyncIterator[str]:
+async def running_console(gateway: str, planner: str = "") -> AsyncIterator[str]:
     """Streamlit on a free port, with its URL; ready when the browser's first look is answered."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -51,7 +52,7 @@ async def running_console(gateway: str) -> AsyncIterator[str]:
         *("-m", "console", *flags, "--browser.gatherUsageStats=false"),
         stdout=asyncio.subprocess.DEVNULL,
         cwd=ROOT,
-        env={**os.environ, "HALFMOON_CONSOLE_GATEWAY_URL": gateway},
+        env={**os.environ, "HALFMOON_CONSOLE_GATEWAY_URL": gateway, "HALFMOON_CONSOLE_PLANNER": planner},
     )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -104,7 +105,7 @@ async def test_a_day_of_an_operator(tmp_path: Path) -> None:
     options = ("--engine", "sim", "--prefill", "2", "--decode", "2", "--sim-processes", "2")
     async with (
         running_system(tmp_path, *options) as system,
-        running_console(system.url) as console,
+        running_console(system.url, planner_of(tmp_path)) as console,
         browsing() as (page, errors),
     ):
         for _ in range(6):
@@ -112,6 +113,7 @@ async def test_a_day_of_an_operator(tmp_path: Path) -> None:
         await every_page_renders(page, console, num_workers=4)
         await an_edit_changes_the_next_requests(page, system)
         await the_edit_is_undone(page, system)
+        await a_search_is_begun_and_cancelled(page)
         await a_dead_worker_is_red(page, system)
         assert errors == []
 
@@ -160,6 +162,22 @@ async def an_edit_changes_the_next_requests(page: Any, system: System) -> None:
     await page.get_by_text("Class default is saved as version 1.").wait_for()
     statuses = [await complete(system) for _ in range(4)]
     assert 429 in statuses  # an idle cluster lets one in at times, to see
+
+
+def planner_of(state_dir: Path) -> str:
+    """Where the planner that `halfmoon up` started listens."""
+    lines = (state_dir / "logs" / "planner.log").read_text().splitlines()
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    return str(next(one["address"] for one in events if one["event"] == "service.ready"))
+
+
+async def a_search_is_begun_and_cancelled(page: Any) -> None:
+    await open_page(page, "Planner")
+    await page.get_by_text("The last hour here").click()
+    await page.get_by_text("a second, with").wait_for()
+    await page.get_by_test_id("stMainBlockContainer").locator("button", has_text="Search").click()
+    await page.get_by_role("button", name="Cancel").click()
+    await page.get_by_text("The search was cancelled").wait_for()
 
 
 async def the_edit_is_undone(page: Any, system: System) -> None:
