@@ -19,19 +19,19 @@ import json
 import math
 import random
 import shlex
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 
+from benchmarks.live_system import running_system
+
 _VOCABULARY = range(1000, 30000)
-_START_S = 180.0
 _MAX_ROWS = 1_000
 _PARTS = {
     "TTFT": ("predicted_ttft_s", "ttft_s"),
@@ -76,34 +76,10 @@ async def _gateway(args: argparse.Namespace) -> AsyncIterator[str]:
     if args.url:
         yield args.url
         return
-    port = random.randrange(20_000, 60_000)
     with tempfile.TemporaryDirectory() as state_dir:
-        shape = ("--prefill", str(args.prefill), "--decode", str(args.decode))
-        where = ("--port", str(port), "--state-dir", state_dir, "--no-console")
-        command = (sys.executable, "-m", "halfmoon.cli", "up", *shape, *where, *shlex.split(args.up))
-        process = await asyncio.create_subprocess_exec(*command, stdout=sys.stderr.fileno())
-        try:
-            url = f"http://127.0.0.1:{port}"
-            await _until_healthy(url)
+        shape = ("--prefill", str(args.prefill), "--decode", str(args.decode), *shlex.split(args.up))
+        async with running_system(shape, Path(state_dir)) as url:
             yield url
-        finally:
-            with suppress(ProcessLookupError):  # it ended, and has said why
-                process.terminate()
-            await process.wait()
-
-
-async def _until_healthy(url: str) -> None:
-    give_up_s = time.monotonic() + _START_S
-    async with aiohttp.ClientSession() as session:
-        while time.monotonic() < give_up_s:
-            try:
-                async with session.get(f"{url}/health") as response:
-                    if response.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.2)
-    raise TimeoutError(f"{url} did not get healthy within {_START_S:g} s")
 
 
 async def _drive(session: aiohttp.ClientSession, url: str, args: argparse.Namespace) -> list[dict[str, Any]]:

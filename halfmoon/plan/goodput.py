@@ -52,7 +52,8 @@ class Trial:
 
 def simulate_at(trial: Trial, rate_per_s: float) -> SimResult:
     """The trial's requests at another rate."""
-    return simulate(trial.spec, trial.workload.at_rate(rate_per_s), trial.seed)
+    has_tbt = trial.goal.targets.tbt_s is not None
+    return simulate(trial.spec, trial.workload.at_rate(rate_per_s), trial.seed, with_gaps=has_tbt)
 
 
 class Lateness(NamedTuple):

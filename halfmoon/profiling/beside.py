@@ -13,15 +13,16 @@ from halfmoon.sim.contention import Work
 from halfmoon.sim.profile import MeasuredSlowdown
 
 _PROMPT_TOKENS = 256
-_PROMPTS = 8
+_PROMPTS = 3
 _BATCH = 4
 _CONTEXT_TOKENS = 256
-_STEPS = 24
+_STEPS = 16
+_ROUNDS = 5
 _WORKS: tuple[Work, Work] = ("prefill", "decode")
 
 
 async def measured_slowdowns(one: WorkerProbe, other: WorkerProbe, on_progress: Progress) -> list[MeasuredSlowdown]:
-    """Of each kind of work that the two can do at the same time, beside each: alone, beside, and alone again."""
+    """Of each kind of work that the two can do at the same time, beside each: alone and beside it by turns."""
     pairs = [
         (mine, its, neighbour, work)
         for mine, neighbour in ((one, other), (other, one))
@@ -32,23 +33,24 @@ async def measured_slowdowns(one: WorkerProbe, other: WorkerProbe, on_progress: 
     pairs = list({(work, its): (mine, its, neighbour, work) for mine, its, neighbour, work in pairs}.values())
     found = []
     for number, (mine, its, neighbour, work) in enumerate(pairs):
-        on_progress("side by side", number, len(pairs))
-        before_s = await _seconds(mine, work)
-        async with _busy(neighbour, its):
-            beside_s = await _seconds(mine, work)
-        after_s = await _seconds(mine, work)
-        slowdown = 2 * beside_s / (before_s + after_s)
-        found.append(MeasuredSlowdown(work=work, neighbour=its, slowdown=slowdown))
-    on_progress("side by side", len(pairs), len(pairs))
+        alone_s: list[float] = []
+        beside_s: list[float] = []
+        for done in range(_ROUNDS):
+            on_progress("side by side", number * _ROUNDS + done, len(pairs) * _ROUNDS)
+            alone_s += await _seconds(mine, work)
+            async with _busy(neighbour, its):
+                beside_s += await _seconds(mine, work)
+        found.append(MeasuredSlowdown(work=work, neighbour=its, slowdown=median(beside_s) / median(alone_s)))
+    on_progress("side by side", len(pairs) * _ROUNDS, len(pairs) * _ROUNDS)
     return found
 
 
-async def _seconds(probe: WorkerProbe, work: Work) -> float:
-    """Median of a prompt's, or of a step's."""
+async def _seconds(probe: WorkerProbe, work: Work) -> list[float]:
+    """Of some prompts, or of some steps."""
     if work == "prefill":
         num_tokens = min(_PROMPT_TOKENS, probe.target.context_tokens // 2)
-        return median([(await probe.prefill(probe.prompt(num_tokens))).seconds for _ in range(_PROMPTS)])
-    return median(step.seconds for step in await probe.decode(_BATCH, _context_tokens(probe), _STEPS))
+        return [(await probe.prefill(probe.prompt(num_tokens))).seconds for _ in range(_PROMPTS)]
+    return [step.seconds for step in await probe.decode(_BATCH, _context_tokens(probe), _STEPS)]
 
 
 @asynccontextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 
-from halfmoon.profiling.probe import WorkerProbe
+from halfmoon.profiling.probe import Prefilled, Transferred, WorkerProbe
 from halfmoon.profiling.sweep import SweepLimits, batch_points, prompt_points, transfer_points
+from halfmoon.profiling.token_watch import SeenStep
 from halfmoon.sim.profile import MeasuredPrefill, MeasuredStep, MeasuredTransfer
 
 Progress = Callable[[str, int, int], None]
@@ -17,55 +18,63 @@ _WARM_PROMPT = 64
 
 async def measured_prefills(probe: WorkerProbe, limits: SweepLimits, on_progress: Progress) -> list[MeasuredPrefill]:
     """Prompts alone on the worker."""
-    found = []
     points = list(prompt_points(probe.target, limits))
+    prefixes = [probe.prompt(point.cached_tokens) for point in points]
+    taken: list[list[Prefilled]] = [[] for _ in points]
     await probe.prefill(probe.prompt(_WARM_PROMPT))
-    for number, point in enumerate(points):
-        on_progress("prompts", number, len(points))
-        prefix = probe.prompt(point.cached_tokens)
-        if prefix:
-            await probe.prefill(prefix)  # the worker keeps it
-        taken = [await probe.prefill([*prefix, *probe.prompt(point.new_tokens)]) for _ in range(limits.repeats)]
-        found.append(
-            MeasuredPrefill(
-                new_tokens=taken[-1].new_tokens,
-                cached_tokens=taken[-1].cached_tokens,
-                seconds=median(one.seconds for one in taken),
-                is_held_out=point.is_held_out,
-            )
+    for number in _passes("prompts", len(points), limits.repeats, on_progress):
+        if prefixes[number]:
+            await probe.prefill(prefixes[number])  # the worker keeps it
+        prompt = [*prefixes[number], *probe.prompt(points[number].new_tokens)]
+        taken[number].append(await probe.prefill(prompt))
+    return [
+        MeasuredPrefill(
+            new_tokens=some[-1].new_tokens,
+            cached_tokens=some[-1].cached_tokens,
+            seconds=median(one.seconds for one in some),
+            is_held_out=point.is_held_out,
         )
-    on_progress("prompts", len(points), len(points))
-    return found
+        for point, some in zip(points, taken, strict=True)
+    ]
 
 
 async def measured_steps(probe: WorkerProbe, limits: SweepLimits, on_progress: Progress) -> list[MeasuredStep]:
     """Batches that decode and nothing else."""
-    found = []
     points = list(batch_points(probe.target, limits))
-    for number, point in enumerate(points):
-        on_progress("decode batches", number, len(points))
-        steps = await probe.decode(point.batch, point.context_tokens, limits.steps)
-        found.append(
-            MeasuredStep(
-                batch=point.batch,
-                context_tokens=round(median(one.context_tokens for one in steps)),
-                seconds=median(one.seconds for one in steps),
-                is_held_out=point.is_held_out,
-            )
+    taken: list[list[SeenStep]] = [[] for _ in points]
+    for number in _passes("decode batches", len(points), limits.repeats, on_progress):
+        taken[number] += await probe.decode(points[number].batch, points[number].context_tokens, limits.steps)
+    return [
+        MeasuredStep(
+            batch=point.batch,
+            context_tokens=round(median(one.context_tokens for one in some)),
+            seconds=median(one.seconds for one in some),
+            is_held_out=point.is_held_out,
         )
-    on_progress("decode batches", len(points), len(points))
-    return found
+        for point, some in zip(points, taken, strict=True)
+    ]
 
 
 async def measured_transfers(probe: WorkerProbe, limits: SweepLimits, on_progress: Progress) -> list[MeasuredTransfer]:
     """Hand-overs to the idle worker, by each transport; one that it declines is left out."""
-    found = []
     points = [(name, one) for name in probe.transports for one in transfer_points(probe.target, limits)]
-    for number, (name, num_tokens) in enumerate(points):
-        on_progress("transfers", number, len(points))
-        taken = [await probe.transfer(num_tokens, name) for _ in range(limits.repeats)]
-        if taken[-1].transport == name:
-            seconds = median(one.seconds for one in taken)
-            found.append(MeasuredTransfer(num_bytes=taken[-1].num_bytes, seconds=seconds, transport=name))
-    on_progress("transfers", len(points), len(points))
-    return found
+    taken: list[list[Transferred]] = [[] for _ in points]
+    for number in _passes("transfers", len(points), limits.repeats, on_progress):
+        name, num_tokens = points[number]
+        taken[number].append(await probe.transfer(num_tokens, name))
+    return [
+        MeasuredTransfer(
+            num_bytes=some[-1].num_bytes, seconds=median(one.seconds for one in some), transport=some[-1].transport
+        )
+        for (name, _), some in zip(points, taken, strict=True)
+        if some[-1].transport == name
+    ]
+
+
+def _passes(what: str, num_points: int, repeats: int, on_progress: Progress) -> Iterator[int]:
+    """Each point once a pass, so that what slows the machine for a while does not fall on one of them alone."""
+    total = repeats * num_points
+    for done in range(total):
+        on_progress(what, done, total)
+        yield done % num_points
+    on_progress(what, total, total)

@@ -20,11 +20,12 @@ class DecodeBatch:
 
     __slots__ = ("_ends", "_ends_s", "_page_tokens", "_phases", "context", "jobs", "size", "steps")
 
-    def __init__(self, page_tokens: int) -> None:
+    def __init__(self, page_tokens: int, *, keeps_times: bool = True) -> None:
+        """`keeps_times`: of every token, in `Job.later_s`."""
         self._page_tokens = page_tokens
         self._phases = [0] * page_tokens
         self._ends: list[tuple[int, int, int, Job]] = []  # step after which, rank, attempt
-        self._ends_s = StepEnds()
+        self._ends_s = StepEnds() if keeps_times else None
         self.jobs: dict[int, Job] = {}  # by rank
         self.size = 0
         self.context = 0  # tokens that the next step attends to
@@ -46,7 +47,7 @@ class DecodeBatch:
     def drop(self, job: Job) -> None:
         """It decodes no more, and has what it got until now."""
         length = self.length(job)
-        if self.steps > job.join_step:
+        if self._ends_s is not None and self.steps > job.join_step:
             job.later_s.append(self._ends_s.since(job.join_step))
         job.generated += self.steps - job.join_step
         job.join_step, job.join_length = self.steps, length
@@ -90,15 +91,17 @@ class DecodeBatch:
 
     def advance(self, end_s: float) -> list[Job]:
         """A step ended then; who has all tokens by that, in the order of rank. They decode no more."""
-        self._make_room(1)
-        self._ends_s.add(end_s)
+        if self._ends_s is not None:
+            self._make_room(self._ends_s, 1)
+            self._ends_s.add(end_s)
         return self._advance(1)
 
     def advance_run(self, num_steps: int, begun_s: float, cycle: Cycle) -> list[Job]:
         """The same after so many steps, back to back from `begun_s` on, with nobody coming or going."""
-        self._make_room(num_steps)
-        first_s, growth_s = cycle.base_s + cycle.slope_s * self.context, cycle.slope_s * self.size
-        self._ends_s.add_run(begun_s, num_steps, Cycle(first_s, growth_s))
+        if self._ends_s is not None:
+            self._make_room(self._ends_s, num_steps)
+            first_s, growth_s = cycle.base_s + cycle.slope_s * self.context, cycle.slope_s * self.size
+            self._ends_s.add_run(begun_s, num_steps, Cycle(first_s, growth_s))
         return self._advance(num_steps)
 
     def _advance(self, num_steps: int) -> list[Job]:
@@ -132,10 +135,10 @@ class DecodeBatch:
             num -= 1
         return num
 
-    def _make_room(self, num_steps: int) -> None:
-        if not self._ends_s.has_room(num_steps):
+    def _make_room(self, ends_s: StepEnds, num_steps: int) -> None:
+        if not ends_s.has_room(num_steps):
             oldest = min((job.join_step for job in self.jobs.values()), default=self.steps)
-            self._ends_s.keep_from(oldest, num_steps)
+            ends_s.keep_from(oldest, num_steps)
 
     def _end_step(self, job: Job) -> int:
         return job.join_step + job.num_left

@@ -56,6 +56,7 @@ class SimResult:
     num_devices: int
     workers: WorkerFigures
     handover_bytes: float = 0.0
+    has_gaps: bool = True  # else no gap is known
 
     @property
     def is_completed(self) -> NDArray[np.bool_]:
@@ -70,6 +71,7 @@ class SimResult:
 
     def attainment(self, targets: Targets) -> Attainment:
         """An answer of one token has no TPOT and no TBT to miss."""
+        assert self.has_gaps or targets.tbt_s is None, "a TBT target needs a simulation with gaps"
         done = self.is_completed
         gap_s = self.longest_gap_s if targets.tbt_of == "longest" else self.tail_gap_s
         ttft = done & (self.ttft_s <= _limit(targets.ttft_s))

@@ -28,7 +28,17 @@ class SimWorker:
     at their beginning, and given back where fewer steps are done.
     """
 
-    def __init__(self, number: int, group: WorkerGroup, node: int, page_tokens: int, unit_pages: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        group: WorkerGroup,
+        node: int,
+        page_tokens: int,
+        unit_pages: int,
+        *,
+        keeps_times: bool = True,
+    ) -> None:
+        """`keeps_times`: of every token that it decodes."""
         self.number = number
         self.name = f"{group.role}-{number}"
         self.group = group
@@ -43,7 +53,7 @@ class SimWorker:
         self.num_preempted = 0
         self.peak_pages = 0
         self.prompts = PromptQueue(self)
-        self.decodes = DecodeBatch(page_tokens)
+        self.decodes = DecodeBatch(page_tokens, keeps_times=keeps_times)
         self.backlog: deque[Job] = deque()  # their KV waits at a prefill worker for room here
         self.arrived: list[Job] = []  # their KV is here; they join with the next step
         self.num_reserved = 0

@@ -258,6 +258,17 @@ def test_gaps_are_those_of_a_run_with_an_event_for_each_token(
         np.testing.assert_allclose(getattr(fast, name), getattr(slow, name), rtol=1e-9, atol=1e-9)
 
 
+@settings(max_examples=30, deadline=None)
+@given(clusters(), ROWS)
+def test_without_gaps_all_else_is_the_same(spec: ClusterSpec, rows: list[tuple[float, int, int]]) -> None:
+    whole, without = simulate(spec, drawn(rows)), simulate(spec, drawn(rows), with_gaps=False)
+    for name in ("ttft_s", "tpot_s", "end_s", "wait_s", "outcome", "cached_tokens"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(without, name))
+    assert np.isnan(without.longest_gap_s).all()
+    with pytest.raises(AssertionError, match="with gaps"):
+        without.attainment(Targets(tbt_s=1.0))
+
+
 @settings(max_examples=15)
 @given(clusters(), ROWS, st.integers(0, 5))
 def test_a_seed_repeats_itself(spec: ClusterSpec, rows: list[tuple[float, int, int]], seed: int) -> None:

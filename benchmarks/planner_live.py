@@ -1,0 +1,168 @@
+"""The simulator, calibrated by `halfmoon profile`, beside the live system: the same requests at the same times.
+
+    python -m benchmarks.planner_live --directory live [--layout 1p1d] [--rate 0.6 --rate 1] [--requests 100]
+
+Starts `halfmoon up` with the demo model in each layout on this host, measures a profile of it (LAYOUT.json in
+`--directory`; one that is there is taken), and plays Poisson arrivals of equal requests, whose prompts share nothing,
+through the HTTP API. Then `halfmoon.sim` simulates the same arrivals and lengths with that profile and nothing else.
+Each worker computes with its share of the cores (OMP_NUM_THREADS, unless that is set). Attainment is shown for targets
+that are multiples of what an idle system takes by the profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.live_system import running_system
+from halfmoon.profiling.profiler import ProfileOptions, profiled
+from halfmoon.profiling.sweep import SweepLimits
+from halfmoon.replay.cluster import found_gateway
+from halfmoon.replay.outcome import Outcome
+from halfmoon.replay.player import played
+from halfmoon.sim.cluster import ClusterSpec, Targets
+from halfmoon.sim.lengths import named_lengths
+from halfmoon.sim.profile import read_profile, write_profile
+from halfmoon.sim.simulation import simulate
+from halfmoon.sim.spec_file import read_cluster
+from halfmoon.sim.synthetic import synthetic_workload
+from halfmoon.sim.workload import Floats, Prefixes, Workload
+
+LAYOUTS = {
+    "1p1d": (("--prefill", "1", "--decode", "1"), [("prefill", 1), ("decode", 1)]),
+    "2both": (("--both", "2"), [("both", 2)]),
+}
+MULTIPLES = ((1.5, 1.5), (2.0, 1.5), (3.0, 2.0), (5.0, 3.0))  # of the idle TTFT and TPOT
+LIMITS = SweepLimits(longest_prompt=512, largest_batch=8, longest_context=256, repeats=3)
+BLOCK_TOKENS = 64
+NUM_WARM = 4
+
+
+def main() -> None:
+    """Prints a table of predicted and measured figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, required=True, help="of profiles, state and results")
+    parser.add_argument("--layout", action="append", choices=sorted(LAYOUTS))
+    parser.add_argument("--rate", action="append", type=float, help="requests a second; 0: the profile alone")
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--work", default="in=200,out=32")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only-simulate", action="store_true", help="beside what earlier runs kept in the directory")
+    args = parser.parse_args()
+    args.directory.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 2) // 2, 1)))
+    for layout in args.layout or LAYOUTS:
+        rates = [rate for rate in args.rate or (0.6, 1.0, 1.4) if rate]
+        if not args.only_simulate:
+            asyncio.run(_measure(args, layout, rates))
+        _print(args, layout, rates)
+
+
+async def _measure(args: argparse.Namespace, layout: str, rates: Sequence[float]) -> None:
+    """A profile, and a file of outcomes for each rate."""
+    async with running_system(LAYOUTS[layout][0], args.directory / f"state-{layout}", num_workers=2) as url:
+        path = args.directory / f"{layout}.json"
+        if not path.exists():
+            write_profile(path, await profiled(ProfileOptions(url, limits=LIMITS), lambda what, done, total: None))
+        gateway = await found_gateway(url)
+        await played(_workload(args, 1.0, NUM_WARM, block=1 << 40), gateway, lambda: None)
+        for number, rate in enumerate(rates):
+            work = _workload(args, rate, args.requests, block=(number + 1) << 32)
+            outcomes = await played(work, gateway, lambda: None)
+            rows = [
+                [one.ttft_s, one.tbt_s, one.num_cached_tokens, one.sent_late_s] for one in outcomes if _is_good(one)
+            ]
+            _outcomes_file(args, layout, rate).write_text(json.dumps(rows))
+
+
+def _is_good(one: Outcome) -> bool:
+    return one.end == "answered"
+
+
+def _outcomes_file(args: argparse.Namespace, layout: str, rate: float) -> Path:
+    path: Path = args.directory / f"{layout}-{args.work}-{rate:g}-{args.seed}.json"
+    return path
+
+
+def _workload(args: argparse.Namespace, rate: float, num: int, block: int) -> Workload:
+    """Blocks are numbered from `block` on, so that no prompt was seen before."""
+    drawn = synthetic_workload(named_lengths(args.work), num, rate, seed=args.seed)
+    counts = -(-drawn.prompt_tokens // BLOCK_TOKENS)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    return replace(drawn, prefixes=Prefixes(BLOCK_TOKENS, block + np.arange(offsets[-1]), offsets))
+
+
+def _cluster(args: argparse.Namespace, layout: str) -> ClusterSpec:
+    """As a user would write it: everything but the layout is the profile's."""
+    workers = [
+        {"role": role, "count": count, "workers_per_node": count, "first_node": 0} for role, count in _groups(layout)
+    ]
+    path = args.directory / f"cluster-{layout}.json"
+    path.write_text(json.dumps({"latency": str(args.directory / f"{layout}.json"), "workers": workers}))
+    return read_cluster(path)
+
+
+def _groups(layout: str) -> list[tuple[str, int]]:
+    return LAYOUTS[layout][1]
+
+
+def _print(args: argparse.Namespace, layout: str, rates: Sequence[float]) -> None:
+    profile = read_profile(args.directory / f"{layout}.json")
+    spec = _cluster(args, layout)
+    idle = simulate(spec, _workload(args, 0.01, 5, block=0))
+    ttft_s, tpot_s = float(np.median(idle.ttft_s)), float(np.median(idle.tpot_s))
+    beside = ", ".join(f"{one.work} beside {one.neighbour} x{one.slowdown:.2f}" for one in profile.beside)
+    error = profile.whole.error
+    print(
+        f"{layout}, {args.work}: profile's error {error.prefill:.1%} / {error.step:.1%} held out; {beside}; "
+        f"idle TTFT {1000 * ttft_s:.0f} ms, TPOT {1000 * tpot_s:.1f} ms; a request {1000 * profile.request_s:.1f} ms"
+    )
+    print(
+        "| rate/s | | mean TTFT ms | p90 | mean TPOT ms | p90 | met "
+        + " | ".join(f"{a:g}x/{b:g}x" for a, b in MULTIPLES)
+        + " |"
+    )
+    for rate in rates:
+        rows = np.array(json.loads(_outcomes_file(args, layout, rate).read_text()))
+        found = simulate(spec, _workload(args, rate, args.requests, block=0), args.seed)
+        assert not rows[:, 2].any(), "prompts were cached: nothing is compared with what was simulated"
+        targets = [Targets(a * ttft_s, b * tpot_s) for a, b in MULTIPLES]
+        predicted = _figures(found.ttft_s, found.tpot_s, [found.attainment(one).joint for one in targets])
+        met = [
+            float(((rows[:, 0] <= one.ttft_s) & (rows[:, 1] <= one.tpot_s)).sum() / args.requests) for one in targets
+        ]
+        measured = _figures(rows[:, 0], rows[:, 1], met)
+        _print_row(f"{rate:g}", "predicted", predicted)
+        _print_row("", "measured", measured)
+        differences = [f"{before / after - 1:+.1%}" for before, after in zip(predicted[:4], measured[:4], strict=True)]
+        differences += [f"{100 * (b - a):+.0f}" for b, a in zip(predicted[4:], measured[4:], strict=True)]
+        late_ms = 1000 * float(rows[:, 3].max())
+        print(
+            f"| | difference | {' | '.join(differences)} |   {len(rows)} answered, sent at most {late_ms:.0f} ms late"
+        )
+
+
+def _figures(ttft_s: Floats, tpot_s: Floats, met: Sequence[float]) -> list[float]:
+    """Means and p90 in milliseconds, then shares."""
+    return [
+        1000 * figure
+        for one in (ttft_s, tpot_s)
+        for figure in (float(np.nanmean(one)), float(np.nanpercentile(one, 90)))
+    ] + list(met)
+
+
+def _print_row(rate: str, kind: str, figures: Sequence[float]) -> None:
+    times = [f"{one:.0f}" if one >= 100 else f"{one:.1f}" for one in figures[:4]]
+    shares = [f"{one:.0%}" for one in figures[4:]]
+    print(f"| {rate} | {kind} | {' | '.join([*times, *shares])} |")
+
+
+if __name__ == "__main__":
+    main()
