@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,14 +73,19 @@ async def _measure(args: argparse.Namespace, layout: str, rates: Sequence[float]
         if not path.exists():
             write_profile(path, await profiled(ProfileOptions(url, limits=LIMITS), lambda what, done, total: None))
         gateway = await found_gateway(url)
-        await played(_workload(args, 1.0, NUM_WARM, block=1 << 40), gateway, lambda: None)
-        for number, rate in enumerate(rates):
-            work = _workload(args, rate, args.requests, block=(number + 1) << 32)
+        await played(_workload(args, 1.0, NUM_WARM, block=_unseen()), gateway, lambda: None)
+        for rate in rates:
+            work = _workload(args, rate, args.requests, block=_unseen())
             outcomes = await played(work, gateway, lambda: None)
             rows = [
                 [one.ttft_s, one.tbt_s, one.num_cached_tokens, one.sent_late_s] for one in outcomes if _is_good(one)
             ]
             _outcomes_file(args, layout, rate).write_text(json.dumps(rows))
+
+
+def _unseen() -> int:
+    """The first of blocks that no run had before: the store of an earlier one may still have its blocks."""
+    return random.SystemRandom().getrandbits(40) << 16
 
 
 def _is_good(one: Outcome) -> bool:

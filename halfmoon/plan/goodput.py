@@ -67,7 +67,8 @@ def lateness_at(trial: Trial, rate_per_s: float) -> Lateness | None:
     """None where the goal is met at a rate; else the simulation ends as soon as it cannot be."""
     workload = trial.workload.at_rate(rate_per_s)
     misses = trial.goal.misses(len(workload))
-    simulate(trial.spec, workload, trial.seed, misses=misses)
+    has_tbt = trial.goal.targets.tbt_s is not None
+    simulate(trial.spec, workload, trial.seed, misses=misses, with_gaps=has_tbt)
     return Lateness(misses.num_ttft, max(misses.num_tpot, misses.num_tbt)) if misses.is_full else None
 
 

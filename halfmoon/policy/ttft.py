@@ -69,6 +69,9 @@ def _prefixes(
     view: ClusterView, num_prompt_tokens: int, depths: NDArray[np.int64], balancing_threshold: float | None
 ) -> _Prefixes:
     """Whole blocks, and at least one token is left to compute."""
+    if not depths.any():  # most often, where prompts share little
+        nothing = np.zeros(view.num_rows)
+        return _Prefixes(nothing, nothing, np.zeros(view.num_rows, dtype=np.bool_))
     block_tokens = view.column("block_tokens")
     most = (num_prompt_tokens - 1) // np.maximum(block_tokens, 1)
     local = np.minimum(_held(view.holders[: view.num_rows], depths), most) * block_tokens

@@ -37,42 +37,47 @@ async def measured_slowdowns(one: WorkerProbe, other: WorkerProbe, on_progress: 
         beside_s: list[float] = []
         for done in range(_ROUNDS):
             on_progress("side by side", number * _ROUNDS + done, len(pairs) * _ROUNDS)
-            alone_s += await _seconds(mine, work)
-            async with _busy(neighbour, its):
-                beside_s += await _seconds(mine, work)
+            alone_s += await _seconds(mine, work, neighbour)
+            async with _busy(neighbour, its, mine):
+                beside_s += await _seconds(mine, work, neighbour)
         found.append(MeasuredSlowdown(work=work, neighbour=its, slowdown=median(beside_s) / median(alone_s)))
     on_progress("side by side", len(pairs) * _ROUNDS, len(pairs) * _ROUNDS)
     return found
 
 
-async def _seconds(probe: WorkerProbe, work: Work) -> list[float]:
-    """Of some prompts, or of some steps."""
+async def _seconds(probe: WorkerProbe, work: Work, other: WorkerProbe) -> list[float]:
+    """Of some prompts, which are handed over, or of some steps."""
     if work == "prefill":
         num_tokens = min(_PROMPT_TOKENS, probe.target.context_tokens // 2)
-        return [(await probe.prefill(probe.prompt(num_tokens))).seconds for _ in range(_PROMPTS)]
+        async with probe.handing_over(other) as receiver:
+            return [(await probe.prefill(probe.prompt(num_tokens), receiver)).seconds for _ in range(_PROMPTS)]
     return [step.seconds for step in await probe.decode(_BATCH, _context_tokens(probe), _STEPS)]
 
 
 @asynccontextmanager
-async def _busy(probe: WorkerProbe, work: Work) -> AsyncIterator[None]:
-    """The worker is never idle inside. Raises what ends its work."""
+async def _busy(probe: WorkerProbe, work: Work, other: WorkerProbe) -> AsyncIterator[None]:
+    """The worker is never idle inside. Raises what ends its work.
+
+    A prefill worker hands its prompts over to the other one, as it does when it serves: that takes both of them time.
+    """
     if work == "decode":
         async with probe.decoding(_BATCH, _context_tokens(probe)) as watch:
             await watch.steps(1)
             yield
         return
     begun = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_prompt_after_prompt(probe, begun)) for _ in range(2)]  # one waits while one is run
+    async with probe.handing_over(other) as receiver, asyncio.TaskGroup() as group:
+        # one waits while one is computed
+        tasks = [group.create_task(_prompt_after_prompt(probe, receiver, begun)) for _ in range(2)]
         await begun.wait()
         yield
         for task in tasks:
             task.cancel()
 
 
-async def _prompt_after_prompt(probe: WorkerProbe, begun: asyncio.Event) -> None:
+async def _prompt_after_prompt(probe: WorkerProbe, receiver: WorkerProbe | None, begun: asyncio.Event) -> None:
     while True:
-        await probe.prefill(probe.prompt(min(_PROMPT_TOKENS, probe.target.context_tokens // 2)))
+        await probe.prefill(probe.prompt(min(_PROMPT_TOKENS, probe.target.context_tokens // 2)), receiver)
         begun.set()
 
 

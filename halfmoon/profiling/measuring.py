@@ -16,17 +16,20 @@ Progress = Callable[[str, int, int], None]
 _WARM_PROMPT = 64
 
 
-async def measured_prefills(probe: WorkerProbe, limits: SweepLimits, on_progress: Progress) -> list[MeasuredPrefill]:
-    """Prompts alone on the worker."""
+async def measured_prefills(
+    probe: WorkerProbe, decode: WorkerProbe, limits: SweepLimits, on_progress: Progress
+) -> list[MeasuredPrefill]:
+    """Prompts alone on the worker, whose KV goes to the decode worker as it does when the two serve."""
     points = list(prompt_points(probe.target, limits))
     prefixes = [probe.prompt(point.cached_tokens) for point in points]
     taken: list[list[Prefilled]] = [[] for _ in points]
     await probe.prefill(probe.prompt(_WARM_PROMPT))
-    for number in _passes("prompts", len(points), limits.repeats, on_progress):
-        if prefixes[number]:
-            await probe.prefill(prefixes[number])  # the worker keeps it
-        prompt = [*prefixes[number], *probe.prompt(points[number].new_tokens)]
-        taken[number].append(await probe.prefill(prompt))
+    async with probe.handing_over(decode) as receiver:
+        for number in _passes("prompts", len(points), limits.repeats, on_progress):
+            if prefixes[number]:
+                await probe.prefill(prefixes[number])  # the worker keeps it
+            prompt = [*prefixes[number], *probe.prompt(points[number].new_tokens)]
+            taken[number].append(await probe.prefill(prompt, receiver))
     return [
         MeasuredPrefill(
             new_tokens=some[-1].new_tokens,

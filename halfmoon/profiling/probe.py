@@ -84,16 +84,25 @@ class WorkerProbe:
         """Tokens that were never seen before."""
         return self._random.choices(_TOKEN_IDS, k=num_tokens)
 
-    async def prefill(self, prompt: Sequence[int]) -> Prefilled:
-        """Computes one token behind a prompt. Raises what the worker refuses it with, Unavailable, DeadlineExceeded."""
-        generation = self._generation(prompt, 1)  # which needs no decode worker, but the address of one
-        request = prefill_pb2.PrefillRequest(generation=generation, decode_address=self.target.address)
+    async def prefill(self, prompt: Sequence[int], receiver: WorkerProbe | None = None) -> Prefilled:
+        """Computes one token behind a prompt, and hands its KV to a `receiver` that listens for this probe.
+
+        Raises what the worker refuses it with, Unavailable, DeadlineExceeded.
+        """
+        generation = self._generation(prompt, 1 if receiver is None else 2)
+        if receiver is None:  # a gateway that nobody reads tokens for is lost: its requests would be ended
+            generation.gateway_id = f"{self._name}-prompts"
+        address = (receiver or self).target.address
+        request = prefill_pb2.PrefillRequest(generation=generation, decode_address=address)
+        first: Prefilled | None = None
         async with self._peer.stream(self._prefill.Prefill, request, deadline_s=_PROMPT_S) as events:
             async for event in events:
                 if event.HasField("first_token"):
-                    first = event.first_token
-                    return Prefilled(len(prompt) - first.num_cached_tokens, first.num_cached_tokens, first.compute_s)
-        raise Unavailable(f"{self.target.worker_id} ended a prompt without a token")
+                    cached, seconds = event.first_token.num_cached_tokens, event.first_token.compute_s
+                    first = Prefilled(len(prompt) - cached, cached, seconds)
+        if first is None:
+            raise Unavailable(f"{self.target.worker_id} ended a prompt without a token")
+        return first
 
     async def transfer(self, num_tokens: int, transport: str) -> Transferred:
         """Hands KV of so many tokens over, of a request that ends with its first decode step."""
@@ -112,6 +121,15 @@ class WorkerProbe:
                 await self._hand_over(generation, self.transports[0])
             watch.begin(names)
             yield watch
+
+    @asynccontextmanager
+    async def handing_over(self, other: WorkerProbe) -> AsyncIterator[WorkerProbe | None]:
+        """Who takes this worker's prompts inside: the other one, or nobody where this one would keep them itself."""
+        if self.target.role != "prefill" or not other.target.can("decode"):
+            yield None
+            return
+        async with other._listening(0, self._name):
+            yield other
 
     async def decode(self, batch: int, prompt_tokens: int, num_steps: int) -> list[SeenStep]:
         """The steps of a batch whose sequences have about so many tokens each."""
@@ -144,10 +162,10 @@ class WorkerProbe:
             return Transferred(num_bytes, time.monotonic() - began_s, transfer.transport)
 
     @asynccontextmanager
-    async def _listening(self, prompt_tokens: int) -> AsyncIterator[TokenWatch]:
-        """The worker's tokens come to the watch."""
+    async def _listening(self, prompt_tokens: int, name: str | None = None) -> AsyncIterator[TokenWatch]:
+        """The worker's tokens for this probe, or for one of another name, come to the watch."""
         watch = TokenWatch(prompt_tokens)
-        asked = decode_pb2.TokensRequest(gateway_id=self._name)
+        asked = decode_pb2.TokensRequest(gateway_id=name or self._name)
         is_open = asyncio.get_running_loop().create_future()
 
         async def read() -> None:

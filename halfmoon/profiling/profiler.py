@@ -54,7 +54,7 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
             made[one.worker_id] = await probes.enter_async_context(WorkerProbe(one, options.transports))
         prefill = next(made[one.worker_id] for one in targets if one.can("prefill"))
         decode = next(made[one.worker_id] for one in targets if one.can("decode"))
-        prefills = await measured_prefills(prefill, options.limits, on_progress)
+        prefills = await measured_prefills(prefill, decode, options.limits, on_progress)
         steps = await measured_steps(decode, options.limits, on_progress)
         transfers = await measured_transfers(decode, options.limits, on_progress)
         slowdowns: list[MeasuredSlowdown] = []

@@ -46,7 +46,7 @@ class BatchPoint(NamedTuple):
 
 def prompt_points(target: Target, limits: SweepLimits) -> Iterator[PromptPoint]:
     """Lengths without a prefix, then some behind one."""
-    most = min(limits.longest_prompt, target.context_tokens - 1, target.kv_tokens - target.layout.block_tokens)
+    most = min(limits.longest_prompt, target.context_tokens - 2, target.kv_tokens - target.layout.block_tokens)
     lengths = [_FIRST_PROMPT * 2**power for power in range(32) if _FIRST_PROMPT * 2**power < most]
     for length in lengths:
         yield PromptPoint(length, 0, is_held_out=False)

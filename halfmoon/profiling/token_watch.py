@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from halfmoon.errors import HalfmoonError
@@ -18,7 +18,7 @@ class SeenStep(NamedTuple):
 
 
 class TokenWatch:
-    """Owns what has been read of one token stream. A message is a step, unless several were waiting to be read."""
+    """Owns what has been read of one token stream."""
 
     def __init__(self, prompt_tokens: int) -> None:
         """`prompt_tokens`: of each sequence."""
@@ -40,14 +40,22 @@ class TokenWatch:
         if ended:
             reason = types_pb2.FinishReason.Name(ended[0].finish_reason).lower()
             raise HalfmoonError(f"the worker ended a request of the profile: {reason}")
-        positions = {one.request_id: one.position for one in message.tokens}
+        positions = {one.request_id: one.position for one in message.tokens}  # the last one of each
         at_s, before = self._last
         self._last = now_s, positions
-        is_one_step = len(positions) == len(message.tokens) and positions.keys() == self._batch == before.keys()
-        if is_one_step and all(position == before[name] + 1 for name, position in positions.items()):
-            context = sum(self._prompt_tokens + position for position in positions.values())
-            self._steps.append(SeenStep(context, now_s - at_s))
-            self._changed.set()
+        if positions.keys() == self._batch == before.keys():
+            nums = {position - before[name] for name, position in positions.items()}
+            if len(nums) == 1:
+                self._add(positions, nums.pop(), now_s - at_s)
+        if any(one.request_id in self._batch and one.finish_reason for one in message.tokens):
+            self.fail(HalfmoonError("a batch ended before enough of its steps were seen"))
+
+    def _add(self, positions: Mapping[str, int], num_steps: int, seconds: float) -> None:
+        """So many steps ended since the message before; a reader that is late sees several in one message."""
+        last = sum(self._prompt_tokens + position for position in positions.values())
+        for back in range(num_steps):
+            self._steps.append(SeenStep(last - back * len(positions), seconds / num_steps))
+        self._changed.set()
 
     def fail(self, error: HalfmoonError) -> None:
         """Nothing more will be heard."""
