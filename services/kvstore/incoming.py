@@ -71,11 +71,11 @@ class Arrivals:
     async def expecting(self, run: Run) -> AsyncIterator[Arrival]:
         """Room for a run, until the block ends; nobody else brings these blocks meanwhile.
 
-        Waits for those who do. They all ask for a prompt's blocks in the same order, so nobody waits for ever.
+        Waits for those who do: block after block in the order of their ids, so that no two wait for each other.
         """
         async with AsyncExitStack() as stack:
-            for meta in run.metas:
-                await stack.enter_async_context(self._alone(meta.id))
+            for block in sorted(meta.id for meta in run.metas):
+                await stack.enter_async_context(self._alone(block))
             arrival = self._reserve(run)
             try:
                 yield arrival

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -54,7 +55,7 @@ class Taker:
     async def _taken(
         self, arrival: Arrival, memory: memoryview, blocks: Sequence[kvstore_pb2.OfferedBlock]
     ) -> kvstore_pb2.TakeResponse:
-        num_right = await asyncio.to_thread(_copied, arrival.drafts, memory, blocks)
+        num_right = await _to_the_end(_copied, arrival.drafts, memory, blocks)
         num_new, failure = 0, arrival.refused
         if num_right < len(arrival.drafts):
             failure = DataLoss("a block is not what its digest says: it changed while it was copied")
@@ -68,6 +69,17 @@ class Taker:
         if not arrival.num_here + num_new and failure is not None:
             raise failure
         return kvstore_pb2.TakeResponse(num_held=arrival.num_here + num_new, num_new=num_new)
+
+
+async def _to_the_end(copy: Callable[..., int], *given: object) -> int:
+    """Runs it on a thread, which cannot be stopped: who is cancelled meanwhile goes on when it has ended."""
+    copying = asyncio.ensure_future(asyncio.to_thread(copy, *given))
+    try:
+        return await asyncio.shield(copying)
+    finally:
+        while not copying.done():
+            with suppress(asyncio.CancelledError):  # what is on its way already is raised behind this
+                await asyncio.wait([copying])
 
 
 def _copied(drafts: Sequence[Draft], memory: memoryview, blocks: Sequence[kvstore_pb2.OfferedBlock]) -> int:
