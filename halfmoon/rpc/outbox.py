@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,10 +23,11 @@ from halfmoon.rpc.transport.shm import NAME as SHM
 log = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 16 << 20  # at least; one block, where that is larger
+_OFFER_AGAIN_S = 60.0  # a store that could not reach it may have been too busy, or be another process by then
 
 
 class Outbox:
-    """Owns the segment, which one run of blocks uses at a time, and whether the store can reach it."""
+    """Owns the segment, which one run of blocks uses at a time, and from when on it is offered to the store."""
 
     def __init__(self, peer: Peer, link: KVLink) -> None:
         """link: what bytes take otherwise; if it is slow on purpose, so is this."""
@@ -34,7 +36,7 @@ class Outbox:
         self._link = link
         self._segment: SharedSegment | None = None
         self._turn = asyncio.Lock()
-        self._is_reached = SHM in link.settings.transports
+        self._offer_from_s = -math.inf if SHM in link.settings.transports else math.inf
 
     async def put(
         self,
@@ -47,7 +49,7 @@ class Outbox:
         deadline_s: float,
     ) -> Stored | None:
         """As `KVStoreClient.put_run`, of as many blocks as there is room for; None if the store cannot reach them."""
-        if not self._is_reached:
+        if self._link.clock.time() < self._offer_from_s:
             return None
         try:
             async with self._turn:
@@ -57,7 +59,7 @@ class Outbox:
         except (Incompatible, OSError) as error:
             if isinstance(error, Incompatible) and error.param != "segment":
                 raise
-            self._is_reached = False
+            self._offer_from_s = self._link.clock.time() + _OFFER_AGAIN_S
             log.info("store.not_taking", extra={"reason": str(error)})
             return None
         return Stored(response.num_held, response.num_new)

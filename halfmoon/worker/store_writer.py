@@ -55,6 +55,7 @@ class StoreWriter:
                 self._chains.done()
 
     async def _put(self, chain: BlockChain) -> None:
+        depth = 0
         try:
             with self._link.use(chain.tenant_salt) as store:
                 depth = len(await store.match(chain.keys, deadline_s=_CALL_S))
@@ -65,7 +66,7 @@ class StoreWriter:
                         self._metrics.put_blocks.labels("evicted").inc(len(chain.keys) - depth)
                         return
         except HalfmoonError as error:
-            self._metrics.put_blocks.labels("failed").inc()
+            self._metrics.put_blocks.labels("failed").inc(len(chain.keys) - depth)
             log.debug("store.put_failed", extra={"reason": error.message})
 
     async def _put_some(self, store: KVStoreClient, keys: Sequence[bytes], depth: int) -> int:

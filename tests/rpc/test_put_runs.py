@@ -17,6 +17,7 @@ from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transfer import transfer_to
+from halfmoon.rpc.transport.limiter import WallClock
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.rpc.transport.memfd import host_id
 from services.kvstore.identity import block_id
@@ -33,6 +34,13 @@ either_way = pytest.mark.parametrize("settings", [LinkSettings(("shm",)), LinkSe
 async def put(it: KVStoreClient, keys: Sequence[bytes] = KEYS, depth: int = 0) -> Stored:
     chain = Chain(KEYS[depth - 1] if depth else b"", depth, recompute_s=0.01)
     return await it.put_run(keys, LAYOUT, [content(one) for one in keys], chain, deadline_s=LIMIT_S)
+
+
+class LaterClock(WallClock):
+    later_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.later_s
 
 
 @either_way
@@ -103,6 +111,10 @@ async def test_a_store_that_cannot_reach_the_memory_gets_the_blocks_by_wire(monk
         monkeypatch.undo()
         assert await put(it) == Stored(1, 0), "as the wire has it: it is not tried again"
         assert len(store.pool.match(IDS)) == 4
+        clock = it._link.clock = LaterClock()
+        assert await put(it) == Stored(1, 0), "not yet"
+        clock.later_s = 61.0
+        assert await put(it) == Stored(9, 5), "it may have been too busy"
 
 
 async def test_a_block_that_changed_on_its_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
