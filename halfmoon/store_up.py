@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +33,6 @@ class StoreOptions:
             EntryCodec.parse(codec)
         if self.disk_dir is not None and self.disk_dir.exists() and not self.disk_dir.is_dir():
             raise InvalidRequest(f"--disk-dir {self.disk_dir} is not a directory")
-
-
-def store_addresses(options: StoreOptions) -> tuple[str, ...]:
-    """Free ones on this host, where stores come back when they are started again."""
-    return tuple(f"127.0.0.1:{free_port()}" for _ in range(options.num_stores))
 
 
 def store_specs(options: StoreOptions, state_dir: Path, addresses: Sequence[str]) -> list[ServiceSpec]:
@@ -77,9 +71,3 @@ def _store_spec(options: StoreOptions, name: str, directory: Path, address: str)
     environment = {} if options.cold_url is None else {"HALFMOON_KVSTORE_COLD_URL": options.cold_url}
     flags = tuple(part for pair in arguments.items() for part in pair)
     return ServiceSpec(name, ("-m", "services.kvstore", *flags), environment, restarts=True)
-
-
-def free_port() -> int:
-    """A port that is free now; who takes it may still be too late."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

@@ -24,10 +24,11 @@ from halfmoon.errors import HalfmoonError, InvalidRequest, UnknownModel, leaf_er
 from halfmoon.gpus import GPUShares, visible_gpus, whole_gpus
 from halfmoon.policy.admission import AdmissionMode
 from halfmoon.policy.placement import PlacementMode
+from halfmoon.reserved_ports import ReservedPorts
 from halfmoon.rpc.loopback import is_loopback
 from halfmoon.rpc.tracing import check_endpoint
 from halfmoon.simulated_up import SimulatedWorkers, simulated_model, simulation_specs
-from halfmoon.store_up import StoreOptions, free_port, remember_stores, store_addresses, store_specs
+from halfmoon.store_up import StoreOptions, remember_stores, store_specs
 from halfmoon.supervisor import Child, ServiceSpec, Supervisor, children_ready
 
 _HEALTH_POLL_S = 0.1
@@ -96,21 +97,24 @@ async def up(options: UpOptions, terminal: Console) -> None:
 
 
 async def _run(options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress) -> None:
-    async with asyncio.TaskGroup() as group:
-        starting = group.create_task(_start(options, supervisor, terminal, bars))
-        group.create_task(supervisor.until_one_ends())
-        await starting
+    with ReservedPorts() as ports:
+        async with asyncio.TaskGroup() as group:
+            starting = group.create_task(_start(options, supervisor, terminal, bars, ports))
+            group.create_task(supervisor.until_one_ends())
+            await starting
 
 
-async def _start(options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress) -> None:
+async def _start(
+    options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress, ports: ReservedPorts
+) -> None:
     model = await prepared_model(options.model, terminal)
     if options.simulation is not None:
         model = PreparedModel(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
-    stores, planner = store_addresses(options.store), f"127.0.0.1:{free_port()}"
+    stores, planner = [ports.address() for _ in range(options.store.num_stores)], ports.address()
     options = replace(options, operator_token=_operator_token(options))
-    options = replace(options, port=options.port or free_port())
+    options = replace(options, port=options.port or ports.port(options.host))
     numbers = [None] if options.num_gateways == 1 else range(options.num_gateways)
-    specs = [gateway_spec(options, model, number, stores[0]) for number in numbers]
+    specs = [gateway_spec(options, model, number, stores[0], ports.address()) for number in numbers]
     announced = await children_ready([await supervisor.start(_traced(spec, options)) for spec in specs])
     cluster = ",".join(one["address"] for one in announced)
     specs = _other_specs(options, model, cluster, stores, planner)
@@ -153,15 +157,20 @@ async def prepared_model(model: str, terminal: Console) -> PreparedModel:
 
 
 def gateway_spec(
-    options: UpOptions, model: PreparedModel, number: int | None = None, store: str | None = None
+    options: UpOptions,
+    model: PreparedModel,
+    number: int | None = None,
+    store: str | None = None,
+    cluster_listen: str = "127.0.0.1:0",
 ) -> ServiceSpec:
     """The gateway as a child; with a `number`, one of several on one HTTP port.
 
-    It comes back where it was when it dies: workers register again, clients see a pause or another gateway.
+    With ports that are given it comes back where it was when it dies: workers register again, clients see a pause or
+    another gateway.
     """
     is_shared = number is not None
     listen = ("--host", options.host, "--port", str(options.port), "--reuse-port", str(is_shared).lower())
-    cluster = ("--cluster-listen", f"127.0.0.1:{free_port()}")
+    cluster = ("--cluster-listen", cluster_listen)
     which = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
     codec = ("--handover-codec", options.handover_codec)
     modes = {"--admission": options.admission, "--placement": options.placement}

@@ -27,6 +27,7 @@ COMMAND_LINE = (
     "simulated_up",
     "top",
     "store_up",
+    "reserved_ports",
     "replay",
     "supervisor",
     "gpus",

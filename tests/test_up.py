@@ -42,17 +42,14 @@ def test_the_codec_of_hand_overs_is_the_gateways_setting() -> None:
 
 def test_one_of_several_gateways_shares_its_port_and_comes_back_where_it_was() -> None:
     options = UpOptions(port=8000, num_gateways=2)
-    alone, *shared = [gateway_spec(options, MODEL, number) for number in (None, 0, 1)]
-    places = [one.arguments[one.arguments.index("--cluster-listen") + 1] for one in (alone, *shared)]
-    assert [one.name for one in (alone, *shared)] == ["gateway", "gateway-0", "gateway-1"]
-    assert [one.arguments[one.arguments.index("--reuse-port") + 1] for one in (alone, *shared)] == [
-        "false",
-        "true",
-        "true",
-    ]
-    assert all(one.restarts for one in (alone, *shared))
-    assert len({*places}) == 3
-    assert not any(place.endswith(":0") for place in places)
+    alone, shared = gateway_spec(options, MODEL), gateway_spec(options, MODEL, 1, None, "127.0.0.1:7")
+    for spec, name, place, is_shared in (
+        (alone, "gateway", "127.0.0.1:0", "false"),
+        (shared, "gateway-1", "127.0.0.1:7", "true"),
+    ):
+        given = dict(zip(spec.arguments[2::2], spec.arguments[3::2], strict=True))
+        assert (spec.name, given["--cluster-listen"], given["--reuse-port"]) == (name, place, is_shared)
+        assert spec.restarts
 
 
 def test_the_console_finds_the_planner_and_the_planner_the_ledger(tmp_path: Path) -> None:
