@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -127,18 +127,22 @@ class DecodeForecast:
         extra = self._joins[row].mean_present(length_s, now_s) if row in self._joins else DecodeLoad(0.0, 0.0)
         return DecodeLoad(float(shares.sum()) + extra.batch, float(shares @ context) + extra.context_tokens)
 
-    def spans(self, row: int, now_s: float, without: Collection[str] = ()) -> list[tuple[float, float]]:
-        """From when until when somebody decodes on `row`, seen from now, were those in `without` not there."""
+    def spans(
+        self, rows: Sequence[int], now_s: float, without: Collection[str] = ()
+    ) -> dict[int, list[tuple[float, float]]]:
+        """From when until when somebody decodes on each of `rows`, seen from now, were those in `without` not there."""
         joins_s, ends_s = self._lives(now_s)
-        counts = (self._rows == row) & (ends_s > now_s)
+        counts = np.isin(self._rows, rows) & (ends_s > now_s)
         counts[[self._slots[one] for one in without if one in self._slots]] = False
-        found: list[tuple[float, float]] = []
-        for begin_s, end_s in sorted(zip(joins_s[counts].tolist(), ends_s[counts].tolist(), strict=True)):
+        lives = zip(self._rows[counts].tolist(), joins_s[counts].tolist(), ends_s[counts].tolist(), strict=True)
+        spans: dict[int, list[tuple[float, float]]] = {row: [] for row in rows}
+        for row, begin_s, end_s in sorted(lives):
+            found = spans[row]
             if found and begin_s <= found[-1][1]:
                 found[-1] = (found[-1][0], max(found[-1][1], end_s))
             else:
                 found.append((begin_s, end_s))
-        return found
+        return spans
 
     def _lives(self, now_s: float) -> tuple[Floats, Floats]:
         """When each slot's request joins, and when it ends."""

@@ -12,6 +12,7 @@ from halfmoon.policy.latency import PrefillModel
 from halfmoon.policy.neighbours import Decoding, Neighbours
 
 _MAX_STEPS = 512  # looked ahead; who is not computed by then waits as others predict it
+_MAX_LOOKS = 4_000  # at prompts, over all steps: about a millisecond, which every other request waits for, too
 _OVERDUE = 0.05  # of a step that should be over: how much of it may be left
 
 
@@ -116,12 +117,14 @@ class PrefillCourse:
         """Steps that must be over by now, with so many neighbours busy since `step_began_s`. One that a prompt's token
         comes of is over when that is here."""
         slowdown = 1 + speed.contention * past_busy
+        self._begin_restored(speed.step_tokens, now_s)
         while self._step and not any(chunk.num_tokens == chunk.prompt.new_tokens for chunk in self._step):
             ends_s = self._step_began_s + slowdown * _work_s(self._step, speed.model)
             if ends_s > now_s:
                 return
             self._end_step()
             self._begin(ends_s, speed.step_tokens)
+            self._begin_restored(speed.step_tokens, now_s)
 
     def predict(
         self, work: Prefill, speed: Speed, neighbours: Neighbours, past_busy: float, ahead_s: float, now_s: float
@@ -132,7 +135,7 @@ class PrefillCourse:
         """
         mine = _Prompt("", self._num_joined + 1, *work, None)
         copies = {prompt.request_id: replace(prompt) for prompt in self._prompts.values()}
-        left = [*copies.values(), mine]
+        left, num_looks = _ranked([*copies.values(), mine]), 0
         step = [_Chunk(copies[prompt.request_id], num_tokens) for prompt, num_tokens in self._step]
         begins_s, to_come = math.inf, self._arrivals.to_come(work.new_tokens, now_s)
         step_s = _work_s(step, speed.model)
@@ -150,8 +153,14 @@ class PrefillCourse:
             time_s = neighbours.after(_work_s(step, speed.model), time_s, speed.contention)
             if any(prompt is mine and num_tokens == mine.new_tokens for prompt, num_tokens in step):
                 return Times(begins_s, time_s)
-            for num_tokens in to_come.within(time_s - began_s):
-                left.append(_Prompt("", self._num_joined + 2, num_tokens, 0, work.priority, -math.inf, None))
+            came = to_come.within(time_s - began_s)
+            if came:
+                order = self._num_joined + 2
+                new = [_Prompt("", order, num_tokens, 0, work.priority, -math.inf, None) for num_tokens in came]
+                left = _ranked([*left, *new])
+            num_looks += len(left)
+            if num_looks > _MAX_LOOKS:
+                break
         return None
 
     def _end_step(self) -> None:
@@ -161,8 +170,14 @@ class PrefillCourse:
             if not prompt.new_tokens:
                 self._prompts.pop(prompt.request_id, None)
 
+    def _begin_restored(self, step_tokens: int, now_s: float) -> None:
+        """Where all waited for what is restored, the first one whose prefix is there by now began as it came."""
+        ready_s = min((prompt.ready_s for prompt in self._prompts.values()), default=math.inf)
+        if not self._step and ready_s <= now_s:
+            self._begin(max(ready_s, self._step_began_s), step_tokens)
+
     def _begin(self, now_s: float, step_tokens: int) -> None:
-        self._step = _formed(list(self._prompts.values()), step_tokens, now_s)
+        self._step = _formed(_ranked(self._prompts.values()), step_tokens, now_s)
         self._step_began_s = now_s
 
 
@@ -176,22 +191,35 @@ def _after(step: Sequence[_Chunk], prompts: list[_Prompt], neighbours: Neighbour
     return [prompt for prompt in prompts if prompt.new_tokens > 0]
 
 
-def _formed(prompts: Iterable[_Prompt], step_tokens: int, now_s: float) -> list[_Chunk]:
+def _ranked(prompts: Iterable[_Prompt]) -> list[_Prompt]:
+    return sorted(prompts, key=lambda prompt: (prompt.priority, prompt.order))
+
+
+def _formed(ranked: Iterable[_Prompt], step_tokens: int, now_s: float) -> list[_Chunk]:
     """The next step."""
-    ready = (prompt for prompt in prompts if prompt.ready_s <= now_s)
-    queue = sorted(ready, key=lambda prompt: (prompt.priority, prompt.order))
-    step, budget = [], step_tokens
-    while queue and budget > 0:
-        first, room = queue.pop(0), budget
+    queue = [prompt for prompt in ranked if prompt.ready_s <= now_s]
+    step, budget, at = [], step_tokens, 0
+    while at < len(queue) and budget > 0:
+        first, room, at = queue[at], budget, at + 1
         if first.new_tokens > budget:
-            shorter = [one for one in queue if one.priority == first.priority and one.new_tokens < first.new_tokens]
+            shorter, others = _by_length(queue[at:], first)
             room -= min(sum(one.new_tokens for one in shorter), budget // 2)
-            shorter.sort(key=lambda one: one.new_tokens)
-            queue = shorter + [one for one in queue if one not in shorter]
+            queue, at = shorter + others, 0
         num_tokens = min(first.new_tokens, room)
         budget -= num_tokens
         step.append(_Chunk(first, num_tokens))
     return step
+
+
+def _by_length(behind: Iterable[_Prompt], first: _Prompt) -> tuple[list[_Prompt], list[_Prompt]]:
+    """Who may share the steps of the first one, the shortest before, and who may not."""
+    shorter: list[_Prompt] = []
+    others: list[_Prompt] = []
+    for one in behind:
+        shares = one.new_tokens < first.new_tokens and one.priority == first.priority
+        (shorter if shares else others).append(one)
+    shorter.sort(key=lambda one: one.new_tokens)
+    return shorter, others
 
 
 def _work_s(step: Sequence[_Chunk], model: PrefillModel) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from halfmoon.policy.cluster_view import ClusterView, WorkerView
 from halfmoon.policy.decode_forecast import DecodeForecast
-from halfmoon.policy.neighbours import Decoding, Neighbours, Span
+from halfmoon.policy.neighbours import Decoding, Neighbours
 from halfmoon.policy.placement import Placement
 from halfmoon.policy.prefill_course import Prefill, PrefillCourse, Speed
 
@@ -94,13 +94,13 @@ class PrefillCourses:
 
     def _neighbours(self, view: ClusterView, worker: WorkerView, course: PrefillCourse, now_s: float) -> Neighbours:
         """Those that decode by the forecast, those that prefill until what they have is computed."""
-        spans: dict[int, list[Span]] = {}
-        if worker.contention >= _LEAST_CONTENTION:
-            for row in view.rows_of(view.neighbours(worker.worker_id)):
-                spans[row] = self._decodes.spans(row, now_s, course.request_ids)
-                other = self._courses.get(row)
-                if other is not None and len(other):
-                    spans[row].append((now_s, now_s + other.num_tokens * view.worker(row).prefill_model.b))
+        if worker.contention < _LEAST_CONTENTION:
+            return Neighbours({})
+        spans = self._decodes.spans(view.rows_of(view.neighbours(worker.worker_id)), now_s, course.request_ids)
+        for row, of_row in spans.items():
+            other = self._courses.get(row)
+            if other is not None and len(other):
+                of_row.append((now_s, now_s + other.num_tokens * view.worker(row).prefill_model.b))
         return Neighbours(spans)
 
 

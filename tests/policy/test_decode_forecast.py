@@ -40,10 +40,10 @@ def test_spans_are_apart_and_cover_every_life(lives: list[tuple[float, float]], 
     forecast = DecodeForecast()
     for number, (joins_s, stays_s) in enumerate(lives):
         forecast.join(str(number), 0, joins_s, joins_s + stays_s, 10, 10)
-    spans = forecast.spans(0, now_s)
+    spans = forecast.spans([0], now_s)[0]
     assert all(begin_s <= end_s for begin_s, end_s in spans)
     assert all(one[1] < other[0] for one, other in pairwise(spans))
     for joins_s, stays_s in lives:
         if joins_s + stays_s > now_s:
             assert any(begin_s <= joins_s and joins_s + stays_s <= end_s for begin_s, end_s in spans)
-    assert forecast.spans(0, now_s, without=[str(number) for number in range(len(lives))]) == []
+    assert forecast.spans([0], now_s, without=[str(number) for number in range(len(lives))]) == {0: []}
