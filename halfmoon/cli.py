@@ -107,7 +107,7 @@ def up(
     disk_dir: Annotated[
         Path | None, typer.Option(help="where the store keeps blocks on disk; default: in the state directory")
     ] = None,
-    disk_bytes: Annotated[str, typer.Option(help="most that the blocks on disk may take")] = "8GiB",
+    disk_bytes: Annotated[str, typer.Option(help="most that each store's blocks on disk may take")] = "8GiB",
     cold_url: Annotated[
         str | None, typer.Option(help="where the store keeps blocks for other hosts: s3://, file://, redis://, …")
     ] = None,

@@ -36,7 +36,7 @@ class StoreOptions:
 
 
 def store_specs(options: StoreOptions, state_dir: Path, addresses: Sequence[str]) -> list[ServiceSpec]:
-    """The stores as children. Several ones share the cold tier; each has its own memory and its part of the disk."""
+    """The stores as children. Several ones share the cold tier; each has its own memory and directory."""
     directory = options.disk_dir or state_dir / "kvstore"
     if len(addresses) == 1:
         return [_store_spec(options, "kvstore", directory, addresses[0])]
