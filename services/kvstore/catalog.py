@@ -16,6 +16,7 @@ from services.kvstore.entry import Change, Entry, Holding, Tier
 from services.kvstore.eviction import EvictionPolicy, Usage
 from services.kvstore.eviction_queue import EvictionQueue, Verdict
 from services.kvstore.identity import BlockMeta
+from services.kvstore.known_costs import KnownCosts
 
 _RETRY_S = 1.0  # an expired block that something rests on is looked at again after this
 
@@ -33,6 +34,7 @@ class Catalog:
         self._num_held = dict.fromkeys(policies, 0)
         self._expiries: list[tuple[float, bytes]] = []
         self._num_uses = 0
+        self._costs = KnownCosts()
         self._on_change = on_change
 
     def __contains__(self, block: bytes) -> bool:
@@ -106,7 +108,7 @@ class Catalog:
             entry = self._entries[meta.id] = Entry(meta, Usage(0, 0, meta.depth, meta.num_tokens, meta.recompute_s))
             if meta.parent is not None:
                 self._entries[meta.parent].children.add(meta.id)
-        self._learn(entry, meta)
+        self._learn(entry, meta, first)
         if tier in entry.tiers:
             self._used_bytes[tier] -= entry.tiers[tier].num_bytes
         else:
@@ -199,15 +201,17 @@ class Catalog:
         for tier, holding in entry.tiers.items():
             holding.rank = self._policies[tier].rank(entry.usage, holding.num_bytes)
 
-    def _learn(self, entry: Entry, meta: BlockMeta) -> None:
+    def _learn(self, entry: Entry, meta: BlockMeta, first: bool) -> None:
         """What a later copy knows better than an earlier one."""
+        if first or not entry.meta.recompute_s:
+            self._costs.note(meta)
         entry.meta = replace(
             meta,
             parent=entry.meta.parent,
             layout=meta.layout or entry.meta.layout,
             recompute_s=meta.recompute_s or entry.meta.recompute_s,
         )
-        entry.usage.recompute_s, entry.usage.num_tokens = entry.meta.recompute_s, entry.meta.num_tokens
+        entry.usage.recompute_s, entry.usage.num_tokens = self._costs.recompute_s(entry.meta), entry.meta.num_tokens
         if meta.expires_at_s < math.inf:
             heapq.heappush(self._expiries, (meta.expires_at_s, meta.id))
 

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 PolicyName = Literal["lru", "lfu", "length-aware", "cost-aware"]
 Rank = tuple[float, ...]  # the lowest goes first; of one block it never falls while it is used
 
-ASSUMED_S_PER_TOKEN = 1e-3  # where the worker did not say what a block had cost; only the ratio to others matters
+ASSUMED_S_PER_TOKEN = 1e-3  # where no worker said what a block of the layout costs; only the ratio to others matters
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Usage:
     num_uses: int
     depth: int  # blocks before it in its prompt
     num_tokens: int
-    recompute_s: float  # 0: unknown
+    recompute_s: float  # of blocks of its layout, where its own is unknown; 0: of those, too
 
 
 class EvictionPolicy(Protocol):

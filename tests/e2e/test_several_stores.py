@@ -1,0 +1,98 @@
+"""Two stores, each beside a worker: hot blocks come to the store of the chosen worker, and go when they cool."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.store_up import known_stores
+from tests.e2e.system import System, running_system
+
+pytestmark = pytest.mark.e2e
+
+PATIENCE_S = 90
+NUM_AT_ONCE = 8
+PROMPT_TOKENS = 29 * 64 + 4  # the rest of a block is no block: an answer adds none of its own to what is copied
+OPTIONS = ("--both", "2", "--stores", "2", "--dtype", "float32")
+
+
+class Stores:
+    """Looks into both."""
+
+    def __init__(self, clients: list[KVStoreClient]) -> None:
+        self._clients = clients
+
+    async def total(self, field: str) -> int:
+        return sum([int(getattr(await client.stats(deadline_s=10), field)) for client in self._clients])
+
+
+@asynccontextmanager
+async def both_stores(state_dir: Path) -> AsyncIterator[Stores]:
+    clients = [KVStoreClient(address) for address in known_stores(state_dir)]
+    assert len(clients) == 2
+    try:
+        yield Stores(clients)
+    finally:
+        for client in clients:
+            await client.close()
+
+
+def small_model(path: Path) -> Path:
+    """The demo model's tokenizer, and two layers of random weights, which are there at once."""
+    demo = Path(prepare_checkpoint("demo").path)
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    for file in (*demo.glob("tokenizer*"), *demo.glob("*special_tokens*"), *demo.glob("chat_template*")):
+        shutil.copy(file, path)
+    return path
+
+
+async def answer(system: System, session: aiohttp.ClientSession, prompt: list[int]) -> str:
+    body = {"model": "small", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    async with session.post(f"{system.url}/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        return str((await response.json())["choices"][0]["text"])
+
+
+async def test_hot_blocks_are_copied_to_the_chosen_workers_store_and_go_when_they_cool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a worker stored before the copy came is the store's own, and stays: then the next prompt may tell."""
+    monkeypatch.setenv("HALFMOON_KVSTORE_REPLICA_COOL_S", "1")
+    async with (
+        asyncio.timeout(2 * PATIENCE_S),
+        running_system(tmp_path / "state", "--model", str(small_model(tmp_path / "small")), *OPTIONS) as system,
+        both_stores(tmp_path / "state") as stores,
+        aiohttp.ClientSession() as session,
+    ):
+        asked = 0
+        while not await stores.total("num_cooled_total"):
+            prompt = [1000 + 17 * asked + n for n in range(PROMPT_TOKENS)]
+            alone = await answer(system, session, prompt)  # one worker has it, and is busy with it in a moment
+            crowd = await asyncio.gather(*(answer(system, session, prompt) for _ in range(NUM_AT_ONCE)))
+            assert {*crowd} == {alone}, "wherever it was computed"
+            asked += 1
+            while await stores.total("num_replicas"):
+                await asyncio.sleep(0.2)
+        assert await stores.total("num_replicated_total") >= await stores.total("num_cooled_total")
+        assert await stores.total("num_stored_total"), "only what is surplus went"
