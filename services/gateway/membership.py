@@ -122,8 +122,9 @@ class Membership:
         if not prefill.identity.step_tokens and not was_restored:
             self._models.note_prompt(prefill.worker_id, prefill.kind, prefill.latency, sample, now_s)
         self._view.busy.end(prefill.worker_id, request_id, now_s)
-        if request_id in self._decoders:
-            self._view.busy.begin(self._decoders[request_id], request_id, now_s)
+        decoder = self._decoders.get(request_id)
+        if decoder in self._members:
+            self._view.busy.begin(decoder, request_id, now_s)
         self._show(now_s, prefill)
 
     def note_ended(self, request_id: str, prefill: Member, decode: Member, now_s: float) -> None:

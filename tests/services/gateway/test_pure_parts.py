@@ -217,6 +217,19 @@ def test_what_was_sent_counts_until_the_next_report() -> None:
     assert shown(membership).num_requests == 1
 
 
+def test_a_decode_worker_that_left_is_not_busy_with_a_prompt_that_is_ready_for_it() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    prefill, decode = (membership.join(identity(name), 0.0) for name in ("p", "d"))
+    for number, leaves in enumerate((False, True)):
+        membership.note_placed(f"r{number}", prefill, decode, 100, 1.0)
+        if leaves:
+            membership.leave(decode, 1.5)
+        membership.note_prefilled(f"r{number}", prefill, PrefillSample(100, 0, 1.0), 2.0)
+        assert membership.view().busy.is_busy("d") is not leaves
+        membership.note_ended(f"r{number}", prefill, decode, 3.0)
+    assert membership.view().busy.mean_busy(["d"], 0.0, 4.0) == 0.0  # nothing is kept of who is gone
+
+
 def test_speeds_follow_what_is_measured() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     member = membership.join(identity(), 0.0)
