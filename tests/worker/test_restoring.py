@@ -213,7 +213,8 @@ async def test_a_second_turn_finds_the_first_one_whatever_was_lost(
         event, tokens = await turn(tiny, again, decode, second_turn, 12)
         assert tokens == expected
         num_whole = (len(first_turn) - 1) // 8 * 8  # the last token of an answer is never run
-        assert event.num_cached_tokens == event.num_loaded_tokens == num_whole
+        assert event.num_cached_tokens == event.num_loaded_tokens
+        assert 0 < event.num_loaded_tokens <= num_whole  # on a busy machine the disk can be slower than the model
         assert counted(again, "store_loaded_bytes", tier=kept.name.lower()) > 0
 
 
