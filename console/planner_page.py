@@ -32,7 +32,7 @@ def render(api: GatewayApi, planner: PlannerApi | None) -> None:
         )
         return
     try:
-        catalogue, plans = planner.catalogue(), planner.plans()
+        catalogue = planner.catalogue()
     except PlannerError as error:
         away(str(error), planner.catalogue)
         return
@@ -47,7 +47,16 @@ def render(api: GatewayApi, planner: PlannerApi | None) -> None:
         said.caption(f"Still needed: {', '.join(asked.missing)}.")
     if search is not None:
         _draw_search(search)
-    _draw_plans(plans, search)
+    _draw_plans(_kept_plans(planner), search)
+
+
+def _kept_plans(planner: PlannerApi) -> list[Plan]:
+    """None where they cannot be read: searching goes on without the ledger."""
+    try:
+        return planner.plans()
+    except PlannerError as error:
+        st.warning(f"Plans of before cannot be read now: {plain(error)}", icon=":material/cloud_off:")
+        return []
 
 
 def _draw_search(search: Search) -> None:

@@ -61,6 +61,7 @@ class FakePlanner(planner_pb2_grpc.PlannerServicer):
         self.tokens: list[Any] = []
         self.updates = [planner_pb2.PlanUpdate(progress=planner_pb2.Progress(what="workers alone", done=1, total=4))]
         self.found: planner_pb2.StoredPlan | None = plan(2)
+        self.is_ledger_away = False
         self.go = threading.Event()
         self.begun = threading.Event()
         self.ended = threading.Event()
@@ -78,6 +79,8 @@ class FakePlanner(planner_pb2_grpc.PlannerServicer):
         raise NotImplementedError
 
     def ListPlans(self, request: planner_pb2.ListPlansRequest, context: Any) -> planner_pb2.ListPlansResponse:
+        if self.is_ledger_away:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the ledger does not answer")
         return planner_pb2.ListPlansResponse(plans=self.plans)
 
     def Plan(self, request: planner_pb2.PlanRequest, context: Any) -> Iterator[planner_pb2.PlanUpdate]:

@@ -20,7 +20,7 @@ from console.settings import gateway_url, planner_address  # noqa: E402
 from halfmoon.pb import planner_pb2  # noqa: E402
 
 from .fake_gateway import CACHE, CLUSTER, FakeGateway, running_fake_gateway  # noqa: E402
-from .fake_planner import APART, SUMMARY, FakePlanner, running_fake_planner  # noqa: E402
+from .fake_planner import APART, SUMMARY, FakePlanner, plan, running_fake_planner  # noqa: E402
 
 ROWS = [{"start_time": float(number), "prompt_len": 100, "output_len": 10} for number in range(41)]
 ASKED = {"model": "m", "gpu": "h200", "workload": "chat", "ttft_s": 0.2, "tpot_s": 0.1}
@@ -178,6 +178,17 @@ def test_a_planner_that_is_away_is_a_clear_message(gateway: FakeGateway) -> None
     addresses = {"gateway": gateway.url, "planner": "127.0.0.1:1"}
     shown = checked(testing.AppTest.from_function(the_page, kwargs=addresses, default_timeout=60).run())
     assert "no planner at 127.0.0.1" in shown.error[0].value
+
+
+def test_a_planner_without_its_ledger_still_searches(gateway: FakeGateway, planner: FakePlanner) -> None:
+    planner.is_ledger_away = True
+    planner.found = plan(0)
+    planner.go.set()
+    shown = open_page(gateway, planner)
+    assert "the ledger does not answer" in shown.warning[0].value
+    shown = until_over(click(shown, "Search"))
+    assert any("it is nowhere else" in one.value for one in shown.warning)
+    assert shown.metric
 
 
 def test_the_operator_token_is_sent(planner: FakePlanner) -> None:
