@@ -27,6 +27,7 @@ from halfmoon.rpc.context import REQUEST_ID_KEY
 from halfmoon.rpc.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, Span, Tracer
 
 _GOODBYE_S = 1.0  # for what is not exported when the process ends
+_MAX_STATE_CHARS = 512  # of a client's tracestate: what W3C asks for; every call and span carries it
 _W3C = TraceContextTextMapPropagator()
 
 
@@ -62,7 +63,7 @@ class _OtlpTracer:
         self._tracer = tracer
 
     def request(self, name: str, headers: Mapping[str, str], start_s: float, attributes: Attributes) -> Span:
-        parent = _W3C.extract(headers)
+        parent = _W3C.extract(_bounded(headers))
         start_ns = _unix_ns(start_s)
         return _OtlpSpan(
             self._tracer, self._tracer.start_span(name, parent, SpanKind.SERVER, attributes, start_time=start_ns)
@@ -115,6 +116,12 @@ class _OtlpSpan:
         if error is not None:
             self._span.set_status(Status(StatusCode.ERROR, error))
         self._span.end(None if end_s is None else _unix_ns(end_s))
+
+
+def _bounded(headers: Mapping[str, str]) -> dict[str, str]:
+    """A client's trace context. A tracestate that is too long is left out: gRPC bounds the metadata of a call."""
+    found = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+    return {name: value for name, value in found.items() if len(value) <= _MAX_STATE_CHARS}
 
 
 def _unix_ns(at_s: float) -> int:

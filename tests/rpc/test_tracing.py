@@ -114,6 +114,25 @@ async def test_a_call_continues_its_callers_trace_and_says_how_it_ended() -> Non
     assert began.end_time_unix_nano - began.start_time_unix_nano >= 1e9
 
 
+async def test_a_long_tracestate_of_a_client_fails_no_call_behind_it() -> None:
+    async with running_receiver() as receiver:
+        with tracing("gateway", receiver.url) as tracer:
+            add = lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(Refusing(), server)  # noqa: E731
+            async with (
+                running_server("127.0.0.1:0", [add], RpcMetrics(CollectorRegistry()), tracer=tracer) as server,
+                Peer(f"127.0.0.1:{server.port}") as peer,
+            ):
+                ask = decode_pb2_grpc.DecodeStub(peer.channel).Cancel
+                for state in ("vendor=1", ",".join(f"v{number}={'x' * 250}" for number in range(31))):
+                    root = tracer.request(
+                        "chat", {"traceparent": CLIENT, "tracestate": state}, time.monotonic(), {"length": len(state)}
+                    )
+                    with pytest.raises(NoCapacity, match="there is no room"), operation(root):
+                        await peer.call(ask, decode_pb2.CancelRequest(), deadline_s=30)
+                    kept = dict(root.headers).get("tracestate")
+                    assert kept == (state if len(state) < 100 else None)
+
+
 async def test_what_the_client_does_not_sample_is_not_recorded_anywhere() -> None:
     async with running_receiver() as receiver:
         with tracing("gateway", receiver.url) as tracer:
