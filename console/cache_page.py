@@ -130,7 +130,7 @@ def _figures(cache: Mapping[str, Any], series: Mapping[str, Any]) -> None:
         ("Tokens saved", count(saved), f"in the last {_MINUTES} minutes"),
         ("Blocks on workers", count(blocks), "whole blocks in the workers' prefix caches"),
         ("Bytes in the store", size(stored), "in all tiers"),
-        ("Store hit rate, by blocks", share(hits / reads if reads else None), "of the reads since it began"),
+        ("Store hit rate", share(hits / reads if reads else None), "by blocks, of the reads since it began"),
     )
     for column, (label, value, note) in zip(st.columns(len(tiles)), tiles, strict=True):
         column.metric(label, value, border=True, help=note)

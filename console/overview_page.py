@@ -21,6 +21,7 @@ _REASONS = {
     "bad request": GREY,
 }  # fmt: skip
 _MS = 1000
+_CAPTION_PX = 40  # of a line in place of a chart: what is beside it stays in line
 
 
 class Seen(NamedTuple):
@@ -157,7 +158,7 @@ def _charts(seen: Seen) -> None:
             _stacked(seen, series["refusals"], _REASONS, "refusals")
         else:
             st.caption("Nobody was refused.")
-            st.space(charts.HEIGHT_PX)
+            st.space(charts.HEIGHT_PX - _CAPTION_PX)
     with left.container(border=True):
         st.markdown("**Tokens**")
         lines = {"prompt, computed": series["rates"]["prefill_tokens"], "output": series["rates"]["output_tokens"]}

@@ -9,7 +9,7 @@ from console.charts import HEIGHT_PX, Chart, Spec
 from console.palette import GREY, SERIES
 
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right")
-_TITLES = {"attainment": "share of requests in time", "goodput": "goodput, requests/s"}
+_TITLES = {"attainment": "requests in time", "goodput": "goodput, requests/s"}
 
 Figure = Literal["attainment", "goodput"]
 

@@ -16,7 +16,7 @@ from console.plain_text import plain
 from console.quantities import NOTHING, seconds, share
 
 _MINUTES = 30
-NEW = "＋ New class"
+NEW = "+ New class"
 
 
 class Seen(NamedTuple):

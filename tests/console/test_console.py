@@ -82,7 +82,7 @@ def test_the_cache_by_tier(gateway: FakeGateway) -> None:
     shown = open_page("cache", gateway.url)
     figures = {metric.label: metric.value for metric in shown.metric}
     assert figures["Hit rate, by tokens"] == "25.0 %"
-    assert figures["Store hit rate, by blocks"] == "85.7 %"
+    assert figures["Store hit rate"] == "85.7 %"
     tiers = shown.dataframe[0].value
     assert (list(tiers["tier"]), list(tiers["full"]), list(tiers["compression"])) == (
         ["dram", "disk"],
