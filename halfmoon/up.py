@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from rich.console import Console
@@ -32,6 +32,13 @@ from halfmoon.store_up import StoreOptions, remember_stores, store_specs
 from halfmoon.supervisor import Child, ServiceSpec, Supervisor, children_ready
 
 _HEALTH_POLL_S = 0.1
+
+
+class WorkerStart(NamedTuple):
+    """What one worker is started with, beside what all are."""
+
+    arguments: tuple[str, ...] = ()
+    num_gpus: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +64,7 @@ class UpOptions:
     num_gateways: int = 1
     operator_token: str | None = None  # None: made where the host is not loopback
     api_keys: tuple[str, ...] = ()  # none: everybody may ask
-    worker_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by role, of real engines
-    worker_devices: Mapping[str, int] = field(default_factory=dict)  # GPUs of each worker, by role, where not 1
+    worker_starts: Mapping[str, Sequence[WorkerStart]] = field(default_factory=dict)  # by role, of each real engine
     otlp_endpoint: str | None = None  # who gets traces; None: whom OpenTelemetry's own variables name
 
     def __post_init__(self) -> None:
@@ -196,14 +202,19 @@ def _other_specs(
     if options.simulation is not None:
         return specs + simulation_specs(options.simulation, counts, cluster, which)
     workers = [(role, index) for role, count in counts.items() for index in range(count)]
-    shares = _gpus([options.worker_devices.get(role, 1) for role, _ in workers], options.device)
-    for (role, index), (visible, share) in zip(workers, shares, strict=True):
+    starts = [_start_of(options, role, index) for role, index in workers]
+    shares = _gpus([one.num_gpus for one in starts], options.device)
+    for (role, index), start, (visible, share) in zip(workers, starts, shares, strict=True):
         module = "services.decode" if role == "decode" else "services.prefill"
-        planned = options.worker_arguments.get(role, ())
         state = ("--state-dir", str(options.state_dir), "--kv-store", stores[index % len(stores)])
-        arguments = ("-m", module, "--role", role, *common, *state, *share, *planned)
+        arguments = ("-m", module, "--role", role, *common, *state, *share, *start.arguments)
         specs.append(ServiceSpec(f"{role}-{index}", arguments, {**environment, **visible}, restarts=True))
     return specs
+
+
+def _start_of(options: UpOptions, role: str, index: int) -> WorkerStart:
+    of_role = options.worker_starts.get(role)
+    return of_role[index] if of_role else WorkerStart()
 
 
 def _traced(spec: ServiceSpec, options: UpOptions) -> ServiceSpec:

@@ -164,6 +164,25 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
         planned_options(UpOptions(), path, None)
 
 
+def test_workers_of_one_role_may_differ(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    groups = "{role: both, tp: 2, count: 2}, {role: both, count: 0}, {role: both, pp: 4, max_running: 7}"
+    path.write_text(f"model: x\ncluster: {{workers: [{groups}]}}")
+    options = planned_options(UpOptions(device="cpu", console=False), path, None)
+    assert (options.num_prefill, options.num_decode, options.num_both) == (0, 0, 3)
+    assert [one.num_gpus for one in options.worker_starts["both"]] == [2, 2, 4]
+    specs = _other_specs(options, PreparedModel("/m", "m"), "x:1", ["x:2"], "x:3")
+    workers = {one.name: one.arguments[-6:] for one in specs if one.name.startswith("both")}
+    assert workers["both-1"][-4:] == ("--tensor-parallel", "2", "--pipeline-parallel", "1")
+    assert workers["both-2"] == ("--tensor-parallel", "1", "--pipeline-parallel", "4", "--max-running", "7")
+
+
+def test_a_fleet_that_is_too_small_is_never_told_to_have_as_few_gpus(tmp_path: Path) -> None:
+    at_most = found_of(tmp_path, gpus_per_node="1")["layouts"][0]["goodput_per_s"]
+    _, _, error = run(tmp_path, gpus_per_node="1", rate=str(1.2 * at_most))
+    assert "or give about 2 GPUs" in error
+
+
 def test_a_plan_and_counts_exclude_each_other(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("model: x\ncluster: {workers: [{role: both}]}")
     command = ["up", "--plan", str(tmp_path / "plan.yaml"), "--prefill", "1"]

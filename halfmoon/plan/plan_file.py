@@ -70,16 +70,9 @@ class PlannedCluster(BaseModel):
     handover_codec: KvCodecName = "raw"
     cluster: _Cluster
 
-    def count(self, role: Role) -> int:
-        """Workers of a role."""
-        return sum(one.count for one in self.cluster.workers if one.role == role)
-
-    def kind(self, role: Role) -> PlannedWorkers | None:
-        """What the workers of a role are; None where there are none. Raises InvalidRequest where they differ."""
-        mine = [one for one in self.cluster.workers if one.role == role and one.count]
-        if len({one.arguments for one in mine}) > 1:
-            raise InvalidRequest(f"the plan has {role} workers of different kinds: `halfmoon up` starts equal ones")
-        return mine[0] if mine else None
+    def workers(self, role: Role) -> list[PlannedWorkers]:
+        """What each worker of a role is."""
+        return [one for one in self.cluster.workers if one.role == role for _ in range(one.count)]
 
 
 def read_plan(path: Path) -> PlannedCluster:

@@ -7,6 +7,7 @@ what cannot come among the best before it is simulated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -174,11 +175,11 @@ def _problem(question: Question, alone_per_s: Sequence[float], pool: Executor) -
     except NoLayout as problem:
         return problem.message
     copies = _copies(best.layout, question)
+    enough = max(math.ceil(question.rate_per_s / best.per_gpu), question.fleet.num_gpus + 1)
     return (
         f"rate: {question.fleet} do not hold {question.rate_per_s:g} requests/s; "
         f"the nearest feasible is about {copies * best.goodput_per_s:.3g} requests/s "
-        f"({copies} x {question.text(best.layout)}): lower --rate, or give about "
-        f"{question.rate_per_s / best.per_gpu:.0f} GPUs"
+        f"({copies} x {question.text(best.layout)}): lower --rate, or give about {enough} GPUs"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfmoon.errors import InvalidRequest
+from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.sim.hardware import Device, device
 from halfmoon.sim.latency import FitError, LatencyModel, PrefillPiece, StepPiece
@@ -48,7 +48,12 @@ class Roofline:
     default_gpu: str | None = None
 
     def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
-        """Raises InvalidRequest for unknown hardware, and where the weights leave no room for KV."""
+        """Raises InvalidRequest for unknown hardware, for a parallelism that a worker would refuse, and where the
+        weights leave no room for KV."""
+        try:
+            self.shape.check(tensor_parallel, pipeline_parallel)
+        except Incompatible as error:
+            raise InvalidRequest(f"{self.shape.name}: {error.message}", param="tensor_parallel") from error
         name = gpu or self.default_gpu
         if name is None:
             raise InvalidRequest("a roofline needs to know the hardware: name a gpu for each group", param="gpu")

@@ -119,6 +119,12 @@ def test_what_is_not_known_is_told_with_what_is(text: str, says: str) -> None:
         latency_source(text).model(None, 1, 1)
 
 
+@pytest.mark.parametrize(("tp", "pp", "says"), [(3, 1, "does not divide the model's 32"), (1, 33, "32 layers")])
+def test_a_roofline_is_of_workers_that_would_start(tp: int, pp: int, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"llama-3-8b: .*{says}"):
+        latency_source("roofline:llama-3-8b@h100").model(None, tp, pp)
+
+
 @pytest.mark.parametrize(("gpu", "tp", "says"), [("h100", 1, "are of a100-80g"), (None, 3, "TPxPP.* 1x1, ")])
 def test_distserve_knows_one_gpu_and_few_shapes(gpu: str | None, tp: int, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
