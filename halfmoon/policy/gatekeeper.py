@@ -198,7 +198,7 @@ class Gatekeeper:
         found = place(view, request, self._rules, now_s, self._rng, depths, loads_at, waits)
         found = self._courses.refined(view, found, request.num_prompt_tokens, request.priority, now_s)
         overhead_s = self._before_token.seconds
-        return replace(found, ttft_s=found.ttft_s + overhead_s, overhead_s=overhead_s)
+        return replace(found, ttft_s=found.ttft_s + overhead_s, overhead_s=overhead_s) if overhead_s else found
 
     def candidates(
         self,
@@ -290,7 +290,8 @@ class Gatekeeper:
         num_output = max(num_output, min(request.least_tokens, capped))
         handover_s = self._handover.seconds / max(num_output - 1, 1)
         mean_tbt_s = self._mean_tbt_s(view, request, placement, num_output, now_s) + handover_s
-        placement = replace(placement, tbt_s=placement.tbt_s + handover_s)
+        if handover_s:
+            placement = replace(placement, tbt_s=placement.tbt_s + handover_s)
         return Admitted(placement, qos, capped, lower, num_output, request.priority, mean_tbt_s)
 
     def _mean_tbt_s(

@@ -212,7 +212,7 @@ def _present_loads(view: ClusterView) -> DecodeLoads:
 
 def _least(cost: Floats, rows: Bools, rng: random.Random) -> int:
     """One of the rows that cost about the least."""
-    among = np.flatnonzero(rows)
+    among = rows.nonzero()[0]
     costs = cost[among]
     least = costs.min()
     equal = among[costs <= least + abs(least) * (_TIE - 1)]

@@ -137,7 +137,7 @@ class PrefillCourse:
         copies = {prompt.request_id: replace(prompt) for prompt in self._prompts.values()}
         left, num_looks = _ranked([*copies.values(), mine]), 0
         step = [_Chunk(copies[prompt.request_id], num_tokens) for prompt, num_tokens in self._step]
-        begins_s, to_come = math.inf, self._arrivals.to_come(work.new_tokens, now_s)
+        begins_s, to_come = math.inf, None
         step_s = _work_s(step, speed.model)
         done_s = (now_s - self._step_began_s) / (1 + speed.contention * past_busy) if step else 0.0
         time_s = neighbours.after(max(step_s - done_s, _OVERDUE * step_s) + ahead_s, now_s, speed.contention)
@@ -153,6 +153,8 @@ class PrefillCourse:
             time_s = neighbours.after(_work_s(step, speed.model), time_s, speed.contention)
             if any(prompt is mine and num_tokens == mine.new_tokens for prompt, num_tokens in step):
                 return Times(begins_s, time_s)
+            if to_come is None:  # most are computed with the first step
+                to_come = self._arrivals.to_come(work.new_tokens, now_s)
             came = to_come.within(time_s - began_s)
             if came:
                 order = self._num_joined + 2

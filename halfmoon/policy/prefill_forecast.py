@@ -28,6 +28,8 @@ class PrefillForecast:
         self._steps_s: Floats = np.zeros(64)  # a step's length there
         self._updated_s: Floats = np.zeros(64)  # by row: until when work is taken off
         self._num_joined = 0
+        self._of_row: dict[int, list[int]] = {}  # slots by rank
+        self._seen: tuple[float, NDArray[np.int64], Floats] | None = None  # what `_now` found last, and when that was
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -41,12 +43,17 @@ class PrefillForecast:
         self._num_joined += 1
         self._rows[slot], self._orders[slot], self._priorities[slot] = row, self._num_joined, priority
         self._left_s[slot], self._steps_s[slot] = takes_s, step_s
+        slots = self._of_row.setdefault(row, [])
+        slots.append(slot)
+        slots.sort(key=lambda one: self._priorities[one])  # stable: equal ones stay as they came
 
     def leave(self, request_id: str, now_s: float) -> None:
         """It is computed, or will not be; nothing where it never was."""
         slot = self._slots.pop(request_id, None)
         if slot is not None:
-            self._advance(int(self._rows[slot]), now_s)
+            row = int(self._rows[slot])
+            self._advance(row, now_s)
+            self._of_row[row].remove(slot)
             self._rows[slot] = -1
             self._free.append(slot)
 
@@ -63,7 +70,8 @@ class PrefillForecast:
             return np.zeros(num_rows)
         rows, priorities, steps_s = self._rows[there], self._priorities[there], self._steps_s[there]
         equal, later = priorities == priority, priorities > priority
-        ahead_s = _sums(rows[priorities < priority], left_s[priorities < priority], num_rows)
+        earlier = priorities < priority
+        ahead_s = _sums(rows[earlier], left_s[earlier], num_rows)
         under_way_s = np.zeros(num_rows)  # of a step that is not ours to share: half of it, on average
         under_way_s[rows[later]] = np.minimum(left_s, steps_s)[later] / 2
         if not equal.any():
@@ -82,6 +90,8 @@ class PrefillForecast:
 
     def _now(self, now_s: float) -> tuple[NDArray[np.int64], Floats]:
         """The slots in use, by rank within each row, and what is left of them: the first of a row is being computed."""
+        if self._seen is not None and self._seen[0] == now_s:
+            return self._seen[1:]
         used = np.flatnonzero(self._rows >= 0)
         there = used[np.lexsort((self._orders[used], self._priorities[used], self._rows[used]))]
         left_s: Floats = self._left_s[there]  # a copy
@@ -89,16 +99,16 @@ class PrefillForecast:
             first = _first_of_each(self._rows[there])
             rows = self._rows[there[first]]
             left_s[first] = np.maximum(left_s[first] - np.maximum(now_s - self._updated_s[rows], 0.0), 0.0)
+        self._seen = now_s, there, left_s
         return there, left_s
 
     def _advance(self, row: int, now_s: float) -> None:
         """Takes the work off that the row did since the last time."""
+        self._seen = None
         while row >= len(self._updated_s):
             self._updated_s = np.concatenate([self._updated_s, np.zeros_like(self._updated_s)])
         passed_s, self._updated_s[row] = max(now_s - self._updated_s[row], 0.0), now_s
-        slots = np.flatnonzero(self._rows == row)
-        slots = slots[np.lexsort((self._orders[slots], self._priorities[slots]))]
-        waiting = [int(slot) for slot in slots if self._left_s[slot] > 0]
+        waiting = [slot for slot in self._of_row.get(row, ()) if self._left_s[slot] > 0]
         while waiting and passed_s > 0:
             passed_s -= self._work_off(waiting, passed_s)
             waiting = [slot for slot in waiting if self._left_s[slot] > 0]

@@ -14,12 +14,13 @@ from halfmoon.policy.placement import ContextLengthExceeded, Placement
 from halfmoon.sim.cluster import ClusterSpec, Failure, Targets
 from halfmoon.sim.coders import Coders
 from halfmoon.sim.contention import SharedCores
+from halfmoon.sim.ended_requests import EndedRequests
 from halfmoon.sim.gateway import SimGateway
 from halfmoon.sim.job import Job, Outcome
 from halfmoon.sim.links import Links
 from halfmoon.sim.misses import Misses
 from halfmoon.sim.prompt_queue import Chunk
-from halfmoon.sim.result import OUTCOMES, SimResult, WorkerFigures
+from halfmoon.sim.result import SimResult, WorkerFigures
 from halfmoon.sim.sole_choice import SoleChoice
 from halfmoon.sim.token_times import gaps
 from halfmoon.sim.worker import SimWorker
@@ -115,7 +116,9 @@ class _Run:
         self._has_tick = False
         self._inside: dict[int, Job] = {}
         self._parked: list[Job] = []  # until some worker comes back
-        self._jobs: list[Job] = []
+        self._jobs: dict[int, Job] = {}  # that came and are not over
+        self._num_arrived = 0
+        self._ended = EndedRequests(len(workload))
         self._num_over = 0
 
     def run(self) -> SimResult:
@@ -149,7 +152,8 @@ class _Run:
         if workload.prefixes is not None:
             units = workload.prefixes.of(index)[: prompt // self._unit_tokens].tolist()
         job = Job(index, self._now_s, prompt, int(workload.output_tokens[index]), units)
-        self._jobs.append(job)
+        self._jobs[index] = job
+        self._num_arrived += 1
         if self._spec.request_s:
             self._at(self._now_s + self._spec.request_s, self._place, job, ())
         else:
@@ -285,6 +289,8 @@ class _Run:
         if self._inside.pop(job.index, None) is not None:
             self._gateway.forget(job)
         self._gateway.end(job, self._now_s)
+        self._ended.add(job)
+        del self._jobs[job.index]
         self._num_over += 1
         if self._num_over % _PROGRESS_EVERY == 0:
             self._on_progress(self._num_over, len(self._workload))
@@ -400,27 +406,24 @@ class _Run:
             self._place(job, ())
 
     def _result(self) -> SimResult:
-        jobs, workers = self._jobs, self._workers
-        names = "first_s", "begun_s", "end_s", "longest_gap_s", "tail_gap_s"
-        first_s, begun_s, end_s, longest_s, tail_s = (
-            np.array([getattr(job, name) for job in jobs], dtype=float) for name in names
-        )
-        outputs = np.array([job.generated for job in jobs])
-        start_s = self._workload.start_s[: len(jobs)]
+        workers, ended, num = self._workers, self._ended, self._num_arrived
+        for job in self._jobs.values():
+            ended.add(job)
+        start_s, first_s, begun_s = self._workload.start_s[:num], ended.first_s[:num], ended.begun_s[:num]
+        end_s, outputs, outcome = ended.end_s[:num], ended.num_output[:num], ended.outcome[:num]
         with np.errstate(invalid="ignore", divide="ignore"):
             tpot_s = np.where(outputs > 1, (end_s - first_s) / (outputs - 1), np.nan)
-        outcome = np.array([OUTCOMES.index(job.outcome or "failed") for job in jobs], dtype=np.int8)
         return SimResult(
             start_s,
             np.where(first_s >= 0, first_s - start_s, np.nan),
             np.where(outcome == 0, tpot_s, np.nan),
-            longest_s,
-            tail_s,
+            ended.longest_gap_s[:num],
+            ended.tail_gap_s[:num],
             end_s,
             np.where(begun_s >= 0, begun_s - start_s, np.nan),
             outcome,
-            np.array([job.cached_tokens for job in jobs]),
-            np.array([job.num_failovers for job in jobs]),
+            ended.cached_tokens[:num],
+            ended.num_failovers[:num],
             self._spec.num_devices,
             WorkerFigures(
                 tuple(worker.name for worker in workers),

@@ -47,3 +47,34 @@ def test_spans_are_apart_and_cover_every_life(lives: list[tuple[float, float]], 
         if joins_s + stays_s > now_s:
             assert any(begin_s <= joins_s and joins_s + stays_s <= end_s for begin_s, end_s in spans)
     assert forecast.spans([0], now_s, without=[str(number) for number in range(len(lives))]) == {0: []}
+
+
+@given(LIVES, st.sets(st.integers(0, 11)), st.floats(0, 9), st.floats(0, 9))
+def test_loads_are_of_those_who_came_and_did_not_leave(
+    lives: list[tuple[float, float]], left: set[int], now_s: float, later_s: float
+) -> None:
+    forecast, at_s = DecodeForecast(), now_s + later_s
+    for number, (joins_s, stays_s) in enumerate(lives):
+        forecast.join(str(number), number % 3, joins_s, joins_s + stays_s, 10, 0)
+    for number in left:
+        forecast.leave(str(number))
+    expected = [0, 0, 0]
+    for number, (joins_s, stays_s) in enumerate(lives):
+        ends_s = joins_s + stays_s
+        if ends_s < now_s:
+            ends_s = now_s + 0.25 * (now_s - joins_s)
+        expected[number % 3] += number not in left and joins_s <= at_s <= ends_s
+    batch, context = forecast.loads(at_s, now_s, 3)
+    assert batch.tolist() == expected
+    assert context.tolist() == [10 * num for num in expected]
+
+
+def test_only_the_latest_joins_tell_who_usually_joins() -> None:
+    forecast = DecodeForecast()
+    for number in range(1_000):  # ten a second: the last 256 are what counts, which stay briefly
+        forecast.join(str(number), 0, number / 10, number / 10 + (0.5 if number >= 744 else 5.0), 80, 40)
+        forecast.begin(str(number), number / 10)
+        forecast.leave(str(number))
+    batch, context = forecast.mean_load(0, 99.9, 199.9, 99.9)
+    assert batch == pytest.approx(256 / 25.5 * 0.5 * (1 - 0.5 / 100 / 2))
+    assert context == pytest.approx(batch * 120)
