@@ -178,6 +178,6 @@ def _message_of(error: HTTPError) -> str:
     """What an error response says, in the OpenAI shape or not."""
     try:
         message = json.load(error)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OSError, HTTPException):  # the latter two: it broke off
         message = error.reason
     return f"the gateway answered {error.code}: {message}"

@@ -14,6 +14,7 @@ from console.planner_api import Catalogue
 from console.quantities import count
 
 _LIVE_MINUTES = 60
+_MAX_TRACE_BYTES = 60 << 20  # the planner takes 64 MiB with all files of a search
 _FEW = 30  # requests: a plan for fewer says little
 _KINDS = ("A known use", "Constant lengths", "The last hour here", "A trace")
 _OTHER_MODEL = "another (its config.json)"
@@ -72,6 +73,10 @@ def _workload(api: GatewayApi, catalogue: Catalogue) -> Asked:
         given = right.file_uploader("JSON rows, Mooncake's lines or Azure's CSV", types, key="plan-trace")
         if given is None:
             return Asked({}, {}, ["a trace"])
+        if given.size > _MAX_TRACE_BYTES:
+            return Asked(
+                {}, {}, [f"a trace of at most {_MAX_TRACE_BYTES >> 20} MiB, such as the first part of this one"]
+            )
         name = f"trace.{given.name.rpartition('.')[2]}"
         return Asked({"workload": name}, {name: given.getvalue()})
     return Asked({"workload": right.selectbox("Use", catalogue.workloads, key="plan-use")}, {})

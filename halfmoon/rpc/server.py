@@ -31,6 +31,9 @@ _OPTIONS = (
 )
 
 
+MAX_MESSAGE_BYTES = 4 << 20  # gRPC's own bound of what is received
+
+
 class RunningServer:
     """Owns a started gRPC server and its health service."""
 
@@ -56,12 +59,14 @@ async def running_server(
     metrics: RpcMetrics,
     grace_s: float = 2.0,
     tracer: Tracer = NO_TRACER,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> AsyncIterator[RunningServer]:
     """A server on `listen` (host:port, port 0 picks one). Not yet SERVING: call `set_serving` when the rest is up.
 
     Raises InvalidRequest if the address cannot be bound.
     """
-    server = grpc.aio.server(interceptors=[ServiceInterceptor(metrics, tracer)], options=_OPTIONS)
+    options = (*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes))
+    server = grpc.aio.server(interceptors=[ServiceInterceptor(metrics, tracer)], options=options)
     health = HealthServicer()
     await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

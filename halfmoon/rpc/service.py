@@ -18,7 +18,13 @@ from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.rpc.logs import configure_logs
 from halfmoon.rpc.metrics import RpcMetrics
-from halfmoon.rpc.server import advertised_address, run_service, running_server, until_told_to_stop
+from halfmoon.rpc.server import (
+    MAX_MESSAGE_BYTES,
+    advertised_address,
+    run_service,
+    running_server,
+    until_told_to_stop,
+)
 from halfmoon.rpc.tracing import tracing
 
 log = logging.getLogger(__name__)
@@ -101,11 +107,14 @@ async def serve_until_told_to_stop(
     settings: ListensForRpc,
     add_services: Sequence[Callable[[grpc.aio.Server], None]],
     metrics: ServiceMetrics,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> None:
     """The whole life of a service that is nothing but its RPCs. Raises InvalidRequest if it cannot listen."""
     stopping = asyncio.create_task(until_told_to_stop())  # from here on SIGTERM is heard
     with tracing(service, settings.otlp_endpoint) as tracer:
-        async with running_server(settings.listen, add_services, metrics.rpc, tracer=tracer) as server:
+        async with running_server(
+            settings.listen, add_services, metrics.rpc, tracer=tracer, max_message_bytes=max_message_bytes
+        ) as server:
             with metrics_endpoint(settings.metrics_port, metrics.registry):
                 await server.set_serving()
                 address = advertised_address(settings.listen, server.port, settings.advertise)

@@ -7,7 +7,7 @@ import asyncio
 from halfmoon.engine.kv_watch import OnKV
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb import prefill_pb2, types_pb2
-from halfmoon.rpc.spans import NO_SPAN, Span, current_span, span_scope
+from halfmoon.rpc.spans import NO_SPAN, Span, current_span, reason_of, span_scope
 from halfmoon.worker.beside import cancelled
 from halfmoon.worker.phase import Phase
 from halfmoon.worker.restoring import Restorer, Restoring
@@ -57,9 +57,10 @@ class Prefilling:
     async def __aenter__(self) -> Prefilling:
         try:
             await self._add()
-        except BaseException:
+        except BaseException as error:
             self.first.cancel()
             self._state.router.forget(self._request.request_id)
+            self._restore_span.end(error=reason_of(error))
             raise
         return self
 

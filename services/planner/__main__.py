@@ -10,7 +10,7 @@ from services.planner.jobs import Jobs
 from services.planner.kept_plans import PlansOfLedger
 from services.planner.metrics import PlannerMetrics
 from services.planner.model import read_model_config
-from services.planner.servicer import PlannerServicer
+from services.planner.servicer import MAX_REQUEST_BYTES, PlannerServicer
 from services.planner.settings import PlannerSettings
 from services.planner.turns import Turns
 
@@ -21,7 +21,7 @@ async def serve(settings: PlannerSettings) -> None:
     jobs = Jobs(Turns(settings.max_running, settings.max_waiting), settings.deadline_s, run_job)
     async with open_ledger(settings.ledger, may_be_away=True) as ledger:
         servicer = PlannerServicer(read_model_config, PlansOfLedger(ledger), jobs, token, settings.processes)
-        await serve_until_told_to_stop("planner", settings, [servicer.register], PlannerMetrics())
+        await serve_until_told_to_stop("planner", settings, [servicer.register], PlannerMetrics(), MAX_REQUEST_BYTES)
 
 
 if __name__ == "__main__":

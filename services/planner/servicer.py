@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 _DEFAULT_BLOCK_TOKENS = 64
 _DEFAULT_RESERVED_SHARE = 0.1
 _MOST_LISTED = 100
+MAX_REQUEST_BYTES = 64 << 20  # with its files: traces have tens of megabytes
 
 
 class PlannerServicer(planner_pb2_grpc.PlannerServicer):

@@ -27,7 +27,7 @@ from services.planner.jobs import Jobs, RunJob
 from services.planner.kept_plans import KeptPlans, PlansOfLedger
 from services.planner.metrics import PlannerMetrics
 from services.planner.model import read_model_config
-from services.planner.servicer import PlannerServicer
+from services.planner.servicer import MAX_REQUEST_BYTES, PlannerServicer
 from services.planner.turns import Turns
 from services.planner.wire import plan_request
 
@@ -97,7 +97,9 @@ async def planner(
     token = token or OperatorToken(None, "127.0.0.1")
     servicer = PlannerServicer(read_model_config, plans or AwayPlans(), jobs, token, 1)
     async with (
-        running_server("127.0.0.1:0", [servicer.register], PlannerMetrics().rpc, grace_s=0) as server,
+        running_server(
+            "127.0.0.1:0", [servicer.register], PlannerMetrics().rpc, grace_s=0, max_message_bytes=MAX_REQUEST_BYTES
+        ) as server,
         Peer(f"127.0.0.1:{server.port}") as peer,
     ):
         yield planner_pb2_grpc.PlannerStub(peer.channel)
@@ -137,6 +139,17 @@ async def test_a_simulation_reads_the_files_that_came_with_it() -> None:
     assert found["ttft_s"]["p50"] == pytest.approx(0.0752, abs=5e-5)
     assert len(found["requests"]) == 5
     assert updates[-2].progress.done == 5
+
+
+async def test_a_trace_may_have_megabytes() -> None:
+    bench, trace = Bench(), b"[" + b" " * (5 << 20) + b"]"
+    asked = planner_pb2.SimulateRequest()
+    asked.CopyFrom(POINT)
+    asked.files[0].content = trace
+    async with planner(bench.run) as stub:
+        bench.finish()
+        await all_of(stub.Simulate(asked, timeout=60))
+    assert bench.files[0]["w.json"] == trace
 
 
 async def test_leaving_the_iteration_ends_the_process_and_what_it_started() -> None:
