@@ -22,10 +22,10 @@ class StepsUnderWay:
         "_decodes",
         "_is_stretched",
         "_latency",
-        "_pace",
         "_stage_free_s",
         "begun_s",
         "num_planned",
+        "pace",
         "passage_s",
         "version",
         "wake_s",
@@ -39,7 +39,7 @@ class StepsUnderWay:
         self.wake_s: float | None = None  # when they are done; None: idle
         self.passage_s = 0.0  # when the chunks that entered a pipeline last are through
         self.num_planned = 0  # decode steps until `wake_s`, where it takes no prompts
-        self._pace = 1.0  # seconds for each second that the latency model says
+        self.pace = 1.0  # seconds for each second that the latency model says
         self._is_stretched = False  # the last step of the run is not as long as the cycle says
         self._cycles: dict[int, Cycle] = {}  # by the batch, at pace 1
         self._cycle = Cycle(0.0, 0.0)  # of the run, at its pace
@@ -63,7 +63,7 @@ class StepsUnderWay:
         cycle = self._cycles.get(size)
         if cycle is None:
             cycle = self._cycles[size] = self._latency.cycle(size)
-        pace = self._pace
+        pace = self.pace
         self._cycle = cycle if pace == 1.0 else Cycle(pace * cycle.base_s, pace * cycle.slope_s)
         self._is_stretched = False
         self.begun_s = now_s
@@ -80,14 +80,14 @@ class StepsUnderWay:
             stage_s = latency.stage_s(new, pairs, batch / groups, context / groups)
             longest_s = max(longest_s, stages * stage_s + latency.launching_s(seen + context / groups))
             first_stage_s += stage_s + latency.launching_s(seen + context / groups)
-        self._begin(now_s, now_s + self._pace * max(longest_s, first_stage_s))
+        self._begin(now_s, now_s + self.pace * max(longest_s, first_stage_s))
 
     def enter_pipeline(self, chunks: list[Chunk], now_s: float) -> None:
         """Each stage takes them when the one before is done with them and it is done with those before them."""
         latency, free_s = self._latency, self._stage_free_s
         new, pairs, seen = _work(chunks)
-        stage_s = self._pace * latency.stage_s(new, pairs, 0, 0)
-        at_s = now_s + self._pace * latency.launching_s(seen)
+        stage_s = self.pace * latency.stage_s(new, pairs, 0, 0)
+        at_s = now_s + self.pace * latency.launching_s(seen)
         for stage, stage_free_s in enumerate(free_s):
             at_s = free_s[stage] = max(at_s, stage_free_s) + stage_s
         self.passage_s = at_s
@@ -129,13 +129,11 @@ class StepsUnderWay:
         self._stage_free_s = [0.0] * len(self._stage_free_s)
 
     def set_pace(self, pace: float, now_s: float) -> bool:
-        """What is left of the step under way takes longer or shorter; whether it does. A run was cut before.
+        """What is left of the step under way takes longer or shorter; False if there is none. A run was cut before.
 
         What entered a pipeline keeps its pace.
         """
-        if pace == self._pace:
-            return False
-        ratio, self._pace = pace / self._pace, pace
+        ratio, self.pace = pace / self.pace, pace
         if self.wake_s is None:
             return False
         self.wake_s = now_s + (self.wake_s - now_s) * ratio

@@ -162,6 +162,8 @@ class SimWorker:
 
     def set_pace(self, pace: float, now_s: float) -> bool:
         """From now on all takes `pace` times what the latency model says; whether that moves the end of its step."""
+        if pace == self.steps.pace:
+            return False
         self.interrupt(now_s)
         return self.steps.set_pace(pace, now_s)
 

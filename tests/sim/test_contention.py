@@ -40,6 +40,14 @@ def test_workers_of_other_nodes_are_not_slowed_down() -> None:
     assert simulate(apart, rows).end_s == pytest.approx(simulate(pair(), rows).end_s)
 
 
+def test_who_is_not_slowed_down_goes_on() -> None:
+    """A prompt comes beside a run of decode steps, which it does not touch."""
+    found = simulate(beside(2.0, 1.0), work((0.0, 100, 9), (0.15, 50, 1)))
+    alone = simulate(pair(), work((0.0, 100, 9)))
+    assert found.end_s[0] == pytest.approx(alone.end_s[0])
+    assert found.is_completed.all()
+
+
 def test_three_workers_add_up() -> None:
     """Each of three prompts that are computed at once takes 1 + 2 * 0.5 times as long."""
     three = ClusterSpec((group("both", 3, workers_per_node=3),), FAST, contention=Contention(1.5))
