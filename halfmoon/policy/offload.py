@@ -73,7 +73,7 @@ def best_inputs(costs: OffloadCosts, num_tokens: int, num_layers: int) -> Split:
     assert costs.inputs is not None
     times = {
         number: layer_time(costs, num_tokens, num_layers, num_inputs=number)
-        for number in _bends(costs, costs.inputs, num_tokens)
+        for number in _bends(costs, costs.inputs, num_tokens, costs.begin_fetch_s)
     }
     best = min(times, key=lambda number: (times[number], number))
     return Split("inputs", best, times[best])
@@ -83,7 +83,7 @@ def best_tokens(costs: OffloadCosts, num_tokens: int, num_layers: int) -> Split:
     """The number of tokens that run again that makes a step fastest; 0 where none helps."""
     times = {
         number: layer_time(costs, num_tokens, num_layers, num_again=number)
-        for number in _bends(costs, costs.tokens, num_tokens)
+        for number in _bends(costs, costs.tokens, num_tokens, 0.0)
     }
     best = min(times, key=lambda number: (times[number], number))
     return Split("tokens", best, times[best])
@@ -136,13 +136,12 @@ def layer_time(costs: OffloadCosts, num_tokens: int, num_layers: int, num_inputs
     return (first_s + (num_layers - 1) * other_s) / num_layers
 
 
-def _bends(costs: OffloadCosts, way: Recompute, num_tokens: int) -> set[int]:
-    """Where either line bends, to the next whole number each way, and the ends."""
+def _bends(costs: OffloadCosts, way: Recompute, num_tokens: int, begin_s: float) -> set[int]:
+    """Where either line bends, to the next whole number each way, and the ends. `begin_s`: of what this way fetches."""
     numbers = {0, num_tokens}
     if way.fetch_s >= costs.load_s:
         return numbers
     ahead_s = costs.begin_fetch_s + costs.load_s * num_tokens - costs.base_s - way.begin_s
-    begin_s = costs.begin_fetch_s if way.fetch_s else 0.0
     for beyond_s, slope_s in (
         (ahead_s, way.compute_s + costs.load_s),
         (ahead_s + begin_s, way.compute_s + costs.load_s - way.fetch_s),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from halfmoon.policy.offload import (
@@ -27,6 +27,7 @@ costs = st.builds(OffloadCosts, seconds, seconds, ways, st.builds(Recompute, st.
 
 
 @given(costs, st.integers(0, 80), layers)
+@example(OffloadCosts(0.4296875, 0.0, Recompute(0.0, 1.0), Recompute(0.0, 0.0), 3.0), 36, 4)
 def test_no_other_number_is_faster(of: OffloadCosts, num_tokens: int, num_layers: int) -> None:
     numbers = range(num_tokens + 1)
     inputs_s = [layer_time(of, num_tokens, num_layers, num_inputs=number) for number in numbers]
