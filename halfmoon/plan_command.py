@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.compose_file import compose_text
@@ -24,6 +23,7 @@ from halfmoon.profile_store import DEFAULT_STATE_DIR, LedgerUrl, StateDir, profi
 from halfmoon.sim.hardware import DEVICES, device
 from halfmoon.sim.lengths import KNOWN_LENGTHS
 from halfmoon.sim_command import Criterion, TbtOf
+from halfmoon.stage_bars import stage_bars
 
 
 class Objective(StrEnum):
@@ -160,16 +160,7 @@ def _check_files(output: Path, compose: Path | None, plot: Path | None) -> None:
 
 
 def _planned(request: PlanRequest, jobs: int | None, *, with_curves: bool) -> PlanResult:
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def advance(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
-
+    with stage_bars(Console(stderr=True)) as advance:
         return make_plan(request, jobs, advance, with_curves=with_curves)
 
 

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from halfmoon.errors import HalfmoonError, InvalidRequest
@@ -17,6 +16,7 @@ from halfmoon.profile_store import DEFAULT_STATE_DIR, LedgerUrl, StateDir, all_p
 from halfmoon.profiling.profiler import ProfileOptions, profiled
 from halfmoon.profiling.sweep import SweepLimits
 from halfmoon.sim.profile import MeasuredProfile, read_profile, write_profile
+from halfmoon.stage_bars import stage_bars
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _INTERRUPTED = 130
@@ -95,15 +95,7 @@ def profiles(state_dir: StateDir = DEFAULT_STATE_DIR, ledger_url: LedgerUrl = No
 
 
 def _measured(options: ProfileOptions, terminal: Console) -> MeasuredProfile:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def advance(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)
-
+    with stage_bars(terminal) as advance:
         return asyncio.run(profiled(options, advance))
 
 

@@ -28,6 +28,7 @@ COMMAND_LINE = (
     "top",
     "store_up",
     "reserved_ports",
+    "stage_bars",
     "replay",
     "supervisor",
     "gpus",
