@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, event, make_url
+from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
 from halfmoon.errors import InvalidRequest, Unavailable
+from halfmoon.ledger.sqlite import DriverThreads, sqlite_engine
 from halfmoon.ledger.upgrade import is_current, upgrade
 
 Result = TypeVar("Result")
@@ -23,7 +23,6 @@ DEADLINE_S = 5.0
 _OPEN_S = 20.0  # another gateway may be migrating
 _CLOSE_S = 2.0
 _POOL_SIZE = 4
-_SQLITE_BUSY_MS = 2_000
 _POSTGRESQL_ARGS: Mapping[str, Any] = {  # a host that vanished is missed within half a minute
     "connect_timeout": 5,
     "keepalives_idle": 10,
@@ -40,6 +39,7 @@ class Database:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
+        self._threads = DriverThreads(engine) if self.is_file else None
         self._is_current = False  # the tables are as this release has them
         self._overdue: set[asyncio.Task[Any]] = set()  # cancelled, and not ended yet: a driver may take its time
 
@@ -78,6 +78,8 @@ class Database:
             await self._within(self._engine.dispose(), _CLOSE_S)
         except Unavailable:
             await self._engine.dispose(close=False)
+        if self._threads is not None:
+            await self._threads.ended()
 
     async def _within(self, working: Awaitable[Result], deadline_s: float | None) -> Result:
         """A driver that ignores cancellation holds nobody up: what does not end is left behind."""
@@ -145,7 +147,7 @@ def make_engine(given: str) -> AsyncEngine:
     url = _with_driver(given)
     try:
         if url.get_backend_name() == "sqlite":
-            return _sqlite_engine(url)
+            return sqlite_engine(url)
         args = {name: value for name, value in _POSTGRESQL_ARGS.items() if name not in url.query}
         return create_async_engine(
             url, pool_size=_POOL_SIZE, max_overflow=0, pool_timeout=DEADLINE_S, pool_pre_ping=True, connect_args=args
@@ -170,31 +172,6 @@ def _with_driver(given: str) -> URL:
 
 def _unusable(why: str) -> InvalidRequest:
     return InvalidRequest(f"the ledger's URL cannot be used: {why}", param="ledger_url")
-
-
-def _sqlite_engine(url: URL) -> AsyncEngine:
-    if url.database and not url.database.startswith((":", "file:")):
-        try:
-            Path(url.database).parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Unavailable(f"the ledger's directory cannot be made: {error}") from error
-    engine = create_async_engine(url)
-    event.listen(engine.sync_engine, "connect", _tune_sqlite)
-    event.listen(engine.sync_engine, "begin", _begin_sqlite)
-    return engine
-
-
-def _tune_sqlite(connection: Any, record: Any) -> None:
-    """Readers and the one writer do not block each other; a crash may lose the last rows, never the file."""
-    connection.isolation_level = None  # transactions begin as `_begin_sqlite` has it, those with DDL too
-    cursor = connection.cursor()
-    for pragma in (f"busy_timeout={_SQLITE_BUSY_MS}", "journal_mode=WAL", "synchronous=NORMAL"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
-
-
-def _begin_sqlite(connection: Connection) -> None:
-    connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('sqlite_begin', 'DEFERRED')}")
 
 
 def _result(task: asyncio.Future[Result]) -> Result:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -25,3 +32,28 @@ async def test_cancelled_transactions_are_over_when_the_database_is_closed(ledge
         using.cancel()
         await asyncio.wait({using})
     assert asyncio.all_tasks() == before
+
+
+async def test_threads_of_connections_cancelled_while_opened_have_ended_when_the_database_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threading.enumerate())
+    loop, opening = asyncio.get_running_loop(), asyncio.Event()
+    connect: Callable[..., sqlite3.Connection] = sqlite3.connect
+
+    def slow(*args: Any, **options: Any) -> sqlite3.Connection:
+        loop.call_soon_threadsafe(opening.set)
+        time.sleep(0.2)  # much longer than closing the others takes
+        return connect(*args, **options)
+
+    async def work(session: AsyncSession) -> None:
+        await session.execute(text("SELECT 1"))
+
+    async with open_database(f"sqlite:///{tmp_path / 'ledger.db'}") as database:
+        monkeypatch.setattr(sqlite3, "connect", slow)
+        using = [asyncio.create_task(database.run(work)) for _ in range(4)]
+        await opening.wait()
+        for one in using:
+            one.cancel()
+        await asyncio.wait(using)
+    assert not {thread for thread in set(threading.enumerate()) - before if "connection" in thread.name}

@@ -40,7 +40,8 @@ async def test_n_choices_of_one_prompt(tmp_path: Path) -> None:
         asked = [request.generation for request in prefill.calls.prefills]
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert {choice.message.content for choice in answer.choices} == {"hello"}
-    assert [one.sampling.seed for one in asked] == [7, 8, 9]
+    assert asked[0].sampling.seed == 7
+    assert {one.sampling.seed for one in asked[1:]} == {8, 9}  # they may come in any order
     assert len({one.request_id for one in asked}) == 3
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (8, 18)  # the prompt counts once

@@ -1,0 +1,79 @@
+"""SQLite as the ledger's database: how its connections are opened, and when the last of their threads has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from weakref import WeakSet
+
+import aiosqlite
+from sqlalchemy import URL, Connection, event
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from halfmoon.errors import Unavailable
+
+_BUSY_MS = 2_000
+_END_S = 5.0  # longer than one waits for another's lock
+
+
+class DriverThreads:
+    """The threads of an engine's connections: each connection of aiosqlite is one.
+
+    Neither the driver nor SQLAlchemy waits for the thread of a connection that was cancelled while it was opened, or
+    while it was closed; a thread that outlives its event loop ends with an error when it has something to say to it.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._threads: WeakSet[Thread] = WeakSet()  # those that run are held by the interpreter
+        event.listen(engine.sync_engine, "do_connect", self._connect_here)
+
+    async def ended(self) -> None:
+        """Returns when all have ended, or after five seconds: of what goes on in SQLite nobody can say how long."""
+        running = [thread for thread in self._threads if thread.is_alive()]
+        if running:
+            await asyncio.to_thread(_join, running, _END_S)
+
+    def _connect_here(self, dialect: Any, record: Any, args: Any, options: dict[str, Any]) -> None:
+        options["async_creator_fn"] = self._connect
+
+    def _connect(self, *args: Any, **options: Any) -> aiosqlite.Connection:
+        connection = aiosqlite.connect(*args, **options)
+        connection._thread.daemon = True  # as SQLAlchemy has it where it connects itself
+        self._threads.add(connection._thread)
+        return connection
+
+
+def _join(threads: Iterable[Thread], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+
+
+def sqlite_engine(url: URL) -> AsyncEngine:
+    """Makes the file's directory. Raises Unavailable where that fails."""
+    if url.database and not url.database.startswith((":", "file:")):
+        try:
+            Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Unavailable(f"the ledger's directory cannot be made: {error}") from error
+    engine = create_async_engine(url)
+    event.listen(engine.sync_engine, "connect", _tune)
+    event.listen(engine.sync_engine, "begin", _begin)
+    return engine
+
+
+def _tune(connection: Any, record: Any) -> None:
+    """Readers and the one writer do not block each other; a crash may lose the last rows, never the file."""
+    connection.isolation_level = None  # transactions begin as `_begin` has it, those with DDL too
+    cursor = connection.cursor()
+    for pragma in (f"busy_timeout={_BUSY_MS}", "journal_mode=WAL", "synchronous=NORMAL"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin(connection: Connection) -> None:
+    connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('sqlite_begin', 'DEFERRED')}")
