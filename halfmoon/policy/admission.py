@@ -12,6 +12,7 @@ from halfmoon.errors import NoCapacity
 from halfmoon.policy.classes import QosClass
 from halfmoon.policy.feedback import TargetKind, Targets, Tightening
 from halfmoon.policy.latency import Floats
+from halfmoon.policy.ttft import TtftPrediction
 
 AdmissionMode = Literal["off", "load", "predicted"]
 RefusalReason = Literal["ttft", "tbt", "reservation", "shed"]
@@ -27,6 +28,7 @@ class Outlook(NamedTuple):
     tbt_s: float | None  # None for one token, which has no gap
     queue_s: float = 0.0  # of `ttft_s`: what waiting would take off
     is_least: bool = False  # the prompt is not known: no request at all would be quicker
+    ranked_by: TtftPrediction | None = None  # the workers, for who asks why
 
 
 class Refused(NoCapacity):
@@ -50,6 +52,8 @@ class Refused(NoCapacity):
         self.is_by_others = wait_s is not None
         self.ttft_s = outlook.ttft_s
         self.tbt_s = outlook.tbt_s
+        self.is_least = outlook.is_least
+        self.ranked_by = outlook.ranked_by
         self.targets = Targets(qos.ttft_s, qos.tbt_s)
         self.applied = applied  # the targets as feedback has them now
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.policy.cluster_view import Bools, ClusterView, WorkerView
 from halfmoon.policy.decode_forecast import DecodeLoads
 from halfmoon.policy.latency import Floats
-from halfmoon.policy.ttft import TtftPrediction, Waits, predict_ttft
+from halfmoon.policy.ttft import TtftPrediction, predict_ttft
 
 PlacementMode = Literal["kvcache-centric", "cache-aware", "least-loaded", "random"]
 
@@ -110,37 +110,51 @@ def place(
     rng: random.Random,
     depths: NDArray[np.int64] = NOTHING_CACHED,
     loads_at: Callable[[float], DecodeLoads] | None = None,
-    waits: Waits | None = None,
+    ranked_by: TtftPrediction | None = None,
+    exactly: Callable[[Placement], Placement] | None = None,
 ) -> Placement:
-    """The best placement. `depths` is `BlockIndex.match` of the prompt; `loads_at` predicts decode loads at a moment,
-    `waits` the queues of prefill workers.
+    """The best placement. `depths` is `BlockIndex.match` of the prompt; `loads_at` predicts decode loads at a moment.
+    `ranked_by` is the prediction for this request where somebody made it already; `exactly` says what the prefill of
+    the chosen worker takes, before the decode worker for that moment is looked for.
 
     A decode worker with room for the prompt now goes before one without. Of workers that predict the same, chance
     takes one, so that equal workers share the load. Without `loads_at` the present loads count. Raises Unavailable
     when a half is missing (now) and ContextLengthExceeded when no present worker can ever hold the request.
     """
-    candidates = _candidates(view, request)
-    threshold = rules.fetching_threshold
-    ttft = predict_ttft(view, request.num_prompt_tokens, depths, now_s, threshold, request.fetch_factor, waits)
-    cost = _prefill_cost(view, rules.mode, ttft)
-    prefill = _least(cost, candidates.prefill | candidates.both, rng)
-    loads = loads_at(now_s + float(ttft.seconds[prefill])) if loads_at else _present_loads(view)
-    tbt_s = predict_tbt(view, loads, request.num_prompt_tokens)
+    candidates, num_tokens = _candidates(view, request), request.num_prompt_tokens
+    ttft = ranked_by or predict_ttft(view, num_tokens, depths, now_s, rules.fetching_threshold, request.fetch_factor)
+    prefill = _least(_prefill_cost(view, rules.mode, ttft), candidates.prefill | candidates.both, rng)
+    chosen = _prefilled(view, prefill, ttft)
+    chosen = exactly(chosen) if exactly else chosen
+    loads = loads_at(now_s + chosen.ttft_s) if loads_at else _present_loads(view)
+    tbt_s = predict_tbt(view, loads, num_tokens)
     decode = prefill
     if not candidates.both[prefill]:
         ranked = _decode_rank(view, rules.mode, tbt_s, loads)
-        decode = _least(ranked, _with_room(view, candidates.decode, request.num_prompt_tokens + 1), rng)
+        decode = _least(ranked, _with_room(view, candidates.decode, num_tokens + 1), rng)
+    return replace(chosen, decode=view.worker(decode), tbt_s=float(tbt_s[decode]))
+
+
+def _prefilled(view: ClusterView, row: int, ttft: TtftPrediction) -> Placement:
+    """On one worker so far."""
+    worker = view.worker(row)
     return Placement(
-        view.worker(prefill),
-        view.worker(decode),
-        float(ttft.seconds[prefill]),
-        float(tbt_s[decode]),
-        int(ttft.cached_tokens[prefill]),
-        int(ttft.fetched_tokens[prefill]),
-        float(ttft.queue_s[prefill]),
-        work_s=float(ttft.seconds[prefill] - ttft.queue_s[prefill]),
+        worker,
+        worker,
+        float(ttft.seconds[row]),
+        cached_tokens=int(ttft.cached_tokens[row]),
+        fetched_tokens=int(ttft.fetched_tokens[row]),
+        queue_s=float(ttft.queue_s[row]),
+        work_s=float(ttft.seconds[row] - ttft.queue_s[row]),
         ranked_by=ttft,
     )
+
+
+def decodes_more(view: ClusterView, num_tokens: int, fewer_tokens: int) -> bool:
+    """Whether somebody who decodes can hold `fewer_tokens`, prompt and answer, and not `num_tokens`."""
+    capacity, num_rows = view.column("capacity_tokens"), view.num_rows
+    decodes = view.can_decode[:num_rows] | view.can_do_both[:num_rows]
+    return bool((decodes & (capacity >= fewer_tokens) & (capacity < num_tokens)).any())
 
 
 def predict_tbt(view: ClusterView, loads: DecodeLoads, num_prompt_tokens: int) -> Floats:

@@ -19,6 +19,7 @@ class TtftPrediction(NamedTuple):
     cached_tokens: Floats  # that the worker need not compute or fetch
     fetched_tokens: Floats  # of the prefix, to be brought from the worker's store or else the best holder
     queue_s: Floats  # of `seconds`: until the worker begins with this prompt
+    may_fetch: bool = False  # whether it may be quicker for anybody to fetch from another worker; a store is none
 
 
 Waits = Callable[[Floats, Floats], Floats]
@@ -62,7 +63,8 @@ def predict_ttft(
     fetches = prefixes.may_fetch & (fetched_s < computed_s)
     seconds = np.where(fetches, fetched_s, computed_s)
     fetched = np.where(fetches, prefixes.reachable - prefixes.local, nothing)
-    return TtftPrediction(seconds, prefixes.local, fetched, queue_s)
+    from_workers = bool((prefixes.may_fetch & (view.store_holders[:num_rows] < 0)).any())
+    return TtftPrediction(seconds, prefixes.local, fetched, queue_s, from_workers)
 
 
 def _prefixes(

@@ -1,39 +1,25 @@
-"""Between the relay and the policies: each request's case, from its admission to what it taught."""
+"""Between the HTTP requests and the policies: who is judged, and how wrong the judgement was."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from halfmoon.kv.keys import block_keys, root_key
-from halfmoon.kv.layout import KVLayout
-from halfmoon.pb.prefill_pb2 import FP8, INT4, INT8, RAW, KVCodec
 from halfmoon.policy.admission import AdmissionMode, Refused
-from halfmoon.policy.block_index import short_keys
 from halfmoon.policy.classes import Caller, QosClass
-from halfmoon.policy.feedback import Targets
-from halfmoon.policy.gatekeeper import Admitted, Gatekeeper
-from halfmoon.policy.key_table import Keys
-from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules
+from halfmoon.policy.gatekeeper import Gatekeeper
+from halfmoon.policy.placement import PlacementRules
 from halfmoon.policy.refinement import PredictionErrors
-from halfmoon.rpc.spans import current_span
 from services.gateway.attempt import RelayRequest
-from services.gateway.decisions import Decision, Move
+from services.gateway.case import Case, priority_in, shown_candidates, trace_admission
+from services.gateway.decisions import Decision
 from services.gateway.membership import Membership
 from services.gateway.observations import Observations
 from services.gateway.progress import Progress
-from services.gateway.store_copies import PromptBlocks, StoreCopies
-from services.gateway.token_flow import TokenSink
-
-_LOWER: dict[KVCodec.ValueType, KVCodec.ValueType] = {RAW: INT8, FP8: INT4, INT8: INT4, INT4: INT4}
-_SHOWN_CANDIDATES = 6  # of the workers that a prompt could have gone to
-_PRIORITIES_PER_CLASS = 1_000  # that a client may choose from: a class goes before all of the next one
+from services.gateway.store_copies import StoreCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +56,19 @@ class Judge:
         """Raises Refused where no prompt could be admitted now, whatever it is: before it is tokenized."""
         qos, now_s = unread.qos, self._clock()
         progress.qos_class = qos.name
-        priority, view = _priority_in(qos, unread.priority), self._membership.view()
+        priority, view = priority_in(qos, unread.priority), self._membership.view()
         try:
             self.gatekeeper.refuse_unread(view, priority, has_gaps=unread.has_gaps, qos=qos, now_s=now_s)
         except Refused as refusal:
-            _trace_admission(progress, now_s, refusal)
+            trace_admission(progress, now_s, refusal)
             progress.note_refused(refusal)
-            wanted = PlacementRequest(1, 1, priority=priority)
             decision = Decision(
                 request_id=unread.request_id,
                 at_s=now_s,
                 waited_s=now_s - progress.arrived_s,
                 qos_class=qos.name,
                 num_prompt_tokens=None,
-                candidates=self.gatekeeper.candidates(view, wanted, now_s, NOTHING_CACHED, _SHOWN_CANDIDATES),
+                candidates=shown_candidates(view, 1, refusal.ranked_by),
                 prefill_worker=None,
                 decode_worker=None,
                 ttft_s=refusal.ttft_s,
@@ -120,194 +105,8 @@ class Judge:
                 self.errors[kind].add(predicted_s, measured_s)
 
 
-class Case:
-    """Owns one request's standing with the gatekeeper."""
-
-    def __init__(
-        self,
-        name: str,
-        request: RelayRequest,
-        progress: Progress,
-        gatekeeper: Gatekeeper,
-        membership: Membership,
-        clock: Callable[[], float],
-        observations: Observations,
-        copies: StoreCopies,
-    ) -> None:
-        self.request = request  # as admitted
-        self._name = name
-        self._progress = progress
-        self._gatekeeper = gatekeeper
-        self._membership = membership
-        self._clock = clock
-        self._observations = observations
-        self._copies = copies
-        self._admitted: Admitted | None = None
-        self._waited_s = 0.0  # until it was admitted
-        self._keys: tuple[KVLayout, Keys] | None = None
-        self._block_keys: list[bytes] = []  # what `_keys` are short for
-
-    def name_blocks(self) -> None:
-        """Hashes the prompt's blocks, for `place`: milliseconds for a very long one, in any thread."""
-        layout = self._membership.kv_layout
-        if layout is not None and (self._keys is None or self._keys[0] != layout):
-            root = root_key(self._membership.model_fingerprint, layout, self.request.tenant_salt)
-            keys = block_keys(root, self.request.prompt_token_ids, layout.block_tokens)
-            self._keys, self._block_keys = (layout, short_keys(keys)), keys
-
-    def place(self, exclude: Sequence[str]) -> Placement:
-        """Where to try next. Raises Refused the first time, if the class forbids it, and what `place` raises."""
-        num_output = len(self._progress.output_token_ids)
-        num_prompt = len(self.request.prompt_token_ids) + num_output
-        sampling = self.request.sampling
-        room = sampling.max_tokens - num_output
-        least = room if sampling.ignore_eos else sampling.min_tokens - num_output
-        wanted = PlacementRequest(
-            num_prompt, room, tuple(exclude), priority=self._priority(), least_tokens=max(least, 0)
-        )
-        view, now_s = self._membership.view(), self._clock()
-        if self._admitted is None:
-            return self._enter(wanted, now_s)
-        placement = self._gatekeeper.place_again(view, wanted, now_s, self._depths())
-        self._gatekeeper.move(self._name, view, placement, now_s)
-        move = Move(now_s, placement.prefill.worker_id, placement.decode.worker_id)
-        self._observations.decisions.note_move(self.request.request_id, move)
-        return placement
-
-    def codec(self, usual: KVCodec.ValueType) -> KVCodec.ValueType:
-        """How its KV travels."""
-        return _LOWER[usual] if self._admitted and self._admitted.lower_kv_precision else usual
-
-    def noting(self, sink: TokenSink) -> TokenSink:
-        """`sink`, and the gatekeeper hears of the first token."""
-        return _FirstToken(sink, lambda: self._gatekeeper.begin_decode(self._name, self._clock()))
-
-    def close(self) -> None:
-        """It is over, in whatever way."""
-        if self._admitted is not None:
-            progress = self._progress
-            self._note_overheads()
-            ttft_s = progress.ttft_s if progress.is_complete else None
-            num_output = len(progress.output_token_ids)
-            self._gatekeeper.leave(
-                self._name, self._clock(), num_output=num_output, ttft_s=ttft_s, tbt_s=progress.mean_tbt_s
-            )
-
-    def _note_overheads(self) -> None:
-        """Of a request that needed one attempt."""
-        progress = self._progress
-        if progress.num_retries or None in (progress.ttft_s, progress.queue_s, progress.prefill_s):
-            return
-        worker_s = (progress.queue_s or 0.0) + (progress.prefill_s or 0.0)
-        before_token_s = (progress.ttft_s or 0.0) - self._waited_s - worker_s
-        self._gatekeeper.note_overheads(before_token_s, progress.handover_s)
-
-    def _enter(self, wanted: PlacementRequest, now_s: float) -> Placement:
-        view, progress, qos = self._membership.view(), self._progress, self.request.qos
-        progress.qos_class = qos.name
-        depths = self._depths()
-        try:
-            admitted = self._gatekeeper.decide(view, wanted, qos, now_s, depths)
-        except Refused as refusal:
-            self._note(wanted, depths, now_s, refusal)
-            _trace_admission(progress, now_s, refusal)
-            progress.note_refused(refusal)
-            raise
-        self._waited_s = now_s - progress.arrived_s
-        _trace_admission(progress, now_s)
-        progress.predicted_ttft_s = self._waited_s + admitted.placement.ttft_s
-        progress.predicted_queue_s = admitted.placement.queue_s
-        progress.predicted_prefill_s = admitted.placement.prefill_s
-        progress.predicted_tbt_s = admitted.mean_tbt_s if admitted.max_tokens > 1 else None
-        self._note(wanted, depths, now_s, admitted.placement)
-        self.request = _as_admitted(self.request, admitted)
-        self._admitted = admitted
-        self._gatekeeper.enter(self._name, view, admitted, wanted.num_prompt_tokens, now_s)
-        if self._keys is not None:
-            chain = PromptBlocks(self._block_keys, self._keys[0], self.request.tenant_salt)
-            self._copies.consider(admitted.placement.prefill, depths, chain, now_s)
-        return admitted.placement
-
-    def _note(
-        self, wanted: PlacementRequest, depths: NDArray[np.int64], now_s: float, outcome: Placement | Refused
-    ) -> None:
-        """The decision with its reasons, for those who look on."""
-        request, placement = self.request, None if isinstance(outcome, Refused) else outcome
-        view = self._membership.view()
-        num_tokens = wanted.num_prompt_tokens
-        decision = Decision(
-            request_id=request.request_id,
-            at_s=now_s,
-            waited_s=now_s - self._progress.arrived_s,
-            qos_class=request.qos.name,
-            num_prompt_tokens=num_tokens,
-            candidates=self._gatekeeper.candidates(view, wanted, now_s, depths, _SHOWN_CANDIDATES, placement),
-            prefill_worker=placement.prefill.worker_id if placement else None,
-            decode_worker=placement.decode.worker_id if placement else None,
-            ttft_s=outcome.ttft_s,
-            tbt_s=outcome.tbt_s,
-            targets=Targets(request.qos.ttft_s, request.qos.tbt_s),
-            applied=self._gatekeeper.applied(request.qos),
-            refusal=outcome.reason if isinstance(outcome, Refused) else None,
-        )
-        self._observations.decisions.note(decision)
-        if self._keys is not None:
-            layout, keys = self._keys
-            self._observations.prefixes.note(keys, depths, layout.block_tokens, now_s)
-
-    def _priority(self) -> int:
-        """As workers order requests: by class first, then by what the client asked for."""
-        if self._admitted is not None:
-            return self._admitted.priority
-        return _priority_in(self.request.qos, self.request.priority)
-
-    def _depths(self) -> NDArray[np.int64]:
-        """How much of the prompt each worker has."""
-        self.name_blocks()
-        return NOTHING_CACHED if self._keys is None else self._membership.index.match(self._keys[1])
-
-
-def _trace_admission(progress: Progress, now_s: float, refusal: Refused | None = None) -> None:
-    span = current_span().child("admission", progress.arrived_s)
-    span.end(now_s, error=None if refusal is None else refusal.message)
-
-
-class _FirstToken:
-    """A sink that tells of the first tokens."""
-
-    def __init__(self, sink: TokenSink, on_first: Callable[[], None]) -> None:
-        self._sink = sink
-        self._on_first = on_first
-        self._has_begun = False
-        self.push = sink.push
-
-    async def begin(self) -> None:
-        """Tells, the first time."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._on_first()
-        await self._sink.begin()
-
-
 def caller_of(headers: Mapping[str, str], model: str) -> Caller:
     """Whose request it is, as classes tell callers apart."""
     scheme, _, api_key = headers.get("Authorization", "").partition(" ")
     named = {name.lower(): value for name, value in headers.items()}
     return Caller(named, api_key.strip() if scheme.lower() == "bearer" else "", model)
-
-
-def _priority_in(qos: QosClass, wanted: int) -> int:
-    """What the client asked for, within its class."""
-    half = _PRIORITIES_PER_CLASS // 2
-    return qos.priority * _PRIORITIES_PER_CLASS + max(-half, min(wanted, half - 1))
-
-
-def _as_admitted(request: RelayRequest, admitted: Admitted) -> RelayRequest:
-    request = replace(request, priority=admitted.priority)
-    if admitted.max_tokens == request.sampling.max_tokens:
-        return request
-    sampling = type(request.sampling)()
-    sampling.CopyFrom(request.sampling)
-    sampling.max_tokens = admitted.max_tokens
-    sampling.min_tokens = min(sampling.min_tokens, admitted.max_tokens)
-    return replace(request, sampling=sampling)

@@ -14,8 +14,9 @@ from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.policy.placement import ContextLengthExceeded, Placement
 from halfmoon.rpc.context import request_scope
 from services.gateway.attempt import Attempt, RelayRequest
+from services.gateway.case import Case
 from services.gateway.cluster import Cluster
-from services.gateway.judge import Case, Judge
+from services.gateway.judge import Judge
 from services.gateway.progress import Progress
 from services.gateway.token_flow import TokenSink
 from services.gateway.token_streams import GatewayStopping
