@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
-from console import charts
+from console import charts, time_charts
+from console.drawn import drawn
 from console.gateway_api import GatewayApi
 from console.live import at_once, empty, live
 from console.palette import BLUE, GREEN, TIERS, TOKENS
@@ -101,8 +102,8 @@ def _draw(seen: Seen) -> None:
     with left.container(border=True):
         st.markdown("**Prompt tokens that were not computed again**")
         shares = {"cached": [one and 100 * one for one in hit_shares(series["age_s"], series["rates"])]}
-        chart = charts.over_time(series["age_s"], shares, {"cached": GREEN}, "% of prompt tokens", _MINUTES)
-        charts.show(chart, "hit-share")
+        unit = "% of prompt tokens"
+        drawn(time_charts.over_time(series["age_s"], shares, {"cached": GREEN}, unit, _MINUTES), "hit-share")
     with right.container(border=True):
         st.markdown("**Restore decisions** of the latest prompts")
         _restores(seen.placements)

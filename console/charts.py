@@ -14,16 +14,6 @@ import streamlit as st
 
 from console.palette import GREY
 
-HEIGHT_PX = 230
-_MINUTES = {
-    "title": None,
-    "grid": False,
-    "tickCount": 6,
-    "labelExpr": "datum.value == 0 ? 'now' : datum.value + ' min'",
-}
-_Y_AXIS = {"tickCount": 4, "titleFontWeight": "normal"}
-_BAR_PX = 560  # about the width of half a page's plot
-
 Row = Mapping[str, Any]
 Spec = dict[str, Any]
 
@@ -38,57 +28,6 @@ class Chart(NamedTuple):
 def show(chart: Chart, key: str) -> None:
     """Puts it on the page."""
     st.vega_lite_chart([dict(row) for row in chart.rows], chart.spec, key=key, width="stretch")
-
-
-def over_time(
-    ages_s: Sequence[float],
-    lines: Mapping[str, Sequence[float | None]],
-    colours: Mapping[str, str],
-    unit: str,
-    minutes: int,
-    limits: Mapping[str, float] | None = None,
-) -> Chart:
-    """One line each, with gaps where nothing was; `limits` are dashed, such as targets."""
-    rows = [
-        {"minutes": -age_s / 60, "of": name, "value": value}
-        for name, values in lines.items()
-        for age_s, value in zip(ages_s, values, strict=True)
-    ]
-    encoding = {
-        "x": _minutes(minutes),
-        "y": _quantity("value", unit, axis=_Y_AXIS),
-        "color": _colour("of", list(lines), colours),
-        "tooltip": [_tip("minutes", ".1f"), _tip("of"), _tip("value", ".4~g", unit)],
-    }
-    line = {"mark": {"type": "line", "strokeWidth": 2, "interpolate": "monotone"}, "encoding": encoding}
-    points = {"mark": {"type": "circle", "size": 14, "opacity": 0.6}, "encoding": encoding}
-    return Chart(rows, _sized({"layer": [line, points, *_limits(limits or {})]}, HEIGHT_PX))
-
-
-def stacked(
-    ages_s: Sequence[float],
-    bands: Mapping[str, Sequence[float]],
-    colours: Mapping[str, str],
-    unit: str,
-    minutes: int,
-    bucket_s: float,
-) -> Chart:
-    """Columns that add up, one for each moment."""
-    rows = [
-        {"minutes": -age_s / 60, "of": name, "value": value, "order": order}
-        for order, (name, values) in enumerate(bands.items())
-        for age_s, value in zip(ages_s, values, strict=True)
-        if value
-    ]
-    width_px = max(1.5, 0.85 * _BAR_PX * bucket_s / (60 * minutes))
-    encoding = {
-        "x": _minutes(minutes),
-        "y": {**_quantity("value", unit, axis=_Y_AXIS), "stack": True},
-        "color": _colour("of", list(bands), colours),
-        "order": {"field": "order", "type": "ordinal"},
-        "tooltip": [_tip("minutes", ".1f"), _tip("of"), _tip("value", ".4~g", unit)],
-    }
-    return Chart(rows, _sized({"mark": {"type": "bar", "size": width_px}, "encoding": encoding}, HEIGHT_PX))
 
 
 def parts(rows: Sequence[Row], colours: Mapping[str, str], unit: str) -> Chart:
@@ -149,30 +88,6 @@ def against(rows: Sequence[Mapping[str, float]], colour: str) -> Chart:
         "encoding": encoding,
     }
     return Chart(rows, _sized({"layer": [diagonal, points]}, 260))
-
-
-def _limits(limits: Mapping[str, float]) -> list[Spec]:
-    if not limits:
-        return []
-    data = {"values": [{"limit": value, "text": f"{name} target"} for name, value in limits.items()]}
-    y = {"field": "limit", "type": "quantitative"}
-    tips = [_tip("text"), _tip("limit", ".4~g")]
-    rule = {
-        "data": data,
-        "mark": {"type": "rule", "strokeDash": [6, 4], "color": GREY, "strokeWidth": 1.5},
-        "encoding": {"y": y, "tooltip": tips},
-    }
-    text = {
-        "data": data,
-        "mark": {"type": "text", "align": "left", "baseline": "bottom", "dx": 4, "dy": -2, "color": GREY},
-        "encoding": {"y": y, "x": {"value": 0}, "text": {"field": "text"}},
-    }
-    return [rule, text]
-
-
-def _minutes(minutes: int) -> Spec:
-    scale = {"domain": [-minutes, 0]}
-    return {"field": "minutes", "type": "quantitative", "axis": _MINUTES, "scale": scale}
 
 
 def _quantity(field: str, title: str, axis: Mapping[str, Any]) -> Spec:

@@ -27,9 +27,13 @@ class GatewayApi:
         self._api_key = api_key
         self._operator_token = operator_token or api_key  # on loopback the API key is enough
 
-    def cluster(self) -> dict[str, Any]:
-        """The gateway, its model and its workers."""
-        return self._object("/halfmoon/v1/cluster", "workers")
+    def cluster(self, max_links: int = 0) -> dict[str, Any]:
+        """The gateway, its model and its workers; their links where there are at most so many."""
+        return self._object(f"/halfmoon/v1/cluster?max_links={max_links}", "workers")
+
+    def stores(self) -> list[dict[str, Any]]:
+        """The KV stores with their figures."""
+        return self._list("/halfmoon/v1/stores")
 
     def requests(self, limit: int) -> list[dict[str, Any]]:
         """The newest ledger rows, newest first."""

@@ -17,6 +17,7 @@ Found = TypeVar("Found")
 One = TypeVar("One")
 Two = TypeVar("Two")
 Three = TypeVar("Three")
+Four = TypeVar("Four")
 
 REFRESH_S = 2.0
 
@@ -47,6 +48,10 @@ def at_once(one: Callable[[], One], two: Callable[[], Two], /) -> tuple[One, Two
 def at_once(
     one: Callable[[], One], two: Callable[[], Two], three: Callable[[], Three], /
 ) -> tuple[One, Two, Three]: ...
+@overload
+def at_once(
+    one: Callable[[], One], two: Callable[[], Two], three: Callable[[], Three], four: Callable[[], Four], /
+) -> tuple[One, Two, Three, Four]: ...
 def at_once(*looks: Callable[[], Any]) -> tuple[Any, ...]:
     """What the looks find, each in a thread of its own: a page waits for the slowest, not for all of them.
 

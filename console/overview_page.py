@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
-from console import charts, cluster_map
+from console import cluster_map, time_charts
+from console.drawn import drawn
 from console.gateway_api import GatewayApi
 from console.live import at_once, empty, live
 from console.palette import BLUE, GREEN, GREY, ORANGE, OUTCOMES, PERCENTILES, PURPLE, RED, SKY
@@ -21,13 +22,13 @@ _REASONS = {
     "bad request": GREY,
 }  # fmt: skip
 _MS = 1000
-_CAPTION_PX = 40  # of a line in place of a chart: what is beside it stays in line
 
 
 class Seen(NamedTuple):
     """What the page shows."""
 
     cluster: Mapping[str, Any]
+    stores: Sequence[Mapping[str, Any]]
     series: Mapping[str, Any]
     classes: Sequence[Mapping[str, Any]]
     minutes: int
@@ -39,7 +40,7 @@ def render(api: GatewayApi) -> None:
     title.title("Overview")
     chosen = choice.segmented_control("Last minutes", MINUTES, default=MINUTES[1], format_func=lambda m: f"{m} min")
     minutes = int(chosen or MINUTES[1])
-    looks = (api.cluster, partial(api.series, minutes), api.classes)
+    looks = (partial(api.cluster, cluster_map.MAX_LINKS), api.stores, partial(api.series, minutes), api.classes)
     live("overview", lambda: Seen(*at_once(*looks), minutes), _draw)
 
 
@@ -63,10 +64,10 @@ def targets(classes: Sequence[Mapping[str, Any]], name: str, factor: float = 1.0
     return {one["name"]: one[name] * factor for one in classes if one.get(name) is not None}
 
 
-def worker_row(worker: Mapping[str, Any], heartbeat_s: float) -> dict[str, Any]:
+def worker_row(worker: Mapping[str, Any], silent_after_s: float) -> dict[str, Any]:
     """One line of the table."""
     load = worker.get("load") or {}
-    is_ = cluster_map.standing(worker, heartbeat_s)
+    is_ = cluster_map.standing(worker, silent_after_s)
     return {
         "worker": worker["worker_id"],
         "role": worker["role"],
@@ -101,11 +102,11 @@ def _draw(seen: Seen) -> None:
     _headline(cluster)
     _figures(series, workers)
     if workers:
-        st.markdown(cluster_map.draw(cluster), unsafe_allow_html=True)  # st.html takes no SVG
+        drawn(cluster_map.draw(cluster, seen.stores), "cluster")
     else:
         empty("No worker has joined", "Workers register with the gateway by themselves when they start.")
     _charts(seen)
-    _table(workers, cluster.get("heartbeat_interval_s", 1.0))
+    _table(workers, cluster["silent_after_s"])
 
 
 def _headline(cluster: Mapping[str, Any]) -> None:
@@ -123,17 +124,15 @@ def _figures(series: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) ->
     running = sum((one.get("load") or {}).get("num_running", 0) for one in workers)
     waiting = sum((one.get("load") or {}).get("num_waiting", 0) for one in workers)
     tiles = (
-        ("Requests/s", count(_latest(requests["ended"])), requests["ended"], f"{running} running, {waiting} waiting"),
-        ("Output tokens/s", count(_latest(rates["output_tokens"])), rates["output_tokens"], ""),
-        ("TTFT p50", seconds(together["ttft_s"]["p50"]), series["ttft_s"]["p50"], _p99(together["ttft_s"])),
-        ("TBT p50", seconds(together["tbt_s"]["p50"]), series["tbt_s"]["p50"], _p99(together["tbt_s"])),
-        ("In time", share(attainment(together)), requests["good"], "of all requests, refusals included"),
-        ("KV in use", share(_latest(series["used_share"])), series["used_share"], "of all workers' blocks"),
+        ("Requests/s", count(_latest(requests["ended"])), f"{running} running, {waiting} waiting"),
+        ("Output tokens/s", count(_latest(rates["output_tokens"])), ""),
+        ("TTFT p50", seconds(together["ttft_s"]["p50"]), _p99(together["ttft_s"])),
+        ("TBT p50", seconds(together["tbt_s"]["p50"]), _p99(together["tbt_s"])),
+        ("In time", share(attainment(together)), "of all requests, refusals included"),
+        ("KV in use", share(_latest(series["used_share"])), "of all workers' blocks"),
     )
-    columns = st.columns(len(tiles))
-    for column, (label, value, line, note) in zip(columns, tiles, strict=True):
-        shown = [one or 0.0 for one in line]
-        column.metric(label, value, border=True, chart_data=shown, chart_type="area", help=note or None)
+    for column, (label, value, note) in zip(st.columns(len(tiles)), tiles, strict=True):
+        column.metric(label, value, border=True, help=note or None)
 
 
 def _charts(seen: Seen) -> None:
@@ -151,14 +150,10 @@ def _charts(seen: Seen) -> None:
         _over_time(seen, _scaled(tbt_s), PERCENTILES, "ms", "tbt", targets(seen.classes, "tbt_s", _MS))
     with left.container(border=True):
         st.markdown("**Requests by outcome**")
-        _stacked(seen, outcome_rates(series["requests"]), OUTCOMES, "outcomes")
+        _stacked(seen, outcome_rates(series["requests"]), OUTCOMES, "outcomes", "No request ended.")
     with right.container(border=True):
         st.markdown("**Refusals by reason**")
-        if series["refusals"]:
-            _stacked(seen, series["refusals"], _REASONS, "refusals")
-        else:
-            st.caption("Nobody was refused.")
-            st.space(charts.HEIGHT_PX - _CAPTION_PX)
+        _stacked(seen, series["refusals"], _REASONS, "refusals", "Nobody was refused.")
     with left.container(border=True):
         st.markdown("**Tokens**")
         lines = {"prompt, computed": series["rates"]["prefill_tokens"], "output": series["rates"]["output_tokens"]}
@@ -178,28 +173,33 @@ def _over_time(
     name: str,
     limits: Mapping[str, float] | None = None,
 ) -> None:
-    chart = charts.over_time(seen.series["age_s"], lines, colours, unit, seen.minutes, limits)
-    charts.show(chart, f"overview-{name}")
+    drawn(time_charts.over_time(seen.series["age_s"], lines, colours, unit, seen.minutes, limits), f"overview-{name}")
 
 
-def _stacked(seen: Seen, bands: Mapping[str, Sequence[float]], colours: Mapping[str, str], name: str) -> None:
+def _stacked(
+    seen: Seen, bands: Mapping[str, Sequence[float]], colours: Mapping[str, str], name: str, nothing: str
+) -> None:
     series = seen.series
-    chart = charts.stacked(series["age_s"], bands, colours, "requests/s", seen.minutes, series["bucket_s"])
-    charts.show(chart, f"overview-{name}")
+    svg = time_charts.stacked(series["age_s"], bands, colours, "requests/s", seen.minutes, series["bucket_s"], nothing)
+    drawn(svg, f"overview-{name}")
 
 
-def _table(workers: Sequence[Mapping[str, Any]], heartbeat_s: float) -> None:
+def _table(workers: Sequence[Mapping[str, Any]], silent_after_s: float) -> None:
     if not workers:
         return
-    st.subheader("Workers")
+    table = st.expander(
+        f"All {len(workers)} in a table", key="workers-table", on_change="rerun", icon=":material/table_rows:"
+    )
+    if not table.open:  # the browser needs half a second for its first table
+        return
     columns = {
         "KV in use": st.column_config.ProgressColumn(format="percent", min_value=0, max_value=1),
         "step (ms)": st.column_config.NumberColumn(format="%.1f"),
         "predicted (ms)": st.column_config.NumberColumn(format="%.1f"),
         "heard (s ago)": st.column_config.NumberColumn(format="%.1f"),
     }
-    st.dataframe(
-        [worker_row(one, heartbeat_s) for one in busiest(workers)],
+    table.dataframe(
+        [worker_row(one, silent_after_s) for one in busiest(workers)],
         column_config=columns,
         hide_index=True,
         placeholder=NOTHING,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from console.charts import HEIGHT_PX, Chart, Spec
+from console.charts import Chart, Spec
 from console.palette import GREY, SERIES
 
+_HEIGHT_PX = 320
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right")
 _TITLES = {"attainment": "requests in time", "goodput": "goodput, requests/s"}
 
@@ -44,7 +45,7 @@ def over_rate(rows: Sequence[Mapping[str, Any]], figure: Figure, goal: float, ra
     lines = {"mark": {"type": "line", "strokeWidth": 2, "point": {"size": 45, "filled": True}}, "encoding": encoding}
     limits = [_limit("y", goal)] if figure == "attainment" else []
     limits += [] if rate_per_s is None else [_limit("x", rate_per_s)]
-    spec: Spec = {"layer": [lines, *limits], "height": HEIGHT_PX + 90, "config": {"view": {"strokeWidth": 0}}}
+    spec: Spec = {"layer": [lines, *limits], "height": _HEIGHT_PX, "config": {"view": {"strokeWidth": 0}}}
     return Chart(rows, spec)
 
 

@@ -15,6 +15,7 @@ from console.quantities import count
 
 _LIVE_MINUTES = 60
 _MAX_TRACE_BYTES = 60 << 20  # the planner takes 64 MiB with all files of a search
+_ALL_LINKS = 1_000_000
 _FEW = 30  # requests: a plan for fewer says little
 _KINDS = ("A known use", "Constant lengths", "The last hour here", "A trace")
 _OTHER_MODEL = "another (its config.json)"
@@ -154,7 +155,7 @@ def _latency(api: GatewayApi) -> Asked:
 
 def _measured_here(api: GatewayApi) -> Asked:
     try:
-        profile = measured_profile(api.cluster(), api.cache())
+        profile = measured_profile(api.cluster(_ALL_LINKS), api.cache())
     except GatewayError as error:
         st.error(plain(str(error)), icon=":material/cloud_off:")
         profile = None

@@ -17,7 +17,6 @@ from rich.text import Text
 
 _TIMEOUT_S = 5.0
 _MINUTES = 5
-_SILENT_S = 2.0  # two heartbeats at the usual interval
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
 _BAR_WIDTH = 6
@@ -42,6 +41,7 @@ class Seen(NamedTuple):
 
     cluster: Mapping[str, Any]
     series: Mapping[str, Any]
+    classes: Sequence[Mapping[str, Any]]
 
 
 class Unseen(Exception):
@@ -52,9 +52,10 @@ async def look(session: aiohttp.ClientSession, options: TopOptions) -> Seen:
     """Asks once. Raises Unseen."""
     cluster = await _ask(session, f"{options.gateway}/halfmoon/v1/cluster")
     series = await _ask(session, f"{options.gateway}/halfmoon/v1/series?minutes={_MINUTES}")
-    if "workers" not in cluster or "together" not in series:
+    classes = await _ask(session, f"{options.gateway}/halfmoon/v1/classes")
+    if "workers" not in cluster or "together" not in series or "classes" not in classes:
         raise Unseen(f"{options.gateway} is no Halfmoon gateway")
-    return Seen(cluster, series)
+    return Seen(cluster, series, classes["classes"])
 
 
 async def top(options: TopOptions, terminal: Console, *, once: bool = False) -> int:
@@ -86,7 +87,7 @@ def draw(seen: Seen | None, num_workers: int, problem: str | None = None) -> Ren
     missing = seen.cluster.get("missing")
     if missing:
         parts.append(Panel(Text(f"Requests are refused: there is no {' and no '.join(missing)}."), style="yellow"))
-    return Group(*parts, _headline(seen), _figures(seen.series), _classes(seen.series), _workers(seen, num_workers))
+    return Group(*parts, _headline(seen), _figures(seen.series), _classes(seen), _workers(seen, num_workers))
 
 
 def spark(values: Sequence[float | None]) -> str:
@@ -163,15 +164,15 @@ def _figures(series: Mapping[str, Any]) -> Table:
     return table
 
 
-def _classes(series: Mapping[str, Any]) -> Table:
+def _classes(seen: Seen) -> Table:
+    """Marked where less than the class's goal was in time."""
+    goals = {one["name"]: one["attainment"] for one in seen.classes}
     table = Table("class", "requests", "in time", "refused", "failed", box=None, header_style="dim", padding=(0, 2))
-    for name, counts in series["together"]["classes"].items():
+    for name, counts in seen.series["together"]["classes"].items():
         ended = counts["ended"]
         in_time = f"{100 * counts['good'] / ended:.1f} %" if ended else _NOTHING
-        style = None if not ended or counts["good"] / ended >= 0.9 else "yellow"
-        table.add_row(
-            Text(name), str(ended), Text(in_time, style=style or ""), str(counts["refused"]), str(counts["failed"])
-        )
+        style = "yellow" if ended and counts["good"] / ended < goals.get(name, 0.0) else ""
+        table.add_row(Text(name), str(ended), Text(in_time, style=style), str(counts["refused"]), str(counts["failed"]))
     return table
 
 
@@ -181,13 +182,13 @@ def _workers(seen: Seen, num_workers: int) -> Table:
         table.add_column(name, no_wrap=True)
     ranked = busiest(seen.cluster)
     for worker in ranked[:num_workers]:
-        table.add_row(*_worker(worker))
+        table.add_row(*_worker(worker, seen.cluster["silent_after_s"]))
     if len(ranked) > num_workers:
         table.caption = f"and {len(ranked) - num_workers} more"
     return table
 
 
-def _worker(worker: Worker) -> list[RenderableType]:
+def _worker(worker: Worker, silent_after_s: float) -> list[RenderableType]:
     name, role = worker["worker_id"], Text(worker["role"], style=_ROLE_STYLES[worker["role"]])
     if "left_s_ago" in worker:
         gone = Text(f"✕ gone {worker['left_s_ago']:.0f} s ago", style="bold red")
@@ -195,7 +196,7 @@ def _worker(worker: Worker) -> list[RenderableType]:
     load, used = worker["load"], _used(worker)
     filled = round(used * _BAR_WIDTH)
     bar = Text("█" * filled, style=_ROLE_STYLES[worker["role"]]) + Text("░" * (_BAR_WIDTH - filled), style="dim")
-    silent = f" silent {worker['age_s']:.0f} s" if worker["age_s"] > _SILENT_S else ""
+    silent = f" silent {worker['age_s']:.0f} s" if worker["age_s"] > silent_after_s else ""
     state = " draining" if load["draining"] else silent
     return [
         Text(name + state),

@@ -43,11 +43,18 @@ def test_a_narrow_terminal_and_names_like_markup(width: int) -> None:
     evil = "[/red] [bold]x" * 5
     figures = series()
     figures["together"]["classes"] = {evil: {"ended": 10**12, "good": 1, "refused": 10**9, "failed": 0}}
-    cluster = {"served_model": evil, "gateway_id": "g", "uptime_s": 1e9, "missing": [evil], "workers": []}
+    cluster = {
+        "served_model": evil,
+        "gateway_id": "g",
+        "uptime_s": 1e9,
+        "silent_after_s": 2.0,
+        "missing": [evil],
+        "workers": [],
+    }
     cluster["workers"] = [WORKER | {"worker_id": evil}]
     terminal = Console(width=width, force_terminal=False)
     with terminal.capture() as said:
-        terminal.print(draw(Seen(cluster, figures), 20, f"{evil} is away"))
+        terminal.print(draw(Seen(cluster, figures, []), 20, f"{evil} is away"))
     assert "[/red]" in said.get()
     assert max(map(len, said.get().splitlines())) <= width
 
@@ -86,15 +93,25 @@ def test_busy_workers_come_first_and_those_that_left_before_them() -> None:
     left = {"worker_id": "d2", "role": "decode", "left_s_ago": 3.0}
     cluster = {
         "workers": [idle, WORKER], "departed": [left], "gateway_id": "g", "uptime_s": 60.0,
-        "missing": ["prefill worker"],
+        "silent_after_s": 0.2, "missing": ["prefill worker"],
     }  # fmt: skip
     assert [one["worker_id"] for one in busiest(cluster)] == ["d2", "d0", "d1"]
-    said = on_terminal(Seen(cluster, series()), num_workers=2)
+    said = on_terminal(Seen(cluster, series(), []), num_workers=2)
+    assert "d0 silent 0 s" in said
     assert "✕ gone 3 s ago" in said
     assert "75 %" in said
     assert "and 1 more" in said
     assert "80.0 %" in said
     assert "there is no prefill worker" in said
+
+
+@pytest.mark.parametrize(("goal", "is_marked"), [(0.9, True), (0.8, False)])
+def test_a_class_is_marked_by_its_own_goal(goal: float, is_marked: bool) -> None:
+    cluster = {"workers": [], "gateway_id": "g", "uptime_s": 60.0, "silent_after_s": 2.0}
+    terminal = Console(width=140, force_terminal=True, color_system="standard")
+    with terminal.capture() as said:
+        terminal.print(draw(Seen(cluster, series(), [{"name": "gold", "attainment": goal}]), 20))
+    assert ("\x1b[33m80.0 %" in said.get()) is is_marked
 
 
 def test_what_is_old_says_so() -> None:

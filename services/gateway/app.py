@@ -67,6 +67,7 @@ def make_app(
     app.router.add_get("/halfmoon/v1/series", console.series)
     app.router.add_get("/halfmoon/v1/placements", console.placements)
     app.router.add_get("/halfmoon/v1/cache", console.cache)
+    app.router.add_get("/halfmoon/v1/stores", console.stores)
     app.router.add_get("/halfmoon/v1/class_edits", console.class_edits)
     app.router.add_post("/halfmoon/v1/class_previews/{name}", console.class_preview)
     app.router.add_get("/halfmoon/v1/workload", workload.workload)

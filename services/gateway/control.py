@@ -8,7 +8,6 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.models import RequestRow
 from halfmoon.policy.cluster_view import WorkerView
@@ -19,10 +18,11 @@ from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.observations import Observations
 from services.gateway.openapi import openapi_document
+from services.gateway.query_number import query_number
 from services.gateway.served_model import ServedModel
 
 _MAX_ROWS = 1_000
-_MAX_DIGITS = 20
+_MAX_LINKS = 1_000_000
 _LIMITS = "step_tokens", "chunk_tokens", "max_running"
 
 
@@ -75,9 +75,15 @@ class ControlEndpoints:
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def cluster(self, request: web.Request) -> web.Response:
-        """GET /halfmoon/v1/cluster."""
+        """GET /halfmoon/v1/cluster?max_links=36: links are told where there are at most so many, by default none.
+
+        Raises InvalidRequest. A link leads from each prefill worker to each decode worker: 16384 between 256 workers.
+        """
+        max_links = query_number(request, "max_links", 0, _MAX_LINKS, least=0)
         now_s = self._cluster.clock()
         membership = self._cluster.membership
+        members = list(membership.members())
+        tells_links = sum(len(member.load.links) for member in members) <= max_links
         return web.json_response(
             {
                 "gateway_id": self._cluster.gateway_id,
@@ -88,14 +94,15 @@ class ControlEndpoints:
                 "uptime_s": now_s - self._started_s,
                 "missing": list(membership.view().missing),
                 "heartbeat_interval_s": membership.heartbeat_interval_s,
+                "silent_after_s": membership.silent_after_s,
                 "departed": self._observations.departures.shown(now_s),
-                "workers": [_worker(membership, member, now_s) for member in membership.members()],
+                "workers": [_worker(membership, member, now_s, tells_links) for member in members],
             }
         )
 
     async def requests(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/requests?limit=50: newest first. Raises InvalidRequest or Unavailable."""
-        rows = await self._ledger.recent(_limit(request.query.get("limit", "50")))
+        rows = await self._ledger.recent(query_number(request, "limit", 50, _MAX_ROWS))
         return web.json_response([_row(row) for row in rows])
 
     def _model_card(self, name: str) -> dict[str, Any]:
@@ -106,15 +113,7 @@ class ControlEndpoints:
         return {**card, "root": model.checkpoint_name, "parent": parent, "max_model_len": context_tokens}
 
 
-def _limit(given: str) -> int:
-    is_number = given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS
-    limit = int(given) if is_number else 0
-    if not 1 <= limit <= _MAX_ROWS:
-        raise InvalidRequest(f"limit must be 1..{_MAX_ROWS}", param="limit")
-    return limit
-
-
-def _worker(membership: Membership, member: Member, now_s: float) -> dict[str, Any]:
+def _worker(membership: Membership, member: Member, now_s: float, tells_links: bool) -> dict[str, Any]:
     identity, load = member.identity, member.load
     decodes_s = [step.seconds for step in load.steps if not step.prefill_tokens]
     return {
@@ -128,6 +127,7 @@ def _worker(membership: Membership, member: Member, now_s: float) -> dict[str, A
         "age_s": now_s - member.heard_s,  # of the load below
         "member_s": now_s - member.joined_s,
         "listening": member.listening,
+        "kv_store": identity.kv_store or None,
         "context_tokens": identity.context_tokens,
         "total_blocks": identity.total_blocks,
         "layout": {field.name: getattr(identity.layout, field.name) for field in identity.layout.DESCRIPTOR.fields},
@@ -143,7 +143,7 @@ def _worker(membership: Membership, member: Member, now_s: float) -> dict[str, A
         "prediction_errors": {kind: figures._asdict() for kind, figures in member.latency.errors.items()},
         "links": [
             {"address": link.address, "bytes_per_s": link.bandwidth_bytes_per_s, "latency_s": link.latency_s}
-            for link in load.links
+            for link in (load.links if tells_links else ())
         ],
     }
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 from aiohttp import web
 
-from halfmoon.errors import InvalidRequest, NotFound
+from halfmoon.errors import NotFound
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.outcomes import Outcome
 from halfmoon.policy.feedback import Targets
@@ -15,12 +15,12 @@ from halfmoon.policy.target_preview import PastRequest, preview_targets
 from services.gateway.classes_in_force import ClassBody, ClassesInForce
 from services.gateway.cluster import Cluster
 from services.gateway.observations import Observations
+from services.gateway.query_number import query_number
 from services.gateway.received_body import receive_body
 from services.gateway.request_body import parse_body
 from services.gateway.store_view import StoreView
 from services.gateway.timeline import timeline
 
-_MAX_DIGITS = 9
 _MAX_PLACEMENTS = 512
 _MAX_EDITS = 1_000
 _MAX_MINUTES = 30
@@ -49,12 +49,12 @@ class ConsoleEndpoints:
 
     async def series(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/series?minutes=10: figures over time, oldest first."""
-        minutes = number(request, "minutes", 10, _MAX_MINUTES)
+        minutes = query_number(request, "minutes", 10, _MAX_MINUTES)
         return web.json_response(self._observations.series.shown(self._cluster.clock(), 60.0 * minutes))
 
     async def placements(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/placements?limit=50: the newest decisions, newest first."""
-        limit = number(request, "limit", 50, _MAX_PLACEMENTS)
+        limit = query_number(request, "limit", 50, _MAX_PLACEMENTS)
         return web.json_response(self._observations.decisions.newest(limit, self._cluster.clock()))
 
     async def request(self, request: web.Request) -> web.Response:
@@ -73,7 +73,7 @@ class ConsoleEndpoints:
 
     async def cache(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/cache?limit=20: what is cached where, and the hottest prefixes."""
-        limit = number(request, "limit", 20, _MAX_PREFIXES)
+        limit = query_number(request, "limit", 20, _MAX_PREFIXES)
         membership = self._cluster.membership
         workers = [
             {
@@ -91,9 +91,13 @@ class ConsoleEndpoints:
         store = await self._store.shown()
         return web.json_response({"workers": workers, "block_bytes": block_bytes, "prefixes": prefixes, "store": store})
 
+    async def stores(self, request: web.Request) -> web.Response:
+        """GET /halfmoon/v1/stores: the stores that workers use, and the gateway's own; each with its figures."""
+        return web.json_response(await self._store.all_shown())
+
     async def class_edits(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/class_edits?limit=50: what was edited, newest first. Raises Unavailable."""
-        edits = await self._ledger.classes.edits(number(request, "limit", 50, _MAX_EDITS))
+        edits = await self._ledger.classes.edits(query_number(request, "limit", 50, _MAX_EDITS))
         return web.json_response([{**one._asdict(), "edited_at": one.edited_at.isoformat()} for one in edits])
 
     async def class_preview(self, request: web.Request) -> web.Response:
@@ -108,15 +112,6 @@ class ConsoleEndpoints:
         past = _past(await self._ledger.outcomes.since(since, name, _PREVIEW_ROWS))
         wanted = Targets(body.ttft_s, body.tbt_s)
         return web.json_response(preview_targets(past, present, wanted)._asdict())
-
-
-def number(request: web.Request, name: str, default: int, most: int) -> int:
-    """A number of the query. Raises InvalidRequest."""
-    given = request.query.get(name, str(default))
-    value = int(given) if given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS else 0
-    if not 1 <= value <= most:
-        raise InvalidRequest(f"{name} must be 1..{most}", param=name)
-    return value
 
 
 def _past(outcomes: Sequence[Outcome]) -> list[PastRequest]:

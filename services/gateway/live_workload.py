@@ -10,7 +10,7 @@ from aiohttp import web
 
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.traffic import Arrival
-from services.gateway.control_console import number
+from services.gateway.query_number import query_number
 
 _MOST_MINUTES = 24 * 60
 _MOST_ROWS = 20_000
@@ -27,8 +27,8 @@ class WorkloadEndpoint:
 
         Of all gateways that share the ledger. Raises InvalidRequest or Unavailable.
         """
-        minutes = number(request, "minutes", 60, _MOST_MINUTES)
-        limit = number(request, "limit", 5_000, _MOST_ROWS)
+        minutes = query_number(request, "minutes", 60, _MOST_MINUTES)
+        limit = query_number(request, "limit", 5_000, _MOST_ROWS)
         since = datetime.now(UTC) - timedelta(minutes=minutes)
         return web.json_response(workload_of(await self._ledger.traffic.since(since, limit)))
 

@@ -15,6 +15,7 @@ from services.gateway.member import Member
 from services.gateway.worker_check import check_identity
 
 MISSED_HEARTBEATS = 3
+_LATE_HEARTBEATS = 1.8  # nearly the second one that is not there
 _MAY_RETURN_S = 5.0  # a worker that lost its connection, or was started again, is back within these
 
 
@@ -38,6 +39,11 @@ class Membership:
     def members(self) -> list[Member]:
         """Every member, in the order of joining."""
         return list(self._members.values())
+
+    @property
+    def silent_after_s(self) -> float:
+        """Who was not heard of for so long is silent, though not dead yet."""
+        return _LATE_HEARTBEATS * self.heartbeat_interval_s
 
     @property
     def kv_layout(self) -> layout.KVLayout | None:

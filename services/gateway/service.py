@@ -90,7 +90,7 @@ async def running_gateway(
         relay = Relay(
             cluster, judge, settings.request_deadline_s, settings.failover_wait_s, settings.return_wait_s, codec
         )
-        store = StoreView(settings.kv_store)
+        store = StoreView(settings.kv_store, lambda: membership.stores)
         classes = ClassesInForce(ledger.classes, judge.gatekeeper, KnownClasses(settings.state_dir, settings.ledger))
         admission = AdmissionInForce(ledger.admission, judge.gatekeeper, settings.admission)
         news = LedgerNews(ledger, classes, admission, judge.gatekeeper.lengths, membership, gateway_id)

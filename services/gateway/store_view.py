@@ -1,7 +1,9 @@
-"""The store's figures for the console, asked of the store when somebody looks."""
+"""The stores' figures for the console, asked of the stores when somebody looks."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from halfmoon.errors import HalfmoonError
@@ -13,27 +15,37 @@ _DEADLINE_S = 1.0
 
 
 class StoreView:
-    """Owns a connection to the store, where the gateway knows of one."""
+    """Owns a connection to each store that somebody looked at. `own` is the gateway's; `in_use` are the workers'."""
 
-    def __init__(self, address: str | None) -> None:
-        self._address = address
-        self._peer = Peer(address) if address else None
+    def __init__(self, own: str | None, in_use: Callable[[], set[str]]) -> None:
+        self._own = own
+        self._in_use = in_use
+        self._peers: dict[str, Peer] = {}
 
     async def shown(self) -> dict[str, Any]:
-        """`state` is `none`, `away` (with the reason) or `there` (with the figures of each tier)."""
-        if self._peer is None:
-            return {"state": "none"}
-        stub = KVStoreStub(self._peer.channel)
+        """Of the gateway's own: `state` is `none`, `away` (with the reason) or `there` (with each tier's figures)."""
+        return {"state": "none"} if self._own is None else await self._look(self._own)
+
+    async def all_shown(self) -> list[dict[str, Any]]:
+        """All of them, as `shown`."""
+        addresses = self._in_use() | ({self._own} if self._own else set())
+        for address in self._peers.keys() - addresses:
+            await self._peers.pop(address).close()
+        return list(await asyncio.gather(*map(self._look, sorted(addresses))))
+
+    async def _look(self, address: str) -> dict[str, Any]:
+        peer = self._peers.get(address) or self._peers.setdefault(address, Peer(address))
+        stub = KVStoreStub(peer.channel)
         try:
-            stats = await self._peer.call(stub.Stats, kvstore_pb2.StatsRequest(), deadline_s=_DEADLINE_S)
+            stats = await peer.call(stub.Stats, kvstore_pb2.StatsRequest(), deadline_s=_DEADLINE_S)
         except HalfmoonError as error:
-            return {"state": "away", "address": self._address, "reason": error.message}
-        return {"state": "there", "address": self._address, **stats_shown(stats)}
+            return {"state": "away", "address": address, "reason": error.message}
+        return {"state": "there", "address": address, **stats_shown(stats)}
 
     async def close(self) -> None:
-        """Ends the connection."""
-        if self._peer is not None:
-            await self._peer.close()
+        """Ends the connections."""
+        while self._peers:
+            await self._peers.popitem()[1].close()
 
 
 def stats_shown(stats: kvstore_pb2.StatsResponse) -> dict[str, Any]:

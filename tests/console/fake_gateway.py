@@ -16,11 +16,11 @@ LOAD = {
 WORKER = {
     "worker_id": "prefill-1", "role": "prefill", "address": "h:1", "device": "cpu", "model": "demo", "pid": 42,
     "version": "0.1.0", "age_s": 0.4, "load": LOAD, "total_blocks": 100, "cached_blocks": 7, "measured_step_s": 0.012,
-    "predicted_step_s": 0.011, "links": [{"address": "h:2", "bytes_per_s": 1e9, "latency_s": 0.001}],
+    "predicted_step_s": 0.011, "links": [{"address": "h:2", "bytes_per_s": 1e9, "latency_s": 0.001}], "kv_store": "h:9",
 }  # fmt: skip
 CLUSTER: dict[str, Any] = {
     "gateway_id": "gw-1", "model": "demo", "served_model": "SmolLM2-135M", "context_tokens": 2048, "uptime_s": 12.5,
-    "missing": [], "heartbeat_interval_s": 1.0, "departed": [],
+    "missing": [], "heartbeat_interval_s": 1.0, "silent_after_s": 1.8, "departed": [],
     "workers": [
         WORKER,
         WORKER | {"worker_id": "decode-1", "role": "decode", "address": "h:2", "load": LOAD | {"draining": True}},
@@ -86,6 +86,7 @@ CACHE: dict[str, Any] = {
         "tiers": [_TIER | {"tier": "dram"}, _TIER | {"tier": "disk"}],
     },
 }  # fmt: skip
+STORES: list[dict[str, Any]] = [CACHE["store"]]
 GOLD: dict[str, Any] = {
     "name": "gold", "version": 2, "priority": -1, "reserved": 0.25, "ttft_s": 0.5, "tbt_s": None, "attainment": 0.9,
     "rules": [{"kind": "header", "header": "X-Tier", "value": "gold"}], "degradation": ["cap_max_tokens"],
@@ -121,6 +122,7 @@ class FakeGateway:
             "/halfmoon/v1/placements": (200, [PLACEMENT, REFUSED]),
             "/halfmoon/v1/requests/r-1": (200, REQUEST),
             "/halfmoon/v1/cache": (200, CACHE),
+            "/halfmoon/v1/stores": (200, STORES),
             "/halfmoon/v1/classes": (200, {"classes": [GOLD]}),
             "/halfmoon/v1/classes/gold": (200, GOLD | {"version": 3}),
             "/halfmoon/v1/admission": (200, ADMISSION),

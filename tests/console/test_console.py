@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,8 +40,19 @@ def open_page(page: str, url: str) -> Any:
     return shown
 
 
+def drawings(shown: Any) -> list[str]:
+    return [one.proto.json for one in shown.get("bidi_component")]
+
+
+def with_table(shown: Any) -> Any:
+    """The overview's table of workers is made when somebody opens it."""
+    assert not shown.dataframe
+    shown.session_state["workers-table"] = True
+    return shown.run()
+
+
 def test_the_overview_shows_figures_workers_and_the_map(gateway: FakeGateway) -> None:
-    shown = open_page("overview", gateway.url)
+    shown = with_table(open_page("overview", gateway.url))
     figures = {metric.label: metric.value for metric in shown.metric}
     assert figures == {
         "Requests/s": "2", "Output tokens/s": "10", "TTFT p50": "100 ms", "TBT p50": "10 ms", "In time": "80.0 %",
@@ -50,9 +62,10 @@ def test_the_overview_shows_figures_workers_and_the_map(gateway: FakeGateway) ->
     assert list(table["worker"]) == ["prefill-1", "decode-1"]
     assert list(table["state"]) == ["serving", "draining"]
     assert list(table["KV in use"]) == [0.25, 0.25]
-    assert 'data-worker="decode-1" data-standing="draining"' in next(
-        one.value for one in shown.markdown if "<svg" in one.value
-    )
+    cluster, *figures_over_time = drawings(shown)
+    assert 'data-worker="decode-1" data-standing="draining"' in json.loads(cluster)
+    assert 'data-store="h:9"' in json.loads(cluster)
+    assert len(figures_over_time) == 6
 
 
 def test_an_empty_cluster_says_what_is_missing(gateway: FakeGateway) -> None:
@@ -214,7 +227,7 @@ def test_an_unreachable_gateway_is_a_clear_message(page: str) -> None:
 
 
 def test_what_was_known_stays_while_the_gateway_is_away(gateway: FakeGateway) -> None:
-    shown = open_page("overview", gateway.url)
+    shown = with_table(open_page("overview", gateway.url))
     gateway.answers["/halfmoon/v1/cluster"] = (503, {"error": {"message": "the ledger is away"}})
     shown.run()
     assert "the ledger is away" in shown.error[0].value
@@ -224,10 +237,9 @@ def test_what_was_known_stays_while_the_gateway_is_away(gateway: FakeGateway) ->
 def test_a_worker_that_left_is_still_there_and_red(gateway: FakeGateway) -> None:
     left = {"worker_id": "decode-1", "role": "decode", "left_s_ago": 2.0}
     gateway.answers["/halfmoon/v1/cluster"] = (200, CLUSTER | {"workers": [WORKER], "departed": [left]})
-    shown = open_page("overview", gateway.url)
+    shown = with_table(open_page("overview", gateway.url))
     assert list(shown.dataframe[0].value["state"]) == ["gone", "serving"]
-    drawn = next(one.value for one in shown.markdown if "<svg" in one.value)
-    assert 'data-worker="decode-1" data-standing="gone"' in drawn
+    assert 'data-worker="decode-1" data-standing="gone"' in json.loads(drawings(shown)[0])
 
 
 def test_a_reply_that_breaks_off_is_an_error(gateway: FakeGateway) -> None:

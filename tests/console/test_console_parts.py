@@ -6,10 +6,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("streamlit")
 
-from console import charts, cluster_map
+from console import charts, cluster_map, time_charts
 from console.cache_page import restored
 from console.class_form import preview_sentence, rules_of, seconds_of
 from console.class_history import change, undo_of
@@ -20,12 +22,12 @@ from console.placements_page import candidate_parts, pairs
 from console.plain_text import plain
 from console.quantities import ago, count, seconds, share, size
 
-from .fake_gateway import CLUSTER, EDITS, GOLD, PLACEMENT, PREVIEW, REFUSED, WORKER
+from .fake_gateway import CLUSTER, EDITS, GOLD, PLACEMENT, PREVIEW, REFUSED, STORES, WORKER
 
 
 def drawn(cluster: dict[str, Any]) -> ElementTree.Element:
     """It is well-formed, or this raises."""
-    return ElementTree.fromstring(cluster_map.draw(cluster))
+    return ElementTree.fromstring(cluster_map.draw(cluster, STORES))
 
 
 def of_worker(root: ElementTree.Element) -> dict[str, str]:
@@ -42,7 +44,7 @@ def many(count: int, role: str) -> list[dict[str, Any]]:
 def test_names_of_others_stay_within_the_drawing() -> None:
     name = "x" * 300 + "\n\n<script>alert(1)</script>"
     cluster = CLUSTER | {"served_model": name, "workers": [WORKER | {"worker_id": name}]}
-    text = cluster_map.draw(cluster)
+    text = cluster_map.draw(cluster, STORES)
     assert "\n" not in text  # an empty line would end the HTML, and Markdown begin
     root = ElementTree.fromstring(text)
     assert not list(root.iter("script"))
@@ -58,11 +60,11 @@ def test_text_of_others_is_no_markdown() -> None:
 def test_256_workers_are_one_drawing_of_moderate_size() -> None:
     cluster = CLUSTER | {"workers": [*many(128, "prefill"), *many(128, "decode")]}
     assert len(of_worker(drawn(cluster))) == 256
-    assert len(cluster_map.draw(cluster)) < 150_000
+    assert len(cluster_map.draw(cluster, STORES)) < 150_000
 
 
 def test_few_workers_have_their_links() -> None:
-    svg = cluster_map.draw(CLUSTER)
+    svg = cluster_map.draw(CLUSTER, STORES)
     assert "prefill-1 → decode-1: 1.00 GB/s" in svg
     assert of_worker(drawn(CLUSTER)) == {"prefill-1": "serving", "decode-1": "draining"}
 
@@ -71,7 +73,7 @@ def test_names_from_elsewhere_are_escaped() -> None:
     evil = '<script>"x"</script>'
     cluster = CLUSTER | {"served_model": evil, "workers": [WORKER | {"worker_id": evil}]}
     assert list(of_worker(drawn(cluster))) == [evil]
-    assert "<script>" not in cluster_map.draw(cluster)
+    assert "<script>" not in cluster_map.draw(cluster, STORES)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def test_names_from_elsewhere_are_escaped() -> None:
     ],
 )
 def test_standings(worker: dict[str, Any], word: str) -> None:
-    assert cluster_map.standing(worker).word == word
+    assert cluster_map.standing(worker, 1.8).word == word
     assert of_worker(drawn(CLUSTER | {"workers": [], "departed": [worker]}))[worker["worker_id"]] == word
 
 
@@ -149,13 +151,54 @@ def test_what_is_whole_and_not_good_is_late() -> None:
     assert outcome_rates(rates)["late"] == [1.5, 0.0]
 
 
-def test_specifications_do_not_change_with_the_rows() -> None:
-    """The browser draws anew what has another specification, and that flickers."""
-    ages = ([12.5, 7.5, 2.5], [17.5, 12.5, 7.5, 2.5])
-    lines = [charts.over_time(one, {"p50": [0.1 * age for age in one]}, {}, "ms", 10).spec for one in ages]
-    bars = [charts.stacked(one, {"good": list(one)}, {}, "1/s", 10, 5.0).spec for one in ages]
-    assert lines[0] == lines[1]
-    assert bars[0] == bars[1]
+def chart_values(svg: str) -> list[str]:
+    """What is told of its moments."""
+    return [one.text or "" for one in ElementTree.fromstring(svg).iter() if one.tag.endswith("title")]
+
+
+def test_lines_over_time_have_gaps_targets_and_tips() -> None:
+    svg = time_charts.over_time(
+        [12.5, 7.5, 2.5], {"p50": [100.0, None, 50.0]}, {"p50": "#000"}, "ms", 10, {"<gold>": 90}
+    )
+    assert chart_values(svg) == ["0.2 min ago: p50 100 ms", "0.0 min ago: p50 50 ms"]
+    circles = [one for one in ElementTree.fromstring(svg).iter() if one.tag.endswith("circle")]
+    assert len(circles) == 1 + 2  # the legend's, and two points without neighbours
+    assert "&lt;gold&gt; target" in svg
+
+
+def test_columns_stand_on_each_other() -> None:
+    svg = time_charts.stacked(
+        [7.5, 2.5], {"good": [1.0, 0.0], "late": [3.0, 0.0]}, {"good": "#0a0", "late": "#a00"}, "req/s", 10, 5.0
+    )
+    good, late = (
+        one for one in ElementTree.fromstring(svg).iter() if one.get("fill") in ("#0a0", "#a00") and one.get("width")
+    )
+    assert float(late.get("y", 0)) + float(late.get("height", 0)) == pytest.approx(float(good.get("y", 0)), abs=0.2)
+    assert float(late.get("height", 0)) == pytest.approx(3 * float(good.get("height", 0)), abs=0.2)
+
+
+def test_nothing_is_a_chart_too() -> None:
+    assert chart_values(time_charts.stacked([], {}, {}, "req/s", 5, 5.0)) == []
+    assert chart_values(time_charts.over_time([1.0], {"p50": [None]}, {"p50": "#000"}, "ms", 30)) == []
+
+
+@given(st.floats(1e-6, 1e12))
+def test_a_grid_reaches_over_its_values(most: float) -> None:
+    step = time_charts.grid_step(most)
+    assert most <= 4.001 * step <= 2.6 * most
+
+
+def test_stores_are_drawn_with_those_who_use_them() -> None:
+    away = {"state": "away", "address": "h:8", "reason": "<gone>"}
+    root = ElementTree.fromstring(cluster_map.draw(CLUSTER, [*STORES, away]))
+    shown = {one.get("data-store"): one.get("data-standing") for one in root.iter() if one.get("data-store")}
+    assert shown == {"h:9": "there", "h:8": "away"}
+    texts = [one.text for one in root.iter() if one.tag.endswith("text")]
+    assert {"20 blocks · 2.0 KiB of 7.8 KiB", "✕ away"} <= set(texts)
+    with_store, without = (
+        cluster_map.draw(CLUSTER | {"workers": [WORKER | {"kv_store": one}]}, STORES) for one in ("h:9", None)
+    )
+    assert with_store.count("<path") == without.count("<path") + 1
 
 
 def test_quantities() -> None:

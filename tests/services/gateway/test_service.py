@@ -55,7 +55,9 @@ async def test_the_control_api(tmp_path: Path) -> None:
         async with asyncio.timeout(20):
             while fleet.cluster.worker("d0").member.load.sequence != 3:  # noqa: ASYNC110 (a report is no event)
                 await asyncio.sleep(0)
-        status, cluster = await get(fleet, "/halfmoon/v1/cluster")
+        status, cluster = await get(fleet, "/halfmoon/v1/cluster?max_links=1")
+        _, without_links = await get(fleet, "/halfmoon/v1/cluster")
+        assert (await get(fleet, "/halfmoon/v1/cluster?max_links=-1"))[0] == 400
         _, metrics = await get(fleet, "/metrics")
     assert status == 200
     assert (cluster["model"], cluster["served_model"], cluster["context_tokens"]) == ("byte-model", MODEL, 200)
@@ -67,6 +69,7 @@ async def test_the_control_api(tmp_path: Path) -> None:
     assert second["load"]["free_blocks"] == 40
     assert set(second["load"]) == {field.name for field in WorkerLoad.DESCRIPTOR.fields} - {"links", "steps"}
     assert second["links"] == [{"address": "10.0.0.1:7002", "bytes_per_s": 2e9, "latency_s": 0.25}]
+    assert [one["links"] for one in without_links["workers"]] == [[], []]
     assert 'halfmoon_worker_num_running{role="decode",worker_id="d0"} 2.0' in metrics
     assert 'halfmoon_rpc_in_flight{method="/halfmoon.Cluster/Register"} 2.0' in metrics
 
