@@ -102,6 +102,13 @@ class Copies:
 
     async def _store_in_cold(self, records: Sequence[Write]) -> list[tuple[BlockMeta, int]]:
         assert self._cold is not None
+        if self._cold.breaker.state == "closed":
+            return await self._put_in_cold(records)
+        # It may be down still: one record alone decides, or the breaker would refuse all others of the batch.
+        return [*await self._put_in_cold(records[:1]), *await self._put_in_cold(records[1:])]
+
+    async def _put_in_cold(self, records: Sequence[Write]) -> list[tuple[BlockMeta, int]]:
+        assert self._cold is not None
         bodies = [bytes(head) + bytes(body) for _, (head, body) in records]
         puts = [self._cold.put(meta, body) for (meta, _), body in zip(records, bodies, strict=True)]
         results = await asyncio.gather(*puts, return_exceptions=True)

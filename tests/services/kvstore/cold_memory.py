@@ -42,6 +42,7 @@ class ColdMemory:
         pass
 
     async def _arrive(self) -> None:
+        await asyncio.sleep(0)  # as with a server, others run meanwhile
         if self.is_slow:
             await asyncio.Event().wait()
         if self.is_down:

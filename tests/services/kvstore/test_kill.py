@@ -33,6 +33,7 @@ BUDGET_BYTES = 64 * (HEADER_BYTES + LAYOUT.block_bytes)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a hundred processes
 def test_a_killed_store_serves_only_what_is_right(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.services.kvstore.test_kill"])
