@@ -120,7 +120,7 @@ class ClusterView:
         self._rows: dict[str, int] = {}
         self._ids: list[str] = []  # of each row; the last one there where nobody is now
         self._free_rows: list[int] = []
-        self._hosts: dict[str, set[str]] = {}  # who is on each
+        self._hosts: dict[str, int] = {}  # numbers
         self.busy = BusyTimes()  # of the members
         self._resize(16)
         for worker in workers:
@@ -173,16 +173,19 @@ class ClusterView:
         """The rows of those that are members."""
         return [self._rows[one] for one in worker_ids if one in self._rows]
 
-    def neighbours(self, worker_id: str) -> list[str]:
-        """The other members on the host of a member."""
-        return [one for one in self._hosts[self._views[worker_id].host] if one != worker_id]
+    def beside(self, worker_id: str) -> Bools:
+        """The rows, with an empty last one, of the other members on the host of a member."""
+        row = self._rows[worker_id]
+        found: Bools = self.hosts[: self.num_rows + 1] == self.hosts[row]
+        found[[row, -1]] = False
+        return found
 
     def put(self, worker: WorkerView) -> None:
         """Adds a member, or says what is new of one."""
         row = self._rows.get(worker.worker_id)
         if row is None:
             row = self._new_row(worker.worker_id)
-            self._hosts.setdefault(worker.host, set()).add(worker.worker_id)
+            self.busy.join(worker.worker_id, worker.host)
         self._views[worker.worker_id] = worker
         self.can_prefill[row] = worker.can_prefill
         self.can_decode[row] = worker.can_decode
@@ -200,6 +203,7 @@ class ClusterView:
         )
         self.prefill_coefficients[row] = worker.prefill_model
         self.step_coefficients[row] = worker.step_model
+        self.hosts[row] = self._hosts.setdefault(worker.host, len(self._hosts))
         self.holders[row] = worker.holder
         self.store_holders[row] = worker.store_holder
 
@@ -224,12 +228,10 @@ class ClusterView:
         """Takes a member out, if it is one."""
         row = self._rows.pop(worker_id, None)
         if row is not None:
-            host = self._views.pop(worker_id).host
-            self._hosts[host].remove(worker_id)
-            if not self._hosts[host]:
-                del self._hosts[host]
+            del self._views[worker_id]
             self.busy.forget(worker_id)
             self.can_prefill[row] = self.can_decode[row] = self.can_do_both[row] = False
+            self.hosts[row] = -1
             self._free_rows.append(row)
 
     def column(self, name: str) -> Floats:
@@ -257,6 +259,7 @@ class ClusterView:
         self.figures: Floats = np.zeros((num_rows, len(FIGURES)), order="F")
         self.prefill_coefficients: Floats = np.zeros((num_rows, NUM_COEFFICIENTS), order="F")
         self.step_coefficients: Floats = np.zeros((num_rows, NUM_COEFFICIENTS), order="F")
+        self.hosts: NDArray[np.int64] = np.full(num_rows + 1, -1)  # the last one is nobody's
         self.holders: NDArray[np.int64] = np.full(num_rows, -1)
         self.store_holders: NDArray[np.int64] = np.full(num_rows, -1)
         for worker in tuple(self._views.values()):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.policy.latency import Floats
+from halfmoon.policy.neighbours import Spans
 
 _PAST_S, _MAX_JOINS = 60.0, 256  # of requests that joined are remembered
 _LEAST_PAST_S = 10.0  # of them tell about those to come
@@ -148,22 +149,14 @@ class DecodeForecast:
         extra = self._joins[row].mean_present(length_s, now_s) if row in self._joins else DecodeLoad(0.0, 0.0)
         return DecodeLoad(float(shares.sum()) + extra.batch, float(shares @ context) + extra.context_tokens)
 
-    def spans(
-        self, rows: Sequence[int], now_s: float, without: Collection[str] = ()
-    ) -> dict[int, list[tuple[float, float]]]:
-        """From when until when somebody decodes on each of `rows`, seen from now, were those in `without` not there."""
-        there = np.isin(self._rows, rows)
+    def spans(self, beside: NDArray[np.bool_], now_s: float, without: Collection[str] = ()) -> Spans:
+        """From when until when each request on rows of `beside` decodes, seen from now; `without` some of them. The
+        last row there is nobody's."""
+        there = beside[self._rows]
         there[[self._slots[one] for one in without if one in self._slots]] = False
-        joins_s, ends_s = self._lives(there, now_s)
-        lives = zip(self._rows[there].tolist(), joins_s.tolist(), ends_s.tolist(), strict=True)
-        spans: dict[int, list[tuple[float, float]]] = {row: [] for row in rows}
-        for row, begin_s, end_s in sorted(one for one in lives if one[2] > now_s):
-            found = spans[row]
-            if found and begin_s <= found[-1][1]:
-                found[-1] = (found[-1][0], max(found[-1][1], end_s))
-            else:
-                found.append((begin_s, end_s))
-        return spans
+        slots = np.flatnonzero(there)
+        joins_s, ends_s = self._lives(slots, now_s)
+        return Spans(self._rows[slots], joins_s, ends_s)
 
     def _lives(self, slots: NDArray[np.int64] | NDArray[np.bool_], now_s: float) -> tuple[Floats, Floats]:
         """When the requests in these slots join, and when they end."""

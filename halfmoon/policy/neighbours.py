@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from heapq import heappop, heappush
+from bisect import bisect_left
+from collections.abc import Collection
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfmoon.policy.latency import Floats
+
+_FINE = 100  # busy ones whose changes are taken one by one; of more, in groups of a hundredth of them
 
 Span = tuple[float, float]  # from, until
 
@@ -17,49 +24,117 @@ class Decoding(NamedTuple):
     seconds: float
 
 
-class Neighbours:
-    """Owns when the workers beside one will be busy, as far as that is foreseen. Is asked in the order of time."""
+class Spans(NamedTuple):
+    """Times at which workers have work; equal workers may have several."""
 
-    def __init__(self, spans: Mapping[int, Iterable[Span]]) -> None:
-        """By the neighbour's row of the cluster view."""
-        self._spans: dict[int, list[Span]] = {row: [] for row in spans}
-        self._changes: list[tuple[float, int]] = []  # a heap: when, and how many more are busy then
-        self._num_busy = 0  # after those that were taken out
-        for row, of_row in spans.items():
-            for span in of_row:
-                self._add(row, span)
+    rows: NDArray[np.int64]  # of the cluster view
+    begins_s: Floats
+    ends_s: Floats
+
+    def union(self, now_s: float) -> Spans:
+        """What is not over, as spans that are apart from each other within a row."""
+        under_way = self.begins_s <= now_s
+        until_s = np.full(int(self.rows.max(initial=0)) + 1, now_s)
+        np.maximum.at(until_s, self.rows[under_way], self.ends_s[under_way])
+        later = ~under_way & (self.ends_s > until_s[self.rows])
+        busy = np.flatnonzero(until_s > now_s)
+        rows = np.concatenate([busy, self.rows[later]])
+        begins_s = np.concatenate([np.full(len(busy), now_s), self.begins_s[later]])
+        ends_s = np.concatenate([until_s[busy], self.ends_s[later]])
+        return _apart(rows, begins_s, ends_s) if len(rows) else Spans(rows, begins_s, ends_s)
+
+
+NO_SPANS = Spans(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0))
+
+
+def _apart(rows: NDArray[np.int64], begins_s: Floats, ends_s: Floats) -> Spans:
+    """Overlapping ones of a row become one."""
+    order = np.lexsort((begins_s, rows))
+    rows, begins_s, ends_s = rows[order], begins_s[order], ends_s[order]
+    first_s = begins_s.min()
+    offsets_s = rows * (ends_s.max() - first_s + 1.0) - first_s  # all times of a row lie behind those of the one before
+    reaches = np.maximum.accumulate(ends_s + offsets_s)
+    is_new = np.concatenate([[True], begins_s[1:] + offsets_s[1:] > reaches[:-1]])
+    return Spans(rows[is_new], begins_s[is_new], np.maximum.reduceat(ends_s, np.flatnonzero(is_new)))
+
+
+class Neighbours:
+    """Owns how many of the workers beside one will be busy, as far as that is foreseen. Is asked in the order of time.
+
+    Of more than a hundred not every change counts: what work takes beside them is right within a hundredth.
+    """
+
+    def __init__(self, beside: Collection[int], spans: Spans = NO_SPANS) -> None:
+        """`beside` are the neighbours' rows of the cluster view; `spans` are theirs, apart from each other."""
+        self._beside = beside
+        self._spans = spans
+        self._added: dict[int, list[Span]] = {}
+        self._times_s, self._nums = _changes(spans)
+        self._at = 0  # of these, the one that was passed last
 
     def decode(self, decoding: Decoding | None, now_s: float) -> None:
         """A prompt is computed, and decoded from now on; who is no neighbour does not matter."""
-        if decoding is not None and decoding.row in self._spans:
+        if decoding is not None and decoding.row in self._beside:
             self._add(decoding.row, (now_s, now_s + decoding.seconds))
 
     def after(self, work_s: float, begin_s: float, contention: float) -> float:
         """When work that takes `work_s` alone is done. It begins no sooner than what was asked for before."""
-        now_s = begin_s
-        while contention > 0:
-            until_s = self._next_change(now_s)
-            slowdown = 1 + contention * self._num_busy
-            if now_s + work_s * slowdown <= until_s:
-                return now_s + work_s * slowdown
-            work_s -= (until_s - now_s) / slowdown
-            now_s = until_s
-        return now_s + work_s
-
-    def _next_change(self, now_s: float) -> float:
-        """Until when as many are busy as are now."""
-        while self._changes and self._changes[0][0] <= now_s:
-            self._num_busy += heappop(self._changes)[1]
-        return self._changes[0][0] if self._changes else math.inf
+        if contention <= 0:
+            return begin_s + work_s
+        times_s, nums, at, now_s = self._times_s, self._nums, self._at, begin_s
+        while True:
+            until_s = times_s[at + 1]
+            if until_s > now_s:
+                slowdown = 1 + contention * nums[at]
+                if now_s + work_s * slowdown <= until_s:
+                    break
+                work_s -= (until_s - now_s) / slowdown
+                now_s = until_s
+            at += 1
+        self._at = at
+        return now_s + work_s * slowdown
 
     def _add(self, row: int, span: Span) -> None:
         """A worker that is busy already is not busier by more work."""
         new = [span]
-        for begin_s, end_s in self._spans[row]:
+        for begin_s, end_s in self._busy(row):
             parts = [part for one in new for part in ((one[0], min(one[1], begin_s)), (max(one[0], end_s), one[1]))]
             new = [(from_s, until_s) for from_s, until_s in parts if from_s < until_s]
-        self._spans[row].append(span)
+        self._added.setdefault(row, []).append(span)
         for from_s, until_s in new:
             if from_s < until_s:
-                heappush(self._changes, (from_s, 1))
-                heappush(self._changes, (until_s, -1))
+                for at in range(self._change_at(from_s), self._change_at(until_s)):
+                    self._nums[at] += 1
+
+    def _busy(self, row: int) -> list[Span]:
+        found = np.flatnonzero(self._spans.rows == row)
+        known = zip(self._spans.begins_s[found].tolist(), self._spans.ends_s[found].tolist(), strict=True)
+        return [*known, *self._added.get(row, ())]
+
+    def _change_at(self, at_s: float) -> int:
+        """Where the changes have this time, from now on at least."""
+        at = bisect_left(self._times_s, at_s)
+        if self._times_s[at] != at_s:
+            self._times_s.insert(at, at_s)
+            self._nums.insert(at, self._nums[at - 1])
+            self._at += at <= self._at
+        return at
+
+
+def _changes(spans: Spans) -> tuple[list[float], list[int]]:
+    """When another number of workers is busy, from the beginning to the end of time, and how many since then."""
+    times_s = np.concatenate([spans.begins_s, spans.ends_s])
+    order = np.argsort(times_s, kind="stable")
+    times_s = times_s[order]
+    nums = np.cumsum(np.where(order < len(spans.rows), 1, -1))
+    is_last = np.concatenate([times_s[1:] > times_s[:-1], [True]])[: len(times_s)]  # of equal times
+    times_s, nums = times_s[is_last], nums[is_last]
+    kept = _grouped(nums) if len(nums) > _FINE else slice(None)
+    return [-math.inf, *times_s[kept].tolist(), math.inf], [0, *nums[kept].tolist(), 0]
+
+
+def _grouped(nums: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which changes are kept: where the number has moved by a hundredth since the last one that is."""
+    moved = np.floor((np.abs(np.diff(nums, prepend=0)) / np.maximum(nums / _FINE, 1.0)).cumsum())
+    found: NDArray[np.bool_] = np.diff(moved, prepend=-1) > 0
+    return found

@@ -66,6 +66,7 @@ class PrefillCourse:
     def __init__(self) -> None:
         self._prompts: dict[str, _Prompt] = {}
         self._num_joined = 0
+        self._num_tokens = 0
         self._arrivals = ArrivalRate()
         self._step: list[_Chunk] = []
         self._step_began_s = 0.0
@@ -81,7 +82,7 @@ class PrefillCourse:
     @property
     def num_tokens(self) -> int:
         """Still to be computed, as of the last step that ended."""
-        return sum(prompt.new_tokens for prompt in self._prompts.values())
+        return self._num_tokens
 
     @property
     def step_began_s(self) -> float:
@@ -91,6 +92,7 @@ class PrefillCourse:
     def join(self, request_id: str, work: Prefill, decoding: Decoding | None, step_tokens: int, now_s: float) -> None:
         """A prompt is sent there."""
         self._num_joined += 1
+        self._num_tokens += work.new_tokens
         self._arrivals.add(work.new_tokens, now_s)
         self._prompts[request_id] = _Prompt(request_id, self._num_joined, *work, decoding)
         if not self._step:
@@ -103,12 +105,15 @@ class PrefillCourse:
             return
         if any(chunk.prompt is prompt for chunk in self._step):
             self._end_step()
-        self._prompts.pop(request_id, None)
+        if self._prompts.pop(request_id, None) is not None:
+            self._num_tokens -= prompt.new_tokens
         self._begin(now_s, step_tokens)
 
     def remove(self, request_id: str, step_tokens: int, now_s: float) -> None:
         """It is elsewhere, or given up. What is under way goes on."""
-        if self._prompts.pop(request_id, None) is not None:
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is not None:
+            self._num_tokens -= prompt.new_tokens
             self._step = [chunk for chunk in self._step if chunk.prompt.request_id != request_id]
             if not self._step:
                 self._begin(now_s, step_tokens)
@@ -169,6 +174,7 @@ class PrefillCourse:
         for prompt, num_tokens in self._step:
             prompt.new_tokens -= num_tokens
             prompt.known_tokens += num_tokens
+            self._num_tokens -= num_tokens
             if not prompt.new_tokens:
                 self._prompts.pop(prompt.request_id, None)
 

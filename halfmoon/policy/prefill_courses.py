@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from halfmoon.policy.cluster_view import ClusterView, WorkerView
+import numpy as np
+
+from halfmoon.policy.cluster_view import Bools, ClusterView, WorkerView
 from halfmoon.policy.decode_forecast import DecodeForecast
-from halfmoon.policy.neighbours import Decoding, Neighbours
+from halfmoon.policy.neighbours import Decoding, Neighbours, Spans
 from halfmoon.policy.placement import Placement
 from halfmoon.policy.prefill_course import Prefill, PrefillCourse, Speed
 
@@ -90,18 +92,24 @@ class PrefillCourses:
     def _past_busy(self, view: ClusterView, worker: WorkerView, course: PrefillCourse, now_s: float) -> float:
         if worker.contention < _LEAST_CONTENTION or not len(course):
             return 0.0
-        return view.busy.mean_busy(view.neighbours(worker.worker_id), course.step_began_s, now_s)
+        return view.busy.mean_busy_beside(worker.worker_id, course.step_began_s, now_s)
 
     def _neighbours(self, view: ClusterView, worker: WorkerView, course: PrefillCourse, now_s: float) -> Neighbours:
         """Those that decode by the forecast, those that prefill until what they have is computed."""
         if worker.contention < _LEAST_CONTENTION:
-            return Neighbours({})
-        spans = self._decodes.spans(view.rows_of(view.neighbours(worker.worker_id)), now_s, course.request_ids)
-        for row, of_row in spans.items():
-            other = self._courses.get(row)
-            if other is not None and len(other):
-                of_row.append((now_s, now_s + other.num_tokens * view.worker(row).prefill_model.b))
-        return Neighbours(spans)
+            return Neighbours(())
+        beside = view.beside(worker.worker_id)
+        decodes, prefills = self._decodes.spans(beside, now_s, course.request_ids), self._prefills(view, beside, now_s)
+        both = [np.concatenate(of_both) for of_both in zip(decodes, prefills, strict=True)]
+        return Neighbours(set(np.flatnonzero(beside).tolist()), Spans(*both).union(now_s))
+
+    def _prefills(self, view: ClusterView, beside: Bools, now_s: float) -> Spans:
+        num = len(self._courses)
+        rows = np.fromiter(self._courses.keys(), np.int64, num)
+        num_tokens = np.fromiter((course.num_tokens for course in self._courses.values()), np.float64, num)
+        busy = beside[rows] & (num_tokens > 0)
+        rows, num_tokens = rows[busy], num_tokens[busy]
+        return Spans(rows, np.full(len(rows), now_s), now_s + num_tokens * view.prefill_coefficients[rows, 1])
 
 
 def _has_steps(worker: WorkerView) -> bool:

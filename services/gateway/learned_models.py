@@ -59,9 +59,10 @@ class LearnedModels:
         model = latency.step
         prefills = [one for one in steps if one.prefill_tokens]
         if prefills:
-            beside = view.neighbours(worker_id)
             num_busy = [
-                view.busy.mean_busy(beside, now_s - one.ended_before_s - one.seconds, now_s - one.ended_before_s)
+                view.busy.mean_busy_beside(
+                    worker_id, now_s - one.ended_before_s - one.seconds, now_s - one.ended_before_s
+                )
                 for one in prefills
             ]
             samples = [

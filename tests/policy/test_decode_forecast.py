@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,13 +41,17 @@ def test_spans_are_apart_and_cover_every_life(lives: list[tuple[float, float]], 
     forecast = DecodeForecast()
     for number, (joins_s, stays_s) in enumerate(lives):
         forecast.join(str(number), 0, joins_s, joins_s + stays_s, 10, 10)
-    spans = forecast.spans([0], now_s)[0]
+    here, nobody = np.array([True, False]), [str(number) for number in range(len(lives))]
+    found = forecast.spans(here, now_s).union(now_s)
+    spans = list(zip(found.begins_s.tolist(), found.ends_s.tolist(), strict=True))
     assert all(begin_s <= end_s for begin_s, end_s in spans)
     assert all(one[1] < other[0] for one, other in pairwise(spans))
     for joins_s, stays_s in lives:
         if joins_s + stays_s > now_s:
-            assert any(begin_s <= joins_s and joins_s + stays_s <= end_s for begin_s, end_s in spans)
-    assert forecast.spans([0], now_s, without=[str(number) for number in range(len(lives))]) == {0: []}
+            begins_s = max(joins_s, now_s)  # what was is not told
+            assert any(begin_s <= begins_s and joins_s + stays_s <= end_s for begin_s, end_s in spans)
+    assert len(forecast.spans(here, now_s, without=nobody).rows) == 0
+    assert len(forecast.spans(~here & False, now_s).rows) == 0
 
 
 @given(LIVES, st.sets(st.integers(0, 11)), st.floats(0, 9), st.floats(0, 9))

@@ -16,6 +16,7 @@ from halfmoon.engine.sequence import Sequence
 from halfmoon.policy.latency import PrefillModel
 from halfmoon.policy.neighbours import Decoding, Neighbours
 from halfmoon.policy.prefill_course import Prefill, PrefillCourse, Speed, Times
+from tests.policy.busy_host import beside
 
 STEP = 100
 SPEED = Speed(PrefillModel(0.0, 0.01, 0.0), STEP)  # a second a full step
@@ -107,10 +108,10 @@ def test_busy_neighbours_slow_it_down_as_long_as_they_are() -> None:
     speed = SPEED._replace(contention=1.0)
     made = PrefillCourse()
     for spans, ends_s in (({}, 1.0), ({7: [(0.0, 9.0)]}, 2.0), ({7: [(0.0, 1.0)]}, 1.5), ({7: [(0.5, 0.7)]}, 1.1)):
-        found = made.predict(work(100), speed, Neighbours(spans), 0.0, 0.0, 0.0)
+        found = made.predict(work(100), speed, beside(spans), 0.0, 0.0, 0.0)
         assert found is not None
         assert found.ends_s == pytest.approx(ends_s)
-    both = Neighbours({7: [(0.0, 9.0)], 8: [(0.0, 9.0)]})
+    both = beside({7: [(0.0, 9.0)], 8: [(0.0, 9.0)]})
     assert made.predict(work(100), speed, both, 0.0, 0.0, 0.0) == (0.0, 3.0)
 
 
@@ -185,7 +186,7 @@ def test_a_prediction_is_no_sooner_than_its_own_work(
             made.computed(str(number // 2), STEP, now_s)
         else:
             made.remove(str(number // 3), STEP, now_s)
-    found = made.predict(work(num_tokens), speed, Neighbours({7: [(now_s, now_s + 1)]}), 1.0, 0.0, now_s)
+    found = made.predict(work(num_tokens), speed, beside({7: [(now_s, now_s + 1)]}), 1.0, 0.0, now_s)
     assert found is not None
     assert now_s <= found.begins_s <= found.ends_s
     assert found.ends_s - now_s >= num_tokens * SPEED.model.b - 1e-9

@@ -85,6 +85,9 @@ def test_what_others_sent_there_is_ahead() -> None:
 
 def test_neighbours_are_the_members_of_one_host() -> None:
     view = ClusterView((P, D, ELSEWHERE))
-    assert view.neighbours("p") == ["d"]
+    assert view.beside("p").tolist() == [False, True, False, False]
     view.remove("d")
-    assert (view.neighbours("p"), view.neighbours("e")) == ([], [])
+    assert not view.beside("p").any()
+    assert not view.beside("e").any()
+    view.put(replace(D, worker_id="f", address="other:9"))  # in the row that is free
+    assert view.beside("e").tolist() == [False, True, False, False]
