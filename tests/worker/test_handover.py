@@ -56,13 +56,13 @@ def reference(checkpoint: Checkpoint, prompt: list[int], max_tokens: int) -> lis
 @asynccontextmanager
 async def listening(worker: RunningWorker) -> AsyncIterator[AsyncIterator[Any]]:
     request = decode_pb2.TokensRequest(gateway_id=GATEWAY)
-    async with worker.peer.stream(worker.decode.Tokens, request, deadline_s=60) as steps:
+    async with worker.peer.stream(worker.decode.Tokens, request, deadline_s=170) as steps:
         assert not (await anext(steps)).tokens
         yield steps
 
 
 async def prefilled(worker: RunningWorker, request: prefill_pb2.PrefillRequest) -> list[prefill_pb2.PrefillEvent]:
-    async with worker.peer.stream(worker.prefill.Prefill, request, deadline_s=60) as events:
+    async with worker.peer.stream(worker.prefill.Prefill, request, deadline_s=170) as events:
         return [event async for event in events]
 
 
@@ -158,7 +158,7 @@ async def test_a_full_decode_worker_refuses_before_anything_is_computed(start_wo
     prefill, decode = await start_worker("prefill"), await start_worker("decode", num_blocks=32, max_running=1)
     async with listening(decode):
         held = generation(tiny, [4] * 8, 4, "held")
-        async with transfer_to(decode.peer, decode.engine.layout, deadline_s=60) as transfer:
+        async with transfer_to(decode.peer, decode.engine.layout, deadline_s=170) as transfer:
             body = decode_pb2.HandoverOpen(generation=held).SerializeToString()
             await transfer.open(KVRange(0, 2, 0, 2, 0, 8), body)
             request = prefill_pb2.PrefillRequest(
@@ -177,7 +177,7 @@ async def test_a_caller_that_leaves_frees_both_workers(start_worker: Start, tiny
         request = prefill_pb2.PrefillRequest(
             generation=generation(tiny, [5] * 100, 150), decode_address=decode.peer.address
         )
-        async with prefill.peer.stream(prefill.prefill.Prefill, request, deadline_s=60) as events:
+        async with prefill.peer.stream(prefill.prefill.Prefill, request, deadline_s=170) as events:
             await anext(events)
         await decode.peer.call(
             decode.decode.Cancel, decode_pb2.CancelRequest(request_ids=["r", "unknown"]), deadline_s=5
@@ -189,7 +189,7 @@ async def test_a_caller_that_leaves_frees_both_workers(start_worker: Start, tiny
 
 async def test_a_lost_sender_loses_its_reservation(start_worker: Start, tiny: Checkpoint) -> None:
     decode = await start_worker("decode", lease_s=0.05)
-    async with listening(decode), transfer_to(decode.peer, decode.engine.layout, deadline_s=60) as transfer:
+    async with listening(decode), transfer_to(decode.peer, decode.engine.layout, deadline_s=170) as transfer:
         body = decode_pb2.HandoverOpen(generation=generation(tiny, [4] * 8, 4)).SerializeToString()
         await transfer.open(KVRange(0, 2, 0, 2, 0, 8), body)
         assert decode.num_used_blocks > 0
