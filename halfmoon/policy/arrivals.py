@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _PAST_S, _MAX_ARRIVALS = 60.0, 256  # of arrivals are remembered
 _FIRST_DUE = 0.5  # of the time between two: when the first of a stream comes, on average
@@ -39,6 +39,11 @@ class ArrivalRate:
         self._came.append((now_s, num_tokens))
         while self._came[0][0] < now_s - _PAST_S:
             self._came.popleft()
+
+    def share(self, work_s: Callable[[int], float], now_s: float) -> float:
+        """Of the time, what it takes to compute them, each `work_s` of its tokens. 0 as long as too little is known."""
+        past_s = now_s - self._came[0][0] if self._came else 0.0
+        return sum(work_s(num_tokens) for _, num_tokens in self._came) / past_s if past_s >= _LEAST_PAST_S else 0.0
 
     def to_come(self, num_tokens: int, now_s: float) -> Arrivals:
         """Those that are to be expected, shorter ones than that and others: by their rates and means. None as long as

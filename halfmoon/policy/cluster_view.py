@@ -51,6 +51,7 @@ class WorkerView:
     context_in_use_tokens: int = 0  # of the requests that it decodes
     prefill_free_s: float = 0.0  # when it will have computed the prompts that it said it has
     step_tokens: int = 0  # prompt tokens that it computes together; 0: not known
+    chunk_tokens: int = 0  # the same where it also decodes; 0: not known
     prefill_model: PrefillModel = UNKNOWN_PREFILL
     step_model: StepModel = UNKNOWN_STEP
     holder: int = -1  # its number in the block index; -1: its blocks are not known

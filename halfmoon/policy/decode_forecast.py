@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from halfmoon.policy.latency import Floats
 from halfmoon.policy.neighbours import Spans
+from halfmoon.policy.own_decodes import Life
 
 _PAST_S, _MAX_JOINS = 60.0, 256  # of requests that joined are remembered
 _LEAST_PAST_S = 10.0  # of them tell about those to come
@@ -148,6 +149,15 @@ class DecodeForecast:
         context = self._prompts[there] + 0.5 * self._outputs[there]
         extra = self._joins[row].mean_present(length_s, now_s) if row in self._joins else DecodeLoad(0.0, 0.0)
         return DecodeLoad(float(shares.sum()) + extra.batch, float(shares @ context) + extra.context_tokens)
+
+    def present(self, row: int, now_s: float, without: Collection[str] = ()) -> list[Life]:
+        """Who decodes on `row` now, were those in `without` not there."""
+        others = {self._slots[one] for one in without if one in self._slots}
+        there = np.array(sorted(self._of_row.get(row, set()) - others), dtype=np.int64)
+        there = there[self._joins_s[there] <= now_s]
+        _, ends_s = self._lives(there, now_s)
+        context = self._prompts[there] + 0.5 * self._outputs[there]
+        return [Life(*one) for one in zip(ends_s.tolist(), context.tolist(), strict=True)]
 
     def spans(self, beside: NDArray[np.bool_], now_s: float, without: Collection[str] = ()) -> Spans:
         """From when until when each request on rows of `beside` decodes, seen from now; `without` some of them. The

@@ -22,6 +22,7 @@ class Decoding(NamedTuple):
 
     row: int  # of the cluster view: who does it
     seconds: float
+    context_tokens: float = 0.0  # on average
 
 
 class Spans(NamedTuple):

@@ -41,6 +41,7 @@ class Placement:
     queue_s: float = 0.0  # of `ttft_s`: until the prefill worker begins with it
     overhead_s: float = 0.0  # of `ttft_s`: beside queue and prefill
     work_s: float = 0.0  # restoring and computing it, on a worker that does nothing else
+    behind_s: float = 0.0  # computing what the prefill worker has left when its token is there
     ranked_by: TtftPrediction | None = field(default=None, compare=False, repr=False)  # of all workers
 
     @property

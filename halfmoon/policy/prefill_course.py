@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from halfmoon.policy.arrivals import ArrivalRate
-from halfmoon.policy.latency import PrefillModel
+from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.policy.neighbours import Decoding, Neighbours
+from halfmoon.policy.own_decodes import OwnDecodes
 
 _MAX_STEPS = 512  # looked ahead; who is not computed by then waits as others predict it
 _MAX_LOOKS = 4_000  # at prompts, over all steps: about a millisecond, which every other request waits for, too
 _OVERDUE = 0.05  # of a step that should be over: how much of it may be left
+_UNKNOWN = 0.5  # of a decode step: how much of it is over, on average
 
 
 class Speed(NamedTuple):
@@ -22,6 +24,11 @@ class Speed(NamedTuple):
     model: PrefillModel
     step_tokens: int
     contention: float = 0.0  # what each busy neighbour adds, as a share of the time alone
+    chunk_tokens: int = 0  # in place of `step_tokens` where it decodes, too
+
+    def room(self, decode_s: float) -> int:
+        """Prompt tokens of a step in which decoding takes so long."""
+        return self.chunk_tokens if decode_s > 0 else self.step_tokens
 
 
 class Prefill(NamedTuple):
@@ -38,6 +45,7 @@ class Times(NamedTuple):
 
     begins_s: float
     ends_s: float
+    behind_tokens: int = 0  # of others that are there, not computed by then
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +97,15 @@ class PrefillCourse:
         """When the step under way began."""
         return self._step_began_s
 
+    def share(self, speed: Speed, now_s: float) -> float:
+        """Of the time, what it takes to compute the prompts that usually come, beside decoding."""
+        model, chunk_tokens = speed.model, speed.chunk_tokens
+
+        def work_s(num_tokens: int) -> float:
+            return model.seconds(num_tokens) + model.a * (math.ceil(num_tokens / chunk_tokens) - 1)
+
+        return self._arrivals.share(work_s, now_s)
+
     def join(self, request_id: str, work: Prefill, decoding: Decoding | None, step_tokens: int, now_s: float) -> None:
         """A prompt is sent there."""
         self._num_joined += 1
@@ -118,46 +135,62 @@ class PrefillCourse:
             if not self._step:
                 self._begin(now_s, step_tokens)
 
-    def advance(self, speed: Speed, past_busy: float, now_s: float) -> None:
-        """Steps that must be over by now, with so many neighbours busy since `step_began_s`. One that a prompt's token
-        comes of is over when that is here."""
+    def advance(self, speed: Speed, past_busy: float, now_s: float, decode_s: float = 0.0) -> None:
+        """Steps that must be over by now, with so many neighbours busy since `step_began_s`, and decoding taking
+        so long of each. One that a prompt's token comes of is over when that is here."""
         slowdown = 1 + speed.contention * past_busy
-        self._begin_restored(speed.step_tokens, now_s)
+        step_tokens = speed.room(decode_s)
+        self._begin_restored(step_tokens, now_s)
         while self._step and not any(chunk.num_tokens == chunk.prompt.new_tokens for chunk in self._step):
-            ends_s = self._step_began_s + slowdown * _work_s(self._step, speed.model)
+            ends_s = self._step_began_s + slowdown * (_work_s(self._step, speed.model) + decode_s)
             if ends_s > now_s:
                 return
             self._end_step()
-            self._begin(ends_s, speed.step_tokens)
-            self._begin_restored(speed.step_tokens, now_s)
+            self._begin(ends_s, step_tokens)
+            self._begin_restored(step_tokens, now_s)
 
     def predict(
-        self, work: Prefill, speed: Speed, neighbours: Neighbours, past_busy: float, ahead_s: float, now_s: float
+        self,
+        work: Prefill,
+        speed: Speed,
+        neighbours: Neighbours,
+        past_busy: float,
+        ahead_s: float,
+        now_s: float,
+        own: OwnDecodes | None = None,
     ) -> Times | None:
         """When such a prompt would begin and end, were it sent now; None where that is too far ahead.
 
-        `past_busy` is as for `advance`; `ahead_s` is what the worker has to do for others first, alone.
+        `past_busy` is as for `advance`; `ahead_s` is what the worker has to do for others first, alone; `own` is who
+        decodes in the same steps, None where nobody ever does.
         """
         mine = _Prompt("", self._num_joined + 1, *work, None)
         copies = {prompt.request_id: replace(prompt) for prompt in self._prompts.values()}
         left, num_looks = _ranked([*copies.values(), mine]), 0
         step = [_Chunk(copies[prompt.request_id], num_tokens) for prompt, num_tokens in self._step]
         begins_s, to_come = math.inf, None
-        step_s = _work_s(step, speed.model)
-        done_s = (now_s - self._step_began_s) / (1 + speed.contention * past_busy) if step else 0.0
+        own = own or OwnDecodes(-1, (), StepModel())
+        decode_s = own.step_s(now_s)
+        step_s = _work_s(step, speed.model) + decode_s
+        done_s = (now_s - self._step_began_s) / (1 + speed.contention * past_busy) if step else _UNKNOWN * step_s
         time_s = neighbours.after(max(step_s - done_s, _OVERDUE * step_s) + ahead_s, now_s, speed.contention)
         for _ in range(_MAX_STEPS):
-            left = _after(step, left, neighbours, time_s)
-            step = _formed(left, speed.step_tokens, time_s)
+            left = _after(step, left, neighbours, own, time_s)
+            decode_s = own.step_s(time_s)
+            step = _formed(left, speed.room(decode_s), time_s)
             if not step:  # all wait for what is restored
                 time_s = min(prompt.ready_s for prompt in left)
-                step = _formed(left, speed.step_tokens, time_s)
+                decode_s = own.step_s(time_s)
+                step = _formed(left, speed.room(decode_s), time_s)
             if any(prompt is mine for prompt, _ in step):
                 begins_s = min(begins_s, time_s)
             began_s = time_s
-            time_s = neighbours.after(_work_s(step, speed.model), time_s, speed.contention)
+            time_s = neighbours.after(_work_s(step, speed.model) + decode_s, time_s, speed.contention)
             if any(prompt is mine and num_tokens == mine.new_tokens for prompt, num_tokens in step):
-                return Times(begins_s, time_s)
+                behind_tokens = sum(one.new_tokens for one in copies.values()) - sum(
+                    num_tokens for prompt, num_tokens in step if prompt.request_id
+                )
+                return Times(begins_s, time_s, behind_tokens)
             if to_come is None:  # most are computed with the first step
                 to_come = self._arrivals.to_come(work.new_tokens, now_s)
             came = to_come.within(time_s - began_s)
@@ -189,13 +222,16 @@ class PrefillCourse:
         self._step_began_s = now_s
 
 
-def _after(step: Sequence[_Chunk], prompts: list[_Prompt], neighbours: Neighbours, now_s: float) -> list[_Prompt]:
+def _after(
+    step: Sequence[_Chunk], prompts: list[_Prompt], neighbours: Neighbours, own: OwnDecodes, now_s: float
+) -> list[_Prompt]:
     """Who is left when a step ended now."""
     for prompt, num_tokens in step:
         prompt.new_tokens -= num_tokens
         prompt.known_tokens += num_tokens
         if not prompt.new_tokens:
             neighbours.decode(prompt.decoding, now_s)
+            own.decode(prompt.decoding, now_s)
     return [prompt for prompt in prompts if prompt.new_tokens > 0]
 
 

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from halfmoon.policy.answer_pace import pace_among_prompts
 from halfmoon.policy.cluster_view import Bools, ClusterView, WorkerView
 from halfmoon.policy.decode_forecast import DecodeForecast
 from halfmoon.policy.neighbours import Decoding, Neighbours, Spans
+from halfmoon.policy.own_decodes import OwnDecodes
 from halfmoon.policy.placement import Placement
 from halfmoon.policy.prefill_course import Prefill, PrefillCourse, Speed
 
@@ -25,7 +27,7 @@ class PrefillCourses:
     def __init__(self, decodes: DecodeForecast) -> None:
         self._decodes = decodes
         self._courses: dict[int, PrefillCourse] = {}
-        self._rows: dict[str, tuple[int, int]] = {}  # by request: the row, and its step's tokens
+        self._rows: dict[str, tuple[int, WorkerView]] = {}  # by request
 
     def join(
         self,
@@ -43,23 +45,22 @@ class PrefillCourses:
         if row is None or decode_row is None or not _has_steps(worker):
             return
         course = self._advanced(row, view, worker, now_s)
-        decoding = Decoding(decode_row, num_output * placement.tbt_s)
-        self._rows[request_id] = (row, worker.step_tokens)
-        course.join(
-            request_id, _work(placement, num_prompt_tokens, priority, now_s), decoding, worker.step_tokens, now_s
-        )
+        decoding = Decoding(decode_row, num_output * placement.tbt_s, num_prompt_tokens + num_output / 2)
+        self._rows[request_id] = (row, worker)
+        work = _work(placement, num_prompt_tokens, priority, now_s)
+        course.join(request_id, work, decoding, self._room(row, worker, now_s), now_s)
 
     def computed(self, request_id: str, now_s: float) -> None:
         """Its first token is here."""
-        row, step_tokens = self._rows.pop(request_id, (-1, 0))
-        if row >= 0:
-            self._courses[row].computed(request_id, step_tokens, now_s)
+        found = self._rows.pop(request_id, None)
+        if found is not None:
+            self._courses[found[0]].computed(request_id, self._room(*found, now_s), now_s)
 
     def leave(self, request_id: str, now_s: float) -> None:
         """It is on no worker, or on another one."""
-        row, step_tokens = self._rows.pop(request_id, (-1, 0))
-        if row >= 0:
-            self._courses[row].remove(request_id, step_tokens, now_s)
+        found = self._rows.pop(request_id, None)
+        if found is not None:
+            self._courses[found[0]].remove(request_id, self._room(*found, now_s), now_s)
 
     def refined(
         self, view: ClusterView, placement: Placement, num_prompt_tokens: int, priority: int, now_s: float
@@ -69,7 +70,8 @@ class PrefillCourses:
         if row is None or not _has_steps(worker):
             return placement
         course = self._advanced(row, view, worker, now_s)
-        if not len(course) and worker.contention < _LEAST_CONTENTION:
+        own = self._own(row, worker, now_s)
+        if not len(course) and worker.contention < _LEAST_CONTENTION and not own.step_s(now_s):
             return placement
         others_s = max(worker.prefill_free_s - now_s - course.num_tokens * worker.prefill_model.b, 0.0)
         times = course.predict(
@@ -79,15 +81,39 @@ class PrefillCourses:
             self._past_busy(view, worker, course, now_s),
             others_s if others_s > worker.prefill_model.seconds(worker.step_tokens) else 0.0,
             now_s,
+            own,
         )
         if times is None:
             return placement
-        return replace(placement, ttft_s=times.ends_s - now_s, queue_s=times.begins_s - now_s)
+        behind_s = times.behind_tokens * worker.prefill_model.b
+        return replace(placement, ttft_s=times.ends_s - now_s, queue_s=times.begins_s - now_s, behind_s=behind_s)
+
+    def tbt_s(self, view: ClusterView, placement: Placement, step_s: float, num_gaps: float, now_s: float) -> float:
+        """The mean of an answer whose decode steps take `step_s`: more where chunks of prompts are in them, too."""
+        worker, row = placement.decode, view.row(placement.decode.worker_id)
+        if row is None or worker.role != "both" or not _has_steps(worker) or row not in self._courses:
+            return step_s
+        share = self._courses[row].share(_speed(worker), now_s)
+        behind_s = placement.behind_s + share * placement.ttft_s  # some come before it begins
+        chunk_s = worker.prefill_model.seconds(worker.chunk_tokens)
+        return pace_among_prompts(step_s, chunk_s, share, behind_s, num_gaps)
 
     def _advanced(self, row: int, view: ClusterView, worker: WorkerView, now_s: float) -> PrefillCourse:
         course = self._courses.setdefault(row, PrefillCourse())
-        course.advance(_speed(worker), self._past_busy(view, worker, course, now_s), now_s)
+        past_busy = self._past_busy(view, worker, course, now_s)
+        course.advance(_speed(worker), past_busy, now_s, self._own(row, worker, now_s).step_s(now_s))
         return course
+
+    def _own(self, row: int, worker: WorkerView, now_s: float) -> OwnDecodes:
+        """Who decodes in the steps of a worker that does both."""
+        course = self._courses.get(row)
+        without = () if course is None else course.request_ids
+        lives = self._decodes.present(row, now_s, without) if worker.role == "both" else ()
+        return OwnDecodes(row, lives, worker.step_model)
+
+    def _room(self, row: int, worker: WorkerView, now_s: float) -> int:
+        """Prompt tokens of a step that begins now."""
+        return _speed(worker).room(self._own(row, worker, now_s).step_s(now_s))
 
     def _past_busy(self, view: ClusterView, worker: WorkerView, course: PrefillCourse, now_s: float) -> float:
         if worker.contention < _LEAST_CONTENTION or not len(course):
@@ -113,13 +139,14 @@ class PrefillCourses:
 
 
 def _has_steps(worker: WorkerView) -> bool:
-    """Whether it is known how it forms its steps, and how long they take; with decodes of its own in them it is not."""
-    return worker.role == "prefill" and worker.step_tokens > 0 and any(worker.prefill_model)
+    """Whether it is known how it forms its steps, and how long they take."""
+    is_told = worker.step_tokens > 0 and (worker.role == "prefill" or worker.chunk_tokens > 0)
+    return is_told and any(worker.prefill_model)
 
 
 def _speed(worker: WorkerView) -> Speed:
     contention = worker.contention if worker.contention >= _LEAST_CONTENTION else 0.0
-    return Speed(worker.prefill_model, worker.step_tokens, contention)
+    return Speed(worker.prefill_model, worker.step_tokens, contention, worker.chunk_tokens)
 
 
 def _work(placement: Placement, num_prompt_tokens: int, priority: int, now_s: float) -> Prefill:

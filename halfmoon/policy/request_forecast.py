@@ -65,7 +65,9 @@ class RequestForecast:
         def exactly(chosen: Placement) -> Placement:
             return self.exactly(view, chosen, request.num_prompt_tokens, request.priority, now_s)
 
-        return place(view, request, self._rules, now_s, self._rng, ranked_by=ttft, loads_at=loads_at, exactly=exactly)
+        found = place(view, request, self._rules, now_s, self._rng, ranked_by=ttft, loads_at=loads_at, exactly=exactly)
+        tbt_s = self._courses.tbt_s(view, found, found.tbt_s, math.inf, now_s)
+        return replace(found, tbt_s=tbt_s) if tbt_s != found.tbt_s else found
 
     def ttft(
         self, view: ClusterView, request: PlacementRequest, now_s: float, depths: NDArray[np.int64]
@@ -97,7 +99,8 @@ class RequestForecast:
         load = self.decodes.mean_load(row, begins_s, begins_s + num_output * placement.tbt_s, now_s)
         own_tokens = num_prompt_tokens + num_output / 2
         step_s = placement.decode.step_model.seconds(load.batch + 1, load.context_tokens + own_tokens)
-        return step_s + self.handover_s(num_output)
+        paced_s = self._courses.tbt_s(view, placement, step_s, max(num_output - 1, 1), now_s)
+        return paced_s + self.handover_s(num_output)
 
     def tbt_at(
         self, view: ClusterView, placement: Placement, num_prompt_tokens: int, at_s: float, now_s: float
@@ -136,8 +139,8 @@ class RequestForecast:
     def begin_decode(self, request_id: str, now_s: float) -> None:
         """Its first token is there."""
         self._prefills.leave(request_id, now_s)
-        self._courses.computed(request_id, now_s)
         self.decodes.begin(request_id, now_s)
+        self._courses.computed(request_id, now_s)
 
     def leave(self, request_id: str, now_s: float) -> None:
         """It is over."""

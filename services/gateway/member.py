@@ -73,6 +73,7 @@ class Member:
             context_in_use_tokens=load.context_tokens,
             prefill_free_s=self.heard_s + prefill.b * max(load.waiting_prefill_tokens - self.computed_tokens, 0),
             step_tokens=identity.step_tokens,
+            chunk_tokens=identity.chunk_tokens,
             prefill_model=prefill,
             step_model=models.step,
             contention=models.contention,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -13,9 +14,10 @@ from halfmoon.engine.prefix_cache import PrefixCache
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.scheduler import Scheduler, SchedulerLimits
 from halfmoon.engine.sequence import Sequence
-from halfmoon.policy.latency import PrefillModel
+from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.policy.neighbours import Decoding, Neighbours
-from halfmoon.policy.prefill_course import Prefill, PrefillCourse, Speed, Times
+from halfmoon.policy.own_decodes import Life, OwnDecodes
+from halfmoon.policy.prefill_course import Prefill, PrefillCourse, Speed
 from tests.policy.busy_host import beside
 
 STEP = 100
@@ -34,10 +36,17 @@ def course(*prompts: int) -> PrefillCourse:
     return made
 
 
-def predict(made: PrefillCourse, wanted: Prefill, now_s: float = 0.0, speed: Speed = SPEED) -> Times:
-    found = made.predict(wanted, speed, NOBODY, 0.0, 0.0, now_s)
+class When(NamedTuple):
+    begins_s: float
+    ends_s: float
+
+
+def predict(
+    made: PrefillCourse, wanted: Prefill, now_s: float = 0.0, speed: Speed = SPEED, neighbours: Neighbours = NOBODY
+) -> When:
+    found = made.predict(wanted, speed, neighbours, 0.0, 0.0, now_s)
     assert found is not None
-    return Times(round(found.begins_s, 6), round(found.ends_s, 6))
+    return When(round(found.begins_s, 6), round(found.ends_s, 6))
 
 
 def test_every_step_has_its_fixed_cost() -> None:
@@ -112,22 +121,27 @@ def test_busy_neighbours_slow_it_down_as_long_as_they_are() -> None:
         assert found is not None
         assert found.ends_s == pytest.approx(ends_s)
     both = beside({7: [(0.0, 9.0)], 8: [(0.0, 9.0)]})
-    assert made.predict(work(100), speed, both, 0.0, 0.0, 0.0) == (0.0, 3.0)
+    assert predict(made, work(100), 0.0, speed, both) == (0.0, 3.0)
 
 
 def test_what_is_computed_before_makes_a_neighbour_busy() -> None:
     made = PrefillCourse()
     made.join("first", work(100), Decoding(7, 10.0), STEP, 0.0)
     speed = SPEED._replace(contention=1.0)
-    assert made.predict(work(100), speed, Neighbours({7: []}), 0.0, 0.0, 0.0) == (1.0, 3.0)
-    assert made.predict(work(100), speed, Neighbours({}), 0.0, 0.0, 0.0) == (1.0, 2.0)  # it decodes elsewhere
+    assert predict(made, work(100), 0.0, speed, beside({7: []})) == (1.0, 3.0)
+    assert predict(made, work(100), 0.0, speed) == (1.0, 2.0)  # it decodes elsewhere
 
 
-def scheduled_until(prompts: list[tuple[int, int]]) -> float:
-    """When the last one's token comes, by the engine's scheduler; the first one's step has begun before the others."""
+def scheduled_until(prompts: list[tuple[int, int]], decode_s: float = 0.0) -> float:
+    """When the last one's token comes, by the engine's scheduler; the first one's step has begun before the others.
+    With `decode_s` somebody decodes meanwhile."""
     cache = PrefixCache(BlockPool(1000), 16, None)
-    scheduler = Scheduler(cache, 16, SchedulerLimits(max_batch_tokens=STEP, chunk_tokens=STEP))
+    scheduler = Scheduler(cache, 16, SchedulerLimits(max_batch_tokens=STEP, chunk_tokens=40 if decode_s else STEP))
     now_s = 0.0
+    if decode_s:
+        decoding = Sequence(EngineRequest("decoding", (1,), SamplingParams(max_tokens=999)), 99)
+        scheduler.reserve(decoding)
+        scheduler.start(decoding, 1)
     for number, (num_tokens, priority) in enumerate(prompts):
         request = EngineRequest(str(number), (1,) * num_tokens, SamplingParams(max_tokens=1), priority=priority)
         scheduler.add(Sequence(request, number))
@@ -135,8 +149,9 @@ def scheduled_until(prompts: list[tuple[int, int]]) -> float:
             first = scheduler.schedule()
     step = first
     while True:
-        now_s += SPEED.model.b * sum(item.num_tokens for item in step.scheduled)
-        for item in step.scheduled:
+        prompt_items = [item for item in step.scheduled if item.sequence.request_id != "decoding"]
+        now_s += SPEED.model.b * sum(item.num_tokens for item in prompt_items) + decode_s
+        for item in prompt_items:
             item.sequence.num_computed += item.num_tokens
             if not item.sequence.num_uncomputed:
                 scheduler.remove(item.sequence)
@@ -151,6 +166,63 @@ def test_steps_are_those_of_the_scheduler(prompts: list[tuple[int, int]]) -> Non
     for number, (num_tokens, priority) in enumerate(prompts[:-1]):
         made.join(str(number), work(num_tokens, priority), None, STEP, 0.0)
     assert predict(made, work(*prompts[-1])).ends_s == pytest.approx(scheduled_until(prompts))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9).map(lambda chunks: CHUNK * chunks), st.integers(-1, 1)), min_size=2, max_size=3
+    )
+)
+def test_steps_beside_decoding_are_those_of_the_scheduler(prompts: list[tuple[int, int]]) -> None:
+    """Of whole chunks: who has one token left decodes, as far as the scheduler is concerned."""
+    made = PrefillCourse()
+    for number, (num_tokens, priority) in enumerate(prompts[:-1]):
+        made.join(str(number), work(num_tokens, priority), None, CHUNK, 0.0)
+    own = OwnDecodes(0, [Life(math.inf, 1.0)], ONE_STEP)
+    found = made.predict(work(*prompts[-1]), BOTH, NOBODY, 0.0, 0.0, 0.0, own)
+    assert found is not None
+    assert found.ends_s == pytest.approx(scheduled_until(prompts, decode_s=0.1))
+
+
+CHUNK = 40
+BOTH = SPEED._replace(chunk_tokens=CHUNK)
+ONE_STEP = StepModel(0.1, 0.0, 0.0)
+
+
+def test_a_worker_that_decodes_too_computes_chunks_beside_its_tokens() -> None:
+    found = PrefillCourse().predict(work(100), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, [Life(99.0, 1.0)], ONE_STEP))
+    assert found == pytest.approx((0.05, 0.05 + 1.0 + 3 * 0.1, 0))  # half of a decode step, then three chunks
+    found = PrefillCourse().predict(work(100), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, [Life(0.4, 1.0)], ONE_STEP))
+    assert found == pytest.approx((0.05, 0.05 + 0.5 + 0.6, 0))  # a chunk, and then all of the rest
+
+
+def test_what_it_computed_before_decodes_beside_a_prompt() -> None:
+    made = course(100)
+    made.join("second", work(100), Decoding(0, 99.0, 1.0), STEP, 0.0)
+    found = made.predict(work(30), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, (), ONE_STEP))
+    assert found == pytest.approx((2.0, 2.4, 0))
+
+
+def test_what_is_left_behind_a_prompt_is_told() -> None:
+    found = course(1000).predict(work(30), SPEED, NOBODY, 0.0, 0.0, 0.0)
+    assert found is not None
+    assert found.behind_tokens == 1000 - 100 - 70
+
+
+def test_steps_with_decoding_are_over_later() -> None:
+    made = PrefillCourse()
+    made.join("long", work(1000), None, CHUNK, 0.0)
+    made.advance(BOTH, 0.0, 2.6, decode_s=0.1)
+    assert made.num_tokens == 1000 - 5 * CHUNK
+
+
+def test_the_prompts_that_come_take_a_share_of_the_time() -> None:
+    made = PrefillCourse()
+    speed = BOTH._replace(model=PrefillModel(0.1, 0.01, 0.0))
+    for number in range(11):
+        assert number == 10 or made.share(speed, float(number)) == 0  # little is known
+        made.join(str(number), work(20 if number % 2 else 60), None, STEP, float(number))
+    assert made.share(speed, 11.0) == pytest.approx((5 * 0.3 + 6 * (0.6 + 0.2)) / 11)
 
 
 def test_prompts_that_usually_come_will_share_the_steps() -> None:

@@ -77,6 +77,42 @@ def test_a_worker_whose_steps_are_not_known_keeps_what_was_predicted(known: dict
     assert courses.refined(view, placement, 100, 0, 0.0) is placement
 
 
+B = replace(P, worker_id="b", role="both", chunk_tokens=50, contention=0.0, step_model=StepModel(0.1, 0.0, 0.0))
+
+
+def decoding_at(view: ClusterView, worker: WorkerView, until_s: float) -> DecodeForecast:
+    forecast, row = DecodeForecast(), view.row(worker.worker_id)
+    assert row is not None
+    forecast.join("decoding", row, -1.0, until_s, 100, 10)
+    forecast.begin("decoding", 0.0)
+    return forecast
+
+
+def test_a_worker_of_both_roles_computes_in_chunks_beside_its_decoding() -> None:
+    view = ClusterView()
+    placement = at(view, B, B)
+    courses = PrefillCourses(decoding_at(view, B, 99.0))
+    assert refined(courses, view, placement, 0.0) == (0.05, 1.2)
+    courses.join("first", view, placement, 100, 1000, 0, 0.0)
+    assert refined(courses, view, placement, 0.0) == (1.2, 1.2)  # its second step is the first one's, too
+    courses.computed("first", 1.2)
+    assert refined(courses, view, placement, 1.2) == (0.05, 1.2)
+    assert refined(PrefillCourses(DecodeForecast()), view, placement, 0.0) == (0.0, 1.0)
+
+
+def test_an_answer_comes_slower_where_prompts_are_computed_in_its_steps() -> None:
+    view = ClusterView()
+    courses, placement = PrefillCourses(DecodeForecast()), at(view, B, B)
+    assert courses.tbt_s(view, placement, 0.1, 10, 0.0) == 0.1
+    for number in range(20):
+        courses.join(str(number), view, placement, 50, 10, 0, float(number))
+        courses.computed(str(number), number + 0.5)
+    slower_s = courses.tbt_s(view, placement, 0.1, 10, 20.0)
+    assert slower_s == pytest.approx(0.1 * 1.5 + 0.5 * placement.ttft_s / 10)
+    assert courses.tbt_s(view, replace(placement, behind_s=99.0), 0.1, 10, 20.0) == 0.1 + MODEL.seconds(50)
+    assert courses.tbt_s(view, at(view, P, D), 0.1, 10, 20.0) == 0.1
+
+
 def test_what_others_sent_there_is_ahead() -> None:
     view, courses = ClusterView(), PrefillCourses(DecodeForecast())
     placement = at(view, replace(P, prefill_free_s=5.0), D)
