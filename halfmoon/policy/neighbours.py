@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from halfmoon.policy.latency import Floats
 
-_FINE = 100  # busy ones whose changes are taken one by one; of more, in groups of a hundredth of them
+_FINE = 32  # busy ones whose changes are taken one by one; of more, in groups of so small a part of them
 
 Span = tuple[float, float]  # from, until
 
@@ -62,7 +62,7 @@ def _apart(rows: NDArray[np.int64], begins_s: Floats, ends_s: Floats) -> Spans:
 class Neighbours:
     """Owns how many of the workers beside one will be busy, as far as that is foreseen. Is asked in the order of time.
 
-    Of more than a hundred not every change counts: what work takes beside them is right within a hundredth.
+    Of more than 32 not every change counts: what work takes beside them is right within a 32nd.
     """
 
     def __init__(self, beside: Collection[int], spans: Spans = NO_SPANS) -> None:
@@ -135,7 +135,7 @@ def _changes(spans: Spans) -> tuple[list[float], list[int]]:
 
 
 def _grouped(nums: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which changes are kept: where the number has moved by a hundredth since the last one that is."""
+    """Which changes are kept: where the number has moved by a 32nd since the last one that is."""
     moved = np.floor((np.abs(np.diff(nums, prepend=0)) / np.maximum(nums / _FINE, 1.0)).cumsum())
     found: NDArray[np.bool_] = np.diff(moved, prepend=-1) > 0
     return found

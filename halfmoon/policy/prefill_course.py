@@ -74,7 +74,7 @@ class PrefillCourse:
     def __init__(self) -> None:
         self._prompts: dict[str, _Prompt] = {}
         self._num_joined = 0
-        self._num_tokens = 0
+        self.num_tokens = 0  # still to be computed, as of the last step that ended
         self._arrivals = ArrivalRate()
         self._step: list[_Chunk] = []
         self._step_began_s = 0.0
@@ -86,11 +86,6 @@ class PrefillCourse:
     def request_ids(self) -> Collection[str]:
         """Whose prompts are here."""
         return self._prompts.keys()
-
-    @property
-    def num_tokens(self) -> int:
-        """Still to be computed, as of the last step that ended."""
-        return self._num_tokens
 
     @property
     def step_began_s(self) -> float:
@@ -109,7 +104,7 @@ class PrefillCourse:
     def join(self, request_id: str, work: Prefill, decoding: Decoding | None, step_tokens: int, now_s: float) -> None:
         """A prompt is sent there."""
         self._num_joined += 1
-        self._num_tokens += work.new_tokens
+        self.num_tokens += work.new_tokens
         self._arrivals.add(work.new_tokens, now_s)
         self._prompts[request_id] = _Prompt(request_id, self._num_joined, *work, decoding)
         if not self._step:
@@ -123,14 +118,14 @@ class PrefillCourse:
         if any(chunk.prompt is prompt for chunk in self._step):
             self._end_step()
         if self._prompts.pop(request_id, None) is not None:
-            self._num_tokens -= prompt.new_tokens
+            self.num_tokens -= prompt.new_tokens
         self._begin(now_s, step_tokens)
 
     def remove(self, request_id: str, step_tokens: int, now_s: float) -> None:
         """It is elsewhere, or given up. What is under way goes on."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
-            self._num_tokens -= prompt.new_tokens
+            self.num_tokens -= prompt.new_tokens
             self._step = [chunk for chunk in self._step if chunk.prompt.request_id != request_id]
             if not self._step:
                 self._begin(now_s, step_tokens)
@@ -207,7 +202,7 @@ class PrefillCourse:
         for prompt, num_tokens in self._step:
             prompt.new_tokens -= num_tokens
             prompt.known_tokens += num_tokens
-            self._num_tokens -= num_tokens
+            self.num_tokens -= num_tokens
             if not prompt.new_tokens:
                 self._prompts.pop(prompt.request_id, None)
 
@@ -242,6 +237,8 @@ def _ranked(prompts: Iterable[_Prompt]) -> list[_Prompt]:
 def _formed(ranked: Iterable[_Prompt], step_tokens: int, now_s: float) -> list[_Chunk]:
     """The next step."""
     queue = [prompt for prompt in ranked if prompt.ready_s <= now_s]
+    if len(queue) == 1:  # most often, where a long prompt is left
+        return [_Chunk(queue[0], min(queue[0].new_tokens, step_tokens))]
     step, budget, at = [], step_tokens, 0
     while at < len(queue) and budget > 0:
         first, room, at = queue[at], budget, at + 1
@@ -268,6 +265,8 @@ def _by_length(behind: Iterable[_Prompt], first: _Prompt) -> tuple[list[_Prompt]
 
 def _work_s(step: Sequence[_Chunk], model: PrefillModel) -> float:
     """Seconds of a step alone."""
-    num_tokens = sum(chunk.num_tokens for chunk in step)
-    num_pairs = sum(chunk.num_tokens * (chunk.prompt.known_tokens + chunk.num_tokens / 2) for chunk in step)
+    num_tokens, num_pairs = 0, 0.0
+    for prompt, num_new in step:
+        num_tokens += num_new
+        num_pairs += num_new * (prompt.known_tokens + num_new / 2)
     return model.a + model.b * num_tokens + model.c * num_pairs if num_tokens else 0.0
