@@ -17,6 +17,7 @@ import json
 import os
 import random
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +56,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--work", default="in=200,out=32")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--gateway", help="of a system that runs in the one --layout, with OMP_NUM_THREADS as above")
+    parser.add_argument("--run", default="", help="part of the name of its files: runs of the same work side by side")
     parser.add_argument("--only-simulate", action="store_true", help="beside what earlier runs kept in the directory")
     args = parser.parse_args()
     args.directory.mkdir(parents=True, exist_ok=True)
@@ -68,7 +71,7 @@ def main() -> None:
 
 async def _measure(args: argparse.Namespace, layout: str, rates: Sequence[float]) -> None:
     """A profile, and a file of outcomes for each rate."""
-    async with running_system(LAYOUTS[layout][0], args.directory / f"state-{layout}", num_workers=2) as url:
+    async with _system(args, layout) as url:
         path = args.directory / f"{layout}.json"
         if not path.exists():
             write_profile(path, await profiled(ProfileOptions(url, limits=LIMITS), lambda what, done, total: None))
@@ -83,6 +86,12 @@ async def _measure(args: argparse.Namespace, layout: str, rates: Sequence[float]
             _outcomes_file(args, layout, rate).write_text(json.dumps(rows))
 
 
+def _system(args: argparse.Namespace, layout: str) -> AbstractAsyncContextManager[str]:
+    if args.gateway:
+        return nullcontext(args.gateway)
+    return running_system(LAYOUTS[layout][0], args.directory / f"state-{layout}", num_workers=2)
+
+
 def _unseen() -> int:
     """The first of blocks that no run had before: the store of an earlier one may still have its blocks."""
     return random.SystemRandom().getrandbits(40) << 16
@@ -93,7 +102,7 @@ def _is_good(one: Outcome) -> bool:
 
 
 def _outcomes_file(args: argparse.Namespace, layout: str, rate: float) -> Path:
-    path: Path = args.directory / f"{layout}-{args.work}-{rate:g}-{args.seed}.json"
+    path: Path = args.directory / f"{layout}-{args.work}-{rate:g}-{args.seed}{args.run}.json"
     return path
 
 

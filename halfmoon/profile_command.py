@@ -119,5 +119,7 @@ def _print(name: str, path: Path, found: MeasuredProfile) -> None:
         terminal.print(f"KV by {transport}: {told}", highlight=False)
     for one in found.beside:
         terminal.print(f"{one.work} beside {one.neighbour}: {one.slowdown:.2f} times as long", highlight=False)
-    terminal.print(f"a request beside its work: {1000 * found.request_s:.1f} ms", highlight=False)
+    beside_s = found.request_s, found.answer_s, found.token_s
+    told = "a request beside its work: {:.1f} ms before, {:.1f} ms after its prompt; {:.1f} ms each step of its tokens"
+    terminal.print(told.format(*(1000 * one for one in beside_s)), highlight=False)
     terminal.print(f"written: {path}, and ledger:{name}", soft_wrap=True, highlight=False)

@@ -43,6 +43,7 @@ def unit_spec(question: Question, known: Mapping[WorkerKind, LatencyModel], layo
         targets=question.goal.targets,
         contention=Contention(**measured[0].contention) if measured else NO_CONTENTION,
         request_s=max((one.request_s for one in measured), default=0.0),
+        answer_s=max((one.answer_s for one in measured), default=0.0),
     )
 
 

@@ -77,6 +77,7 @@ class DecodeForecast:
         self._prompts: Floats = np.zeros(64)  # tokens
         self._outputs: Floats = np.zeros(64)  # tokens, predicted
         self._free.extend(range(63, -1, -1))
+        self._num_used = 0  # slots from here on never had anybody
         self._of_row: dict[int, set[int]] = {}  # slots
         self._joins: dict[int, _Joins] = {}  # by row
 
@@ -90,6 +91,7 @@ class DecodeForecast:
         if not self._free:
             self._double()
         slot = self._slots[request_id] = self._free.pop()
+        self._num_used = max(self._num_used, slot + 1)
         self._rows[slot] = row
         self._of_row.setdefault(row, set()).add(slot)
         self._joins_s[slot], self._leaves_s[slot] = joins_s, max(leaves_s, joins_s)
@@ -119,9 +121,11 @@ class DecodeForecast:
 
     def least_loads(self, from_s: float, until_s: float, now_s: float, num_rows: int) -> DecodeLoads:
         """What each row decodes at least, at any moment between the two: that of `from_s`, of those who stay."""
-        joins_s = self._joins_s
-        ends_s = np.where(self._leaves_s < now_s, _overtime_ends(joins_s, now_s), self._leaves_s)
-        there = np.flatnonzero((joins_s <= from_s) & (ends_s >= until_s))
+        joins_s, leaves_s = self._joins_s[: self._num_used], self._leaves_s[: self._num_used]
+        ends_s = np.where(leaves_s < now_s, _overtime_ends(joins_s, now_s), leaves_s)
+        is_there = joins_s <= from_s
+        is_there &= ends_s >= until_s
+        there = is_there.nonzero()[0]
         rows, joins_s = self._rows[there], joins_s[there]
         share = ends_s[there]
         share -= joins_s
@@ -145,10 +149,10 @@ class DecodeForecast:
         there = np.array(sorted(self._of_row.get(row, ())), dtype=np.int64)
         joins_s, ends_s = self._lives(there, now_s)
         length_s = max(until_s - from_s, 1e-9)
-        shares = np.clip(np.minimum(ends_s, until_s) - np.maximum(joins_s, from_s), 0.0, None) / length_s
+        shares = np.maximum(np.minimum(ends_s, until_s) - np.maximum(joins_s, from_s), 0.0) / length_s
         context = self._prompts[there] + 0.5 * self._outputs[there]
         extra = self._joins[row].mean_present(length_s, now_s) if row in self._joins else DecodeLoad(0.0, 0.0)
-        return DecodeLoad(float(shares.sum()) + extra.batch, float(shares @ context) + extra.context_tokens)
+        return DecodeLoad(float(np.add.reduce(shares)) + extra.batch, float(shares @ context) + extra.context_tokens)
 
     def present(self, row: int, now_s: float, without: Collection[str] = ()) -> list[Life]:
         """Who decodes on `row` now, were those in `without` not there."""
@@ -185,5 +189,7 @@ class DecodeForecast:
 
 def _overtime_ends(joins_s: Floats, now_s: float) -> Floats:
     """When those leave that joined then and are overdue."""
-    ends_s: Floats = now_s + _OVERTIME * (now_s - joins_s)
+    ends_s: Floats = now_s - joins_s
+    ends_s *= _OVERTIME
+    ends_s += now_s
     return ends_s

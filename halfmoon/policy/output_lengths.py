@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-
-import numpy as np
+from collections.abc import Sequence
 
 _WINDOW = 256  # latest requests of one class and size
 _MIN_SAMPLES = 8  # fewer say nothing
@@ -54,8 +53,15 @@ class _Sample:
 
     def quantile(self, quantile: float) -> float:
         if quantile not in self._quantiles:
-            self._quantiles[quantile] = float(np.quantile(np.array(self._lengths), quantile))
+            self._quantiles[quantile] = _quantile(sorted(self._lengths), quantile)
         return self._quantiles[quantile]
+
+
+def _quantile(ascending: Sequence[int], quantile: float) -> float:
+    """Between two of them, as far from the lower one as it should be; numpy takes ten times as long for so few."""
+    below, share = divmod(quantile * (len(ascending) - 1), 1)
+    low, high = ascending[int(below)], ascending[min(int(below) + 1, len(ascending) - 1)]
+    return low + share * (high - low)
 
 
 def _size(num_tokens: int) -> int:

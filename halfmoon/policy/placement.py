@@ -100,7 +100,8 @@ class _Candidates(NamedTuple):
 
     @property
     def is_any(self) -> bool:
-        return bool(self.both.any() or (self.prefill.any() and self.decode.any()))
+        is_any = np.logical_or.reduce
+        return bool(is_any(self.both) or (is_any(self.prefill) and is_any(self.decode)))
 
 
 def place(
@@ -179,7 +180,7 @@ def _candidates(view: ClusterView, request: PlacementRequest) -> _Candidates:
             f"worker can hold: together at most {_most(present, capacity)} tokens fit"
         )
     left = _without(fitting, view.rows_of(request.exclude)) if request.exclude else fitting
-    return left if left.decode.any() else left._replace(prefill=np.zeros_like(left.prefill))
+    return left if np.logical_or.reduce(left.decode) else left._replace(prefill=np.zeros_like(left.prefill))
 
 
 def _without(fitting: _Candidates, rows: list[int]) -> _Candidates:
@@ -218,7 +219,7 @@ def _decode_rank(view: ClusterView, mode: PlacementMode, tbt_s: Floats, loads: D
 def _with_room(view: ClusterView, rows: Bools, num_tokens: int) -> Bools:
     """Those with room now; all of them when there are none: one may have some by then."""
     roomy = rows & (view.column("free_blocks") * view.column("block_tokens") >= num_tokens)
-    return roomy if roomy.any() else rows
+    return roomy if np.logical_or.reduce(roomy) else rows
 
 
 def _present_loads(view: ClusterView) -> DecodeLoads:
@@ -229,6 +230,6 @@ def _least(cost: Floats, rows: Bools, rng: random.Random) -> int:
     """One of the rows that cost about the least."""
     among = rows.nonzero()[0]
     costs = cost[among]
-    least = costs.min()
+    least = np.minimum.reduce(costs)
     equal = among[costs <= least + abs(least) * (_TIE - 1)]
     return int(equal[rng.randrange(len(equal))])

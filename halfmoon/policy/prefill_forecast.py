@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.policy.latency import Floats
+
+
+class _Queues(NamedTuple):
+    """The slots in use, by row, and by rank within each."""
+
+    slots: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    left_s: Floats  # of each prompt's seconds alone
 
 
 class PrefillForecast:
@@ -29,7 +38,7 @@ class PrefillForecast:
         self._updated_s: Floats = np.zeros(64)  # by row: until when work is taken off
         self._num_joined = 0
         self._of_row: dict[int, list[int]] = {}  # slots by rank
-        self._seen: tuple[float, NDArray[np.int64], Floats] | None = None  # what `_now` found last, and when that was
+        self._seen: tuple[float, _Queues] | None = None  # what `_now` found last, and when that was
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -59,48 +68,61 @@ class PrefillForecast:
 
     def totals(self, num_rows: int, now_s: float) -> Floats:
         """Seconds of work that each row has."""
-        there, left_s = self._now(now_s)
-        return _sums(self._rows[there], left_s, num_rows)
+        queues = self._now(now_s)
+        return _sums(queues.rows, queues.left_s, num_rows)
 
     def waits(self, takes_s: Floats, priority: int, now_s: float) -> Floats:
         """For every row, where a prompt would take `takes_s` alone: seconds of others' work until it is done."""
         num_rows = len(takes_s)
-        there, left_s = self._now(now_s)
-        if not len(there):
+        queues = self._now(now_s)
+        if not len(queues.slots):
             return np.zeros(num_rows)
-        rows, priorities, steps_s = self._rows[there], self._priorities[there], self._steps_s[there]
-        equal, later = priorities == priority, priorities > priority
-        earlier = priorities < priority
+        priorities = self._priorities[queues.slots]
+        equal = priorities == priority
+        if np.logical_and.reduce(equal):  # most often
+            return self._waits_among_equals(queues, takes_s)
+        rows, left_s = queues.rows, queues.left_s
+        earlier, later = priorities < priority, priorities > priority
         ahead_s = _sums(rows[earlier], left_s[earlier], num_rows)
         under_way_s = np.zeros(num_rows)  # of a step that is not ours to share: half of it, on average
-        under_way_s[rows[later]] = np.minimum(left_s, steps_s)[later] / 2
-        if not equal.any():
-            return ahead_s + np.where(ahead_s > 0, 0.0, under_way_s)
-        first = np.flatnonzero(equal)[_first_of_each(rows[equal])]
-        is_shorter = equal & (left_s < takes_s[rows])
-        is_shorter[first] = False
-        shorter_s = _sums(rows[is_shorter], left_s[is_shorter], num_rows)
-        first_s, step_s = np.zeros(num_rows), np.zeros(num_rows)
-        first_s[rows[first]], step_s[rows[first]] = left_s[first], steps_s[first]
-        in_order_s = _sums(rows[equal], left_s[equal], num_rows)
-        shared_s = shorter_s + np.minimum(first_s, shorter_s + takes_s) + step_s / 2
-        shares = (first_s > step_s) & (takes_s < first_s)
-        waits: Floats = ahead_s + np.where(shares, np.minimum(in_order_s, shared_s), in_order_s)
+        under_way_s[rows[later]] = np.minimum(left_s, self._steps_s[queues.slots])[later] / 2
+        waits = ahead_s + self._waits_among_equals(_Queues(queues.slots[equal], rows[equal], left_s[equal]), takes_s)
         return waits + np.where(waits > 0, 0.0, under_way_s)
 
-    def _now(self, now_s: float) -> tuple[NDArray[np.int64], Floats]:
-        """The slots in use, by rank within each row, and what is left of them: the first of a row is being computed."""
+    def _waits_among_equals(self, queues: _Queues, takes_s: Floats) -> Floats:
+        """Behind prompts of its own priority: all of them, or less where it shares the steps of the first one."""
+        num_rows = len(takes_s)
+        waits = _sums(queues.rows, queues.left_s, num_rows)
+        first = _first_of_each(queues.rows)
+        shares = queues.left_s[first] > self._steps_s[queues.slots[first]]
+        shares &= takes_s[queues.rows[first]] < queues.left_s[first]
+        first = first[shares]
+        if not len(first):
+            return waits
+        first_rows = queues.rows[first]
+        own_s = np.full(num_rows, -np.inf)  # of a prompt there; nobody is shorter elsewhere
+        own_s[first_rows] = takes_s[first_rows]
+        is_shorter = queues.left_s < own_s[queues.rows]
+        shorter_s = _sums(queues.rows[is_shorter], queues.left_s[is_shorter], num_rows)[first_rows]
+        shared_s = shorter_s + np.minimum(queues.left_s[first], shorter_s + takes_s[first_rows])
+        shared_s += self._steps_s[queues.slots[first]] / 2
+        waits[first_rows] = np.minimum(waits[first_rows], shared_s)
+        return waits
+
+    def _now(self, now_s: float) -> _Queues:
+        """What is left of the prompts: the first one of a row is being computed."""
         if self._seen is not None and self._seen[0] == now_s:
-            return self._seen[1:]
-        used = np.flatnonzero(self._rows >= 0)
-        there = used[np.lexsort((self._orders[used], self._priorities[used], self._rows[used]))]
-        left_s: Floats = self._left_s[there]  # a copy
-        if len(there):
-            first = _first_of_each(self._rows[there])
-            rows = self._rows[there[first]]
-            left_s[first] = np.maximum(left_s[first] - np.maximum(now_s - self._updated_s[rows], 0.0), 0.0)
-        self._seen = now_s, there, left_s
-        return there, left_s
+            return self._seen[1]
+        used = (self._rows >= 0).nonzero()[0]
+        slots = used[np.lexsort((self._orders[used], self._priorities[used], self._rows[used]))]
+        rows, left_s = self._rows[slots], self._left_s[slots]  # copies
+        if len(slots):
+            first = _first_of_each(rows)
+            passed_s = np.maximum(now_s - self._updated_s[rows[first]], 0.0)
+            left_s[first] = np.maximum(left_s[first] - passed_s, 0.0)
+        queues = _Queues(slots, rows, left_s)
+        self._seen = now_s, queues
+        return queues
 
     def _advance(self, row: int, now_s: float) -> None:
         """Takes the work off that the row did since the last time."""
@@ -145,9 +167,12 @@ class PrefillForecast:
 
 
 def _sums(rows: NDArray[np.int64], seconds: Floats, num_rows: int) -> Floats:
-    return np.bincount(rows, weights=seconds, minlength=num_rows)[:num_rows].astype(np.float64)
+    return np.bincount(rows, weights=seconds, minlength=num_rows)[:num_rows].astype(np.float64, copy=False)
 
 
 def _first_of_each(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Where each row's run begins; `rows` are sorted."""
-    return np.flatnonzero(np.concatenate([[True], rows[1:] != rows[:-1]]))
+    begins = np.empty(len(rows), dtype=np.bool_)
+    begins[:1] = True
+    np.not_equal(rows[1:], rows[:-1], out=begins[1:])
+    return begins.nonzero()[0]

@@ -55,7 +55,7 @@ def predict_ttft(
     queue_s = waits(reported_s, prefill_s) if waits else reported_s
     computed_s = queue_s + prefill_s
     nothing = np.zeros(num_rows)
-    if not prefixes.may_fetch.any():
+    if not np.logical_or.reduce(prefixes.may_fetch):
         return TtftPrediction(computed_s, prefixes.local, nothing, queue_s)
     factors = np.where(view.store_holders[:num_rows] < 0, fetch_factor, 1.0)  # what a store has, it has as it is
     restored_s = _restore_s(view, prefixes, queue_s, factors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from statistics import median
+from statistics import mean, median
 
 from halfmoon.profiling.measuring import Progress
 from halfmoon.profiling.probe import WorkerProbe
@@ -22,7 +22,10 @@ _WORKS: tuple[Work, Work] = ("prefill", "decode")
 
 
 async def measured_slowdowns(one: WorkerProbe, other: WorkerProbe, on_progress: Progress) -> list[MeasuredSlowdown]:
-    """Of each kind of work that the two can do at the same time, beside each: alone and beside it by turns."""
+    """Of each kind of work that the two can do at the same time, beside each: alone and beside it by turns.
+
+    Nobody is served meanwhile: see `served_slowdowns`, for which it must be known who does what.
+    """
     pairs = [
         (mine, its, neighbour, work)
         for mine, neighbour in ((one, other), (other, one))
@@ -37,21 +40,21 @@ async def measured_slowdowns(one: WorkerProbe, other: WorkerProbe, on_progress: 
         beside_s: list[float] = []
         for done in range(_ROUNDS):
             on_progress("side by side", number * _ROUNDS + done, len(pairs) * _ROUNDS)
-            alone_s += await _seconds(mine, work, neighbour)
+            alone_s.append(await _mean_s(mine, work, neighbour))
             async with _busy(neighbour, its, mine):
-                beside_s += await _seconds(mine, work, neighbour)
+                beside_s.append(await _mean_s(mine, work, neighbour))
         found.append(MeasuredSlowdown(work=work, neighbour=its, slowdown=median(beside_s) / median(alone_s)))
     on_progress("side by side", len(pairs) * _ROUNDS, len(pairs) * _ROUNDS)
     return found
 
 
-async def _seconds(probe: WorkerProbe, work: Work, other: WorkerProbe) -> list[float]:
+async def _mean_s(probe: WorkerProbe, work: Work, other: WorkerProbe) -> float:
     """Of some prompts, which are handed over, or of some steps."""
     if work == "prefill":
         num_tokens = min(_PROMPT_TOKENS, probe.target.context_tokens // 2)
         async with probe.handing_over(other) as receiver:
-            return [(await probe.prefill(probe.prompt(num_tokens), receiver)).seconds for _ in range(_PROMPTS)]
-    return [step.seconds for step in await probe.decode(_BATCH, _context_tokens(probe), _STEPS)]
+            return mean([(await probe.prefill(probe.prompt(num_tokens), receiver)).seconds for _ in range(_PROMPTS)])
+    return mean(step.seconds for step in await probe.decode(_BATCH, _context_tokens(probe), _STEPS))
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from statistics import median
+from statistics import mean, median
 
 from halfmoon.profiling.probe import Prefilled, Transferred, WorkerProbe
 from halfmoon.profiling.sweep import SweepLimits, batch_points, prompt_points, transfer_points
@@ -42,16 +42,17 @@ async def measured_prefills(
 
 
 async def measured_steps(probe: WorkerProbe, limits: SweepLimits, on_progress: Progress) -> list[MeasuredStep]:
-    """Batches that decode and nothing else."""
+    """Batches that decode and nothing else: of each run the mean of its steps, as an answer takes their sum."""
     points = list(batch_points(probe.target, limits))
-    taken: list[list[SeenStep]] = [[] for _ in points]
+    taken: list[list[list[SeenStep]]] = [[] for _ in points]
     for number in _passes("decode batches", len(points), limits.repeats, on_progress):
-        taken[number] += await probe.decode(points[number].batch, points[number].context_tokens, limits.steps)
+        point = points[number]
+        taken[number].append(await probe.decode(point.batch, point.context_tokens, limits.steps))
     return [
         MeasuredStep(
             batch=point.batch,
-            context_tokens=round(median(one.context_tokens for one in some)),
-            seconds=median(one.seconds for one in some),
+            context_tokens=round(mean(one.context_tokens for run in some for one in run)),
+            seconds=median(mean(one.seconds for one in run) for run in some),
             is_held_out=point.is_held_out,
         )
         for point, some in zip(points, taken, strict=True)

@@ -36,6 +36,7 @@ class Prefilled(NamedTuple):
     new_tokens: int
     cached_tokens: int
     seconds: float  # from its first forward pass to its first token
+    answer_s: float  # of the call, beside that and the queue: until the token is here
 
 
 class Transferred(NamedTuple):
@@ -95,11 +96,14 @@ class WorkerProbe:
         address = (receiver or self).target.address
         request = prefill_pb2.PrefillRequest(generation=generation, decode_address=address)
         first: Prefilled | None = None
+        called_s = time.monotonic()
         async with self._peer.stream(self._prefill.Prefill, request, deadline_s=_PROMPT_S) as events:
             async for event in events:
                 if event.HasField("first_token"):
-                    cached, seconds = event.first_token.num_cached_tokens, event.first_token.compute_s
-                    first = Prefilled(len(prompt) - cached, cached, seconds)
+                    token = event.first_token
+                    cached, worked_s = token.num_cached_tokens, token.queue_s + token.compute_s
+                    answer_s = max(time.monotonic() - called_s - worked_s, 0.0)
+                    first = Prefilled(len(prompt) - cached, cached, token.compute_s, answer_s)
         if first is None:
             raise Unavailable(f"{self.target.worker_id} ended a prompt without a token")
         return first

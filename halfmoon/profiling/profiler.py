@@ -13,7 +13,8 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.profiling.beside import measured_slowdowns
 from halfmoon.profiling.measuring import Progress, measured_prefills, measured_steps, measured_transfers
 from halfmoon.profiling.probe import WorkerProbe
-from halfmoon.profiling.request_time import measured_request_s
+from halfmoon.profiling.request_time import measured_request_time
+from halfmoon.profiling.served_beside import served_slowdowns
 from halfmoon.profiling.sweep import SweepLimits
 from halfmoon.profiling.target import Target, check_idle, chosen, seen_cluster
 from halfmoon.sim.profile import MeasuredLimits, MeasuredProfile, MeasuredSlowdown
@@ -57,11 +58,13 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
         prefills = await measured_prefills(prefill, decode, options.limits, on_progress)
         steps = await measured_steps(decode, options.limits, on_progress)
         transfers = await measured_transfers(decode, options.limits, on_progress)
+        beside_work = await measured_request_time(client, cluster, prefill, decode)
         slowdowns: list[MeasuredSlowdown] = []
-        if neighbours:
+        if {one.role for one in neighbours} == {"prefill", "decode"}:
+            slowdowns = await served_slowdowns(client, cluster, prefill, beside_work, on_progress)
+        elif neighbours:
             one, other = (made[each.worker_id] for each in neighbours)
             slowdowns = await measured_slowdowns(one, other, on_progress)
-        request_s = await measured_request_s(client, cluster, prefill)
     own = decode.target
     return MeasuredProfile(
         model=cluster.served_model,
@@ -80,7 +83,7 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
         step=tuple(steps),
         transfer=tuple(transfers),
         beside=tuple(slowdowns),
-        request_s=request_s,
+        **beside_work._asdict(),
     )
 
 

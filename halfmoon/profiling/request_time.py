@@ -1,47 +1,44 @@
-"""What a request's first token takes beside its prompt's computation: HTTP, placement, calls, the way back."""
+"""What requests take beside their work on the workers: HTTP, placement, calls, the way of their tokens."""
 
 from __future__ import annotations
 
-import json
-import time
-from statistics import median
+from statistics import mean, median
+from typing import NamedTuple
 
 import aiohttp
 
-from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.profiling.probe import WorkerProbe
+from halfmoon.profiling.served_request import served
 from halfmoon.profiling.target import Cluster
 
 _PROMPT_TOKENS = 64
+_STEPS = 16
 _REPEATS = 9
-_CALL = aiohttp.ClientTimeout(total=120)
 
 
-async def measured_request_s(session: aiohttp.ClientSession, cluster: Cluster, probe: WorkerProbe) -> float:
-    """Median over requests to the gateway, each followed by the same work asked of a prefill worker itself.
+class RequestTime(NamedTuple):
+    """Medians, never below 0."""
 
-    Never below 0. Raises InvalidRequest where the gateway wants a key, Unavailable where it fails.
+    request_s: float  # until its prompt is with a prefill worker
+    answer_s: float  # from the computed prompt to the token at the client
+    token_s: float  # what each decode step takes more than one that is measured at the worker
+
+
+async def measured_request_time(
+    session: aiohttp.ClientSession, cluster: Cluster, prefill: WorkerProbe, decode: WorkerProbe
+) -> RequestTime:
+    """Requests to the gateway, each followed by the same work asked of the workers themselves.
+
+    What the worker's own answer takes is the way back, the rest of the TTFT the way there. Raises what `served` raises.
     """
-    taken = []
+    ways_s, answers_s, tokens_s = [], [], []
     for _ in range(_REPEATS):
-        ttft_s = await _ttft_s(session, cluster, probe.prompt(_PROMPT_TOKENS))
-        taken.append(ttft_s - (await probe.prefill(probe.prompt(_PROMPT_TOKENS))).seconds)
-    return max(median(taken[1:]), 0.0)
-
-
-async def _ttft_s(session: aiohttp.ClientSession, cluster: Cluster, prompt: list[int]) -> float:
-    body = {"model": cluster.served_model, "prompt": prompt, "max_tokens": 2, "ignore_eos": True, "stream": True}
-    sent_s = time.monotonic()
-    first_s: float | None = None
-    try:
-        async with session.post(f"{cluster.url}/v1/completions", data=json.dumps(body), timeout=_CALL) as response:
-            if response.status in (401, 403):
-                raise InvalidRequest(f"the gateway at {cluster.url} wants an API key: --api-key", param="api_key")
-            response.raise_for_status()
-            async for _ in response.content.iter_any():
-                first_s = first_s or time.monotonic()
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise Unavailable(f"the gateway at {cluster.url} failed a request: {error!r}") from error
-    if first_s is None:
-        raise Unavailable(f"the gateway at {cluster.url} gave no answer")
-    return first_s - sent_s
+        async with served(session, cluster, prefill.prompt(_PROMPT_TOKENS), _STEPS + 2) as request:
+            came_s = await request.whole()
+        alone = await prefill.prefill(prefill.prompt(_PROMPT_TOKENS))
+        steps = await decode.decode(1, _PROMPT_TOKENS, _STEPS)
+        ways_s.append(request.ttft_s - alone.seconds - alone.answer_s)
+        answers_s.append(alone.answer_s)
+        step_s = (came_s[-1] - came_s[1]) / (len(came_s) - 2)  # after the hand-over
+        tokens_s.append(step_s - mean(step.seconds for step in steps))
+    return RequestTime(*(max(median(some[1:]), 0.0) for some in (ways_s, answers_s, tokens_s)))

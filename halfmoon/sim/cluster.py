@@ -121,12 +121,14 @@ class ClusterSpec:
     report_s: float = 1.0  # between two load reports of a worker
     failures: tuple[Failure, ...] = ()
     contention: Contention = NO_CONTENTION  # between the workers of a node
-    request_s: float = 0.0  # of each TTFT, beside what workers do: HTTP, placement, calls
+    request_s: float = 0.0  # until a request is with its worker: HTTP, placement, calls
+    answer_s: float = 0.0  # that each token takes from there to the client
 
     def __post_init__(self) -> None:
         _check(self.block_tokens >= 1, "block_tokens", "must be at least 1")
         _check(self.report_s > 0, "report_s", "must be above 0")
         _check(self.request_s >= 0, "request_s", "must not be negative")
+        _check(self.answer_s >= 0, "answer_s", "must not be negative")
         roles = {group.role for group in self.groups if group.count}
         _check(
             "both" in roles or roles >= {"prefill", "decode"},

@@ -241,7 +241,7 @@ class SimGateway:
         self._admitted.remove(job.index)
         ttft_s = tpot_s = None
         if job.outcome == "completed":
-            ttft_s = job.first_s - job.start_s
+            ttft_s = job.first_s + self._spec.answer_s - job.start_s
             tpot_s = (now_s - job.first_s) / (job.output - 1) if job.output > 1 else None
         self._gatekeeper.leave(str(job.index), now_s, num_output=job.generated, ttft_s=ttft_s, tbt_s=tpot_s)
 

@@ -24,16 +24,16 @@ class Misses:
         self.num_ttft = self.num_tpot = self.num_tbt = 0
         self.is_full = False
 
-    def first(self, job: Job) -> None:
-        """Its first token has come."""
-        if job.first_s - job.start_s > self._ttft_s:
+    def first(self, job: Job, answer_s: float) -> None:
+        """Its first token is computed, and comes after `answer_s`."""
+        if job.first_s + answer_s - job.start_s > self._ttft_s:
             self.num_ttft += 1
             self._note(job)
 
-    def end(self, job: Job) -> None:
+    def end(self, job: Job, answer_s: float) -> None:
         """It is over. Who was refused or failed missed everything."""
         is_done = job.outcome == "completed"
-        if not is_done and job.first_s - job.start_s <= self._ttft_s:
+        if not is_done and job.first_s + answer_s - job.start_s <= self._ttft_s:
             self.num_ttft += 1
         gap_s = job.longest_gap_s if self._of_longest else job.tail_gap_s
         is_slow = job.generated > 1 and (job.end_s - job.first_s) / (job.generated - 1) > self._tpot_s

@@ -7,13 +7,14 @@
  "step":     [{"batch": 8, "context_tokens": 4096, "seconds": 0.05}, ...],
  "transfer": [{"num_bytes": 1048576, "seconds": 0.002, "transport": "shm"}, ...],
  "beside":   [{"work": "prefill", "neighbour": "decode", "slowdown": 1.9}, ...],
- "request_s": 0.012}
+ "request_s": 0.006, "answer_s": 0.012, "token_s": 0.001}
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.latency import StepSample
 from halfmoon.sim.contention import Work
 from halfmoon.sim.interpolation import PromptsSample, prefill_pieces, step_pieces
-from halfmoon.sim.latency import FitError, LatencyModel
+from halfmoon.sim.latency import FitError, LatencyModel, Piece
 
 
 class _Strict(BaseModel):
@@ -90,7 +91,9 @@ class MeasuredProfile(_Strict):
     transfer: tuple[MeasuredTransfer, ...] = ()
     limits: MeasuredLimits = MeasuredLimits()
     beside: tuple[MeasuredSlowdown, ...] = ()
-    request_s: float = Field(default=0.0, ge=0)  # of a TTFT, beside the worker's own: HTTP, placement, calls
+    request_s: float = Field(default=0.0, ge=0)  # until a prompt is with its worker: HTTP, placement, calls
+    answer_s: float = Field(default=0.0, ge=0)  # from the computed prompt to its token at the client
+    token_s: float = Field(default=0.0, ge=0)  # that a decode step takes more where a gateway serves its tokens
 
     def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
         """What was measured is the whole worker: its stages are one. Raises InvalidRequest for another kind."""
@@ -101,13 +104,19 @@ class MeasuredProfile(_Strict):
                 f"not of {gpu or 'that'} with TP{tensor_parallel} x PP{pipeline_parallel}",
                 param="latency",
             )
-        return self.whole
+        whole = self.whole
+        served = [Piece(one.least, one.model._replace(d=one.model.d + self.token_s)) for one in whole.step]
+        return replace(whole, step=tuple(served))
 
     @property
     def whole(self) -> LatencyModel:
-        """The worker that was measured. Its error is that at the points that were held out, if there are any."""
-        prefill, prefill_error = prefill_pieces(*_split(self.prefill, _prompts_sample))
-        step, step_error = step_pieces(*_split(self.step, _step_sample))
+        """The worker that was measured, by all points. Its error is that at those which were held out, if there are
+        any, of a fit to the others."""
+        prompts, steps = [_prompts_sample(one) for one in self.prefill], [_step_sample(one) for one in self.step]
+        prefill, _ = prefill_pieces(prompts, prompts)
+        step, _ = step_pieces(steps, steps)
+        _, prefill_error = prefill_pieces(*_split(self.prefill, _prompts_sample))
+        _, step_error = step_pieces(*_split(self.step, _step_sample))
         return LatencyModel(
             prefill,
             step,

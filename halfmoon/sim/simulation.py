@@ -225,7 +225,7 @@ class _Run:
         now_s = self._now_s
         if job.first_s < 0:
             job.first_s = now_s
-            self._misses.first(job)
+            self._misses.first(job, self._spec.answer_s)
         elif self._with_gaps:
             job.later_s.append(np.array([now_s]))
         if not job.is_prefilled:  # else it was preempted and computed again
@@ -285,7 +285,7 @@ class _Run:
         if outcome == "completed" and job.later_s:
             job.longest_gap_s, job.tail_gap_s = gaps(job.first_s, job.later_s)
         job.later_s = []
-        self._misses.end(job)
+        self._misses.end(job, self._spec.answer_s)
         if self._inside.pop(job.index, None) is not None:
             self._gateway.forget(job)
         self._gateway.end(job, self._now_s)
@@ -406,7 +406,7 @@ class _Run:
             self._place(job, ())
 
     def _result(self) -> SimResult:
-        workers, ended, num = self._workers, self._ended, self._num_arrived
+        workers, ended, num, answer_s = self._workers, self._ended, self._num_arrived, self._spec.answer_s
         for job in self._jobs.values():
             ended.add(job)
         start_s, first_s, begun_s = self._workload.start_s[:num], ended.first_s[:num], ended.begun_s[:num]
@@ -415,11 +415,11 @@ class _Run:
             tpot_s = np.where(outputs > 1, (end_s - first_s) / (outputs - 1), np.nan)
         return SimResult(
             start_s,
-            np.where(first_s >= 0, first_s - start_s, np.nan),
+            np.where(first_s >= 0, first_s + answer_s - start_s, np.nan),
             np.where(outcome == 0, tpot_s, np.nan),
             ended.longest_gap_s[:num],
             ended.tail_gap_s[:num],
-            end_s,
+            end_s + answer_s,
             np.where(begun_s >= 0, begun_s - start_s, np.nan),
             outcome,
             ended.cached_tokens[:num],

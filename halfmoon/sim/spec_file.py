@@ -61,6 +61,7 @@ class _Cluster(_Strict):
     network: dict[str, Any] = {}
     contention: dict[str, Any] = {}
     request_s: float | None = None
+    answer_s: float | None = None
     placement: PlacementMode = "kvcache-centric"
     balancing_threshold: float = Field(default=2.0, ge=1)
     admission: AdmissionMode = "off"
@@ -86,7 +87,8 @@ def read_cluster(path: Path, latency: str | None = None) -> ClusterSpec:
         raise InvalidRequest(f"the cluster {path} cannot be read: {error}", param="cluster") from error
     read = _validated(path, _Cluster, found)
     sources: dict[str, LatencySource] = {}
-    network, contention, request_s = read.network, read.contention, read.request_s
+    network, contention = read.network, read.contention
+    request_s, answer_s = read.request_s, read.answer_s
     groups = []
     for one in read.workers:
         text = latency or one.latency or read.latency
@@ -101,6 +103,7 @@ def read_cluster(path: Path, latency: str | None = None) -> ClusterSpec:
             network = {**_measured_link(source), **network}
             contention = {**source.contention, **contention}
             request_s = source.request_s if request_s is None else request_s
+            answer_s = source.answer_s if answer_s is None else answer_s
             limits = BatchLimits(**source.limits.model_dump(exclude={"context_tokens"}))
         groups.append(_group(one, source.model(one.gpu, one.tp, one.pp), limits))
     return ClusterSpec(
@@ -115,6 +118,7 @@ def read_cluster(path: Path, latency: str | None = None) -> ClusterSpec:
         tuple(_validated(path, Failure, one, "failures") for one in read.failures),
         _validated(path, Contention, contention, "contention"),
         request_s or 0.0,
+        answer_s or 0.0,
     )
 
 

@@ -13,6 +13,8 @@ from halfmoon.sim.coefficients import coefficients
 from halfmoon.sim.latency import LatencyModel
 from halfmoon.sim.profile import MeasuredProfile, is_measured, read_profile
 
+_ROUNDING_S = 1e-9
+
 
 def _check(holds: bool, what: str, problem: str) -> None:
     if not holds:
@@ -33,10 +35,9 @@ class WorkerProfile:
     max_running: int = 256  # sequences in a step
 
     def __post_init__(self) -> None:
-        models = [tuple(piece.model) for piece in self.latency.prefill] + [
-            tuple(one.model) for one in self.latency.step
-        ]
-        _check(min(map(min, models)) >= 0, "prefill and step", "must not be negative")
+        for least, (base, slope, of_context) in (*self.latency.prefill, *self.latency.step):
+            held = base + slope * least, slope, of_context  # what begins later may be steeper, from below 0 on
+            _check(min(held) >= -_ROUNDING_S, "prefill and step", "must not be negative")
         _check(self.link_bytes_per_s >= 0 and self.link_latency_s >= 0, "the link", "must not be negative")
         sizes = "kv_tokens", "kv_token_bytes", "context_tokens", "max_batch_tokens", "chunk_tokens", "max_running"
         for name in sizes:

@@ -166,6 +166,26 @@ def test_a_profile_gives_back_what_was_measured(tmp_path: Path) -> None:
     assert found.link == pytest.approx((1e9, 0.001))
 
 
+def test_held_out_points_judge_a_fit_to_the_others_and_are_used_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    bend = {"new_tokens": 512, "cached_tokens": 0, "seconds": 0.2, "is_held_out": True}
+    path.write_text(json.dumps(profile(prefill=[*profile()["prefill"], bend])))
+    model = read_profile(path).whole
+    straight_s = 0.01 + 2e-4 * 512 + 1e-8 * 512 * 256
+    assert model.error.prefill == pytest.approx((0.2 - straight_s) / 0.2)
+    assert model.prefill_s(512) == pytest.approx(0.2, rel=0.02)
+
+
+def test_a_gateway_that_serves_its_tokens_takes_some_of_each_step(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(profile(token_s=0.002)))
+    found = read_profile(path)
+    alone, served = found.whole, found.model(None, 1, 1)
+    for batch in (1, 4, 16):
+        assert served.stage_s(0, 0, batch, 1000) == pytest.approx(alone.stage_s(0, 0, batch, 1000) + 0.002)
+    assert served.prefill_s(300) == alone.prefill_s(300)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -73,6 +73,17 @@ def test_a_transfer_that_waits_for_the_prefill_and_one_that_went_along() -> None
     assert pulled.ttft_s[0] == pushed.ttft_s[0] == pytest.approx(0.1)
 
 
+def test_the_way_there_is_before_the_queue_and_the_way_back_holds_nobody_up() -> None:
+    """Prompts of 0.1 s that come 30 ms apart: the way of the second is over before the first is computed."""
+    plain = simulate(pair(), work((0.0, 100, 9), (0.03, 100, 9)))
+    found = simulate(pair(request_s=0.02, answer_s=0.5), work((0.0, 100, 9), (0.03, 100, 9)))
+    assert found.ttft_s == pytest.approx(plain.ttft_s + 0.52)
+    assert found.end_s == pytest.approx(plain.end_s + 0.52)
+    assert found.tpot_s == pytest.approx(plain.tpot_s)
+    met = simulate(pair(answer_s=0.5, targets=Targets(ttft_s=0.55)), work((0.0, 10, 2), (1.0, 100, 2)))
+    assert met.attainment(Targets(ttft_s=0.55)).ttft == 0.5
+
+
 def test_transfers_share_the_port_of_the_receiver() -> None:
     spec = ClusterSpec((group("prefill", 2), group("decode")), Network(bytes_per_s=1e9, latency_s=0.0, handover="pull"))
     found = simulate(spec, work((0.0, 100, 2), (0.0, 100, 2)))
