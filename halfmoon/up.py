@@ -20,6 +20,7 @@ import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
+from halfmoon.beside import beside
 from halfmoon.errors import HalfmoonError, InvalidRequest, UnknownModel, leaf_errors
 from halfmoon.gpus import GPUShares, visible_gpus, whole_gpus
 from halfmoon.policy.admission import AdmissionMode
@@ -88,17 +89,13 @@ async def up(options: UpOptions, terminal: Console) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     with _bars(terminal) as bars:
         supervisor = Supervisor(options.state_dir / "logs", _Display(bars).on_event, partial(_print_restart, terminal))
-        stop = asyncio.create_task(stopping.wait())
-        run = asyncio.create_task(_run(options, supervisor, terminal, bars))
         try:
-            await asyncio.wait({stop, run}, return_when=asyncio.FIRST_COMPLETED)
-            if run.done():
-                await run
-            terminal.print("halfmoon is stopping")
+            async with beside(stopping.wait()) as stop, beside(_run(options, supervisor, terminal, bars)) as run:
+                await asyncio.wait({stop, run}, return_when=asyncio.FIRST_COMPLETED)
+                if run.done():
+                    await run
+                terminal.print("halfmoon is stopping")
         finally:
-            stop.cancel()
-            run.cancel()
-            await asyncio.gather(stop, run, return_exceptions=True)
             await supervisor.stop()
 
 

@@ -33,12 +33,13 @@ COMMAND_LINE = (
     "supervisor",
     "gpus",
 )  # one room, `halfmoon.cli`, in several files
-ROOMS = ("errors", "pb", "kv", "engine", "policy", "sim", "plan", "rpc", "ledger", "worker", "profiling")
+ROOMS = ("errors", "beside", "pb", "kv", "engine", "policy", "sim", "plan", "rpc", "ledger", "worker", "profiling")
 
 # A room may import itself, `halfmoon` (the version) and the rooms named here.
 ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon": frozenset(),
     "halfmoon.errors": frozenset(),
+    "halfmoon.beside": frozenset(),
     "halfmoon.pb": frozenset(),
     "halfmoon.kv": frozenset({"halfmoon.errors"}),
     "halfmoon.policy": frozenset({"halfmoon.errors"}),
@@ -48,9 +49,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.sim": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
     "halfmoon.plan": frozenset({"halfmoon.errors", "halfmoon.policy", "halfmoon.sim"}),
     "halfmoon.worker": frozenset(
-        f"halfmoon.{room}" for room in ("engine", "kv", "rpc", "pb", "policy", "sim", "errors")
+        f"halfmoon.{room}" for room in ("engine", "kv", "rpc", "pb", "policy", "sim", "beside", "errors")
     ),
-    "halfmoon.profiling": frozenset(f"halfmoon.{room}" for room in ("kv", "rpc", "pb", "policy", "sim", "errors")),
+    "halfmoon.profiling": frozenset(
+        f"halfmoon.{room}" for room in ("kv", "rpc", "pb", "policy", "sim", "beside", "errors")
+    ),
     "halfmoon.cli": frozenset(f"halfmoon.{room}" for room in ROOMS),
     **{f"services.{name}": frozenset(f"halfmoon.{room}" for room in ROOMS) for name in SERVICES},
     "services": frozenset(),
@@ -62,6 +65,7 @@ TORCH_FREE_PACKAGES = (
 )
 TORCH_FREE_FILES = (
     "halfmoon/errors.py",
+    "halfmoon/beside.py",
     *(
         f"halfmoon/engine/{name}.py"
         for name in (

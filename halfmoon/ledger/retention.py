@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import delete, select
@@ -54,8 +52,8 @@ class Retention:
         return await self._database.run(work)
 
     async def keep(self, days: float) -> None:
-        """For ever. While the database is away nothing is deleted."""
-        while True:
+        """For ever; with 0 days everything is kept. While the database is away nothing is deleted."""
+        while days:
             try:
                 num_deleted = await self.forget_before(datetime.now(UTC) - timedelta(days=days))
                 if num_deleted:
@@ -65,17 +63,3 @@ class Retention:
             except Exception as error:  # whatever a driver raises must not end it
                 log.error("ledger.kept", exc_info=error)
             await asyncio.sleep(_INTERVAL_S)
-
-
-@asynccontextmanager
-async def keeping(retention: Retention, days: float) -> AsyncIterator[None]:
-    """As long as the block lasts; with 0 everything is kept."""
-    if days == 0:
-        yield
-        return
-    task = asyncio.create_task(retention.keep(days))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple, Self
 from uuid import uuid4
 
+from halfmoon.beside import beside
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.kv.frame import KVRange, plan_frames
 from halfmoon.kv.layout import Shard
@@ -185,13 +186,9 @@ class WorkerProbe:
                 if not is_open.done():
                     is_open.set_exception(error)
 
-        reading = asyncio.create_task(read())
-        try:
+        async with beside(read()):
             await is_open
             yield watch
-        finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
 
     @asynccontextmanager
     async def _cancelled_at_end(self, request_ids: list[str]) -> AsyncIterator[None]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from halfmoon.beside import beside, first_of
 from halfmoon.errors import Unavailable
 from halfmoon.replay.client import Gateway
 from halfmoon.replay.outcome import Targets
@@ -53,17 +54,8 @@ class SimulatedCluster:
 
     async def while_well(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` gives. Raises ServiceFailed as soon as a process ends."""
-        working = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(self._supervisor.until_one_ends())
-        try:
-            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                watching.result()
-            return await working
-        finally:
-            for task in (working, watching):
-                task.cancel()
-            await asyncio.gather(working, watching, return_exceptions=True)
+        async with beside(work) as working, beside(self._supervisor.until_one_ends()) as watching:
+            return await first_of(working, watching)
 
     async def stop(self) -> None:
         """No process is left."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from halfmoon.beside import beside
 from halfmoon.engine.kv_access import NotWritten
 from halfmoon.errors import NotFound
 from halfmoon.kv.codec import Codec, encoded_bytes, gainful
@@ -14,7 +15,6 @@ from halfmoon.kv.frame_plan import FramePlan, Written
 from halfmoon.kv.layout import KVLayout
 from halfmoon.rpc.transfer import TransferSender
 from halfmoon.rpc.transport.protocol import StagingBuffer
-from halfmoon.worker.beside import beside
 from halfmoon.worker.gone import Gone
 from halfmoon.worker.serving_engine import ServingEngine
 

@@ -9,6 +9,7 @@ from contextlib import aclosing
 
 import grpc
 
+from halfmoon.beside import beside, cancelled, first_of
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import KVRange
 from halfmoon.pb import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
@@ -17,7 +18,6 @@ from halfmoon.rpc.transfer import TransferSender, transfer_to
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.rpc.transport.link import LinkSettings
-from halfmoon.worker.beside import beside, cancelled, first_of
 from halfmoon.worker.decode_servicer import RENEW_S
 from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.kv_outflow import KVOutflow

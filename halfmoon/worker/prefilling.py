@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from halfmoon.beside import cancelled
 from halfmoon.engine.kv_watch import OnKV
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb import prefill_pb2, types_pb2
 from halfmoon.rpc.spans import NO_SPAN, Span, current_span, reason_of, span_scope
-from halfmoon.worker.beside import cancelled
 from halfmoon.worker.phase import Phase
 from halfmoon.worker.restoring import Restorer, Restoring
 from halfmoon.worker.serving_engine import ServingEngine

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from halfmoon.beside import beside
 from halfmoon.engine.config import EngineStats, StepResult
 from halfmoon.engine.kv_access import NotWritten
 from halfmoon.engine.kv_watch import OnKV
@@ -76,13 +77,9 @@ class SimulatedEngine:
     async def running(self) -> AsyncIterator[asyncio.Future[BaseException]]:
         """Steps while inside. What is given resolves to what killed the stepping, if anything does."""
         death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        stepping = asyncio.create_task(self._run())
-        stepping.add_done_callback(lambda task: _note_death(task, death))
-        try:
+        async with beside(self._run()) as stepping:
+            stepping.add_done_callback(lambda task: _note_death(task, death))
             yield death
-        finally:
-            stepping.cancel()
-            await asyncio.gather(stepping, return_exceptions=True)
 
     async def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
         """As `AsyncEngine.add`. Raises Incompatible for what needs a model."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from halfmoon.beside import beside, logged
 from halfmoon.errors import HalfmoonError, InvalidRequest, Unavailable
 from halfmoon.pb.decode_pb2 import CancelRequest, TokensRequest
 from halfmoon.pb.decode_pb2_grpc import DecodeStub
@@ -73,7 +74,7 @@ class Cluster(ClusterServicer):
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` beside the requests; an error of it is logged. Raises GatewayStopping at the very end."""
-        guarded = _logged(work)
+        guarded = logged(work)
         try:
             return self._tasks.create_task(guarded)
         except RuntimeError as error:  # the group takes no more tasks
@@ -188,13 +189,11 @@ class Cluster(ClusterServicer):
         self, worker: Worker, messages: AsyncIterator[WorkerMessage]
     ) -> AsyncGenerator[GatewayMessage, None]:
         """Takes reports until the stream ends, and answers. Raises Unavailable when the membership ended first."""
-        reading = asyncio.ensure_future(self._read_reports(worker, messages))
-        try:
+        async with beside(self._read_reports(worker, messages)) as reading:
             while True:
-                missed = asyncio.ensure_future(worker.missed_blocks.wait())
-                first: set[asyncio.Future[Any]] = {reading, worker.gone, missed}
-                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-                missed.cancel()
+                async with beside(worker.missed_blocks.wait()) as missed:
+                    first: set[asyncio.Future[Any]] = {reading, worker.gone, missed}
+                    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
                 if worker.gone.done():
                     raise worker.gone.result()
                 if reading.done():
@@ -202,8 +201,6 @@ class Cluster(ClusterServicer):
                     return
                 worker.missed_blocks.clear()
                 yield GatewayMessage(resend_blocks=ResendBlocks())
-        finally:
-            reading.cancel()
 
     async def _read_reports(self, worker: Worker, messages: AsyncIterator[WorkerMessage]) -> None:
         async for message in messages:
@@ -269,14 +266,6 @@ class Cluster(ClusterServicer):
             pass
         finally:
             await worker.peer.close()
-
-
-async def _logged(work: Coroutine[Any, Any, None]) -> None:
-    """A task beside the requests must not take the gateway down."""
-    try:
-        await work
-    except Exception as error:
-        log.error("task.failed", exc_info=error)
 
 
 @asynccontextmanager

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
 from halfmoon.errors import HalfmoonError, Unavailable
@@ -97,14 +95,3 @@ class LedgerNews:
         if not self._is_failing:
             log.error("ledger.unread", extra={"reason": reason}, exc_info=is_bug)
         self._is_failing = True
-
-
-@asynccontextmanager
-async def following(news: LedgerNews, interval_s: float) -> AsyncIterator[None]:
-    """As long as the block lasts."""
-    task = asyncio.create_task(news.follow(interval_s))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})

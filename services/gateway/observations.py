@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
 from halfmoon.errors import HalfmoonError, NoCapacity, Unavailable
 from halfmoon.ledger.models import RequestRow
@@ -35,6 +34,12 @@ class Observations:
         """The workers as they are now."""
         self.series.sample(sample_of(members), now_s)
         self.departures.note({member.worker_id: member.role for member in members}, now_s)
+
+    async def follow(self, membership: Membership, clock: Callable[[], float]) -> None:
+        """Notes the workers every second, for ever."""
+        while True:
+            self.note_members(membership.members(), clock())
+            await asyncio.sleep(_SAMPLE_S)
 
     def note_ended(
         self, row: RequestRow, choices: Choices, gaps_s: Sequence[float], refusal: str, now_s: float
@@ -82,22 +87,3 @@ def sample_of(members: Sequence[Member]) -> Sample:
         output_tokens_total={member.worker_id: member.load.num_output_tokens_total for member in members},
         prefill_tokens_total={member.worker_id: member.load.num_prefill_tokens_total for member in members},
     )
-
-
-@asynccontextmanager
-async def sampling(
-    observations: Observations, membership: Membership, clock: Callable[[], float]
-) -> AsyncIterator[None]:
-    """Takes a sample of the workers every second, as long as the block lasts."""
-
-    async def sample() -> None:
-        while True:
-            observations.note_members(membership.members(), clock())
-            await asyncio.sleep(_SAMPLE_S)
-
-    task = asyncio.create_task(sample())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})

@@ -12,9 +12,9 @@ from functools import partial
 
 from aiohttp import web
 
+from halfmoon.beside import beside, logged
 from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import open_ledger
-from halfmoon.ledger.retention import keeping
 from halfmoon.pb.gateway_pb2_grpc import add_ClusterServicer_to_server
 from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.policy.placement import PlacementRules
@@ -35,11 +35,11 @@ from services.gateway.endpoints import GenerationEndpoints
 from services.gateway.http_faults import answer_faults_as_json
 from services.gateway.judge import Judge
 from services.gateway.known_classes import KnownClasses
-from services.gateway.ledger_news import LedgerNews, following
+from services.gateway.ledger_news import LedgerNews
 from services.gateway.live_workload import WorkloadEndpoint
 from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.observations import Observations, sampling
+from services.gateway.observations import Observations
 from services.gateway.operator_access import OperatorAccess
 from services.gateway.relay import Relay
 from services.gateway.served_model import ServedModel
@@ -112,11 +112,11 @@ async def running_gateway(
         )
         add = partial(add_ClusterServicer_to_server, cluster)
         async with (
-            copies.asking(),
-            StoreWatch(cluster).watching(),
-            following(news, settings.ledger_poll_s),
-            keeping(ledger.retention, settings.ledger_keep_days),
-            sampling(observations, membership, cluster.clock),
+            beside(logged(copies.ask_all())),
+            beside(logged(StoreWatch(cluster).follow_members())),
+            beside(news.follow(settings.ledger_poll_s)),
+            beside(ledger.retention.keep(settings.ledger_keep_days)),
+            beside(logged(observations.follow(membership, cluster.clock))),
             running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2, tracer=tracer) as server,
         ):
             runner = web.AppRunner(

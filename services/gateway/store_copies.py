@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -91,22 +90,8 @@ class StoreCopies:
         """Whether everything that was to be asked has been."""
         return self._is_idle.is_set()
 
-    @asynccontextmanager
-    async def asking(self) -> AsyncIterator[None]:
-        """Stores are asked meanwhile, one after the other. An error of the block leaves it without a group around."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                task = tasks.create_task(self._ask_all())
-                try:
-                    yield
-                finally:
-                    task.cancel()
-        except BaseExceptionGroup as group:
-            if len(group.exceptions) == 1:
-                raise group.exceptions[0] from None
-            raise
-
-    async def _ask_all(self) -> None:
+    async def ask_all(self) -> None:
+        """Asks the stores, one after the other, for ever."""
         while True:
             copy = await self._waiting.get()
             client, blocks = KVStoreClient(copy.target, copy.blocks.tenant_salt), copy.blocks

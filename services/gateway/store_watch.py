@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb.kvstore_pb2 import BlockEvent, WatchResponse
@@ -26,27 +24,17 @@ class StoreWatch:
         self._cluster = cluster
         self._watches: dict[str, asyncio.Task[None]] = {}
 
-    @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
-        """The stores are watched meanwhile."""
-        following = asyncio.create_task(self._follow_members())
-        try:
-            yield
-        finally:
-            tasks = [following, *self._watches.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-
-    async def _follow_members(self) -> None:
-        while True:
-            changed = self._cluster.until_changed()
-            used = self._cluster.membership.stores
-            for address in self._watches.keys() - used:
-                self._watches.pop(address).cancel()
-            for address in used - self._watches.keys():
-                self._watches[address] = asyncio.create_task(self._watch(address))
-            await changed
+    async def follow_members(self) -> None:
+        """Watches the stores that they use, for ever."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                changed = self._cluster.until_changed()
+                used = self._cluster.membership.stores
+                for address in self._watches.keys() - used:
+                    self._watches.pop(address).cancel()
+                for address in used - self._watches.keys():
+                    self._watches[address] = group.create_task(self._watch(address))
+                await changed
 
     async def _watch(self, address: str) -> None:
         """One store, again after every loss."""

@@ -1,23 +1,34 @@
-"""Work that runs beside a call's own, and never outlives it."""
+"""Work that runs beside other work, and never outlives it."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
 @asynccontextmanager
 async def beside(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
-    """`work` runs while inside and has ended outside; what it raises is for `first_of` to tell."""
+    """`work` runs while inside and has ended outside; what it raises only who asks the task hears."""
     task = asyncio.create_task(work)
     try:
         yield task
     finally:
         await cancelled(task)
+
+
+async def logged(work: Coroutine[Any, Any, None]) -> None:
+    """`work`, whose failure ends nothing but itself: it is written down, since nobody asks for it."""
+    try:
+        await work
+    except Exception as error:
+        log.error("task.failed", exc_info=error)
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:

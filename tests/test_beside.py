@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 
-from halfmoon.errors import Cancelled, DataLoss
-from halfmoon.worker.beside import beside, cancelled, first_of
-from halfmoon.worker.gone import Gone
+from halfmoon.beside import beside, cancelled, first_of, logged
+from halfmoon.errors import DataLoss
 
 
 async def forever() -> None:
@@ -64,15 +61,7 @@ async def test_cancelling_waits_for_the_end() -> None:
     assert ended
 
 
-async def test_the_news_is_told_once_and_not_after_the_end(start_worker: Callable[..., Awaitable[Any]]) -> None:
-    engine = (await start_worker("prefill")).async_engine
-    gone, late = Gone(engine), Gone(engine)
-    gone.tell()
-    gone.tell()
-    with pytest.raises(Cancelled):
-        await gone.told
-    gone.close()
-    late.close()
-    late.tell()
-    late.close()
-    assert late.told.cancelled()
+async def test_a_failure_of_which_nobody_asks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with beside(logged(failing())) as task:
+        await asyncio.wait({task})
+    assert [(one.getMessage(), one.exc_info is not None) for one in caplog.records] == [("task.failed", True)]
