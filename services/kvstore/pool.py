@@ -150,23 +150,30 @@ class Pool:
         self.replicas.unmark(draft.meta.id)
         self.counts.num_stored += 1
         self._copies.enqueue(draft.meta)
+        await self._leave_behind(draft.meta)
 
     async def commit_replica(self, draft: Draft) -> None:
         """As `commit`, of a copy of what another store has: it goes no further down, and is dropped when it cools."""
-        await self._enter(draft)
+        was_here = await self._enter(draft)
         entry = self.catalog.get(draft.meta.id)
-        assert entry is not None
-        self.replicas.mark(draft.meta.id, entry.usage.num_uses, self._now_s())
-        self.counts.num_replicated += 1
+        if entry is not None and not was_here:  # what a worker brought meanwhile is this store's own
+            self.replicas.mark(draft.meta.id, entry.usage.num_uses, self._now_s())
+            self.counts.num_replicated += 1
+        await self._leave_behind(draft.meta)
 
-    async def _enter(self, draft: Draft, known_digest: int | None = None) -> None:
+    async def _enter(self, draft: Draft, known_digest: int | None = None) -> bool:
+        """Makes the block visible as the last thing it does. Whether it was before."""
         codec = codec_for(self.options.dram_codec, draft.meta, self.catalog)
-        if codec.is_plain:
+        payload = None if codec.is_plain else await asyncio.to_thread(codec.encode, draft.room.view, draft.layout)
+        was_here = draft.meta.id in self.catalog
+        if payload is None:
             self.dram.commit(draft, known_digest)
         else:
-            payload = await asyncio.to_thread(codec.encode, draft.room.view, draft.layout)
             self.dram.commit_encoded(draft, codec, payload)
-        behind = left_behind(self.options.dram_codec, draft.meta, self.catalog)
+        return was_here
+
+    async def _leave_behind(self, newest: BlockMeta) -> None:
+        behind = left_behind(self.options.dram_codec, newest, self.catalog)
         if behind is not None:
             await self._encode_anew(behind)
 
@@ -256,7 +263,8 @@ class Pool:
             try:
                 if loan.record.codec != codec and loan.record.meta.layout is not None:
                     payload = await asyncio.to_thread(codec.encode, loan.cells(), loan.record.meta.layout)
-                    self.dram.insert(loan.record.meta, codec, payload)
+                    if self.catalog.is_in(block, Tier.DRAM):  # it may have been dropped meanwhile
+                        self.dram.insert(loan.record.meta, codec, payload)
             finally:
                 self.give_back(loan)
 

@@ -62,6 +62,8 @@ class Replicator:
                 await self._copy(client, wanted)
             except HalfmoonError as error:
                 log.info("replication.ended", extra={"reason": error.message})
+            except Exception as error:  # nothing that another store sends may end this one
+                log.error("replication.failed", exc_info=error)
             finally:
                 self._pool.counts.num_unreplicated += self._num_missing(wanted)
                 await client.close()

@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import os
 import shutil
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from halfmoon.errors import InvalidRequest, NotFound, Unavailable
+from halfmoon.reserved_ports import ReservedPorts
 from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.assembly import cold_client, running_store
 from services.kvstore.cold import PREFIX, ColdClient, ColdTier
@@ -25,12 +25,6 @@ from tests.services.kvstore.blocks import content, is_right, key, put_chain
 
 KEYS = [key(n) for n in range(8)]
 IDS = [block_id(one) for one in KEYS]
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 @asynccontextmanager
@@ -69,19 +63,20 @@ async def s3(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     pytest.importorskip("obstore")
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("flask") is None:
         pytest.skip("moto is not installed")
-    port = free_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1",
-        "AWS_ALLOW_HTTP": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
-    command = (sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port))
-    async with process(*command, port=port):
-        await make_bucket(port, "blocks")
-        yield "s3://blocks"
+    with ReservedPorts() as ports:
+        port = ports.port()
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_REGION": "us-east-1",
+            "AWS_ALLOW_HTTP": "true",
+        }.items():
+            monkeypatch.setenv(name, value)
+        command = (sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port))
+        async with process(*command, port=port):
+            await make_bucket(port, "blocks")
+            yield "s3://blocks"
 
 
 async def make_bucket(port: int, name: str) -> None:
@@ -99,10 +94,11 @@ async def redis(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     program = shutil.which("valkey-server") or shutil.which("redis-server")
     if program is None:
         pytest.skip("neither valkey-server nor redis-server is installed")
-    port = free_port()
-    command = (program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory))
-    async with process(*command, port=port):
-        yield f"redis://127.0.0.1:{port}/0"
+    with ReservedPorts() as ports:
+        port = ports.port()
+        command = (program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory))
+        async with process(*command, port=port):
+            yield f"redis://127.0.0.1:{port}/0"
 
 
 def client(url: str) -> ColdClient:
@@ -163,23 +159,24 @@ async def test_a_server_that_dies_is_an_outage_not_a_loss(tmp_path: Path, monkey
     program = shutil.which("valkey-server") or shutil.which("redis-server")
     if program is None:
         pytest.skip("neither valkey-server nor redis-server is installed")
-    port = free_port()
-    command = (program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path))
-    settings = KVStoreSettings(dram_bytes=1 << 20, cold_url=f"redis://127.0.0.1:{port}/0")
-    async with running_store(settings) as store:  # it is down when the store starts
-        pool = store.pool
-        await put_chain(pool, KEYS[:2])
-        assert await is_right(pool, IDS[1])
-        async with process(*command, port=port) as server:
-            await pool.settled()
-            assert pool.catalog.is_in(IDS[1], Tier.COLD)
-            server.kill()
-            await server.wait()
-            pool.catalog.lose(IDS[1], Tier.DRAM)
-            with pytest.raises(Unavailable):
-                await pool.acquire(IDS[1])
-            assert pool.catalog.is_in(IDS[1], Tier.COLD)
-            assert await is_right(pool, IDS[0])
+    with ReservedPorts() as ports:
+        port = ports.port()
+        command = (program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path))
+        settings = KVStoreSettings(dram_bytes=1 << 20, cold_url=f"redis://127.0.0.1:{port}/0")
+        async with running_store(settings) as store:  # it is down when the store starts
+            pool = store.pool
+            await put_chain(pool, KEYS[:2])
+            assert await is_right(pool, IDS[1])
+            async with process(*command, port=port) as server:
+                await pool.settled()
+                assert pool.catalog.is_in(IDS[1], Tier.COLD)
+                server.kill()
+                await server.wait()
+                pool.catalog.lose(IDS[1], Tier.DRAM)
+                with pytest.raises(Unavailable):
+                    await pool.acquire(IDS[1])
+                assert pool.catalog.is_in(IDS[1], Tier.COLD)
+                assert await is_right(pool, IDS[0])
 
 
 async def test_objects_that_were_tampered_with_are_misses(tmp_path: Path) -> None:

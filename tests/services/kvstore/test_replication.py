@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from halfmoon.errors import InvalidRequest, NoCapacity
+from halfmoon.kv.entry_codec import EntryCodec
+from halfmoon.kv.layout import KVBytes, KVLayout
 from halfmoon.pb import kvstore_pb2_grpc
 from halfmoon.rpc.chain import Chain
 from halfmoon.rpc.kvstore_client import KVStoreClient
@@ -50,9 +54,9 @@ class Store:
 
 
 @asynccontextmanager
-async def store(disk: DiskTier | None = None, copying: bool = True) -> AsyncIterator[Store]:
+async def store(disk: DiskTier | None = None, copying: bool = True, codec: str = "raw") -> AsyncIterator[Store]:
     clock, intake = Clock(), KVIntake()
-    options = PoolOptions(sweep_s=3600, drain_s=0, replica_cool_s=60)
+    options = PoolOptions(sweep_s=3600, drain_s=0, replica_cool_s=60, dram_codec=EntryCodec.parse(codec))
     pool = Pool(memoryview(bytearray(16 * LAYOUT.block_bytes)), options, disk, now_s=clock)
     replicator, arrivals = Replicator(pool), Arrivals(pool)
     control = KVStoreServicer(pool, Lender(pool, 30, None), Taker(pool, arrivals), replicator)
@@ -127,6 +131,64 @@ async def test_copies_that_nobody_uses_are_dropped_and_others_are_not(tmp_path: 
         near.pool._upkeep.drop_cooled()
         assert [block in near.pool.catalog for block in ids] == [True] * 2 + [False] * 4
         assert (await near.client.stats(deadline_s=10)).num_cooled_total == 4
+
+
+async def test_what_a_worker_brings_while_its_copy_is_encoded_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, began, goes_on = EntryCodec.encode, threading.Event(), threading.Event()
+
+    def first_waits(codec: EntryCodec, cells: KVBytes, layout: KVLayout) -> KVBytes:
+        if not began.is_set():
+            began.set()
+            assert goes_on.wait(20)
+        return encode(codec, cells, layout)
+
+    block = block_id(KEYS[0], SALT)
+    async with store() as origin, store(codec="lz4") as near:
+        await fill(origin, KEYS[:1])
+        monkeypatch.setattr(EntryCodec, "encode", first_waits)
+        await near.client.replicate(origin.address, KEYS[:1], LAYOUT, deadline_s=10)
+        assert await asyncio.to_thread(began.wait, 20)
+        await put(near.pool, meta(block))
+        goes_on.set()
+        await near.replicator.settled()
+        assert (len(near.pool.replicas), near.pool.counts.num_replicated) == (0, 0)
+        near.clock.now_s += 61
+        near.pool._upkeep.drop_cooled()
+        assert block in near.pool.catalog
+
+
+async def test_a_copy_that_is_dropped_while_the_block_behind_it_is_encoded_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = [key(n) for n in range(12)]  # more than int2 leaves as they are at a prompt's end
+    encode, began, goes_on = EntryCodec.encode, threading.Event(), threading.Event()
+
+    def waits(codec: EntryCodec, cells: KVBytes, layout: KVLayout) -> KVBytes:
+        began.set()
+        assert goes_on.wait(20)
+        return encode(codec, cells, layout)
+
+    async with store() as origin, store(codec="int2") as near:
+        await fill(origin, keys)
+        monkeypatch.setattr(EntryCodec, "encode", waits)
+        await near.client.replicate(origin.address, keys, LAYOUT, deadline_s=10)
+        assert await asyncio.to_thread(began.wait, 20)
+        await near.pool.drop([block_id(KEYS[0], SALT)])
+        goes_on.set()
+        await near.replicator.settled()
+        assert not list(near.pool.catalog)
+
+
+async def test_an_error_of_ours_ends_one_copy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with store() as origin, store() as near:
+        await fill(origin, KEYS[:1])
+        with monkeypatch.context() as patch:
+            patch.setattr(near.pool, "reserve", None)
+            await near.client.replicate(origin.address, KEYS[:1], LAYOUT, deadline_s=10)
+            await near.replicator.settled()
+        await near.client.replicate(origin.address, KEYS[:1], LAYOUT, deadline_s=10)
+        await near.replicator.settled()
+        assert len(near.pool.replicas) == 1
 
 
 async def test_what_is_asked_is_bounded_and_checked() -> None:
