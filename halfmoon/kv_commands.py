@@ -42,13 +42,14 @@ Address = Annotated[
 ]
 Ids = Annotated[list[str], typer.Argument(help="block ids as `halfmoon kv ls` shows them")]
 Tiers = Annotated[list[TierName] | None, typer.Option("--tier", help="only this tier; may be given several times")]
+StateDir = Annotated[Path, typer.Option(help="that of the `halfmoon up` that started the store")]
 _STATE_DIR = Path(".halfmoon")  # the default of `halfmoon up`
 
 
 @app.command()
-def stats(address: Address = None) -> None:
+def stats(address: Address = None, state_dir: StateDir = _STATE_DIR) -> None:
     """What each tier holds, and what happened since the store started."""
-    response = _ask(address, _control("Stats"), kvstore_pb2.StatsRequest())
+    response = _ask(_address(address, state_dir), _control("Stats"), kvstore_pb2.StatsRequest())
     columns = ("blocks", "used", "budget", "waiting", "hits", "evicted", "damaged", "failed", "written", "skipped")
     table = Table("tier", *columns, box=None)
     for tier in response.tiers:
@@ -67,6 +68,7 @@ def stats(address: Address = None) -> None:
 @app.command()
 def ls(
     address: Address = None,
+    state_dir: StateDir = _STATE_DIR,
     tier: Tiers = None,
     limit: Annotated[int, typer.Option(min=1, help="how many at most")] = 50,
     after: Annotated[str, typer.Option(help="begin behind this id")] = "",
@@ -74,7 +76,7 @@ def ls(
     """Blocks by id: the tenant's tag, then the key."""
     request = kvstore_pb2.ListRequest(limit=limit, after=_id(after) if after else b"", tiers=_tiers(tier))
     table = Table("id", "depth", "tiers", "bytes", "uses", "pinned", "expires", box=None)
-    for block in _ask(address, _admin("List"), request).blocks:
+    for block in _ask(_address(address, state_dir), _admin("List"), request).blocks:
         expires = datetime.fromtimestamp(block.expires_at_s).isoformat(" ", "seconds") if block.expires_at_s else ""
         where = " ".join(_name(place) for place in block.tiers)
         table.add_row(
@@ -88,27 +90,30 @@ def ls(
 def pin(
     ids: Ids,
     address: Address = None,
+    state_dir: StateDir = _STATE_DIR,
     unpin: Annotated[bool, typer.Option("--unpin", help="let them go again")] = False,
 ) -> None:
     """Keeps blocks, and what comes before them, from eviction and expiry."""
     request = kvstore_pb2.PinRequest(ids=[_id(text) for text in ids], unpin=unpin)
-    response = _ask(address, _admin("Pin"), request)
+    response = _ask(_address(address, state_dir), _admin("Pin"), request)
     print(f"{'unpinned' if unpin else 'pinned'} {response.num_blocks} of {len(ids)}")
     raise typer.Exit(0 if response.num_blocks == len(ids) else 1)
 
 
 @app.command()
-def drop(ids: Ids, address: Address = None) -> None:
+def drop(ids: Ids, address: Address = None, state_dir: StateDir = _STATE_DIR) -> None:
     """Forgets blocks, and all that follow them, in every tier."""
-    response = _ask(address, _admin("Drop"), kvstore_pb2.DropRequest(ids=[_id(text) for text in ids]))
+    response = _ask(
+        _address(address, state_dir), _admin("Drop"), kvstore_pb2.DropRequest(ids=[_id(text) for text in ids])
+    )
     print(f"dropped {response.num_dropped}")
 
 
 @app.command()
-def verify(address: Address = None, tier: Tiers = None) -> None:
+def verify(address: Address = None, state_dir: StateDir = _STATE_DIR, tier: Tiers = None) -> None:
     """Reads every block (of memory and disk, if no tier is named) and drops what is damaged; 1 if anything was."""
     request = kvstore_pb2.VerifyRequest(tiers=_tiers(tier))
-    verdicts = _ask(address, _admin("Verify"), request, _VERIFY_DEADLINE_S).tiers
+    verdicts = _ask(_address(address, state_dir), _admin("Verify"), request, _VERIFY_DEADLINE_S).tiers
     for verdict in verdicts:
         print(f"{_name(verdict.tier)}: {verdict.num_blocks} read, {verdict.num_damaged} damaged and dropped")
     raise typer.Exit(1 if any(verdict.num_damaged for verdict in verdicts) else 0)
@@ -125,9 +130,8 @@ def _admin(name: str) -> Method:
     return lambda peer: getattr(kvstore_pb2_grpc.KVStoreAdminStub(peer.channel), name)
 
 
-def _ask(given: str | None, method: Method, request: Any, deadline_s: float = _DEADLINE_S) -> Any:
+def _ask(address: str, method: Method, request: Any, deadline_s: float = _DEADLINE_S) -> Any:
     """One call; ends the program with its reason if it fails."""
-    address = _address(given)
 
     async def asking() -> Any:
         async with Peer(address) as peer:
@@ -141,9 +145,9 @@ def _ask(given: str | None, method: Method, request: Any, deadline_s: float = _D
         raise typer.Exit(1) from None
 
 
-def _address(given: str | None) -> str:
+def _address(given: str | None, state_dir: Path) -> str:
     """Raises BadParameter if it is none, or not given and not known."""
-    known = known_stores(_STATE_DIR)
+    known = known_stores(state_dir)
     address = given or (known[0] if len(known) == 1 else "")
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and int(port) < 65536:
@@ -152,7 +156,9 @@ def _address(given: str | None) -> str:
         raise typer.BadParameter(f"--address {given!r} is not host:port")
     if known:
         raise typer.BadParameter(f"there are several stores: say --address with one of {', '.join(known)}")
-    raise typer.BadParameter(f"no store is known in {_STATE_DIR}: say where it is with --address host:port")
+    raise typer.BadParameter(
+        f"no store is known in {state_dir}: say where it is with --address host:port, or --state-dir"
+    )
 
 
 def _id(text: str) -> bytes:

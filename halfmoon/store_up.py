@@ -10,6 +10,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.supervisor import ServiceSpec
 
+_INDEX = "index.sqlite"  # of the disk tier
 _ADDRESSES = "stores"  # in the state directory, one a line
 
 
@@ -37,11 +38,18 @@ class StoreOptions:
 
 def store_specs(options: StoreOptions, state_dir: Path, addresses: Sequence[str]) -> list[ServiceSpec]:
     """The stores as children. Several ones share the cold tier; each has its own memory and directory."""
+    names = ["kvstore"] if len(addresses) == 1 else [f"kvstore-{index}" for index in range(len(addresses))]
+    directories = _directories(options, state_dir)
+    return [_store_spec(options, *one) for one in zip(names, directories, addresses, strict=True)]
+
+
+def idle_directories(options: StoreOptions, state_dir: Path) -> list[Path]:
+    """Of stores that there were with another number of them: nobody uses nor frees what lies there."""
     directory = options.disk_dir or state_dir / "kvstore"
-    if len(addresses) == 1:
-        return [_store_spec(options, "kvstore", directory, addresses[0])]
-    numbered = enumerate(addresses)
-    return [_store_spec(options, f"kvstore-{index}", directory / str(index), address) for index, address in numbered]
+    used = _directories(options, state_dir)
+    return [
+        one for one in (directory, *sorted(directory.glob("[0-9]*"))) if one not in used and (one / _INDEX).exists()
+    ]
 
 
 def remember_stores(state_dir: Path, addresses: Sequence[str]) -> None:
@@ -55,6 +63,11 @@ def known_stores(state_dir: Path) -> tuple[str, ...]:
         return tuple((state_dir / _ADDRESSES).read_text().split())
     except OSError:
         return ()
+
+
+def _directories(options: StoreOptions, state_dir: Path) -> list[Path]:
+    directory = options.disk_dir or state_dir / "kvstore"
+    return [directory] if options.num_stores == 1 else [directory / str(n) for n in range(options.num_stores)]
 
 
 def _store_spec(options: StoreOptions, name: str, directory: Path, address: str) -> ServiceSpec:

@@ -29,7 +29,7 @@ from halfmoon.reserved_ports import ReservedPorts
 from halfmoon.rpc.loopback import is_loopback
 from halfmoon.rpc.tracing import check_endpoint
 from halfmoon.simulated_up import SimulatedWorkers, simulated_model, simulation_specs
-from halfmoon.store_up import StoreOptions, remember_stores, store_specs
+from halfmoon.store_up import StoreOptions, idle_directories, remember_stores, store_specs
 from halfmoon.supervisor import Child, ServiceSpec, Supervisor, children_ready
 
 _HEALTH_POLL_S = 0.1
@@ -124,6 +124,10 @@ async def _start(
     others = [await supervisor.start(_traced(spec, options)) for spec in specs]
     await children_ready([child for child in others if child.spec.announces])
     remember_stores(options.state_dir, stores)
+    for idle in idle_directories(options.store, options.state_dir):
+        terminal.print(
+            f"[yellow]{idle} is of a store that is not started now: --stores brings it back, or remove it[/]"
+        )
     url = announced[0]["http"]
     await _until_healthy(url)
     bars.stop()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 
@@ -15,14 +17,16 @@ log = logging.getLogger(__name__)
 Write = Callable[[int, KVBytes], Awaitable[None]]  # a block's number in its prompt, its cells
 
 _DEADLINE_S = 30.0
+_ASK_AGAIN_S = 60.0  # a store that is started again may be another
 
 
 class BlockSource:
     """Owns whether the store's memory can be read in place. Knows nothing of requests."""
 
-    def __init__(self, layout: KVLayout) -> None:
+    def __init__(self, layout: KVLayout, now_s: Callable[[], float] = time.monotonic) -> None:
         self._layout = layout
-        self._lends = True
+        self._now_s = now_s
+        self._ask_at_s = -math.inf  # a loan; before, the store is known to give none
 
     async def load(self, store: KVStoreClient, keys: Mapping[int, bytes], write: Write) -> list[int]:
         """Writes the leading blocks of `keys` that the store gives whole; which those are.
@@ -30,11 +34,11 @@ class BlockSource:
         What was written for the others is not to be believed. Raises Unavailable and DeadlineExceeded when the store is
         away, and what `write` raises.
         """
-        if self._lends:
+        if self._now_s() >= self._ask_at_s:
             try:
                 return await self._borrow(store, keys, write)
             except Incompatible as error:
-                self._lends = False
+                self._ask_at_s = self._now_s() + _ASK_AGAIN_S
                 log.info("store.not_lending", extra={"reason": error.message})
         return await self._get(store, keys, write)
 

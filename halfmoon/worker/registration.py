@@ -41,6 +41,7 @@ class Registration:
         self._report_s = report_s
         self._interval_s = min(_FIRST_INTERVAL_S, report_s)
         self._hurry = asyncio.Event()
+        self._told = ""  # why the gateway is away
 
     def report_now(self) -> None:
         """Sends the next load report without waiting: something that matters changed."""
@@ -54,7 +55,9 @@ class Registration:
                     await self._register(peer)
                     log.warning("registration.ended", extra={"gateway": self._address})
                 except _TEMPORARY as err:
-                    log.warning("registration.lost", extra={"gateway": self._address, "reason": err.message})
+                    if err.message != self._told:  # once, however long the gateway is away
+                        log.warning("registration.lost", extra={"gateway": self._address, "reason": err.message})
+                    self._told = err.message
                 except HalfmoonError as err:
                     log.error("registration.refused", extra={"gateway": self._address, "reason": err.message})
                     raise
@@ -66,6 +69,7 @@ class Registration:
             async for answer in answers:
                 if answer.HasField("welcome"):
                     self._interval_s = min(answer.welcome.heartbeat_interval_s, self._report_s)
+                    self._told = ""
                     log.info("registration.welcome", extra={"gateway_id": answer.welcome.gateway_id})
                 elif answer.HasField("resend_blocks"):
                     self._blocks.begin_anew()

@@ -81,7 +81,8 @@ class PostgresqlServer:
                 return
             except psycopg.OperationalError:
                 if time.monotonic() > give_up_s or self.process.poll() is not None:
-                    raise RuntimeError((self._directory / "log").read_text()) from None
+                    said = (self._directory / "log").read_text()
+                    raise RuntimeError(f"its exit status is {self.process.poll()}; {said}") from None
                 time.sleep(0.05)
 
     def stop(self) -> None:
