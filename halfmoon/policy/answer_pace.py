@@ -1,13 +1,22 @@
-"""How fast an answer comes from a worker that goes on computing prompts."""
+"""How fast an answer comes where prompts are computed meanwhile: in the same steps, or on the same cores."""
 
 from __future__ import annotations
 
 
-def pace_among_prompts(step_s: float, chunk_s: float, share: float, behind_s: float, num_gaps: float) -> float:
+def pace_among_prompts(step_s: float, chunk_s: float, prompts_s: float, num_gaps: float) -> float:
     """Mean seconds between tokens, where every step has a token, and a chunk of a prompt as long as there is one.
 
-    step_s: without prompts; chunk_s: what a chunk adds; share: of the time, for the prompts that usually come;
-    behind_s: of computing those that are there when the answer begins. Those that come while others are computed are
-    left out: mostly none do, and where they do it is many.
+    step_s: without prompts; chunk_s: what a chunk adds; prompts_s: computing those that are there when the answer
+    begins, and those that come before it ends.
     """
-    return min(step_s * (1 + share) + behind_s / num_gaps, step_s + chunk_s)
+    return min(step_s + prompts_s / num_gaps, step_s + chunk_s)
+
+
+def pace_beside(step_s: float, contention: float, usual: float, behind_s: float, num_gaps: float) -> float:
+    """Mean seconds between tokens beside neighbours, each of which adds `contention` of `step_s` while it is busy.
+
+    usual: so many of them are busy on average; behind_s: so long one of them is for sure from the beginning on.
+    """
+    length_s = step_s * (1 + contention * usual) * num_gaps
+    sure = min(behind_s / length_s, 1.0)
+    return step_s * (1 + contention * (usual + sure * max(1 - usual, 0.0)))

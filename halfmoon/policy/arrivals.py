@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
 _PAST_S, _MAX_ARRIVALS = 60.0, 256  # of arrivals are remembered
 _FIRST_DUE = 0.5  # of the time between two: when the first of a stream comes, on average
 _LEAST_PAST_S = 10.0  # of arrivals tell about those to come
+_POISSON_MEDIAN = 1 / 3  # the median of a Poisson count is about its mean and this, rounded down
 
 
 class Arrivals:
@@ -40,10 +42,14 @@ class ArrivalRate:
         while self._came[0][0] < now_s - _PAST_S:
             self._came.popleft()
 
-    def share(self, work_s: Callable[[int], float], now_s: float) -> float:
-        """Of the time, what it takes to compute them, each `work_s` of its tokens. 0 as long as too little is known."""
+    def work_s(self, each_s: Callable[[int], float], seconds: float, now_s: float) -> float:
+        """To compute those that come within so long a time, each as long as `each_s` says of its tokens: as many as
+        come half of the times, of the usual work. 0 as long as too little is known."""
         past_s = now_s - self._came[0][0] if self._came else 0.0
-        return sum(work_s(num_tokens) for _, num_tokens in self._came) / past_s if past_s >= _LEAST_PAST_S else 0.0
+        if past_s < _LEAST_PAST_S:
+            return 0.0
+        num_usual = math.floor(len(self._came) / past_s * seconds + _POISSON_MEDIAN)
+        return num_usual * sum(each_s(num_tokens) for _, num_tokens in self._came) / len(self._came)
 
     def to_come(self, num_tokens: int, now_s: float) -> Arrivals:
         """Those that are to be expected, shorter ones than that and others: by their rates and means. None as long as

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 
 _KEPT_S = 60.0  # of the past
+_LEAST_PAST_S = 10.0  # of it tells what is usual
 
 
 class BusyTimes:
@@ -67,6 +69,11 @@ class BusyTimes:
         busy_s = host.busy_s(begin_s, end_s) - own.busy_s(begin_s, end_s)
         return max(busy_s, 0.0) / (end_s - begin_s)
 
+    def usual_beside(self, worker_id: str, now_s: float) -> float:
+        """The same over the last minute, or since the first of them was busy. 0 while little is known."""
+        begin_s = max(self._of_host[self._hosts[worker_id]].first_s, now_s - _KEPT_S)
+        return self.mean_busy_beside(worker_id, begin_s, now_s) if now_s - begin_s >= _LEAST_PAST_S else 0.0
+
     def _change(self, worker_id: str, by: int, now_s: float) -> None:
         self._own[worker_id].change(by, now_s)
         self._of_host[self._hosts[worker_id]].change(by, now_s)
@@ -84,6 +91,11 @@ class _Past:
     def num_busy(self) -> int:
         """Now."""
         return self._nums[-1] if self._nums else 0
+
+    @property
+    def first_s(self) -> float:
+        """The first change that is known; never, before it."""
+        return self._times_s[0] if self._times_s else math.inf
 
     @property
     def changed_s(self) -> float:

@@ -57,6 +57,7 @@ class WorkerView:
     holder: int = -1  # its number in the block index; -1: its blocks are not known
     fetch_s_per_token: float = math.inf  # for KV from another holder; infinite where it cannot fetch
     contention: float = 0.0  # what each busy neighbour adds to its prefills, as a share of their time alone
+    step_contention: float = 0.0  # the same for its decode steps
     store_holder: int = -1  # the number of the store that it restores from, and from nowhere else; -1: it has none
 
     @property

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_FORGETTING = 0.98  # weight of a step once there is a next one of its kind, alone or beside busy neighbours
 _PRIOR_ALONE, _PRIOR_BESIDE = 2.0, 0.5  # steps that the start is worth: as predicted, and no slower
 _MOST = 8.0  # times slower, beside one neighbour
 _SURPRISE = math.log(2.0)  # a step that took twice or half of what was expected counts as that
@@ -22,11 +21,12 @@ _SURPRISE = math.log(2.0)  # a step that took twice or half of what was expected
 class _Mean:
     """A mean that forgets."""
 
+    forgetting: float  # weight of a step once there is a next one
     weight: float
     value: float = 0.0
 
     def add(self, value: float, weight: float) -> None:
-        self.weight = self.weight * _FORGETTING**weight + weight
+        self.weight = self.weight * self.forgetting**weight + weight
         self.value += (value - self.value) * weight / self.weight
 
 
@@ -35,9 +35,10 @@ class Contention:
     apart for steps without and with busy neighbours. Both are means of logarithms, so that no single step counts much.
     """
 
-    def __init__(self) -> None:
-        self._alone = _Mean(_PRIOR_ALONE)
-        self._beside = _Mean(_PRIOR_BESIDE)
+    def __init__(self, forgetting: float) -> None:
+        """`forgetting`: the weight of a step once there is a next one of its kind, alone or beside busy neighbours."""
+        self._alone = _Mean(forgetting, _PRIOR_ALONE)
+        self._beside = _Mean(forgetting, _PRIOR_BESIDE)
 
     @property
     def factor(self) -> float:

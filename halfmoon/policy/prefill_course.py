@@ -92,14 +92,14 @@ class PrefillCourse:
         """When the step under way began."""
         return self._step_began_s
 
-    def share(self, speed: Speed, now_s: float) -> float:
-        """Of the time, what it takes to compute the prompts that usually come, beside decoding."""
+    def usual_work_s(self, speed: Speed, seconds: float, now_s: float) -> float:
+        """Computing the prompts that usually come within so long a time, beside decoding."""
         model, chunk_tokens = speed.model, speed.chunk_tokens
 
-        def work_s(num_tokens: int) -> float:
+        def each_s(num_tokens: int) -> float:
             return model.seconds(num_tokens) + model.a * (math.ceil(num_tokens / chunk_tokens) - 1)
 
-        return self._arrivals.share(work_s, now_s)
+        return self._arrivals.work_s(each_s, seconds, now_s)
 
     def join(self, request_id: str, work: Prefill, decoding: Decoding | None, step_tokens: int, now_s: float) -> None:
         """A prompt is sent there."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from halfmoon.policy.answer_pace import pace_among_prompts
+from halfmoon.policy.answer_pace import pace_among_prompts, pace_beside
 from halfmoon.policy.cluster_view import Bools, ClusterView, WorkerView
 from halfmoon.policy.decode_forecast import DecodeForecast
 from halfmoon.policy.neighbours import Decoding, Neighbours, Spans
@@ -89,14 +89,26 @@ class PrefillCourses:
         return replace(placement, ttft_s=times.ends_s - now_s, queue_s=times.begins_s - now_s, behind_s=behind_s)
 
     def tbt_s(self, view: ClusterView, placement: Placement, step_s: float, num_gaps: float, now_s: float) -> float:
-        """The mean of an answer whose decode steps take `step_s`: more where chunks of prompts are in them, too."""
+        """The mean of an answer whose decode steps alone take `step_s`: more beside busy neighbours, and where chunks
+        of prompts are in them, too."""
         worker, row = placement.decode, view.row(placement.decode.worker_id)
-        if row is None or worker.role != "both" or not _has_steps(worker) or row not in self._courses:
+        if row is None:
             return step_s
-        share = self._courses[row].share(_speed(worker), now_s)
-        behind_s = placement.behind_s + share * placement.ttft_s  # some come before it begins
-        chunk_s = worker.prefill_model.seconds(worker.chunk_tokens)
-        return pace_among_prompts(step_s, chunk_s, share, behind_s, num_gaps)
+        step_s = self._beside_s(view, placement, step_s, num_gaps, now_s)
+        if worker.role != "both" or not _has_steps(worker) or row not in self._courses:
+            return step_s
+        length_s = placement.ttft_s + num_gaps * step_s  # some come before it begins
+        prompts_s = placement.behind_s + self._courses[row].usual_work_s(_speed(worker), length_s, now_s)
+        return pace_among_prompts(step_s, worker.prefill_model.seconds(worker.chunk_tokens), prompts_s, num_gaps)
+
+    def _beside_s(self, view: ClusterView, placement: Placement, step_s: float, num_gaps: float, now_s: float) -> float:
+        worker, prefill = placement.decode, placement.prefill
+        if worker.step_contention < _LEAST_CONTENTION or step_s <= 0:
+            return step_s
+        usual, behind_s = view.busy.usual_beside(worker.worker_id, now_s), 0.0
+        if prefill.host == worker.host and not placement.is_colocated:
+            behind_s = (1 + prefill.contention) * placement.behind_s + min(usual, 1.0) * placement.ttft_s
+        return pace_beside(step_s, worker.step_contention, usual, behind_s, num_gaps)
 
     def _advanced(self, row: int, view: ClusterView, worker: WorkerView, now_s: float) -> PrefillCourse:
         course = self._courses.setdefault(row, PrefillCourse())

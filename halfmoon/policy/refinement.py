@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -27,9 +27,10 @@ from halfmoon.policy.latency import (
     with_shape,
 )
 
-# Weight of a measurement once there is a next one: about the last 20 prefill steps and the last 200 decode steps count,
+# Weight of a measurement once there is a next one: about the last 10 prefill steps and the last 200 decode steps count,
 # seconds of them, for a machine that others use is as fast as it was a moment ago.
-_PREFILL_FORGETTING, _STEP_FORGETTING = 0.95, 0.995
+_PREFILL_FORGETTING, _STEP_FORGETTING = 0.9, 0.995
+_PREFILL_CONTENTION, _STEP_CONTENTION = 0.98, 0.998  # the same of those alone, and of those beside neighbours
 _ERROR_WINDOW = 500
 _SURPRISE = 2.0  # times the prediction: what took longer counts as that; the typical one is predicted, not the mean
 _OUTLIER = 8.0  # times the prediction: what took longer may have been a pause of the machine
@@ -105,10 +106,12 @@ class RefinedModel:
     """Owns one model's coefficients, their refinement, their contention and their errors. Measurements come as
     equations; the model is that of a worker whose neighbours do nothing."""
 
-    def __init__(self, start: PrefillModel | StepModel, shape: Shape, forgetting: float) -> None:
+    def __init__(
+        self, start: PrefillModel | StepModel, shape: Shape, forgetting: float, contention_forgetting: float
+    ) -> None:
         self._fit = RecursiveFit(shape, forgetting)
         self.coefficients: tuple[float, float, float] = start
-        self.contention = Contention()
+        self.contention = Contention(contention_forgetting)
         self.errors = PredictionErrors()
         self._num_outliers = 0  # one after the other
 
@@ -149,8 +152,8 @@ class WorkerLatency:
     def __init__(self, prefill: PrefillModel = _UNKNOWN_PREFILL, step: StepModel = _UNKNOWN_STEP) -> None:
         tokens_are_free = any(prefill) and prefill.b <= 0  # measured too briefly to tell
         shape = prefill_shape(USUAL_PREFILL if tokens_are_free else prefill)
-        self._prefill = RefinedModel(prefill, shape, _PREFILL_FORGETTING)
-        self._step = RefinedModel(step, step_shape(step), _STEP_FORGETTING)
+        self._prefill = RefinedModel(prefill, shape, _PREFILL_FORGETTING, _PREFILL_CONTENTION)
+        self._step = RefinedModel(step, step_shape(step), _STEP_FORGETTING, _STEP_CONTENTION)
 
     @property
     def prefill(self) -> PrefillModel:
@@ -172,6 +175,11 @@ class WorkerLatency:
         """What each busy neighbour adds to a prefill, as a share of its time alone."""
         return self._prefill.contention.factor
 
+    @property
+    def step_contention(self) -> float:
+        """The same of a decode step."""
+        return self._step.contention.factor
+
     def observe_prefills(self, samples: Sequence[PrefillSample], num_busy: Sequence[float] = ()) -> None:
         """Measured prefills, in their order; those of nothing, or in no time, are none. `num_busy` neighbours were
         busy during each, none where it is not given."""
@@ -180,8 +188,10 @@ class WorkerLatency:
         if real:
             self._prefill.observe(*prefill_equations([one for one, _ in real]), np.array([busy for _, busy in real]))
 
-    def observe_steps(self, samples: Iterable[StepSample]) -> None:
-        """Measured decode steps, in their order; those of nothing, or in no time, are none."""
-        real = [one for one in samples if one.batch > 0 and one.seconds > 0]
+    def observe_steps(self, samples: Sequence[StepSample], num_busy: Sequence[float] = ()) -> None:
+        """Measured decode steps, in their order; those of nothing, or in no time, are none. `num_busy` is as for
+        `observe_prefills`."""
+        pairs = zip(samples, num_busy or [0.0] * len(samples), strict=True)
+        real = [(one, busy) for one, busy in pairs if one.batch > 0 and one.seconds > 0]
         if real:
-            self._step.observe(*step_equations(real), np.zeros(len(real)))
+            self._step.observe(*step_equations([one for one, _ in real]), np.array([busy for _, busy in real]))

@@ -18,6 +18,8 @@ from halfmoon.policy.prefill_courses import PrefillCourses
 from halfmoon.policy.prefill_forecast import PrefillForecast
 from halfmoon.policy.ttft import TtftPrediction, predict_ttft
 
+_MANY = 1_000  # gaps of an answer whose end does not matter
+
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
@@ -66,7 +68,7 @@ class RequestForecast:
             return self.exactly(view, chosen, request.num_prompt_tokens, request.priority, now_s)
 
         found = place(view, request, self._rules, now_s, self._rng, ranked_by=ttft, loads_at=loads_at, exactly=exactly)
-        tbt_s = self._courses.tbt_s(view, found, found.tbt_s, math.inf, now_s)
+        tbt_s = self._courses.tbt_s(view, found, found.tbt_s, _MANY, now_s)
         return replace(found, tbt_s=tbt_s) if tbt_s != found.tbt_s else found
 
     def ttft(
@@ -109,7 +111,8 @@ class RequestForecast:
         row = view.row(placement.decode.worker_id)
         assert row is not None
         batch, context = self.decodes.loads(at_s, now_s, view.num_rows)
-        return placement.decode.step_model.seconds(batch[row] + 1, context[row] + num_prompt_tokens)
+        step_s = placement.decode.step_model.seconds(batch[row] + 1, context[row] + num_prompt_tokens)
+        return self._courses.tbt_s(view, placement, step_s, _MANY, now_s)
 
     def mean_load(self, view: ClusterView, now_s: float) -> DecodeLoads:
         """An equal part of all that decodes now, for every row."""

@@ -21,6 +21,7 @@ class BelievedModels(NamedTuple):
     prefill: PrefillModel
     step: StepModel
     contention: float
+    step_contention: float
 
 
 class LearnedModels:
@@ -40,7 +41,7 @@ class LearnedModels:
         """The models of one worker, or those of its kind."""
         prefill = self._prefill_models.believed(worker_id, kind, latency.prefill, now_s)
         step = self._step_models.believed(worker_id, kind, latency.step, now_s)
-        return BelievedModels(prefill, step, latency.contention)
+        return BelievedModels(prefill, step, latency.contention, latency.step_contention)
 
     def report(
         self,
@@ -52,24 +53,25 @@ class LearnedModels:
         now_s: float,
     ) -> None:
         """Steps that a worker of `view` measured. Of one that does both, prefill is what the decodes do not explain."""
-        decodes = [StepSample(one.batch, one.context_tokens, one.seconds) for one in steps if not one.prefill_tokens]
+
+        def num_busy(of_kind: Sequence[StepTiming]) -> list[float]:
+            ends_s = [now_s - one.ended_before_s for one in of_kind]
+            times_s = zip(of_kind, ends_s, strict=True)
+            return [view.busy.mean_busy_beside(worker_id, end_s - one.seconds, end_s) for one, end_s in times_s]
+
+        decodes = [one for one in steps if not one.prefill_tokens]
         if decodes:
-            latency.observe_steps(decodes)
+            alone = [StepSample(one.batch, one.context_tokens, one.seconds) for one in decodes]
+            latency.observe_steps(alone, num_busy(decodes))
             self._step_models.note(worker_id, kind, latency.step, len(decodes), now_s)
         model = latency.step
         prefills = [one for one in steps if one.prefill_tokens]
         if prefills:
-            num_busy = [
-                view.busy.mean_busy_beside(
-                    worker_id, now_s - one.ended_before_s - one.seconds, now_s - one.ended_before_s
-                )
-                for one in prefills
-            ]
             samples = [
                 prefill_sample(one.prefill_tokens, one.prefill_pairs, one.seconds - _decoding_s(one, model))
                 for one in prefills
             ]
-            self._learn(worker_id, kind, latency, samples, num_busy, now_s)
+            self._learn(worker_id, kind, latency, samples, num_busy(prefills), now_s)
 
     def note_prompt(
         self, worker_id: str, kind: str, latency: WorkerLatency, sample: PrefillSample, now_s: float

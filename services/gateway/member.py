@@ -77,6 +77,7 @@ class Member:
             prefill_model=prefill,
             step_model=models.step,
             contention=models.contention,
+            step_contention=models.step_contention,
             holder=self.holder,
             fetch_s_per_token=self._restore_s_per_token,
             store_holder=self.store_holder,

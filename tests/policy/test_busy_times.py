@@ -48,6 +48,18 @@ def test_who_is_gone_is_busy_no_more() -> None:
     assert times.mean_busy_beside("me", 0.0, 4.0) == 0.0
 
 
+def test_what_is_usual_is_that_of_a_minute_at_most() -> None:
+    times = times_of("d")
+    assert times.usual_beside("me", 0.0) == 0.0
+    for number in range(200):
+        times.begin("d", "a", float(number))
+        times.end("d", "a", number + (0.25 if number < 100 else 0.75))
+        if number == 9:
+            assert times.usual_beside("me", 9.9) == 0.0  # little is known
+            assert times.usual_beside("me", 10.0) == pytest.approx(0.25)
+    assert times.usual_beside("me", 200.0) == pytest.approx(0.75)
+
+
 def test_the_last_minute_is_kept() -> None:
     times = times_of("d")
     for number in range(1000):

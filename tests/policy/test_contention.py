@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.policy.contention import Contention
-from halfmoon.policy.latency import PrefillModel, PrefillSample
+from halfmoon.policy.latency import PrefillModel, PrefillSample, StepModel, StepSample
 from halfmoon.policy.refinement import WorkerLatency
 
 TRUE = PrefillModel(0.03, 1e-3, 1e-7)
@@ -25,7 +25,7 @@ def measure(latency: WorkerLatency, num: int, busy: float, factor: float, slower
 
 
 def test_nothing_is_known_at_first_and_one_step_is_not_much() -> None:
-    contention = Contention()
+    contention = Contention(0.98)
     assert contention.slowdown(3) == 1
     contention.observe([1.7], [1.0])
     assert 0 < contention.factor < 0.7
@@ -33,7 +33,7 @@ def test_nothing_is_known_at_first_and_one_step_is_not_much() -> None:
 
 @given(st.floats(0, 3), st.lists(st.floats(0, 2), min_size=40, max_size=60))
 def test_the_factor_is_found(factor: float, num_busy: list[float]) -> None:
-    contention = Contention()
+    contention = Contention(0.98)
     told = [0.0, 1.0] * 60 + num_busy
     contention.observe([1 + factor * busy for busy in told], told)
     assert contention.factor == pytest.approx(factor, abs=0.1 * (1 + factor))
@@ -54,6 +54,17 @@ def test_who_was_always_beside_others_is_predicted_beside_others() -> None:
     assert beside_s == pytest.approx(1.8 * TRUE.seconds(300), rel=0.1)
 
 
+def test_decode_steps_beside_busy_neighbours_tell_of_the_worker_alone() -> None:
+    latency, true = WorkerLatency(), StepModel(0.02, 2e-3, 2e-6)
+    for turn in range(40):
+        steps = [StepSample(batch, 100 * batch, true.seconds(batch, 100 * batch)) for batch in (1, 2, 4, 8)]
+        busy = float(turn % 2)
+        latency.observe_steps([one._replace(seconds=one.seconds * (1 + 0.6 * busy)) for one in steps], [busy] * 4)
+    assert latency.step_contention == pytest.approx(0.6, abs=0.1)
+    assert latency.step.seconds(4, 400) == pytest.approx(true.seconds(4, 400), rel=0.1)
+    assert latency.contention == 0  # prefills are another matter
+
+
 def test_a_slower_machine_is_no_neighbour() -> None:
     latency = WorkerLatency(TRUE)
     for turn in range(6):
@@ -65,7 +76,7 @@ def test_a_slower_machine_is_no_neighbour() -> None:
 
 
 def test_a_pause_is_no_contention() -> None:
-    contention = Contention()
+    contention = Contention(0.98)
     contention.observe([1.0, 1.5] * 50, [0.0, 1.0] * 50)
     before = contention.factor
     contention.observe([1000.0], [1.0])

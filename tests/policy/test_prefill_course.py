@@ -216,13 +216,16 @@ def test_steps_with_decoding_are_over_later() -> None:
     assert made.num_tokens == 1000 - 5 * CHUNK
 
 
-def test_the_prompts_that_come_take_a_share_of_the_time() -> None:
+def test_as_many_prompts_will_come_as_do_half_of_the_times() -> None:
     made = PrefillCourse()
     speed = BOTH._replace(model=PrefillModel(0.1, 0.01, 0.0))
-    for number in range(11):
-        assert number == 10 or made.share(speed, float(number)) == 0  # little is known
+    for number in range(12):
+        assert number >= 10 or made.usual_work_s(speed, 99.0, float(number)) == 0  # little is known
         made.join(str(number), work(20 if number % 2 else 60), None, STEP, float(number))
-    assert made.share(speed, 11.0) == pytest.approx((5 * 0.3 + 6 * (0.6 + 0.2)) / 11)
+    each_s = (0.3 + 0.6 + 0.2) / 2  # 60 tokens are two chunks
+    assert made.usual_work_s(speed, 0.6, 12.0) == 0
+    assert made.usual_work_s(speed, 0.7, 12.0) == pytest.approx(each_s)
+    assert made.usual_work_s(speed, 5.0, 12.0) == pytest.approx(5 * each_s)
 
 
 def test_prompts_that_usually_come_will_share_the_steps() -> None:
