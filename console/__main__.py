@@ -18,7 +18,7 @@ _NEEDED = ("pandas", "pyarrow", "console.app")  # Streamlit imports the first tw
 def main() -> None:
     """Serves until it is told to stop."""
     threading.Thread(target=_load, name="load", daemon=True).start()
-    sys.exit(cli.main(["run", str(Path(__file__).with_name("app.py")), *sys.argv[1:]], prog_name="python -m console"))
+    sys.exit(cli.main(["run", str(Path(__file__).with_name("asgi.py")), *sys.argv[1:]], prog_name="python -m console"))
 
 
 def _load() -> None:

@@ -43,8 +43,6 @@ def main() -> None:
     st.set_page_config(page_title="Halfmoon", page_icon="🌓", layout="wide")
     st.html(_STYLE)
     st.logo(_LOGO, size="large")
-    if not may_enter(st.get_option("server.address"), operator_token()):
-        return
     try:
         services = _services(sys.argv[1:])
     except ValueError as err:
@@ -56,7 +54,9 @@ def main() -> None:
         )
         for number, page in enumerate(PAGES)
     ]
-    chosen = st.navigation(pages)
+    chosen = st.navigation(pages)  # before the entrance, behind which a page's address leads to that page
+    if not may_enter(st.get_option("server.address"), operator_token()):
+        return
     st.sidebar.caption(f"Gateway  \n{services.gateway.url}")
     chosen.run()
 

@@ -16,6 +16,7 @@ import grpc
 from console.gateway_api import GatewayError
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.operator_token import AUTHORIZATION_KEY
+from halfmoon.rpc.status import is_told
 
 _LOOK_S = 5.0
 _SEARCH_S = 900.0
@@ -25,6 +26,10 @@ Plan = dict[str, Any]
 
 class PlannerError(GatewayError):
     """The planner, and not the gateway, did not give what was asked for; the text is for the user."""
+
+
+class SearchCancelled(PlannerError):
+    """It ended because somebody wanted it to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +42,24 @@ class Catalogue:
 
 
 class PlannerApi:
-    """Knows the planner's address, and the operator token where there is one. Every method raises PlannerError."""
+    """Owns a connection to the planner, with the operator token where there is one. Methods raise PlannerError."""
 
     def __init__(self, address: str, operator_token: str | None = None) -> None:
         self.address = address
+        self._stub = planner_pb2_grpc.PlannerStub(grpc.insecure_channel(address))
         self._metadata = ((AUTHORIZATION_KEY, f"Bearer {operator_token}"),) if operator_token else ()
 
     def catalogue(self) -> Catalogue:
         """GPUs, models, workloads."""
-        with self._stub() as stub, _told(self.address):
-            found = stub.Catalogue(planner_pb2.CatalogueRequest(), timeout=_LOOK_S, metadata=self._metadata)
+        with _told(self.address):
+            found = self._stub.Catalogue(planner_pb2.CatalogueRequest(), timeout=_LOOK_S, metadata=self._metadata)
         return Catalogue(tuple(found.gpus), tuple(found.models), tuple(found.workloads))
 
     def plans(self, limit: int = 50) -> list[Plan]:
         """Of before, newest first."""
-        with self._stub() as stub, _told(self.address):
+        with _told(self.address):
             request = planner_pb2.ListPlansRequest(limit=limit)
-            found = stub.ListPlans(request, timeout=_LOOK_S, metadata=self._metadata)
+            found = self._stub.ListPlans(request, timeout=_LOOK_S, metadata=self._metadata)
         return [plan_of(one) for one in found.plans]
 
     def search(self, asked: Mapping[str, Any], files: Mapping[str, bytes]) -> Search:
@@ -64,11 +70,6 @@ class PlannerApi:
         call = planner_pb2_grpc.PlannerStub(channel).Plan(request, timeout=_SEARCH_S, metadata=self._metadata)
         return Search(self.address, channel, call)
 
-    @contextmanager
-    def _stub(self) -> Iterator[Any]:
-        with grpc.insecure_channel(self.address) as channel:
-            yield planner_pb2_grpc.PlannerStub(channel)
-
 
 @dataclass(slots=True)
 class SearchState:
@@ -78,6 +79,7 @@ class SearchState:
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)  # done, of how many, by what
     plan: Plan | None = None
     problem: str | None = None
+    was_cancelled: bool = False
     is_over: bool = False
 
 
@@ -118,6 +120,8 @@ def _follow(address: str, channel: grpc.Channel, call: Iterable[Any], state: Sea
         with _told(address):
             for update in call:
                 _note(update, state)
+    except SearchCancelled:
+        state.was_cancelled = True
     except PlannerError as error:
         state.problem = str(error)
     finally:
@@ -143,15 +147,14 @@ def _told(address: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise PlannerError(_message_of(address, error)) from error
+        kind = SearchCancelled if error.code() is grpc.StatusCode.CANCELLED else PlannerError
+        raise kind(_message_of(address, error)) from error
 
 
 def _message_of(address: str, error: Any) -> str:
     code, details = error.code(), error.details()
-    if code is grpc.StatusCode.UNAVAILABLE:
-        return f"no planner at {address}: {details}"
-    if code is grpc.StatusCode.CANCELLED:
-        return "The search was cancelled."
+    if is_told(error):
+        return str(details)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"the planner at {address} did not answer in time: {details}"
-    return str(details)
+    return f"no planner at {address}: {details}"

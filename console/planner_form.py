@@ -37,7 +37,7 @@ def planner_form(api: GatewayApi, catalogue: Catalogue) -> Asked:
     """Draws it, and reads it."""
     with st.container(border=True):
         parts = [_hardware(catalogue), _workload(api, catalogue)]
-        parts += [_targets(), _more(api)]
+        parts += [_targets(), _more(api, catalogue)]
     fields = {name: value for part in parts for name, value in part.fields.items() if value is not None}
     files = {name: content for part in parts for name, content in part.files.items()}
     return Asked(fields, files, [one for part in parts for one in part.missing])
@@ -47,10 +47,15 @@ def _hardware(catalogue: Catalogue) -> Asked:
     columns = st.columns([3, 2, 1, 1])
     preferred = catalogue.models.index("llama-3-8b") if "llama-3-8b" in catalogue.models else 0
     model = columns[0].selectbox("Model", [*catalogue.models, _OTHER_MODEL], preferred, key="plan-model")
-    gpu = columns[1].selectbox("GPU", catalogue.gpus, key="plan-gpu")
-    nodes = columns[2].number_input("Hosts", 1, 64, 1, key="plan-nodes")
-    per_node = columns[3].number_input("GPUs of each", 1, 64, 8, key="plan-per-node")
-    fields = {"model": model, "gpu": gpu, "num_nodes": int(nodes), "gpus_per_node": int(per_node)}
+    gpu = columns[1].selectbox(
+        "GPU", catalogue.gpus, key="plan-gpu", accept_new_options=True,
+        help="Or several kinds, with the hosts and the GPUs of each: h100:2x8,a100-80g:4x8",
+    )  # fmt: skip
+    is_mixed = ":" in gpu
+    nodes = columns[2].number_input("Hosts", 1, 64, 1, key="plan-nodes", disabled=is_mixed)
+    per_node = columns[3].number_input("GPUs of each", 1, 64, 8, key="plan-per-node", disabled=is_mixed)
+    counts = {} if is_mixed else {"num_nodes": int(nodes), "gpus_per_node": int(per_node)}
+    fields = {"model": model, "gpu": gpu, **counts}
     if model != _OTHER_MODEL:
         return Asked(fields, {})
     given = columns[0].file_uploader("config.json of a Hugging Face model", "json", key="plan-config")
@@ -118,7 +123,7 @@ def _targets() -> Asked:
     return Asked(fields, {})
 
 
-def _more(api: GatewayApi) -> Asked:
+def _more(api: GatewayApi, catalogue: Catalogue) -> Asked:
     with st.expander("More"):
         columns = st.columns(3)
         objective = columns[0].selectbox(
@@ -130,9 +135,55 @@ def _more(api: GatewayApi) -> Asked:
             format_func={"auto": "wherever is better", "high": "on any hosts", "low": "on the same host"}.__getitem__,
         )  # fmt: skip
         requests = columns[2].number_input("Requests of each simulation", 20, 20_000, 500, 100, key="plan-requests")
-        latency = _latency(api)
+        parts = [_kinds(catalogue), _promises(), _latency(api)]
     fields = {"objective": objective, "affinity": affinity, "num_requests": int(requests)}
-    return latency._replace(fields={**fields, **latency.fields})
+    return Asked(
+        {name: value for part in (fields, *(one.fields for one in parts)) for name, value in part.items()},
+        {name: content for one in parts for name, content in one.files.items()},
+        [missing for one in parts for missing in one.missing],
+    )
+
+
+def _kinds(catalogue: Catalogue) -> Asked:
+    """Who has which GPU, and what one costs."""
+    columns = st.columns(3)
+    any_kind = "any of them"
+    prefill = columns[0].selectbox("Prefill workers have", catalogue.gpus, None, key="plan-prefill-gpu",
+                                   placeholder=any_kind)  # fmt: skip
+    decode = columns[1].selectbox("Decode workers have", catalogue.gpus, None, key="plan-decode-gpu",
+                                  placeholder=any_kind)  # fmt: skip
+    given = columns[2].text_input("Dollars an hour of a GPU", key="plan-prices", placeholder="the catalogue's",
+                                  help="h100=2.5, l40s=0.8")  # fmt: skip
+    try:
+        prices = prices_of(given)
+    except ValueError:
+        return Asked({}, {}, ["prices as GPU=DOLLARS, with commas between"])
+    return Asked({"prefill_gpu": prefill, "decode_gpu": decode, "prices": prices}, {})
+
+
+def prices_of(given: str) -> dict[str, float]:
+    """Dollars by GPU. Raises ValueError."""
+    pairs = [one.partition("=") for one in given.split(",") if one.strip()]
+    return {gpu.strip(): float(dollars) for gpu, _, dollars in pairs}
+
+
+def _promises() -> Asked:
+    """What counts as in time, and what KV is sent as."""
+    columns = st.columns(4)
+    criterion = columns[0].selectbox(
+        "In time is", ("joint", "marginal"), key="plan-criterion",
+        format_func={"joint": "both targets, each request", "marginal": "each target by itself"}.__getitem__,
+    )  # fmt: skip
+    tbt_ms = columns[1].number_input("TBT target (ms)", 0.1, None, None, 1.0, key="plan-tbt", placeholder="none",
+                                     help="Of the longest tenth of a request's gaps between tokens.")  # fmt: skip
+    codec = columns[2].selectbox(
+        "KV travels as", ("auto", "raw", "int8", "int4"), key="plan-codec",
+        format_func=lambda one: "whatever is better" if one == "auto" else one,
+    )  # fmt: skip
+    network = columns[3].number_input("Network of a host (Gbit/s)", 0.1, None, None, 10.0, key="plan-network",
+                                      placeholder="the catalogue's")  # fmt: skip
+    tbt_s = None if tbt_ms is None else tbt_ms / 1000
+    return Asked({"criterion": criterion, "tbt_s": tbt_s, "kv_codec": codec, "network_gbit_per_s": network}, {})
 
 
 def _latency(api: GatewayApi) -> Asked:

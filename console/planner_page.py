@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import NamedTuple
+
 import streamlit as st
 
 from console.gateway_api import GatewayApi
@@ -13,6 +16,7 @@ from console.planner_form import planner_form
 from console.quantities import NOTHING
 
 _LOOK_AT_SEARCH_S = 0.5
+_PLANS_AGAIN_S = 30.0  # others make some, too
 _STAGES = {
     "workers alone": "Workers alone",
     "disaggregated": "Prefill and decode apart",
@@ -47,16 +51,30 @@ def render(api: GatewayApi, planner: PlannerApi | None) -> None:
         said.caption(f"Still needed: {', '.join(asked.missing)}.")
     if search is not None:
         _draw_search(search)
-    _draw_plans(_kept_plans(planner), search)
+    _draw_plans(_kept_plans(planner, search), search)
 
 
-def _kept_plans(planner: PlannerApi) -> list[Plan]:
+class _Kept(NamedTuple):
+    """The plans of before, and when they were asked for: with all their figures they are a megabyte."""
+
+    plans: list[Plan]
+    at_s: float
+    newest: Plan | None  # that was found on this page
+
+
+def _kept_plans(planner: PlannerApi, search: Search | None) -> list[Plan]:
     """None where they cannot be read: searching goes on without the ledger."""
+    found = search.state.plan if search is not None else None
+    kept: _Kept | None = st.session_state.get("plans_of_before")
+    if kept is not None and kept.newest is found and time.monotonic() - kept.at_s < _PLANS_AGAIN_S:
+        return kept.plans
     try:
-        return planner.plans()
+        plans = planner.plans()
     except PlannerError as error:
         st.warning(f"Plans of before cannot be read now: {plain(error)}", icon=":material/cloud_off:")
         return []
+    st.session_state["plans_of_before"] = _Kept(plans, time.monotonic(), found)
+    return plans
 
 
 def _draw_search(search: Search) -> None:
@@ -69,6 +87,8 @@ def _draw_search(search: Search) -> None:
             st.rerun()  # the whole page: there is a plan to show
         if state.problem is not None:
             st.error(plain(state.problem), icon=":material/error:")
+        if state.was_cancelled:
+            st.info("The search was cancelled.", icon=":material/block:")
         if not state.is_over:
             _draw_progress(search)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from html import escape
 from typing import Literal, NamedTuple
 
-
 Anchor = Literal["start", "middle", "end"]
 
 

@@ -47,6 +47,11 @@ def trailers_of(error: HalfmoonError) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+def is_told(failure: grpc.Call) -> bool:
+    """Whether a service of ours failed the call, rather than gRPC, which found nobody or lost the connection."""
+    return any(key == _CLASS_KEY for key, _ in failure.trailing_metadata() or ())
+
+
 def error_from(failure: grpc.aio.AioRpcError) -> HalfmoonError:
     """The error that a failed call stands for."""
     trailers = {key: value for key, value in failure.trailing_metadata() or () if isinstance(value, str)}

@@ -62,6 +62,7 @@ class FakePlanner(planner_pb2_grpc.PlannerServicer):
         self.updates = [planner_pb2.PlanUpdate(progress=planner_pb2.Progress(what="workers alone", done=1, total=4))]
         self.found: planner_pb2.StoredPlan | None = plan(2)
         self.is_ledger_away = False
+        self.num_listed = 0
         self.go = threading.Event()
         self.begun = threading.Event()
         self.ended = threading.Event()
@@ -79,7 +80,9 @@ class FakePlanner(planner_pb2_grpc.PlannerServicer):
         raise NotImplementedError
 
     def ListPlans(self, request: planner_pb2.ListPlansRequest, context: Any) -> planner_pb2.ListPlansResponse:
+        self.num_listed += 1
         if self.is_ledger_away:
+            context.set_trailing_metadata((("halfmoon-error", "Unavailable"),))
             context.abort(grpc.StatusCode.UNAVAILABLE, "the ledger does not answer")
         return planner_pb2.ListPlansResponse(plans=self.plans)
 
@@ -91,6 +94,7 @@ class FakePlanner(planner_pb2_grpc.PlannerServicer):
         yield from self.updates
         self.go.wait()
         if self.found is None:
+            context.set_trailing_metadata((("halfmoon-error", "InvalidRequest"),))
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "TTFT 0.25 s cannot be met")
         else:
             self.plans.insert(0, self.found)

@@ -32,6 +32,8 @@ pytestmark = [
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 PATIENCE_MS = 90_000  # for what must come; never slept
 PAGES = ("Placements", "Cache", "SLO", "Planner", "Try it", "Overview")
+ADDRESSES = {title: title.split()[0].lower() for title in PAGES}
+TOKEN = "moon"
 
 
 class Seen(NamedTuple):
@@ -42,17 +44,26 @@ class Seen(NamedTuple):
 
 
 @asynccontextmanager
-async def running_console(gateway: str, planner: str = "") -> AsyncIterator[str]:
-    """Streamlit on a free port, with its URL; ready when the browser's first look is answered."""
+async def running_console(gateway: str, planner: str = "", token: str = "") -> AsyncIterator[str]:
+    """Streamlit on a free port, with its URL; ready when the browser's first look is answered.
+
+    With a token it can be reached from other machines, and asks who comes for it.
+    """
+    settings = {
+        "HALFMOON_CONSOLE_GATEWAY_URL": gateway,
+        "HALFMOON_CONSOLE_PLANNER": planner,
+        "HALFMOON_CONSOLE_OPERATOR_TOKEN": token,
+    }
+    address = "0.0.0.0" if token else "127.0.0.1"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    flags = (f"--server.port={port}", "--server.address=127.0.0.1", "--server.headless=true")
+    flags = (f"--server.port={port}", f"--server.address={address}", "--server.headless=true")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "console", *flags, "--browser.gatherUsageStats=false"),
         stdout=asyncio.subprocess.DEVNULL,
         cwd=ROOT,
-        env={**os.environ, "HALFMOON_CONSOLE_GATEWAY_URL": gateway, "HALFMOON_CONSOLE_PLANNER": planner},
+        env={**os.environ, **settings},
     )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -101,52 +112,89 @@ async def complete(system: System) -> int:
 
 
 async def test_a_day_of_an_operator(tmp_path: Path) -> None:
-    """One cluster for all of it: every page, an edit that counts from the next request, a worker that dies."""
-    options = ("--engine", "sim", "--prefill", "2", "--decode", "2", "--sim-processes", "2")
+    """One cluster for all of it: every page, an edit that counts from the next request, what dies and comes back."""
+    options = ("--engine", "sim", "--prefill", "2", "--decode", "2", "--sim-processes", "2", "--no-console")
     async with (
         running_system(tmp_path, *options) as system,
-        running_console(system.url, planner_of(tmp_path)) as console,
+        running_console(system.url, planner_of(tmp_path), TOKEN) as console,
         browsing() as (page, errors),
     ):
         for _ in range(6):
             assert await complete(system) == 200
-        await every_page_renders(page, console, num_workers=4)
+        await every_page_opens_at_its_address(page, console)
+        await nothing_is_wider_than_a_narrow_window(page)
         await an_edit_changes_the_next_requests(page, system)
         await the_edit_is_undone(page, system)
         await a_search_is_begun_and_cancelled(page)
         await a_dead_worker_is_red(page, system)
+        await a_dead_gateway_is_told_and_comes_back(page, system)
         assert errors == []
 
 
 async def test_every_page_shows_256_workers(tmp_path: Path) -> None:
-    options = ("--engine", "sim", "--prefill", "128", "--decode", "128", "--sim-processes", "2")
+    options = ("--engine", "sim", "--prefill", "128", "--decode", "128", "--sim-processes", "2", "--no-console")
     async with (
         running_system(tmp_path, *options) as system,
         running_console(system.url) as console,
         browsing() as (page, errors),
     ):
         assert await complete(system) == 200
-        await every_page_renders(page, console, num_workers=256)
+        await page.goto(console)
+        await every_page_renders(page, num_workers=256)
         assert errors == []
 
 
 async def open_page(page: Any, title: str) -> None:
-    """By its link: at an address of its own Streamlit first asks for what is not there, which is an error here."""
+    """By its link."""
     await page.get_by_test_id("stSidebarNav").get_by_text(title, exact=True).click()
     await page.get_by_role("heading", name=title, exact=True).wait_for()
 
 
-async def every_page_renders(page: Any, console: str, num_workers: int) -> None:
+async def every_page_opens_at_its_address(page: Any, console: str) -> None:
+    """For those who know the token."""
     await page.goto(console)
+    await enter(page, "sun")
+    await page.get_by_text("This is not the operator token.").wait_for()
+    assert await page.get_by_role("heading", name="Overview").count() == 0
+    for title, address in ADDRESSES.items():
+        await page.goto(f"{console}/{address}")
+        await enter(page, TOKEN)
+        await is_whole(page, title)
+
+
+async def is_whole(page: Any, title: str) -> None:
+    await page.get_by_role("heading", name=title, exact=True).wait_for()
+    await page.wait_for_function("() => !document.querySelector('[data-testid=stSkeleton]')")
+    for broken in ("stException", "stAlertContentError"):
+        assert await page.get_by_test_id(broken).count() == 0, (title, broken)
+
+
+async def enter(page: Any, token: str) -> None:
+    await page.locator("input[type=password]").fill(token)
+    await page.get_by_role("button", name="Enter").click()
+
+
+async def nothing_is_wider_than_a_narrow_window(page: Any) -> None:
+    """Of the overview, which is open."""
+    await page.set_viewport_size({"width": 420, "height": 800})
+    await page.locator(".drawn svg").nth(6).wait_for()
+    main = page.get_by_test_id("stMain")
+    assert await main.evaluate("one => one.scrollWidth <= one.clientWidth")
+    await page.set_viewport_size({"width": 1440, "height": 900})
+    await page.get_by_test_id("stSidebarNav").wait_for()
+
+
+async def every_page_renders(page: Any, num_workers: int) -> None:
     for title in PAGES:
         await open_page(page, title)
-        await page.wait_for_function("() => !document.querySelector('[data-testid=stSkeleton]')")
-        for broken in ("stException", "stAlertContentError"):
-            assert await page.get_by_test_id(broken).count() == 0, (title, broken)
+        await is_whole(page, title)
         if title == "Overview":
             await page.locator('[data-standing="serving"]').nth(num_workers - 1).wait_for()
             assert await page.locator("[data-worker]").count() == num_workers
-            await page.locator('[data-testid="stVegaLiteChart"] :is(svg, canvas)').first.wait_for()
+            await page.locator('[data-store][data-standing="there"]').wait_for()
+            await page.locator(".drawn svg").nth(6).wait_for()
+            await page.get_by_text(f"All {num_workers} in a table").click()
+            await page.get_by_test_id("stDataFrame").wait_for()
 
 
 async def an_edit_changes_the_next_requests(page: Any, system: System) -> None:
@@ -175,6 +223,10 @@ async def a_search_is_begun_and_cancelled(page: Any) -> None:
     await open_page(page, "Planner")
     await page.get_by_text("The last hour here").click()
     await page.get_by_text("a second, with").wait_for()
+    await page.get_by_text("A known use").click()
+    await page.get_by_text("More", exact=True).click()
+    await page.get_by_label("Requests of each simulation").fill("20000")  # it is not over before it is cancelled
+    await page.get_by_label("Requests of each simulation").press("Enter")
     await page.get_by_test_id("stMainBlockContainer").locator("button", has_text="Search").click()
     await page.get_by_role("button", name="Cancel").click()
     await page.get_by_text("The search was cancelled").wait_for()
@@ -193,3 +245,14 @@ async def a_dead_worker_is_red(page: Any, system: System) -> None:
     simulations[0].kill()
     await page.locator('[data-standing="gone"]').first.wait_for()
     assert await page.locator('[data-standing="gone"]').first.locator("rect").first.get_attribute("fill") == "#D55E00"
+
+
+async def a_dead_gateway_is_told_and_comes_back(page: Any, system: System) -> None:
+    """It hangs, is shown to be away, dies, and is started again."""
+    gateway = next(one for one in system.descendants() if "services.gateway" in one.cmdline())
+    gateway.suspend()
+    await page.get_by_text("This page tries again by itself.").wait_for()
+    assert await page.locator("[data-worker]").count() == 4  # what was known stays
+    gateway.kill()
+    await page.get_by_test_id("stAlertContentError").wait_for(state="detached")
+    await page.locator('[data-standing="serving"]').nth(3).wait_for()
