@@ -16,6 +16,7 @@ from halfmoon.policy.placement import Placement
 from halfmoon.policy.prefill_course import Prefill, PrefillCourse, Speed
 
 _LEAST_CONTENTION = 0.02  # below it neighbours do not matter
+_COME_BEFORE = 0.5  # of those that come while a prompt is computed: shorter ones share its steps
 
 
 class PrefillCourses:
@@ -97,7 +98,7 @@ class PrefillCourses:
         step_s = self._beside_s(view, placement, step_s, num_gaps, now_s)
         if worker.role != "both" or not _has_steps(worker) or row not in self._courses:
             return step_s
-        length_s = placement.ttft_s + num_gaps * step_s  # some come before it begins
+        length_s = _COME_BEFORE * placement.ttft_s + num_gaps * step_s
         prompts_s = placement.behind_s + self._courses[row].usual_work_s(_speed(worker), length_s, now_s)
         return pace_among_prompts(step_s, worker.prefill_model.seconds(worker.chunk_tokens), prompts_s, num_gaps)
 
@@ -107,7 +108,7 @@ class PrefillCourses:
             return step_s
         usual, behind_s = view.busy.usual_beside(worker.worker_id, now_s), 0.0
         if prefill.host == worker.host and not placement.is_colocated:
-            behind_s = (1 + prefill.contention) * placement.behind_s + min(usual, 1.0) * placement.ttft_s
+            behind_s = (1 + prefill.contention) * placement.behind_s
         return pace_beside(step_s, worker.step_contention, usual, behind_s, num_gaps)
 
     def _advanced(self, row: int, view: ClusterView, worker: WorkerView, now_s: float) -> PrefillCourse:

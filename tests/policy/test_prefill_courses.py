@@ -108,7 +108,7 @@ def test_an_answer_comes_slower_where_prompts_are_computed_in_its_steps() -> Non
         courses.join(str(number), view, placement, 50, 10, 0, float(number))
         courses.computed(str(number), number + 0.5)
     slower_s = courses.tbt_s(view, placement, 0.1, 10, 20.0)
-    assert slower_s == pytest.approx(0.1 + 2 * 0.5 / 10)  # one a second, in a second before the answer and one of it
+    assert slower_s == pytest.approx(0.1 + 0.5 / 10)  # one a second, in half of one before the answer and one of it
     assert courses.tbt_s(view, replace(placement, behind_s=99.0), 0.1, 10, 20.0) == 0.1 + MODEL.seconds(50)
     assert courses.tbt_s(view, at(view, P, D), 0.1, 10, 20.0) == 0.1
 
@@ -117,7 +117,7 @@ def test_an_answer_comes_slower_beside_who_computes_prompts() -> None:
     slowed = replace(D, step_contention=0.5)
     for decode, num_gaps, expected_s in ((D, 10, 0.1), (slowed, 1000, 0.125), (slowed, 10, 0.135)):
         view, courses = ClusterView(), PrefillCourses(DecodeForecast())
-        placement = at(view, P, decode)
+        placement = replace(at(view, P, decode), behind_s=0.25)
         for number in range(10):  # half of the time
             view.busy.begin("p", str(number), 2.0 * number)
             view.busy.end("p", str(number), 2.0 * number + 1)
