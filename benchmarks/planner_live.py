@@ -42,7 +42,7 @@ LAYOUTS = {
     "2both": (("--both", "2"), [("both", 2)]),
 }
 MULTIPLES = ((1.5, 1.5), (2.0, 1.5), (3.0, 2.0), (5.0, 3.0))  # of the idle TTFT and TPOT
-LIMITS = SweepLimits(longest_prompt=512, largest_batch=8, longest_context=256, repeats=3)
+LIMITS = SweepLimits(longest_prompt=512, largest_batch=8, longest_context=256, repeats=5)
 BLOCK_TOKENS = 64
 NUM_WARM = 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from statistics import mean, median
 
 from halfmoon.profiling.probe import Prefilled, Transferred, WorkerProbe
@@ -16,47 +17,79 @@ Progress = Callable[[str, int, int], None]
 _WARM_PROMPT = 64
 
 
-async def measured_prefills(
-    probe: WorkerProbe, decode: WorkerProbe, limits: SweepLimits, on_progress: Progress
-) -> list[MeasuredPrefill]:
-    """Prompts alone on the worker, whose KV goes to the decode worker as it does when the two serve."""
-    points = list(prompt_points(probe.target, limits))
-    prefixes = [probe.prompt(point.cached_tokens) for point in points]
-    taken: list[list[Prefilled]] = [[] for _ in points]
-    await probe.prefill(probe.prompt(_WARM_PROMPT))
-    async with probe.handing_over(decode) as receiver:
-        for number in _passes("prompts", len(points), limits.repeats, on_progress):
-            if prefixes[number]:
-                await probe.prefill(prefixes[number])  # the worker keeps it
-            prompt = [*prefixes[number], *probe.prompt(points[number].new_tokens)]
-            taken[number].append(await probe.prefill(prompt, receiver))
-    return [
-        MeasuredPrefill(
-            new_tokens=some[-1].new_tokens,
-            cached_tokens=some[-1].cached_tokens,
-            seconds=median(one.seconds for one in some),
-            is_held_out=point.is_held_out,
-        )
-        for point, some in zip(points, taken, strict=True)
-    ]
+async def measured_work(
+    prefill: WorkerProbe, decode: WorkerProbe, limits: SweepLimits, on_progress: Progress
+) -> tuple[list[MeasuredPrefill], list[MeasuredStep]]:
+    """Prompts and batches by turns: who does the same again and again is quicker than one who serves."""
+    prompts, batches = _Prompts(prefill, limits), _Batches(decode, limits)
+    await prefill.prefill(prefill.prompt(_WARM_PROMPT))
+    async with prefill.handing_over(decode) as receiver:
+        for prompt, batch in zip_longest(
+            _passes("prompts", len(prompts.points), limits.repeats, on_progress),
+            _passes("decode batches", len(batches.points), limits.repeats, on_progress),
+        ):
+            if prompt is not None:
+                await prompts.measure(prompt, receiver)
+            if batch is not None:
+                await batches.measure(batch)
+    return prompts.found(), batches.found()
 
 
-async def measured_steps(probe: WorkerProbe, limits: SweepLimits, on_progress: Progress) -> list[MeasuredStep]:
-    """Batches that decode and nothing else: of each run the mean of its steps, as an answer takes their sum."""
-    points = list(batch_points(probe.target, limits))
-    taken: list[list[list[SeenStep]]] = [[] for _ in points]
-    for number in _passes("decode batches", len(points), limits.repeats, on_progress):
-        point = points[number]
-        taken[number].append(await probe.decode(point.batch, point.context_tokens, limits.steps))
-    return [
-        MeasuredStep(
-            batch=point.batch,
-            context_tokens=round(mean(one.context_tokens for run in some for one in run)),
-            seconds=median(mean(one.seconds for one in run) for run in some),
-            is_held_out=point.is_held_out,
-        )
-        for point, some in zip(points, taken, strict=True)
-    ]
+class _Prompts:
+    """Owns what prompts took alone on the worker, whose KV goes to the decode worker as it does when the two serve."""
+
+    def __init__(self, prefill: WorkerProbe, limits: SweepLimits) -> None:
+        self._probe = prefill
+        self.points = list(prompt_points(prefill.target, limits))
+        self._prefixes = [prefill.prompt(point.cached_tokens) for point in self.points]
+        self._taken: list[list[Prefilled]] = [[] for _ in self.points]
+
+    async def measure(self, number: int, receiver: WorkerProbe | None) -> None:
+        """One more of that point."""
+        prefix, probe = self._prefixes[number], self._probe
+        if prefix:
+            await probe.prefill(prefix)  # the worker keeps it
+        prompt = [*prefix, *probe.prompt(self.points[number].new_tokens)]
+        self._taken[number].append(await probe.prefill(prompt, receiver))
+
+    def found(self) -> list[MeasuredPrefill]:
+        """Of each point the median."""
+        return [
+            MeasuredPrefill(
+                new_tokens=some[-1].new_tokens,
+                cached_tokens=some[-1].cached_tokens,
+                seconds=median(one.seconds for one in some),
+                is_held_out=point.is_held_out,
+            )
+            for point, some in zip(self.points, self._taken, strict=True)
+        ]
+
+
+class _Batches:
+    """Owns what the steps of batches took that decode and nothing else."""
+
+    def __init__(self, decode: WorkerProbe, limits: SweepLimits) -> None:
+        self._probe = decode
+        self._num_steps = limits.steps
+        self.points = list(batch_points(decode.target, limits))
+        self._taken: list[list[list[SeenStep]]] = [[] for _ in self.points]
+
+    async def measure(self, number: int) -> None:
+        """One more run of that point."""
+        point = self.points[number]
+        self._taken[number].append(await self._probe.decode(point.batch, point.context_tokens, self._num_steps))
+
+    def found(self) -> list[MeasuredStep]:
+        """Of each point the median of its runs, and of a run the mean of its steps: an answer takes their sum."""
+        return [
+            MeasuredStep(
+                batch=point.batch,
+                context_tokens=round(mean(one.context_tokens for run in some for one in run)),
+                seconds=median(mean(one.seconds for one in run) for run in some),
+                is_held_out=point.is_held_out,
+            )
+            for point, some in zip(self.points, self._taken, strict=True)
+        ]
 
 
 async def measured_transfers(probe: WorkerProbe, limits: SweepLimits, on_progress: Progress) -> list[MeasuredTransfer]:

@@ -11,7 +11,7 @@ import aiohttp
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.profiling.beside import measured_slowdowns
-from halfmoon.profiling.measuring import Progress, measured_prefills, measured_steps, measured_transfers
+from halfmoon.profiling.measuring import Progress, measured_transfers, measured_work
 from halfmoon.profiling.probe import WorkerProbe
 from halfmoon.profiling.request_time import measured_request_time
 from halfmoon.profiling.served_beside import served_slowdowns
@@ -55,8 +55,7 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
             made[one.worker_id] = await probes.enter_async_context(WorkerProbe(one, options.transports))
         prefill = next(made[one.worker_id] for one in targets if one.can("prefill"))
         decode = next(made[one.worker_id] for one in targets if one.can("decode"))
-        prefills = await measured_prefills(prefill, decode, options.limits, on_progress)
-        steps = await measured_steps(decode, options.limits, on_progress)
+        prefills, steps = await measured_work(prefill, decode, options.limits, on_progress)
         transfers = await measured_transfers(decode, options.limits, on_progress)
         beside_work = await measured_request_time(client, cluster, prefill, decode)
         slowdowns: list[MeasuredSlowdown] = []
