@@ -24,7 +24,8 @@ from halfmoon.sim_command import simulate
 from halfmoon.simulated_up import SimulatedWorkers
 from halfmoon.store_up import StoreOptions
 from halfmoon.top import TopOptions, top
-from halfmoon.up import UpOptions, run_up
+from halfmoon.up import run_up
+from halfmoon.up_services import UpOptions
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(kv_app, name="kv")

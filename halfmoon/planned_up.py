@@ -7,7 +7,7 @@ from pathlib import Path
 
 from halfmoon.plan.plan_file import read_plan
 from halfmoon.policy.cluster_view import Role
-from halfmoon.up import UpOptions, WorkerStart
+from halfmoon.up_services import UpOptions, WorkerStart
 
 _ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 

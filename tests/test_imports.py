@@ -24,6 +24,7 @@ COMMAND_LINE = (
     "profile_command",
     "profile_store",
     "up",
+    "up_services",
     "simulated_up",
     "top",
     "store_up",

@@ -20,7 +20,7 @@ from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.summary import summary_of
 from halfmoon.planned_up import planned_options
 from halfmoon.sim.spec_file import read_cluster
-from halfmoon.up import PreparedModel, UpOptions, _other_specs
+from halfmoon.up_services import PreparedModel, UpOptions, other_specs
 
 BASE = {
     "--model": "opt-13b",
@@ -73,7 +73,7 @@ def test_what_is_written_can_be_simulated_and_started(tmp_path: Path) -> None:
     assert spec.num_devices == written["expected"]["gpus"]
     options = planned_options(UpOptions(device="cpu", console=False), tmp_path / "plan.yaml", None)
     assert options.model == "opt-13b"
-    specs = _other_specs(options, PreparedModel("/m", "m"), "x:1", ["x:2"], "x:3")
+    specs = other_specs(options, PreparedModel("/m", "m"), "x:1", ["x:2"], "x:3")
     workers = [one for one in specs if "--tensor-parallel" in one.arguments]
     assert len(workers) == spec.num_workers
     devices = [
@@ -171,7 +171,7 @@ def test_workers_of_one_role_may_differ(tmp_path: Path) -> None:
     options = planned_options(UpOptions(device="cpu", console=False), path, None)
     assert (options.num_prefill, options.num_decode, options.num_both) == (0, 0, 3)
     assert [one.num_gpus for one in options.worker_starts["both"]] == [2, 2, 4]
-    specs = _other_specs(options, PreparedModel("/m", "m"), "x:1", ["x:2"], "x:3")
+    specs = other_specs(options, PreparedModel("/m", "m"), "x:1", ["x:2"], "x:3")
     workers = {one.name: one.arguments[-6:] for one in specs if one.name.startswith("both")}
     assert workers["both-1"][-4:] == ("--tensor-parallel", "2", "--pipeline-parallel", "1")
     assert workers["both-2"] == ("--tensor-parallel", "1", "--pipeline-parallel", "4", "--max-running", "7")

@@ -11,13 +11,14 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.sim.worker_profile import PROFILES
 from halfmoon.simulated_up import SimulatedWorkers, simulated_model
 from halfmoon.store_up import StoreOptions, known_stores, remember_stores
-from halfmoon.up import PreparedModel, UpOptions, _operator_token, _other_specs, gateway_spec
+from halfmoon.up import _operator_token
+from halfmoon.up_services import PreparedModel, UpOptions, gateway_spec, other_specs
 
 MODEL = PreparedModel("/models/m", "m")
 
 
 def names(options: UpOptions) -> list[str]:
-    return [spec.name for spec in _other_specs(options, MODEL, "127.0.0.1:7000", ["127.0.0.1:7003"], "x:4")]
+    return [spec.name for spec in other_specs(options, MODEL, "127.0.0.1:7000", ["127.0.0.1:7003"], "x:4")]
 
 
 def test_one_process_a_worker() -> None:
@@ -29,7 +30,7 @@ def test_one_process_a_worker() -> None:
 def test_threads_spin_only_where_a_worker_is_alone(num_both: int, variable: str) -> None:
     options = UpOptions(num_prefill=0, num_decode=0, num_both=num_both, console=False)
     workers = [
-        spec for spec in _other_specs(options, MODEL, "x:1", ["127.0.0.1:7003"], "x:4") if spec.name.startswith("both")
+        spec for spec in other_specs(options, MODEL, "x:1", ["127.0.0.1:7003"], "x:4") if spec.name.startswith("both")
     ]
     assert len(workers) == num_both
     assert all(variable in spec.environment for spec in workers)
@@ -55,7 +56,7 @@ def test_one_of_several_gateways_shares_its_port_and_comes_back_where_it_was() -
 def test_the_console_finds_the_planner_and_the_planner_the_ledger(tmp_path: Path) -> None:
     pytest.importorskip("streamlit")
     options = UpOptions(state_dir=tmp_path, operator_token="secret")
-    specs = {spec.name: spec for spec in _other_specs(options, MODEL, "x:1", ["x:2"], "127.0.0.1:7")}
+    specs = {spec.name: spec for spec in other_specs(options, MODEL, "x:1", ["x:2"], "127.0.0.1:7")}
     planner, console = specs["planner"], specs["console"]
     assert console.environment["HALFMOON_CONSOLE_PLANNER"] == "127.0.0.1:7"
     assert planner.arguments[2:] == ("--listen", "127.0.0.1:7", "--state-dir", str(tmp_path))
@@ -83,7 +84,7 @@ def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_simulated_workers_are_shared_by_their_processes() -> None:
     simulation = SimulatedWorkers("instant", time_scale=2.0, num_processes=3)
-    specs = _other_specs(
+    specs = other_specs(
         UpOptions(num_prefill=4, num_decode=2, simulation=simulation), MODEL, "x:1", ["127.0.0.1:7003"], "x:4"
     )
     processes = [spec for spec in specs if "services.simulation" in spec.arguments]
@@ -114,7 +115,7 @@ def test_an_unknown_profile_is_refused_before_anything_starts() -> None:
 
 def test_workers_find_the_store_wherever_its_tiers_are(tmp_path: Path) -> None:
     store = StoreOptions(cold_url="s3://key:secret@bucket", dram_bytes="1GiB", disk_codec="int8+zstd")
-    specs = _other_specs(
+    specs = other_specs(
         UpOptions(console=False, store=store, state_dir=tmp_path), MODEL, "x:1", ["127.0.0.1:7003"], "x:4"
     )
     kvstore = next(spec for spec in specs if spec.name == "kvstore")
@@ -132,7 +133,7 @@ def test_workers_of_each_role_use_several_stores_in_turns(tmp_path: Path) -> Non
     options = UpOptions(
         num_prefill=3, num_decode=2, console=False, store=StoreOptions(num_stores=2), state_dir=tmp_path
     )
-    specs = {spec.name: spec for spec in _other_specs(options, MODEL, "x:1", ["s:0", "s:1"], "x:4")}
+    specs = {spec.name: spec for spec in other_specs(options, MODEL, "x:1", ["s:0", "s:1"], "x:4")}
     used = {
         name: spec.arguments[spec.arguments.index("--kv-store") + 1]
         for name, spec in specs.items()
@@ -165,7 +166,7 @@ def test_gateway_and_console_have_one_operator_token_and_one_store() -> None:
     assert gateway.environment["HALFMOON_GATEWAY_OPERATOR_TOKEN"] == "o"
     assert gateway.arguments[gateway.arguments.index("--kv-store") + 1] == "127.0.0.1:7003"
     console = next(
-        spec for spec in _other_specs(options, MODEL, "x:1", ["127.0.0.1:7003"], "x:4") if spec.name == "console"
+        spec for spec in other_specs(options, MODEL, "x:1", ["127.0.0.1:7003"], "x:4") if spec.name == "console"
     )
     assert console.environment["HALFMOON_CONSOLE_OPERATOR_TOKEN"] == "o"
     assert "o" not in (*gateway.arguments, *console.arguments)

@@ -18,7 +18,7 @@ from halfmoon.replay.client import Gateway
 from halfmoon.replay.outcome import Targets
 from halfmoon.simulated_up import simulated_model, simulation_specs
 from halfmoon.supervisor import Supervisor, children_ready
-from halfmoon.up import PreparedModel, UpOptions, gateway_spec
+from halfmoon.up_services import PreparedModel, UpOptions, gateway_spec
 
 _POLL_S = 0.1
 _START_S = 60.0

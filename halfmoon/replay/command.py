@@ -31,7 +31,8 @@ from halfmoon.sim.traces import read_workload
 from halfmoon.sim.worker_profile import DEFAULT_PROFILE, PROFILES, load_profile
 from halfmoon.sim.workload import Workload
 from halfmoon.simulated_up import SimulatedWorkers
-from halfmoon.up import PreparedModel, UpOptions, prepared_model
+from halfmoon.up import prepared_model
+from halfmoon.up_services import PreparedModel, UpOptions
 
 _SPEED = 4.0
 

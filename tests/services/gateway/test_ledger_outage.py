@@ -17,10 +17,18 @@ from .fakes import Fleet, running_fleet
 from .test_judgement import complete
 
 
-@pytest.fixture
-def postgresql() -> Iterator[PostgresqlServer]:
-    """Each test's own: they stop it."""
+@pytest.fixture(scope="module")
+def server() -> Iterator[PostgresqlServer]:
+    """These tests' own: they stop it."""
     yield from installed_postgresql()
+
+
+@pytest.fixture
+def postgresql(server: PostgresqlServer) -> PostgresqlServer:
+    """A server that runs."""
+    if server.process.poll() is not None:
+        server.start()
+    return server
 
 
 async def answers(fleet: Fleet, num: int) -> list[int]:
