@@ -9,23 +9,16 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from functools import partial
 
-import torch
-
+from halfmoon.engine.assembly import assemble, kv_layout, most_context_tokens
 from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.config import BlockChain, EngineConfig, EngineStats, StagedWork, StepResult
-from halfmoon.engine.constraint import TokenMasks
-from halfmoon.engine.device_path import capture_decode, choose_path
-from halfmoon.engine.kv_access import KVAccess, KVMemory
-from halfmoon.engine.kv_arena import KVArena
+from halfmoon.engine.kv_access import KVAccess
 from halfmoon.engine.kv_watch import KVWatch, OnKV
-from halfmoon.engine.memory import kv_budget_bytes
-from halfmoon.engine.model_runner import ModelRunner
-from halfmoon.engine.models import build_model
-from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_weights
-from halfmoon.engine.offload.build import Offload
+from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.engine.parallel.runner import ParallelRunner
@@ -36,18 +29,12 @@ from halfmoon.engine.restoring import OnProgress, Restore, RestoreOrder
 from halfmoon.engine.sampler import ERROR_TOKEN_ID, SampledToken
 from halfmoon.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerLimits
 from halfmoon.engine.sequence import Sequence
-from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound, ServiceFailed
+from halfmoon.engine.step_counts import step_counts
+from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, ServiceFailed
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.keys import root_key
-from halfmoon.kv.layout import KVDtype, KVLayout
 
 logger = logging.getLogger(__name__)
-
-_DTYPES: dict[KVDtype, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 
 class Engine:
@@ -58,27 +45,16 @@ class Engine:
 
         Raises Incompatible, and ServiceFailed when another rank's process ended. Call `close` when done with it.
         """
-        model_config = checkpoint.model_config
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        dtype = _resolve_dtype(config)
         self.checkpoint = checkpoint
         self.config = config
-        self._most_tokens = min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
-        self.layout = KVLayout(
-            model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype, config.block_tokens
-        )
-        self._runner: ModelRunner | OffloadRunner | ParallelRunner
-        memory: KVMemory
-        if config.num_ranks == 1:
-            self._runner, memory = self._one_device(on_progress)
-        else:
-            self._runner = memory = ParallelRunner(checkpoint, config, self.layout, on_progress)
+        self.layout = kv_layout(checkpoint.model_config, config)
+        most_tokens = most_context_tokens(checkpoint, config)
+        self._runner, memory = assemble(checkpoint, config, self.layout, on_progress)
         self._kv = KVAccess(memory)
         self._kv_watch = KVWatch(self.layout)
         self.num_blocks = memory.num_blocks
-        self.context_tokens = min(self._most_tokens, self.num_blocks * config.block_tokens)  # of prompt and output
-        self._limits = RequestLimits(model_config.vocab_size, self._most_tokens, self.num_blocks, self.layout)
+        self.context_tokens = min(most_tokens, self.num_blocks * config.block_tokens)  # of prompt and output
+        self._limits = RequestLimits(checkpoint.model_config.vocab_size, most_tokens, self.num_blocks, self.layout)
         self._pool = memory.pool if isinstance(memory, TieredKV) else BlockPool(self.num_blocks)
         root = partial(root_key, checkpoint.fingerprint, self.layout) if config.prefix_cache else None
         self._cache = PrefixCache(self._pool, config.block_tokens, root)
@@ -89,31 +65,6 @@ class Engine:
         self._restoring: dict[str, OnProgress] = {}  # who hears of requests that load a part of their prompt
         self._chains: list[BlockChain] = []  # of the step that is being booked
         self._step_s = 0.0  # duration of the last step that computed something
-
-    def _one_device(self, on_progress: Progress | None) -> tuple[ModelRunner | OffloadRunner, KVMemory]:
-        config, dtype = self.config, _DTYPES[self.layout.dtype]
-        model_config = self.checkpoint.model_config
-        num_blocks = config.num_blocks or kv_budget_bytes(config, model_config, dtype) // self.layout.block_bytes
-        if num_blocks < 1:
-            raise Incompatible(f"the KV memory does not hold one block of {self.layout.block_bytes} bytes")
-        path = choose_path(config, model_config, dtype, self._most_tokens)
-        model = build_model(model_config, dtype, config.device, path.layer_ops)
-        if config.weights == "dummy":
-            fill_dummy_weights(model)
-        else:
-            load_weights(model, self.checkpoint.weight_files, on_progress)
-        offload = None
-        if config.offload is not None:
-            offload = Offload(config.offload, self.layout, model, model_config, num_blocks, self._most_tokens)
-            num_blocks = offload.rooms.device
-        with torch.no_grad():
-            model.pack(path.pack_weight)
-        arena = KVArena(self.layout, num_blocks, dtype, config.device, path.kernels)
-        recorded = capture_decode(config, model, arena, path.attention)
-        eos_token_ids = self.checkpoint.eos_token_ids
-        masks = TokenMasks(self.checkpoint.path, model_config.vocab_size, eos_token_ids)
-        runner = ModelRunner(model, arena, path.attention, eos_token_ids, recorded, masks)
-        return (runner, arena) if offload is None else offload.around(runner, path.attention, arena)
 
     def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
         """Queues a request. `on_kv` hears what of a prefill-only one's KV is written, on this thread or the device's.
@@ -268,15 +219,7 @@ class Engine:
         schedule = self._scheduler.schedule()
         if not schedule.scheduled:
             return StepResult(num_preempted=schedule.num_preempted)
-        context_tokens = sum(item.sequence.num_computed + item.num_tokens for item in schedule.scheduled)
-        prefills = schedule.scheduled[schedule.num_decode_seqs :]
-        prefill_pairs = sum(item.num_tokens * (item.sequence.num_computed + item.num_tokens / 2) for item in prefills)
-        prefill_context_tokens = sum(item.sequence.num_computed + item.num_tokens for item in prefills)
-        cached = {
-            item.sequence.request_id: item.sequence.num_cached
-            for item in schedule.scheduled
-            if not item.sequence.has_begun
-        }
+        counts = step_counts(schedule)
         for item in schedule.scheduled:
             self._tell_progress(item.sequence)  # it may just have got its blocks
         try:
@@ -291,16 +234,9 @@ class Engine:
         self._step_s = time.perf_counter() - started
         changes = self._cache.take_changes()
         chains, self._chains = self._chains, []
-        return StepResult(
+        return replace(
+            counts,
             outputs=tuple(outputs),
-            num_prefill_tokens=sum(item.num_tokens for item in prefills),
-            num_prefill_pairs=prefill_pairs,
-            num_decode_seqs=schedule.num_decode_seqs,
-            context_tokens=context_tokens,
-            decode_context_tokens=context_tokens - prefill_context_tokens,
-            num_preempted=schedule.num_preempted,
-            num_cached_tokens=cached,
-            num_computed_tokens={item.sequence.request_id: item.num_tokens for item in prefills},
             duration_s=self._step_s,
             ended_s=time.monotonic(),
             stored_keys=changes.stored,
@@ -426,13 +362,3 @@ class Engine:
         """When the first running request will have made room, at the pace of the last step."""
         left = [s.sampling.max_tokens - s.num_output for s in self._scheduler.running]
         return min(max(int(1000 * self._step_s * min(left, default=1)), 10), 10_000)
-
-
-def _resolve_dtype(config: EngineConfig) -> KVDtype:
-    if config.dtype != "auto":
-        return config.dtype
-    if config.device != "cpu":
-        return "bfloat16"
-    capabilities = torch.cpu.get_capabilities()
-    fast = any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    return "bfloat16" if fast else "float32"

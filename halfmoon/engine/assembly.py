@@ -1,0 +1,96 @@
+"""What an engine computes with: model, KV memory and runner, on one device, with host memory, or over several ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.constraint import TokenMasks
+from halfmoon.engine.device_path import capture_decode, choose_path
+from halfmoon.engine.kv_access import KVMemory
+from halfmoon.engine.kv_arena import KVArena
+from halfmoon.engine.memory import kv_budget_bytes
+from halfmoon.engine.model_config import ModelConfig
+from halfmoon.engine.model_runner import ModelRunner
+from halfmoon.engine.models import build_model
+from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_weights
+from halfmoon.engine.offload.build import Offload
+from halfmoon.engine.offload.runner import OffloadRunner
+from halfmoon.engine.parallel.runner import ParallelRunner
+from halfmoon.errors import Incompatible
+from halfmoon.kv.layout import KVDtype, KVLayout
+
+_DTYPES: dict[KVDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+class Assembled(NamedTuple):
+    """Who runs the steps, and where KV is."""
+
+    runner: ModelRunner | OffloadRunner | ParallelRunner
+    memory: KVMemory
+
+
+def kv_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
+    """The layout of a model's KV, with the dtype that `config` comes to on its device."""
+    return KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, _resolve_dtype(config), config.block_tokens)
+
+
+def most_context_tokens(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """Of prompt and output together, as far as the KV memory has room."""
+    return min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
+
+
+def assemble(
+    checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout, on_progress: Progress | None = None
+) -> Assembled:
+    """Loads the weights, telling `on_progress`. Raises Incompatible and ServiceFailed."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    if config.num_ranks == 1:
+        return _on_one_device(checkpoint, config, layout, on_progress)
+    parallel = ParallelRunner(checkpoint, config, layout, on_progress)
+    return Assembled(parallel, parallel)
+
+
+def _on_one_device(
+    checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout, on_progress: Progress | None
+) -> Assembled:
+    dtype, model_config = _DTYPES[layout.dtype], checkpoint.model_config
+    most_tokens = most_context_tokens(checkpoint, config)
+    num_blocks = config.num_blocks or kv_budget_bytes(config, model_config, dtype) // layout.block_bytes
+    if num_blocks < 1:
+        raise Incompatible(f"the KV memory does not hold one block of {layout.block_bytes} bytes")
+    path = choose_path(config, model_config, dtype, most_tokens)
+    model = build_model(model_config, dtype, config.device, path.layer_ops)
+    if config.weights == "dummy":
+        fill_dummy_weights(model)
+    else:
+        load_weights(model, checkpoint.weight_files, on_progress)
+    offload = None
+    if config.offload is not None:
+        offload = Offload(config.offload, layout, model, model_config, num_blocks, most_tokens)
+        num_blocks = offload.rooms.device
+    with torch.no_grad():
+        model.pack(path.pack_weight)
+    arena = KVArena(layout, num_blocks, dtype, config.device, path.kernels)
+    recorded = capture_decode(config, model, arena, path.attention)
+    masks = TokenMasks(checkpoint.path, model_config.vocab_size, checkpoint.eos_token_ids)
+    runner = ModelRunner(model, arena, path.attention, checkpoint.eos_token_ids, recorded, masks)
+    return Assembled(runner, arena) if offload is None else Assembled(*offload.around(runner, path.attention, arena))
+
+
+def _resolve_dtype(config: EngineConfig) -> KVDtype:
+    if config.dtype != "auto":
+        return config.dtype
+    if config.device != "cpu":
+        return "bfloat16"
+    capabilities = torch.cpu.get_capabilities()
+    fast = any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return "bfloat16" if fast else "float32"
