@@ -50,13 +50,14 @@ NO_SPANS = Spans(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0))
 
 def _apart(rows: NDArray[np.int64], begins_s: Floats, ends_s: Floats) -> Spans:
     """Overlapping ones of a row become one."""
-    order = np.lexsort((begins_s, rows))
-    rows, begins_s, ends_s = rows[order], begins_s[order], ends_s[order]
     first_s = begins_s.min()
     offsets_s = rows * (ends_s.max() - first_s + 1.0) - first_s  # all times of a row lie behind those of the one before
-    reaches = np.maximum.accumulate(ends_s + offsets_s)
-    is_new = np.concatenate([[True], begins_s[1:] + offsets_s[1:] > reaches[:-1]])
-    return Spans(rows[is_new], begins_s[is_new], np.maximum.reduceat(ends_s, np.flatnonzero(is_new)))
+    keys = begins_s + offsets_s
+    order = keys.argsort()
+    reaches = np.maximum.accumulate((ends_s + offsets_s)[order])
+    firsts = np.flatnonzero(np.concatenate([[True], keys[order[1:]] > reaches[:-1]]))
+    begin = order[firsts]
+    return Spans(rows[begin], begins_s[begin], np.maximum.reduceat(ends_s[order], firsts))
 
 
 class Neighbours:
@@ -124,11 +125,17 @@ class Neighbours:
 
 def _changes(spans: Spans) -> tuple[list[float], list[int]]:
     """When another number of workers is busy, from the beginning to the end of time, and how many since then."""
-    times_s = np.concatenate([spans.begins_s, spans.ends_s])
-    order = np.argsort(times_s, kind="stable")
+    if not len(spans.rows):
+        return [-math.inf, math.inf], [0, 0]
+    first_s = spans.begins_s.min()
+    later_s = spans.begins_s[spans.begins_s > first_s]
+    times_s = np.concatenate([[first_s], later_s, spans.ends_s])
+    order = times_s.argsort(kind="stable")
     times_s = times_s[order]
-    nums = np.cumsum(np.where(order < len(spans.rows), 1, -1))
-    is_last = np.concatenate([times_s[1:] > times_s[:-1], [True]])[: len(times_s)]  # of equal times
+    nums = np.where(order <= len(later_s), 1, -1)
+    nums[0] = len(spans.rows) - len(later_s)
+    nums = nums.cumsum()
+    is_last = np.concatenate([times_s[1:] > times_s[:-1], [True]])  # of equal times
     times_s, nums = times_s[is_last], nums[is_last]
     kept = _grouped(nums) if len(nums) > _FINE else slice(None)
     return [-math.inf, *times_s[kept].tolist(), math.inf], [0, *nums[kept].tolist(), 0]
