@@ -57,6 +57,9 @@ def preview_sentence(preview: Mapping[str, int]) -> str:
     met = f" and met {share(preview['num_meeting'] / served)} of those served" if served else " and served none of them"
     new = preview["num_newly_admitted"]
     unknown = f" {new} that were refused would have been let in; how they would have fared is not known." if new else ""
+    undecided = preview.get("num_undecided", 0)  # gateways of before say nothing of them
+    unread = f" {undecided} were refused before anybody read them; whether they would be now is not known."
+    unknown += unread if undecided else ""
     return f"Of the last hour's {total} requests this would have {how} ({before} → {after}){met}.{unknown}"
 
 

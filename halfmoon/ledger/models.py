@@ -146,6 +146,7 @@ class RequestRow(Base):
     prefill_s: Mapped[float | None]  # from the first forward pass to the first token, on the first prefill worker
     predicted_queue_s: Mapped[float | None]  # the parts of `predicted_ttft_s`
     predicted_prefill_s: Mapped[float | None]
+    refused_unread: Mapped[bool | None]  # before its prompt was tokenized: no prompt would have had less than predicted
 
     def as_dict(self) -> dict[str, Any]:
         """Columns by name."""

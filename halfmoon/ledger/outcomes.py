@@ -21,6 +21,7 @@ class Outcome(NamedTuple):
     predicted_tbt_s: float | None  # None for one token
     ttft_s: float | None
     mean_tbt_s: float | None
+    refused_unread: bool | None  # predictions are lower bounds; None in rows of before
 
 
 class Outcomes:
@@ -37,6 +38,7 @@ class Outcomes:
             RequestRow.predicted_tbt_s,
             RequestRow.ttft_s,
             RequestRow.mean_tbt_s,
+            RequestRow.refused_unread,
         )
         newest = (
             select(*columns)

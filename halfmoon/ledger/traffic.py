@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
 
-from sqlalchemy import select
+from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.ledger.database import Database
@@ -19,7 +19,7 @@ class Arrival(NamedTuple):
     """One request; `output_tokens` is of each of its choices, 0 where none came."""
 
     arrived_at: datetime
-    prompt_tokens: int
+    prompt_tokens: int  # 0 where it was refused before anybody counted them
     output_tokens: int
 
 
@@ -36,7 +36,8 @@ class Traffic:
         )  # fmt: skip
         newest = (
             select(*columns)
-            .where(RequestRow.created_at >= moment, RequestRow.prompt_tokens > 0, RequestRow.status.in_(_COUNTED))
+            .where(RequestRow.created_at >= moment, RequestRow.status.in_(_COUNTED))
+            .where(or_(RequestRow.prompt_tokens > 0, RequestRow.refused_unread.is_(True)))
             .order_by(RequestRow.created_at.desc())
             .limit(limit)
         )

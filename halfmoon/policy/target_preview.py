@@ -20,6 +20,7 @@ class PastRequest(NamedTuple):
     predicted_tbt_s: float | None
     ttft_s: float | None = None
     tbt_s: float | None = None
+    is_least: bool = False  # it was refused unread: no prompt would have had less than what was predicted
 
     def meets(self, targets: Targets) -> bool:
         """Whether what was measured is within them; one token has no TBT."""
@@ -38,11 +39,15 @@ class TargetPreview(NamedTuple):
     num_served: int  # that were served, and would still be
     num_meeting: int  # of those, within the new targets as measured
     num_newly_admitted: int  # refused then, admitted now: nothing was measured of them
+    num_undecided: int  # refused unread, and maybe admitted now: their prompts' lengths are not known
 
 
 def preview_targets(past: Iterable[PastRequest], present: Targets, wanted: Targets) -> TargetPreview:
-    """Replays `past`. A refusal that the present targets do not explain (a reservation, shedding) stays one."""
-    num_requests = num_refused = num_would = num_served = num_meeting = num_new = 0
+    """Replays `past`. A refusal that the present targets do not explain (a reservation, shedding) stays one.
+
+    Of one that was refused unread only a lower bound is known: targets below that refuse it, too.
+    """
+    num_requests = num_refused = num_would = num_served = num_meeting = num_new = num_undecided = 0
     for one in past:
         predicted = Outlook(one.predicted_ttft_s, one.predicted_tbt_s)
         for_another_reason = one.was_refused and missed_target(predicted, present) is None
@@ -50,8 +55,9 @@ def preview_targets(past: Iterable[PastRequest], present: Targets, wanted: Targe
         num_requests += 1
         num_refused += one.was_refused
         num_would += would_be
-        num_new += one.was_refused and not would_be
+        num_new += one.was_refused and not would_be and not one.is_least
+        num_undecided += one.was_refused and not would_be and one.is_least
         if not one.was_refused and not would_be:
             num_served += 1
             num_meeting += one.meets(wanted)
-    return TargetPreview(num_requests, num_refused, num_would, num_served, num_meeting, num_new)
+    return TargetPreview(num_requests, num_refused, num_would, num_served, num_meeting, num_new, num_undecided)

@@ -116,7 +116,14 @@ class ConsoleEndpoints:
 
 def _past(outcomes: Sequence[Outcome]) -> list[PastRequest]:
     return [
-        PastRequest(one.status == "rejected", one.predicted_ttft_s, one.predicted_tbt_s, one.ttft_s, one.mean_tbt_s)
+        PastRequest(
+            one.status == "rejected",
+            one.predicted_ttft_s,
+            one.predicted_tbt_s,
+            one.ttft_s,
+            one.mean_tbt_s,
+            is_least=bool(one.refused_unread),
+        )
         for one in outcomes
         if one.predicted_ttft_s is not None
     ]

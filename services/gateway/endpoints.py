@@ -65,6 +65,7 @@ class _Call:
     choices: Choices = field(default_factory=Choices)
     labels: dict[str, Any] = field(default_factory=dict)
     refusal: str = "bad request"  # in a word, should it be refused
+    refused_unread: bool = False  # by admission, before its prompt was tokenized
     span: Span = NO_SPAN
 
 
@@ -119,6 +120,7 @@ class GenerationEndpoints:
             call.refusal = refusal_of(error)
             rejected = isinstance(error, _REJECTIONS) and call.choices.ttft_s is None
             if isinstance(error, Refused):
+                call.refused_unread = error.is_least
                 self._metrics.refusals.labels(error.qos_class, error.reason).inc()
             self._write_down(call, "rejected" if rejected else "error", kind_of(error).status, error.message)
             return error_response(error)
@@ -231,6 +233,7 @@ class GenerationEndpoints:
             prefill_s=first and first.progress.prefill_s,
             predicted_queue_s=first and first.progress.predicted_queue_s,
             predicted_prefill_s=first and first.progress.predicted_prefill_s,
+            refused_unread=call.refused_unread,
         )
         end_request(call.span, row, call.refusal)
         self._ledger.record(row)

@@ -36,13 +36,15 @@ class WorkloadEndpoint:
 def workload_of(arrivals: Sequence[Arrival]) -> dict[str, Any]:
     """Requests, the first at second 0; none where nobody was answered.
 
-    How much one that was refused would have got is not known: as much as who was served before it, or first.
+    How much one that was refused would have got is not known: as much as who was served before it, or first. Nor is
+    how long a prompt was that nobody read: as long as the one before it.
     """
     output = next((one.output_tokens for one in arrivals if one.output_tokens), 0)
+    prompt = next((one.prompt_tokens for one in arrivals if one.prompt_tokens), 0)
     rows = []
     for one in arrivals if output else ():
-        output = one.output_tokens or output
+        output, prompt = one.output_tokens or output, one.prompt_tokens or prompt
         start_s = (one.arrived_at - arrivals[0].arrived_at).total_seconds()
-        rows.append({"start_time": start_s, "prompt_len": one.prompt_tokens, "output_len": output})
+        rows.append({"start_time": start_s, "prompt_len": prompt, "output_len": output})
     lasted_s = rows[-1]["start_time"] if rows else 0.0
     return {"requests": rows, "rate_per_s": (len(rows) - 1) / lasted_s if lasted_s else None}

@@ -109,6 +109,7 @@ ADMISSION: dict[str, Any] = {
 PREVIEW = {
     "num_requests": 200, "num_refused": 2, "num_would_be_refused": 10, "num_served": 190, "num_meeting": 188,
     "num_newly_admitted": 0,
+    "num_undecided": 0,
 }  # fmt: skip
 
 

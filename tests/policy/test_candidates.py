@@ -65,6 +65,13 @@ def test_looser_targets_admit_what_they_explain_and_nothing_else() -> None:
     assert (found.num_would_be_refused, found.num_newly_admitted) == (1, 1)
 
 
+def test_of_a_lower_bound_only_a_refusal_is_sure() -> None:
+    unread = past(2.0, refused=True)._replace(is_least=True)
+    for allowed_s, counts in ((1.5, (1, 0, 0)), (3.0, (0, 0, 1))):
+        found = preview_targets([unread], Targets(1.0, None), Targets(allowed_s, None))
+        assert (found.num_would_be_refused, found.num_newly_admitted, found.num_undecided) == counts
+
+
 def test_one_token_misses_no_tbt() -> None:
     one = PastRequest(False, 0.3, None, 0.3, None)
     found = preview_targets([one], Targets(None, None), Targets(1.0, 1e-6))

@@ -87,9 +87,11 @@ async def test_who_would_be_refused_with_any_prompt_is_refused_before_it_is_toke
     assert (refused["refusal"], refused["prompt_tokens"], refused["targets"]["ttft_s"]) == ("ttft", None, 0.5)
     assert [one["worker_id"] for one in refused["candidates"]] == ["p0"]
     with sqlite3.connect(tmp_path / "ledger.db") as connection:
-        rows = connection.execute("select status, qos_class, prompt_tokens from requests order by id").fetchall()
+        columns = "status, qos_class, prompt_tokens, refused_unread"
+        rows = connection.execute(f"select {columns} from requests order by id").fetchall()
     connection.close()
-    assert rows[0] == ("rejected", "strict", 0)
+    assert rows[0] == ("rejected", "strict", 0, 1)
+    assert [row[3] for row in rows[1:]] == [0] * 4
     assert len(rows) == 5
 
 
