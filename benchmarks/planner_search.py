@@ -129,9 +129,9 @@ def show_halves(name: str, workload: Workload, pool: Executor) -> None:
     known = models(question)
     found = options(question, known)
     trials = [half_trial(question, known, one) for one in found]
-    rates = pool.map(goodput_per_s, trials, [one.bound.steady_per_s for one in found])
+    rates = pool.map(goodput_per_s, trials, [one.bound.typical_per_s for one in found])
     per_gpu = {
-        (one.role, one.kind.parallelism): min(rate, one.bound.steady_per_s) / one.kind.num_devices
+        (one.role, one.kind.parallelism): min(rate, one.bound.most_per_s) / one.kind.num_devices
         for one, rate in zip(found, rates, strict=True)
     }
     print(f"| {name}, alone | " + " | ".join(str(one.parallelism) for one in known), "|")

@@ -90,8 +90,11 @@ def plan(
     max_running: Annotated[int, typer.Option(min=1, help="sequences of one worker")] = 256,
     requests: Annotated[
         int | None,
-        typer.Option(min=2, help="simulated each time; of a trace the first; default: 1000, or 4000 of a trace"),
+        typer.Option(min=2, help="of one pass; of a trace the first; default: 1000, or 4000 of a trace"),
     ] = None,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="leaves nothing out but by bounds; several times as long")
+    ] = False,
     seed: Annotated[int, typer.Option(help="of all that is drawn")] = 0,
     jobs: Annotated[int | None, typer.Option(min=1, help="processes; default: one for each core")] = None,
     output: Annotated[Path, typer.Option(help="file for `halfmoon up --plan`")] = Path("plan.yaml"),
@@ -133,6 +136,7 @@ def plan(
             kv_codec=kv_codec.value,
             network_gbit_per_s=network,
             context_tokens=context,
+            is_thorough=thorough,
         )
         found = _planned(request, jobs, with_curves=plot is not None)
         summary = summary_of(found)

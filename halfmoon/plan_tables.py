@@ -18,6 +18,8 @@ def print_plan(summary: dict[str, Any], console: Console) -> None:
     console.print(_fates([(f"{number}", one) for number, one in enumerate(summary["layouts"], start=1)], summary))
     console.print("[bold]What if[/bold] (layout 1)")
     console.print(_fates(list(summary["sensitivity"].items()), summary))
+    if not all(one["keeps_up"] for one in (*summary["layouts"], *summary["sensitivity"].values())):
+        console.print("[1] does not keep up: the longer it goes on, the fewer are in time", markup=False)
     console.print(_comparison(summary), highlight=False)
     for one in summary["latency"]:
         console.print(f"times: {one['source']}; {_fit(one)}", highlight=False)
@@ -50,7 +52,9 @@ def _fates(rows: list[tuple[str, dict[str, Any]]], summary: dict[str, Any]) -> T
         table.add_column(name.upper(), justify="right")
     for title, one in rows:
         shares = " ".join(f"{100 * one[f'attainment_{name}']:.1f}" for name in ("joint", *names))
-        table.add_row(title, shares, *(_quantiles(one[f"{name}_s"]) for name in names))
+        table.add_row(
+            title if one["keeps_up"] else rf"{title} \[1]", shares, *(_quantiles(one[f"{name}_s"]) for name in names)
+        )
     return table
 
 

@@ -15,21 +15,25 @@ NO_LIMIT = 1e6  # requests a second: where nothing has to be computed
 
 
 class RateBound(NamedTuple):
-    """Requests a second: of a run without end, and of the workload's, whose last requests may be done after it."""
+    """Requests a second of a run without end.
 
-    steady_per_s: float
+    - most_per_s: that no worker exceeds, whoever is late or refused.
+    - typical_per_s: of one that is busy all the time and serves everybody, in the best batches there can be.
+    """
+
     most_per_s: float
+    typical_per_s: float
 
 
 def prefill_bound_per_s(model: LatencyModel, workload: Workload, goal: Goal, limits: BatchLimits) -> RateBound:
-    """Of one worker. Those who meet TTFT are at least the attainment's share, and all computed by the last arrival's.
+    """Of one worker. Those who meet TTFT are at least the attainment's share, and all computed.
 
     Each token takes what it does in the best batch there can be; what a prefix cache without end has is not computed.
     """
     new = _uncached(workload)
     pair_s = min(piece.model.c for piece in model.prefill)
     work_s: Floats = _least_token_s(model, limits) * new + pair_s * new**2 / 2
-    return _bound(work_s, goal.targets.ttft_s or np.inf, goal)
+    return RateBound(_rate_per_s(_smallest(work_s, goal.attainment).sum(), work_s), _rate_per_s(work_s.sum(), work_s))
 
 
 def decode_bound_per_s(model: LatencyModel, workload: Workload, goal: Goal, limits: BatchLimits) -> RateBound:
@@ -38,33 +42,38 @@ def decode_bound_per_s(model: LatencyModel, workload: Workload, goal: Goal, limi
     Tokens a second are concave in the batch, so those of the mean batch bound the mean; and by Little's law a step of
     the mean batch of those who meet TPOT takes at most TPOT.
     """
-    tpot_s = goal.gap_s
-    least_context = float(_smallest(workload.prompt_tokens.astype(np.float64), goal.attainment).mean())
-    most = min(limits.max_running, max(int(model.kv_tokens / least_context), 1))
+    prompts, tokens = workload.prompt_tokens.astype(np.float64), workload.output_tokens.astype(np.float64) - 1
+    least_context = float(_smallest(prompts, goal.attainment).mean())
+    context = float(((prompts + tokens / 2) * tokens).sum() / max(tokens.sum(), 1.0)) or least_context
+    most_per_s, typical_per_s = (_tokens_per_s(model, one, goal.gap_s, limits) for one in (least_context, context))
+    least_tokens = _smallest(tokens, goal.attainment).sum()
+    return RateBound(
+        _rate_per_s(least_tokens / most_per_s, tokens) if most_per_s else 0.0,
+        _rate_per_s(tokens.sum() / typical_per_s, tokens) if typical_per_s else 0.0,
+    )
+
+
+def _tokens_per_s(model: LatencyModel, context: float, gap_s: float, limits: BatchLimits) -> float:
+    """The most that a worker decodes of sequences of so long a context, none of them slower than the gap."""
+    most = min(limits.max_running, max(int(model.kv_tokens / max(context, 1.0)), 1))
     batches = np.unique(np.geomspace(1, most, 64).astype(int)).tolist()
     best_per_s = 0.0
     for batch, following in zip(batches, [*batches[1:], most], strict=True):
         base_s, slope_s = model.cycle(batch)
-        if base_s + slope_s * batch * least_context > tpot_s:
+        if base_s + slope_s * batch * context > gap_s:
             break
         after_s, after_slope_s = model.cycle(following)
         speeds = (
-            batch / (base_s + slope_s * batch * least_context),
-            following / (after_s + after_slope_s * following * least_context),
+            batch / (base_s + slope_s * batch * context),
+            following / (after_s + after_slope_s * following * context),
         )
         best_per_s = max(best_per_s, *speeds)
-    if best_per_s == 0.0:
-        return RateBound(0.0, 0.0)
-    tokens = workload.output_tokens.astype(np.float64) - 1
-    drain_s = float(tokens.max()) * tpot_s if np.isfinite(tpot_s) else np.inf
-    return _bound(tokens / best_per_s, drain_s + (goal.targets.ttft_s or np.inf), goal)
+    return best_per_s
 
 
-def _bound(work_s: Floats, after_s: float, goal: Goal) -> RateBound:
-    """Where the smallest works that must be done are done `after_s` the last arrival."""
-    all_s = float(_smallest(work_s, goal.attainment).sum())
-    num = len(work_s)
-    return RateBound(*(min(num / left_s, NO_LIMIT) if left_s > 0 else NO_LIMIT for left_s in (all_s, all_s - after_s)))
+def _rate_per_s(busy_s: float, of: Floats) -> float:
+    """Of as many requests as there are, served in so long."""
+    return min(len(of) / float(busy_s), NO_LIMIT) if busy_s > 0 else NO_LIMIT
 
 
 def _smallest(column: Floats, share: float) -> Floats:

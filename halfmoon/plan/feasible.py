@@ -133,8 +133,16 @@ def _bounded(
                 prefill_bound_per_s(known[one], workload, goal, limits["both"]),
                 decode_bound_per_s(known[one], workload, goal, limits["both"]),
             )
-            found.append(Option("both", one, RateBound(*map(min, *halves))))
+            found.append(Option("both", one, _of_both(*halves)))
     return [one for one in found if one.bound.most_per_s > 0 and question.may_have(one.role, one.kind.gpu)]
+
+
+def _of_both(prefill: RateBound, decode: RateBound) -> RateBound:
+    """Of a worker that does both: a step may compute prompts while it reads the weights for decoding."""
+    most_per_s = min(prefill.most_per_s, decode.most_per_s)
+    if not most_per_s or not decode.typical_per_s:
+        return RateBound(0.0, 0.0)
+    return RateBound(most_per_s, 1 / (1 / prefill.typical_per_s + 1 / decode.typical_per_s))
 
 
 def _broken(question: Question, name: str, target_s: float, alone_s: Mapping[WorkerKind, float], what: str) -> str:

@@ -1,118 +1,100 @@
-"""What one worker of each option holds alone: the halves of DistServe's algorithm 1, simulated apart."""
+"""One half of a layout alone: workers of one kind, whose other half takes no time (DistServe, algorithm 1).
+
+What holds a rate as a whole does so with an ideal other half; so halves alone say how many workers there must be.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 
 from halfmoon.plan.feasible import Option
-from halfmoon.plan.goodput import Trial, goodput_per_s
+from halfmoon.plan.goodput import Trial, goodput_per_s, holds_at_first
 from halfmoon.plan.layout import WorkerKind
 from halfmoon.plan.question import Question
-from halfmoon.policy.cluster_view import Role
 from halfmoon.policy.latency import PrefillModel
 from halfmoon.sim.cluster import ClusterSpec, Network, Targets, WorkerGroup
 from halfmoon.sim.latency import LatencyModel, PrefillPiece
 
-_KEPT, _KEPT_OF_EACH = 3, 2  # options of each role and GPU that layouts are made of: of one kind of GPU, of several
-_WAVE = 4  # simulated before it is looked again what the bounds rule out; fixed, so that plans do not depend on cores
 _NO_TIME_S = 1e-9  # what fits a latency divides by it
-_TOLERANCE = 1.08
+_NO_LIMIT_TOKENS = 1 << 40
+_ROUNDING = 1e-9
+_TOLERANCE = 1.1
 _INSTANT = Network(bytes_per_s=1e15, latency_s=0.0, node_bytes_per_s=1e15, handover="pull")
-
-_Item = TypeVar("_Item")
-
-
-def waves(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
-    """In order, as many at a time as are simulated at once."""
-    return (items[at : at + _WAVE] for at in range(0, len(items), _WAVE))
 
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """An option, and the goodput of one such worker whose other half is no hindrance.
-
-    It is never more than a run without end could have, whose memory fills: a short one may hold any rate.
-    """
+    """An option, and the goodput of one such worker alone, by a first look at it."""
 
     option: Option
-    model: LatencyModel
-    goodput_per_s: float
+    alone_per_s: float
 
-    @property
-    def per_gpu(self) -> float:
-        """Requests a second for each device."""
-        return self.goodput_per_s / self.option.kind.num_devices
-
-
-def best_halves(
-    question: Question,
-    known: Mapping[WorkerKind, LatencyModel],
-    options: Sequence[Option],
-    pool: Executor,
-    on_done: Callable[[int], None],
-) -> dict[Role, list[Half]]:
-    """The best of each role and GPU by goodput for each device."""
-    roles: tuple[Role, ...] = ("prefill", "decode", "both")
-    found: dict[Role, list[Half]] = {role: [] for role in roles}
-    num = _KEPT_OF_EACH if question.fleet.is_mixed else _KEPT
-    for role, kept in found.items():
-        for gpu in question.fleet.names:
-            mine = [one for one in options if one.role == role and one.kind.gpu == gpu]
-            kept += _best(question, known, mine, pool, on_done, num)
-    return found
+    def guess_per_s(self, num: int) -> float:
+        """What so many hold together: what they spare for bursts is shared, and grows as the root of their number."""
+        most = max(self.option.bound.typical_per_s, self.alone_per_s)
+        return num * most - math.sqrt(num) * (most - self.alone_per_s)
 
 
-def _best(
-    question: Question,
-    known: Mapping[WorkerKind, LatencyModel],
-    mine: Sequence[Option],
-    pool: Executor,
-    on_done: Callable[[int], None],
-    num: int,
-) -> list[Half]:
-    """The `num` best of one role and GPU, and the smallest, which wastes least where one is more than enough.
-
-    Those whose bound is below what is kept are not simulated.
-    """
-    kept: list[Half] = []
-    ordered = sorted(mine, key=lambda one: (-one.bound.steady_per_s / one.kind.num_devices, one.kind))
-    for wave in waves(ordered):
-        least = kept[num - 1].per_gpu if len(kept) >= num else 0.0
-        chosen = [one for one in wave if one.bound.steady_per_s / one.kind.num_devices > least]
-        trials = [half_trial(question, known, one) for one in chosen]
-        floors = [least * one.kind.num_devices for one in chosen]
-        guesses = [one.bound.steady_per_s for one in chosen]
-        rates = pool.map(goodput_per_s, trials, guesses, floors, [_TOLERANCE] * len(chosen))
-        steady = [min(rate, one.bound.steady_per_s) for one, rate in zip(chosen, rates, strict=True)]
-        kept += [Half(one, known[one.kind], rate) for one, rate in zip(chosen, steady, strict=True) if rate > 0]
-        kept.sort(key=lambda one: (-one.per_gpu, one.option.kind))
-        on_done(len(wave))
-    fewest = min((one.option.kind.num_devices for one in kept[:num]), default=math.inf)
-    smaller = sorted(
-        (one for one in mine if one.kind.num_devices < fewest), key=lambda one: (one.kind.num_devices, one.kind)
-    )
-    for option in smaller:
-        rate = goodput_per_s(half_trial(question, known, option), option.bound.steady_per_s, 0.0, _TOLERANCE)
-        if rate > 0:
-            return [*kept[:num], Half(option, known[option.kind], min(rate, option.bound.steady_per_s))]
-    return kept[:num]
+def measured_half(question: Question, known: Mapping[WorkerKind, LatencyModel], option: Option) -> Half:
+    """By a few requests, which come once."""
+    trial = half_trial(question, known, option, 1)
+    trial = replace(trial, workload=trial.workload.first(question.num_first))
+    guess_per_s = option.bound.typical_per_s / 2
+    alone_per_s = goodput_per_s(trial, guess_per_s, 0.0, _TOLERANCE, holds_at_first)
+    return Half(option, min(alone_per_s, option.bound.most_per_s))
 
 
-def half_trial(question: Question, known: Mapping[WorkerKind, LatencyModel], option: Option) -> Trial:
-    """One worker of the option, and another that takes no time for the other half."""
+def least_workers(
+    question: Question, known: Mapping[WorkerKind, LatencyModel], option: Option, most: int
+) -> int | None:
+    """The fewest workers that hold the rate at first, with an ideal other half; None: more than `most`."""
+    rate_per_s = question.rate_per_s
+    assert rate_per_s is not None
+
+    def is_enough(num: int) -> bool:
+        trial = half_trial(question, known, option, num).brief(question.num_first)
+        return holds_at_first(trial, rate_per_s)
+
+    bounds = (option.bound.most_per_s, option.bound.typical_per_s)
+    low, guess = (max(math.ceil(rate_per_s / one * (1 - _ROUNDING)), 1) if one else most + 1 for one in bounds)
+    return least(is_enough, low, max(low, guess), most)
+
+
+def least(is_enough: Callable[[int], bool], low: int, guess: int, most: int) -> int | None:
+    """The least number from `low` on that is enough, where more always is; None: not even `most` is."""
+    if low > most:
+        return None
+    high, step = min(guess, most), 1
+    if is_enough(high):
+        while high > low and is_enough(max(high - step, low)):
+            high, step = max(high - step, low), 2 * step
+        low = max(high - step + 1, low)
+    else:
+        while True:
+            if high >= most:
+                return None
+            low, high, step = high + 1, min(high + step, most), 2 * step
+            if is_enough(high):
+                break
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
+    return high
+
+
+def half_trial(question: Question, known: Mapping[WorkerKind, LatencyModel], option: Option, num: int = 1) -> Trial:
+    """So many workers of the option, and another that takes no time for the other half."""
     model, workload, targets = known[option.kind], question.workload, question.goal.targets
     limits = question.rules.limits[option.role]
-    worker = WorkerGroup(option.role, 1, model, limits)
+    worker = WorkerGroup(option.role, num, model, limits)
     if option.role == "both":
         return Trial(ClusterSpec((worker,)), workload, question.goal, question.seed)
     if option.role == "prefill":
-        other = WorkerGroup("decode", 1, model)
+        other = WorkerGroup("decode", 1, model, kv_tokens=_NO_LIMIT_TOKENS)
         workload = replace(workload, output_tokens=np.ones_like(workload.output_tokens))
         goal = replace(question.goal, targets=Targets(targets.ttft_s, None))
     else:
@@ -121,7 +103,11 @@ def half_trial(question: Question, known: Mapping[WorkerKind, LatencyModel], opt
         )
         most = int(workload.prompt_tokens.max())
         other = WorkerGroup(
-            "prefill", 1, replace(instant, launch_s_per_token=0.0), replace(limits, max_batch_tokens=most)
+            "prefill",
+            1,
+            replace(instant, launch_s_per_token=0.0),
+            replace(limits, max_batch_tokens=most),
+            kv_tokens=_NO_LIMIT_TOKENS,
         )
         goal = replace(question.goal, targets=replace(targets, ttft_s=None))
     return Trial(ClusterSpec((worker, other), _INSTANT), workload, goal, question.seed)

@@ -143,6 +143,7 @@ def asked(request: PlanRequest) -> tuple[Question, tuple[str, ...]]:
         shape,
         {role: gpu for role, gpu in roles.items() if gpu is not None},
         ("raw", "int8", "int4") if request.kv_codec == "auto" else (request.kv_codec,),
+        request.is_thorough,
     )
     return question, notes
 

@@ -22,6 +22,8 @@ from halfmoon.sim.workload import Workload
 Objective = Literal["gpus", "price", "goodput-per-gpu", "goodput-per-dollar"]
 Affinity = Literal["auto", "high", "low"]
 
+FIRST_REQUESTS = 400
+
 OF_A_RATE: tuple[Objective, ...] = ("gpus", "price")
 """Objectives that need a rate to hold."""
 
@@ -36,6 +38,7 @@ class Question:
     - shape: of the model, whose heads and layers the parallelism must divide; None: not known, nothing is checked.
     - gpus_for: that the workers of a role may have; a role that is not there may have all.
     - codecs: of KV between nodes, the least lossy first.
+    - is_thorough: nothing is left out that bounds do not rule out, and no first look is at a part of the requests.
     """
 
     sources: Mapping[str, LatencySource]
@@ -50,6 +53,7 @@ class Question:
     shape: ModelShape | None = None
     gpus_for: Mapping[Role, str] = field(default_factory=dict)
     codecs: tuple[KvCodecName, ...] = ("raw",)
+    is_thorough: bool = False
 
     def __post_init__(self) -> None:
         if self.rate_per_s is not None and not 0 < self.rate_per_s < math.inf:
@@ -74,6 +78,11 @@ class Question:
                 raise InvalidRequest(
                     f"the fleet has no {gpu} for {role}: it has {', '.join(self.fleet.names)}", param=f"{role}_gpu"
                 )
+
+    @property
+    def num_first(self) -> int:
+        """Requests of a first look."""
+        return len(self.workload) if self.is_thorough else FIRST_REQUESTS
 
     def may_have(self, role: Role, gpu: str) -> bool:
         """Whether workers of the role may be of that GPU."""

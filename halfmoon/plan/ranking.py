@@ -33,10 +33,19 @@ class Rated:
         return 3600 * self.goodput_per_s / self.price_per_hour
 
 
+def loss(layout: Layout) -> float:
+    """By which a layout has to hold more for its codec to be worth it."""
+    return _LEAST_GAIN[layout.codec]
+
+
+def worth(question: Question, one: Rated) -> float:
+    """Requests a second for what it costs; of codecs what is left after their loss."""
+    return one.goodput_per_s / loss(one.layout) / question.cost(one.layout)
+
+
 def rank(question: Question, one: Rated) -> tuple[float, ...]:
     """Ascending: the best first. Of a rate, the cheapest; else what holds most for its cost."""
     layout = one.layout
-    worth = one.goodput_per_s / _LEAST_GAIN[layout.codec]
     if question.objective in OF_A_RATE:
-        return (question.cost(layout), one.price_per_hour, -worth)
-    return (-worth / question.cost(layout), layout.num_gpus)
+        return (question.cost(layout), one.price_per_hour, -worth(question, one))
+    return (-worth(question, one), layout.num_gpus)

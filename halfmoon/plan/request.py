@@ -23,7 +23,8 @@ class PlanRequest:
     - prices: dollars an hour of one GPU, by name, where the catalogue's are not right.
     - network_gbit_per_s: of each node's port; None: the catalogue's.
     - context_tokens: of the model; None: its own.
-    - num_requests: that are simulated each time; of a trace the first.
+    - num_requests: of one pass; of a trace the first.
+    - is_thorough: nothing is left out but by bounds; several times as long.
     """
 
     model: str
@@ -50,3 +51,4 @@ class PlanRequest:
     kv_codec: KvCodecName | Literal["auto"] = "auto"
     network_gbit_per_s: float | None = None
     context_tokens: int | None = None
+    is_thorough: bool = False

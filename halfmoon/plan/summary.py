@@ -78,6 +78,7 @@ def _judged(verdict: Verdict) -> dict[str, Any]:
     shares = verdict.attainment
     return {
         "rate_per_s": verdict.rate_per_s,
+        "keeps_up": verdict.keeps_up,
         "attainment_joint": shares.joint,
         "attainment_ttft": shares.ttft,
         "attainment_tpot": shares.tpot,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from halfmoon.plan.goodput import Trial, simulate_at
+from halfmoon.plan.goodput import Trial, steady_at
 from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.question import Question
 from halfmoon.plan.unit import layout_trial
@@ -21,6 +21,7 @@ MORE_TRAFFIC, LONGER = 1.2, 1.5
 class Verdict:
     """At one rate of the whole layout. Quantiles: mean, p50, p90, p99 in seconds; None where nothing is.
 
+    - keeps_up: queues do not grow. Where they do, fewer and fewer requests are in time, the longer it goes on.
     - tbt_s: of each request's longest gap, or the mean of the longest tenth, whichever the target is of.
     """
 
@@ -29,11 +30,12 @@ class Verdict:
     ttft_s: dict[str, float | None]
     tpot_s: dict[str, float | None]
     tbt_s: dict[str, float | None]
+    keeps_up: bool
 
 
 def judged(trial: Trial, rate_per_s: float, num_units: int = 1) -> Verdict:
     """`num_units` times the trial's cluster, each with its share of the rate."""
-    found, targets = simulate_at(trial, rate_per_s / num_units), trial.goal.targets
+    (found, keeps_up), targets = steady_at(trial, rate_per_s / num_units), trial.goal.targets
     gap_s = found.longest_gap_s if targets.tbt_of == "longest" else found.tail_gap_s
     return Verdict(
         rate_per_s,
@@ -41,6 +43,7 @@ def judged(trial: Trial, rate_per_s: float, num_units: int = 1) -> Verdict:
         quantiles(found.ttft_s),
         quantiles(found.tpot_s),
         quantiles(gap_s),
+        keeps_up,
     )
 
 

@@ -1,8 +1,9 @@
-"""Which requests have missed a target so far, so that a simulation can end as soon as too many have."""
+"""Which requests have missed a target so far, and whether queues still grow: a simulation ends when both are known."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from halfmoon.sim.cluster import Targets
 from halfmoon.sim.job import Job
@@ -10,39 +11,97 @@ from halfmoon.sim.result import Criterion
 
 
 class Misses:
-    """Owns who missed what. Knows no clock: it is told of first tokens and of ends."""
+    """Owns who missed what, and how many were inside at the end of each pass. Knows no clock: it is told of first
+    tokens and of ends.
 
-    def __init__(self, targets: Targets, criterion: Criterion, most: int) -> None:
-        """Full with more than `most` requests that miss any target (joint), or one of them (marginal)."""
+    The same requests may come in several passes, as many in each. A pass is *steady* when its last arrival finds no
+    more requests inside than that of the pass before did, but for `most_more`.
+    """
+
+    def __init__(
+        self,
+        targets: Targets,
+        criterion: Criterion,
+        most: int,
+        last_arrivals_s: Sequence[float] = (),
+        num_each: int = 1 << 62,
+        most_more: float = 0.0,
+        *,
+        waits_for_all: bool = False,
+    ) -> None:
+        """Full with more than `most` requests of a pass that miss any target (joint), or one of them (marginal).
+
+        `last_arrivals_s` are of each pass of `num_each` requests. Without them there is one pass, and none is steady.
+        With `waits_for_all` a steady pass counts when it is over, else as soon as who is left cannot make it full.
+        """
         self._ttft_s, self._tpot_s, self._tbt_s = (
             math.inf if one is None else one for one in (targets.ttft_s, targets.tpot_s, targets.tbt_s)
         )
         self._of_longest = targets.tbt_of == "longest"
         self._most = most
         self._is_joint = criterion == "joint"
-        self._late: set[int] = set()  # for anything
-        self.num_ttft = self.num_tpot = self.num_tbt = 0
-        self.is_full = False
+        num_passes = max(len(last_arrivals_s), 1)
+        self._late: list[set[int]] = [set() for _ in range(num_passes)]  # for anything
+        self._num_ttft, self._num_tpot, self._num_tbt = ([0] * num_passes for _ in range(3))
+        self._last_arrivals_s = last_arrivals_s
+        self._num_each = num_each
+        self._most_left = 0 if waits_for_all else most
+        self._most_more = most_more
+        self._num_ended = 0
+        self._left = [num_each] * num_passes  # of each pass, that are not over
+        self._num_inside: list[int] = []  # as the last request of each pass came
+        self.full_pass: int | None = None  # the first one
+        self.steady_pass: int | None = None  # the first one
+        self.is_decided = False  # nothing more has to be known: too many missed, or a steady pass is over
 
     def first(self, job: Job, answer_s: float) -> None:
         """Its first token is computed, and comes after `answer_s`."""
         if job.first_s + answer_s - job.start_s > self._ttft_s:
-            self.num_ttft += 1
+            self._num_ttft[job.index // self._num_each] += 1
             self._note(job)
 
     def end(self, job: Job, answer_s: float) -> None:
         """It is over. Who was refused or failed missed everything."""
+        at = job.index // self._num_each
+        self._count(job, at)
         is_done = job.outcome == "completed"
         if not is_done and job.first_s + answer_s - job.start_s <= self._ttft_s:
-            self.num_ttft += 1
+            self._num_ttft[at] += 1
         gap_s = job.longest_gap_s if self._of_longest else job.tail_gap_s
         is_slow = job.generated > 1 and (job.end_s - job.first_s) / (job.generated - 1) > self._tpot_s
-        self.num_tpot += not is_done or is_slow
-        self.num_tbt += not is_done or gap_s > self._tbt_s  # NaN is not
+        self._num_tpot[at] += not is_done or is_slow
+        self._num_tbt[at] += not is_done or gap_s > self._tbt_s  # NaN is not
         if not is_done or is_slow or gap_s > self._tbt_s:
             self._note(job)
 
+    def _count(self, job: Job, at: int) -> None:
+        lasts_s, inside = self._last_arrivals_s, self._num_inside
+        while len(inside) < len(lasts_s) and job.end_s > lasts_s[len(inside)]:
+            num_came = (len(inside) + 1) * self._num_each
+            before = inside[-1] if inside else 0
+            inside.append(num_came - self._num_ended)
+            if self.steady_pass is None and inside[-1] - before <= self._most_more:
+                self.steady_pass = len(inside) - 1
+        self._num_ended += 1
+        self._left[at] -= 1
+        if self.steady_pass is not None and not self.is_decided:
+            self.is_decided = self._is_over(self.steady_pass)
+
+    def _is_over(self, number: int) -> bool:
+        """Whether that pass and those before it cannot become full any more."""
+        return all(
+            left == 0 or left + self._num_late(at) <= self._most_left
+            for at, left in enumerate(self._left[: number + 1])
+        )
+
+    def _num_late(self, at: int) -> int:
+        if self._is_joint:
+            return len(self._late[at])
+        return max(self._num_ttft[at], self._num_tpot[at], self._num_tbt[at])
+
     def _note(self, job: Job) -> None:
-        self._late.add(job.index)
-        num = len(self._late) if self._is_joint else max(self.num_ttft, self.num_tpot, self.num_tbt)
-        self.is_full = num > self._most
+        at = job.index // self._num_each
+        self._late[at].add(job.index)
+        if self._num_late(at) > self._most:
+            self.full_pass = at if self.full_pass is None else self.full_pass
+            self.is_decided = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -57,6 +57,15 @@ class SimResult:
     workers: WorkerFigures
     handover_bytes: float = 0.0
     has_gaps: bool = True  # else no gap is known
+
+    def rows(self, begin: int, end: int) -> SimResult:
+        """The requests from one to another; what is of the whole run, as the workers' figures, stays."""
+        columns = {
+            one.name: getattr(self, one.name)[begin:end]
+            for one in fields(self)
+            if isinstance(getattr(self, one.name), np.ndarray)
+        }
+        return replace(self, **columns)
 
     @property
     def is_completed(self) -> NDArray[np.bool_]:

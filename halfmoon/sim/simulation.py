@@ -45,7 +45,7 @@ def simulate(
     misses: Misses | None = None,
     with_gaps: bool = True,
 ) -> SimResult:
-    """Runs the workload until every request is over, or `misses` is full: then only those that came are in the result.
+    """Runs the workload until every request is over, or `misses` decided: then only those that came are in the result.
 
     The same arguments give the same result.
 
@@ -128,7 +128,7 @@ class _Run:
         events, num = self._events, len(starts_s)
         following = 0
         misses = self._misses
-        while (following < num or (events and self._num_over < num)) and not misses.is_full:
+        while (following < num or (events and self._num_over < num)) and not misses.is_decided:
             if following < num and (not events or starts_s[following] <= events[0][0]):
                 self._now_s = starts_s[following]
                 self._arrive(following)

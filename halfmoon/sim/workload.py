@@ -39,6 +39,13 @@ class Prefixes:
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
         return Prefixes(self.block_tokens, self.ids[np.repeat(self.offsets[rows], counts) + within], offsets)
 
+    def repeated(self, times: int) -> Prefixes:
+        """Those of the same requests again and again, with other ids each time."""
+        step = int(self.ids.max(initial=0)) - int(self.ids.min(initial=0)) + 1
+        ids = np.concatenate([self.ids + number * step for number in range(times)])
+        counts = np.tile(np.diff(self.offsets), times)
+        return Prefixes(self.block_tokens, ids, np.concatenate([[0], np.cumsum(counts)]))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
@@ -85,6 +92,22 @@ class Workload:
         """The same requests at a mean rate of `rate_per_s`."""
         _check(self.rate_per_s > 0, "workload", "has not two arrival times, so it has no rate to change")
         return self.scaled(rate_per_s / self.rate_per_s)
+
+    def repeated(self, times: int) -> Workload:
+        """The same requests again and again, a mean gap between two passes; no pass knows another's prefixes.
+
+        There must be two arrival times.
+        """
+        if times == 1:
+            return self
+        length_s = self.duration_s + 1 / self.rate_per_s
+        return replace(
+            self,
+            start_s=np.concatenate([self.start_s + number * length_s for number in range(times)]),
+            prompt_tokens=np.tile(self.prompt_tokens, times),
+            output_tokens=np.tile(self.output_tokens, times),
+            prefixes=None if self.prefixes is None else self.prefixes.repeated(times),
+        )
 
     def arriving(self, start_s: Floats) -> Workload:
         """The same requests at other times, one for each."""

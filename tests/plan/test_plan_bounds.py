@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from halfmoon.plan.bounds import decode_bound_per_s, prefill_bound_per_s
 from halfmoon.plan.feasible import Option
 from halfmoon.plan.fleet import read_fleet
-from halfmoon.plan.goodput import Goal, Trial, goodput_per_s, holds, simulate_at
+from halfmoon.plan.goodput import Goal, Trial, goodput_per_s, holds, holds_at_first
 from halfmoon.plan.halves import half_trial
 from halfmoon.plan.layout import Parallelism, WorkerKind
 from halfmoon.plan.question import Question, default_rules
@@ -18,6 +18,7 @@ from halfmoon.sim.cluster import ClusterSpec, Targets, TbtOf, WorkerGroup
 from halfmoon.sim.distserve import DistServeCoefficients
 from halfmoon.sim.lengths import named_lengths
 from halfmoon.sim.result import Criterion
+from halfmoon.sim.simulation import simulate
 from halfmoon.sim.synthetic import synthetic_workload
 
 SOURCES, FLEET = {"a100-80g": DistServeCoefficients("opt-13b")}, read_fleet("a100-80g", 1, 8, {})
@@ -49,17 +50,17 @@ def test_nothing_simulated_exceeds_its_bound(
     role: Role, parallelism: Parallelism, lengths: str, ttft_s: float, tpot_s: float, share: float
 ) -> None:
     trial, option = half(role, parallelism, lengths, ttft_s, tpot_s, share)
-    rate_per_s = 1.01 * option.bound.most_per_s
+    rate_per_s = 1.05 * option.bound.most_per_s  # a cluster that falls behind by less is held to keep up
     if rate_per_s:
-        assert not trial.goal.is_met(simulate_at(trial, rate_per_s)) or option.bound.most_per_s >= 1e6
+        assert not holds(trial, rate_per_s) or option.bound.most_per_s >= 1e6
 
 
 @pytest.mark.parametrize("guess_per_s", [0.05, 3.0, 500.0])
 def test_the_edge_is_found_from_any_guess(guess_per_s: float) -> None:
     trial, _ = half("prefill", Parallelism(1, 1), "in=512,out=64", 0.2, 0.1, 0.9)
     found = goodput_per_s(trial, guess_per_s)
-    assert trial.goal.is_met(simulate_at(trial, found))
-    assert not trial.goal.is_met(simulate_at(trial, found * 1.02))
+    assert holds(trial, found)
+    assert not holds(trial, found * 1.02)
 
 
 def test_a_target_below_an_idle_workers_time_is_never_held() -> None:
@@ -89,4 +90,5 @@ def test_a_simulation_that_gives_up_says_what_a_whole_one_says(
     workload = synthetic_workload(named_lengths("code"), 60, 1.0, seed=0, most_tokens=2048)
     goal = Goal(Targets(ttft_s, tpot_s, tbt_s, of), share, criterion)
     trial = Trial(ClusterSpec((WorkerGroup("both", 1, model),)), workload, goal)
-    assert holds(trial, rate_per_s) == goal.is_met(simulate_at(trial, rate_per_s))
+    whole = simulate(trial.spec, workload.at_rate(rate_per_s))
+    assert holds_at_first(trial, rate_per_s) == goal.is_met(whole)

@@ -1,0 +1,153 @@
+"""The cheapest layouts that hold a rate: best first, so that the first one that holds it is the cheapest.
+
+Each combination begins with as many workers of each half as hold the rate with an ideal other half, which no layout
+of it has fewer of. Whatever holds the rate ends its combination; whatever does not is followed by what is one worker
+larger. Layouts come up in the order of their cost.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+
+from halfmoon.plan.combinations import Combination, Kinds, combinations, kinds_of, larger, with_codecs
+from halfmoon.plan.feasible import Option
+from halfmoon.plan.goodput import holds_after
+from halfmoon.plan.halves import least_workers
+from halfmoon.plan.layout import Layout, WorkerKind
+from halfmoon.plan.question import Question
+from halfmoon.plan.unit import layout_trial
+from halfmoon.sim.latency import LatencyModel
+
+_WAVE = 4  # simulated at once; fixed, so that plans do not depend on the number of cores
+
+
+class Fewest:
+    """Owns what is known of the layouts of one question: how many workers each half needs at least, and what holds."""
+
+    def __init__(
+        self,
+        question: Question,
+        known: Mapping[WorkerKind, LatencyModel],
+        options: Sequence[Option],
+        pool: Executor,
+        on_measured: Callable[[int], None],
+    ) -> None:
+        self._question = question
+        self._known = known
+        self._pool = pool
+        self._least = self._least_workers(options, on_measured)
+        self._options = [one for one in options if one in self._least]
+        self.num_simulated = 0
+
+    @property
+    def combinations(self) -> list[Combination]:
+        """Those whose halves can hold the rate alone."""
+        return list(combinations(self._question, self._options))
+
+    def found(self, among: Iterable[Combination], num: int, on_simulated: Callable[[int], None]) -> list[Layout]:
+        """The `num` cheapest that hold the rate, of different combinations, cheapest first."""
+        queue = _Queue(self._question)
+        for one in among:
+            queue.add(self._starts(one))
+        held: list[Layout] = []
+        ended: set[Kinds] = set()
+        while wave := queue.wave(ended, self._limit(held, num)):
+            self.num_simulated += len(wave)
+            for layout, is_held in zip(wave, self._held(wave), strict=True):
+                if is_held:
+                    held.append(layout)
+                    ended.add(kinds_of(layout))
+                else:
+                    queue.add(larger(self._question, layout, self._options))
+            held.sort(key=queue.key)
+            on_simulated(len(held[:num]))
+        return held[:num]
+
+    def _limit(self, held: Sequence[Layout], num: int) -> float | None:
+        """What costs as much cannot come among the `num` cheapest."""
+        return self._question.cost(held[num - 1]) if len(held) >= num else None
+
+    def _starts(self, one: Combination) -> Iterator[Layout]:
+        """For each number of units, as many workers as the halves need alone, and no fewer than one."""
+        question, least = self._question, [self._least[each] for each in one.options]
+        model = self._known[one.options[0].kind]
+        is_one_node = all(question.fleet.pool(each.kind.gpu).num_nodes == 1 for each in one.options)
+        most_units = max(least) if one.is_paired and not is_one_node else 1
+        for num_units in range(1, most_units + 1):
+            layout = one.layout([-(-num // num_units) for num in least], num_units)
+            if question.fleet.is_mixed and not layout.fits(question.fleet):
+                layout = _cut(question, one, least)
+            if layout.fits(question.fleet):
+                yield from with_codecs(question, model, layout, question.rate_per_s or 0.0)
+
+    def _held(self, layouts: Sequence[Layout]) -> Iterable[bool]:
+        question = self._question
+        trials = [layout_trial(question, self._known, one) for one in layouts]
+        rates = [(question.rate_per_s or 0.0) / one.num_units for one in layouts]
+        return self._pool.map(holds_after, trials, rates, [question.num_first] * len(layouts))
+
+    def _least_workers(self, options: Sequence[Option], on_measured: Callable[[int], None]) -> dict[Option, int]:
+        question, fleet, num = self._question, self._question.fleet, len(options)
+        most = [fleet.num_gpus // one.kind.num_devices for one in options]
+        if not fleet.is_mixed:
+            most = [self._most_that_fit(one) for one in options]
+        found: dict[Option, int] = {}
+        measured = self._pool.map(least_workers, [question] * num, [self._known] * num, options, most)
+        for option, least in zip(options, measured, strict=True):
+            on_measured(1)
+            if least is not None:
+                found[option] = least
+        return found
+
+    def _most_that_fit(self, option: Option) -> int:
+        one = Combination((option,), is_paired=False)
+        most = self._question.fleet.num_gpus // option.kind.num_devices
+        return next((num for num in range(most, 0, -1) if one.layout([num]).fits(self._question.fleet)), 0)
+
+
+class _Queue:
+    """Owns the layouts that are still to be simulated, the cheapest first."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._heap: list[tuple[tuple[float, ...], int, Layout]] = []
+        self._numbers = itertools.count()
+        self._seen: set[Layout] = set()
+
+    def key(self, layout: Layout) -> tuple[float, ...]:
+        """Cost, then price; whole clusters before those that are divided into units."""
+        cost, price = self._question.cost(layout), layout.price_per_hour(self._question.fleet)
+        return (cost, price, layout.num_units, sum(one.num for one in layout.sets))
+
+    def add(self, layouts: Iterable[Layout]) -> None:
+        """Those that were not there yet."""
+        for one in layouts:
+            if one not in self._seen:
+                self._seen.add(one)
+                heapq.heappush(self._heap, (self.key(one), next(self._numbers), one))
+
+    def wave(self, ended: set[Kinds], limit: float | None) -> list[Layout]:
+        """The next few, each of another combination than those that ended, and cheaper than the limit."""
+        found: list[Layout] = []
+        later: list[tuple[tuple[float, ...], int, Layout]] = []
+        while self._heap and len(found) < _WAVE and (limit is None or self._heap[0][0][0] < limit):
+            item = heapq.heappop(self._heap)
+            if kinds_of(item[2]) in {kinds_of(one) for one in found}:
+                later.append(item)
+            elif kinds_of(item[2]) not in ended:
+                found.append(item[2])
+        for item in later:
+            heapq.heappush(self._heap, item)
+        return found
+
+
+def _cut(question: Question, one: Combination, least: Sequence[int]) -> Layout:
+    """As many as fit, where several kinds of GPU make up for what is missing."""
+    nums = list(least)
+    while max(nums) > 1 and not one.layout(nums).fits(question.fleet):
+        largest = max(range(len(nums)), key=lambda at: nums[at] * one.options[at].kind.num_devices)
+        nums[largest] = max(nums[largest] - 1, 1)
+    return one.layout(nums)

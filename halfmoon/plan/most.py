@@ -1,0 +1,171 @@
+"""The layouts that hold most for their cost: the most promising first, and none that bounds or better ones rule out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+from halfmoon.plan.combinations import Combination, Kinds, combinations, kinds_of, with_codecs
+from halfmoon.plan.feasible import Option
+from halfmoon.plan.goodput import Trial, goodput_per_s, holds_after
+from halfmoon.plan.halves import Half, measured_half
+from halfmoon.plan.layout import Layout, WorkerKind
+from halfmoon.plan.question import Question
+from halfmoon.plan.ranking import Rated, loss, rank, worth
+from halfmoon.plan.unit import layout_trial
+from halfmoon.sim.latency import LatencyModel
+
+_WAVE = 3  # simulated at once; fixed, so that plans do not depend on the number of cores
+_MOST_WORKERS = 8  # of a role: larger numbers repeat the ratio
+_MARGIN = 1.15  # by which a layout may exceed what its halves promise, corrected by what others did
+_TOLERANCE = 1.06
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout with what its halves promise, and what it cannot exceed, in requests a second."""
+
+    layout: Layout
+    guess_per_s: float
+    bound_per_s: float
+
+
+class Most:
+    """Owns what is known of the layouts of one question: what halves hold alone, and what whole layouts do."""
+
+    def __init__(
+        self,
+        question: Question,
+        known: Mapping[WorkerKind, LatencyModel],
+        options: Sequence[Option],
+        pool: Executor,
+        on_measured: Callable[[int], None],
+    ) -> None:
+        self._question = question
+        self._known = known
+        self._pool = pool
+        self._halves = self._measured(options, on_measured)
+        self._kept = {False: 1.0, True: 1.0}  # of what halves promise, by whether workers do both
+        self.num_simulated = self.num_ruled_out = 0
+
+    @property
+    def combinations(self) -> list[Combination]:
+        """Those whose halves hold something alone."""
+        return list(combinations(self._question, list(self._halves)))
+
+    def found(
+        self, among: Sequence[Combination], num: int, others: Sequence[Rated], on_simulated: Callable[[int, int], None]
+    ) -> list[Rated]:
+        """The best of each combination that come among the `num` best of all, `others` too; and the best one."""
+        ordered = sorted((each for one in among for each in self._candidates(one)), key=self._promise)
+        best: dict[Kinds, Rated] = {}
+        waiting = list(ordered)
+        while waiting:
+            least = self._least_worth([*best.values(), *others], list(best.values()), num)
+            wave, waiting = self._wave(waiting, best, least)
+            floors = [max(least, self._worth(best.get(kinds_of(one.layout)))) for one in wave]
+            for one in self._rated(wave, floors):
+                known = best.get(kinds_of(one.layout))
+                if known is None or rank(self._question, one) < rank(self._question, known):
+                    best[kinds_of(one.layout)] = one
+            on_simulated(len(ordered) - len(waiting), len(ordered))
+        return sorted(best.values(), key=lambda one: rank(self._question, one))
+
+    def _wave(
+        self, waiting: Sequence[Candidate], best: Mapping[Kinds, Rated], least: float
+    ) -> tuple[list[Candidate], list[Candidate]]:
+        """The next few, of different combinations, that may be better than what is known; and who is still waiting."""
+        margin = math.inf if self._question.is_thorough else _MARGIN
+        wave: dict[Kinds, Candidate] = {}
+        left: list[Candidate] = []
+        for one in waiting:
+            kinds = kinds_of(one.layout)
+            floor = max(least, self._worth(best.get(kinds)))
+            most_per_s = min(one.bound_per_s, margin * self._promised(one))
+            if self._per_cost(one.layout, most_per_s) <= floor:
+                self.num_ruled_out += 1
+            elif kinds in wave or len(wave) == _WAVE:
+                left.append(one)
+            else:
+                wave[kinds] = one
+        return list(wave.values()), left
+
+    def _promised(self, one: Candidate) -> float:
+        """Corrected by what the last layouts of its kind held of what their halves promised."""
+        return one.guess_per_s * self._kept[one.layout.is_colocated]
+
+    def _rated(self, wave: Sequence[Candidate], floors: Sequence[float]) -> Iterator[Rated]:
+        question = self._question
+        self.num_simulated += len(wave)
+        layouts = [one.layout for one in wave]
+        trials = [layout_trial(question, self._known, one) for one in layouts]
+        guesses = [self._promised(one) / one.layout.num_units for one in wave]
+        leasts = [
+            floor * question.cost(one) * loss(one) / one.num_units for one, floor in zip(layouts, floors, strict=True)
+        ]
+        found = self._pool.map(goodput_of, trials, guesses, leasts, [question.num_first] * len(wave))
+        for one, rate in zip(wave, found, strict=True):
+            if rate:
+                yield Rated(one.layout, rate * one.layout.num_units, one.layout.price_per_hour(question.fleet))
+                self._kept[one.layout.is_colocated] = rate * one.layout.num_units / one.guess_per_s
+
+    def _least_worth(self, everyone: Sequence[Rated], mine: Sequence[Rated], num: int) -> float:
+        """What a layout has to exceed to be among the `num` best of all, or the best of these.
+
+        Unless the search is thorough, it has to be the best of these.
+        """
+        if mine and not self._question.is_thorough:
+            return max(map(self._worth, mine))
+        if len(everyone) < num or not mine:
+            return 0.0
+        everyone = sorted(everyone, key=lambda one: rank(self._question, one))
+        return min(self._worth(everyone[num - 1]), max(map(self._worth, mine)))
+
+    def _worth(self, one: Rated | None) -> float:
+        return 0.0 if one is None else worth(self._question, one)
+
+    def _per_cost(self, layout: Layout, rate_per_s: float) -> float:
+        return self._worth(Rated(layout, rate_per_s, 0.0))
+
+    def _promise(self, one: Candidate) -> tuple[float, ...]:
+        return (-self._per_cost(one.layout, one.guess_per_s), one.layout.num_gpus)
+
+    def _candidates(self, one: Combination) -> list[Candidate]:
+        """All numbers of workers that fit or, unless the search is thorough, the most promising ones."""
+        question = self._question
+        halves = [self._halves[each] for each in one.options]
+        most = [min(question.fleet.num_gpus // each.kind.num_devices, _MOST_WORKERS) for each in one.options]
+        found = []
+        for nums in product(*(range(1, num + 1) for num in most)):
+            layout = one.layout(nums)
+            if layout.fits(question.fleet):
+                numbered = list(zip(halves, nums, strict=True))
+                guess = min(half.guess_per_s(num) for half, num in numbered)
+                bound = min(half.option.bound.most_per_s * num for half, num in numbered)
+                found.append(Candidate(layout, guess, bound))
+        found.sort(key=self._promise)
+        model = self._known[one.options[0].kind]
+        return [
+            replace(each, layout=layout)
+            for each in (found if question.is_thorough else found[:1])
+            for layout in with_codecs(question, model, each.layout, each.guess_per_s)
+        ]
+
+    def _measured(self, options: Sequence[Option], on_measured: Callable[[int], None]) -> dict[Option, Half]:
+        num, found = len(options), {}
+        halves = self._pool.map(measured_half, [self._question] * num, [self._known] * num, options)
+        for one in halves:
+            on_measured(1)
+            if one.alone_per_s:
+                found[one.option] = one
+        return found
+
+
+def goodput_of(trial: Trial, guess_per_s: float, least_per_s: float, num_first: int) -> float:
+    """Of a whole layout, and 0 where it does not hold `least_per_s`."""
+    held = partial(holds_after, num_first=num_first)
+    return goodput_per_s(trial, guess_per_s, least_per_s, _TOLERANCE, held)
