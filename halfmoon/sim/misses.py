@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ class Misses:
     tokens and of ends.
 
     The same requests may come in several passes, as many in each. A pass is *steady* when its last arrival finds no
-    more requests inside than that of the pass before did, but for `most_more`.
+    more requests inside than that of the pass before did, but for `most_more`, and so was the pass before, if any.
     """
 
     def __init__(
@@ -78,14 +79,18 @@ class Misses:
         lasts_s, inside = self._last_arrivals_s, self._num_inside
         while len(inside) < len(lasts_s) and job.end_s > lasts_s[len(inside)]:
             num_came = (len(inside) + 1) * self._num_each
-            before = inside[-1] if inside else 0
             inside.append(num_came - self._num_ended)
-            if self.steady_pass is None and inside[-1] - before <= self._most_more:
+            if self.steady_pass is None and self._is_as_full_as_before():
                 self.steady_pass = len(inside) - 1
         self._num_ended += 1
         self._left[at] -= 1
         if self.steady_pass is not None and not self.is_decided:
             self.is_decided = self._is_over(self.steady_pass)
+
+    def _is_as_full_as_before(self) -> bool:
+        """Twice in a row: the first answers end all at once, and then it fills on."""
+        last = [0, *self._num_inside][-3:]
+        return all(after - before <= self._most_more for before, after in itertools.pairwise(last))
 
     def _is_over(self, number: int) -> bool:
         """Whether that pass and those before it cannot become full any more."""
