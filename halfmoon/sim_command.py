@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,8 @@ from rich.table import Table
 from halfmoon.errors import InvalidRequest
 from halfmoon.profile_store import DEFAULT_STATE_DIR, LedgerUrl, StateDir, profile_file
 from halfmoon.sim.cluster import ClusterSpec
+from halfmoon.sim.latency import LatencySource
+from halfmoon.sim.latency_sources import latency_source
 from halfmoon.sim.lengths import KNOWN_LENGTHS
 from halfmoon.sim.point import Point, PointRequest, simulate_point
 
@@ -68,7 +71,7 @@ def simulate(
         request = PointRequest(
             cluster=str(cluster),
             workload=workload,
-            latency=None if latency is None else profile_file(latency, state_dir, ledger_url),
+            latency=latency,
             rate_per_s=rate,
             num_requests=requests,
             process=arrivals.value,
@@ -81,7 +84,7 @@ def simulate(
             criterion=criterion.value,
             seed=seed,
         )
-        found = _simulated(request)
+        found = _simulated(request, lambda text: latency_source(profile_file(text, state_dir, ledger_url)))
     except InvalidRequest as error:
         raise typer.BadParameter(error.message) from error
     summary = found.summary(with_requests=as_json)
@@ -91,12 +94,12 @@ def simulate(
         _print(found.spec, summary)
 
 
-def _simulated(request: PointRequest) -> Point:
+def _simulated(request: PointRequest, source_of: Callable[[str], LatencySource]) -> Point:
     console = Console(stderr=True)
     columns = TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("")
-        return simulate_point(request, lambda done, total: bar.update(task, completed=done, total=total))
+        return simulate_point(request, lambda done, total: bar.update(task, completed=done, total=total), source_of)
 
 
 def _print(spec: ClusterSpec, summary: dict[str, Any]) -> None:

@@ -57,6 +57,9 @@ def test_a_stored_profile_is_listed_and_simulated_with(tmp_path: Path) -> None:
     assert code == 0
     assert found["ttft_s"]["p50"] == pytest.approx(0.5 + 0.1)  # `request_s`, and the prompt
     assert found["latency"][0]["fit_error"]["prefill"] == pytest.approx(0.5)
+    cluster.write_text(f"latency: ledger:mine\n{CLUSTER}")
+    code, text = run("simulate", "--cluster", str(cluster), *work, "--state-dir", str(tmp_path))
+    assert (code, json.loads(text)) == (0, found)
 
 
 def test_an_unknown_name_is_told_the_known_ones(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from halfmoon.sim.arrivals import ArrivalProcess
 from halfmoon.sim.asked_workload import asked_workload
 from halfmoon.sim.cluster import ClusterSpec, Targets, TbtOf
+from halfmoon.sim.latency import LatencySource
+from halfmoon.sim.latency_sources import latency_source
 from halfmoon.sim.report import request_rows, simulation_summary
 from halfmoon.sim.result import Criterion, SimResult
 from halfmoon.sim.simulation import simulate
@@ -54,9 +56,13 @@ class Point:
         return {**found, "requests": request_rows(self.workload, self.result)} if with_requests else found
 
 
-def simulate_point(request: PointRequest, on_progress: Callable[[int, int], None] | None = None) -> Point:
-    """Raises InvalidRequest for what makes no sense."""
-    spec = read_cluster(Path(request.cluster), request.latency)
+def simulate_point(
+    request: PointRequest,
+    on_progress: Callable[[int, int], None] | None = None,
+    source_of: Callable[[str], LatencySource] = latency_source,
+) -> Point:
+    """`source_of` is as of `read_cluster`. Raises InvalidRequest for what makes no sense."""
+    spec = read_cluster(Path(request.cluster), request.latency, source_of)
     kept = spec.targets
     targets = Targets(
         kept.ttft_s if request.ttft_s is None else request.ttft_s,

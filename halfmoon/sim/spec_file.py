@@ -11,6 +11,7 @@ targets: {ttft_s: 0.5, tpot_s: 0.05}
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,8 +77,12 @@ class _Cluster(_Strict):
         return "off" if value is False else value  # what YAML makes of it
 
 
-def read_cluster(path: Path, latency: str | None = None) -> ClusterSpec:
+def read_cluster(
+    path: Path, latency: str | None = None, source_of: Callable[[str], LatencySource] = latency_source
+) -> ClusterSpec:
     """The cluster of a file, its latencies from `latency` where that is given.
+
+    `source_of` a text is the latency source that it names; a command that has a ledger knows those in it, too.
 
     Raises InvalidRequest naming the field that is wrong, or what is missing.
     """
@@ -97,7 +102,7 @@ def read_cluster(path: Path, latency: str | None = None) -> ClusterSpec:
                 f"the cluster {path} does not say how fast its workers are: give --latency, or `latency:` in the file",
                 param="latency",
             )
-        source = sources.get(text) or sources.setdefault(text, latency_source(text))
+        source = sources.get(text) or sources.setdefault(text, source_of(text))
         limits = _LIMITS
         if isinstance(source, MeasuredProfile):
             network = {**_measured_link(source), **network}
