@@ -71,6 +71,8 @@ def _services(arguments: Sequence[str]) -> _Services:
 # What is being refreshed stays as it is until the new is there, and pages begin further up.
 _STYLE = """<style>
 [data-stale="true"] { opacity: 1 !important; transition: none !important; }
+[data-testid="stExpander"] summary { color: inherit !important; }
+[data-testid="stExpander"] details { border-color: color-mix(in srgb, currentColor 20%, transparent) !important; }
 [data-testid="stMainBlockContainer"] { padding-top: 3.2rem; max-width: 1500px; }
 h1 { font-size: 2rem !important; }
 </style>"""

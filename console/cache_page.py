@@ -99,12 +99,12 @@ def _draw(seen: Seen) -> None:
         return
     _figures(cache, series)
     left, right = st.columns(2)
-    with left.container(border=True):
+    with left.container(border=True, height="stretch"):
         st.markdown("**Prompt tokens that were not computed again**")
         shares = {"cached": [one and 100 * one for one in hit_shares(series["age_s"], series["rates"])]}
         unit = "% of prompt tokens"
         drawn(time_charts.over_time(series["age_s"], shares, {"cached": GREEN}, unit, _MINUTES), "hit-share")
-    with right.container(border=True):
+    with right.container(border=True, height="stretch"):
         st.markdown("**Restore decisions** of the latest prompts")
         _restores(seen.placements)
     st.subheader("Store")

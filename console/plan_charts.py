@@ -8,7 +8,8 @@ from typing import Any, Literal
 from console.charts import Chart, Spec
 from console.palette import GREY, SERIES
 
-_HEIGHT_PX = 320
+_HEIGHT_PX = 280  # and a line of the legend for each layout
+_LEGEND_PX = 20
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right")
 _TITLES = {"attainment": "requests in time", "goodput": "goodput, requests/s"}
 
@@ -45,13 +46,17 @@ def over_rate(rows: Sequence[Mapping[str, Any]], figure: Figure, goal: float, ra
     lines = {"mark": {"type": "line", "strokeWidth": 2, "point": {"size": 45, "filled": True}}, "encoding": encoding}
     limits = [_limit("y", goal)] if figure == "attainment" else []
     limits += [] if rate_per_s is None else [_limit("x", rate_per_s)]
-    spec: Spec = {"layer": [lines, *limits], "height": _HEIGHT_PX, "config": {"view": {"strokeWidth": 0}}}
+    spec: Spec = {
+        "layer": [lines, *limits],
+        "height": _HEIGHT_PX + _LEGEND_PX * len(names),
+        "config": {"view": {"strokeWidth": 0}},
+    }
     return Chart(rows, spec)
 
 
 def _series(names: Sequence[str], values: Sequence[str]) -> Spec:
     """Colour and shape have one legend."""
-    legend = {"title": None, "orient": "bottom", "columns": 2, "labelLimit": 320}
+    legend = {"title": None, "orient": "bottom", "columns": 1, "labelLimit": 420}
     scale = {"domain": list(names), "range": [values[at % len(values)] for at in range(len(names))]}
     return {"field": "layout", "type": "nominal", "sort": list(names), "scale": scale, "legend": legend}
 

@@ -53,11 +53,12 @@ def class_row(one: Mapping[str, Any], counts: Mapping[str, int] | None) -> dict[
     ended = (counts or {}).get("ended", 0)
     return {
         "class": one["name"],
+        "version": one["version"],
         "priority": one["priority"],
         "TTFT (ms)": _ms(one["ttft_s"]),
         "TBT (ms)": _ms(one["tbt_s"]),
-        "TTFT applied": _ms(one.get("applied_ttft_s")),
-        "TBT applied": _ms(one.get("applied_tbt_s")),
+        "TTFT now": _ms(one.get("applied_ttft_s")),
+        "TBT now": _ms(one.get("applied_tbt_s")),
         "goal": one["attainment"],
         "in time": counts["good"] / ended if counts and ended else None,
         "requests": ended,
@@ -65,7 +66,6 @@ def class_row(one: Mapping[str, Any], counts: Mapping[str, int] | None) -> dict[
         "reserved": one["reserved"],
         "gives up first": " → ".join(one["degradation"]).replace("_", " ") or NOTHING,
         "who": ", ".join(_rule(rule) for rule in one["rules"]) or NOTHING,
-        "version": one["version"],
     }
 
 

@@ -18,6 +18,7 @@ _WIDTH, _HEIGHT = 460, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 34, 24
 _SIZE = 11.5  # of text
 _CHAR = 6.2  # about as wide is one
+_ON_TOP = "paint-order:stroke;stroke:var(--st-background-color);stroke-width:3"  # of text that lines pass
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 Values = Sequence[float | None]
@@ -47,8 +48,8 @@ def over_time(
     known = [value for values in lines.values() for value in values if value is not None]
     frame = _frame(minutes, [*known, *(limits or {}).values()])
     curves = [_curve(frame, ages_s, values, colours[name]) for name, values in lines.items()]
-    dashed = [_limit(frame, name, value) for name, value in (limits or {}).items()]
-    body = [_axes(frame, unit), _legend(lines, colours, unit), *dashed, *curves, _tips(frame, ages_s, lines, unit)]
+    dashed = _limits(frame, limits or {})
+    body = [_axes(frame, unit), _legend(lines, colours, unit), *curves, *dashed, _tips(frame, ages_s, lines, unit)]
     return drawing("".join(body), _WIDTH, _HEIGHT, ", ".join(lines))
 
 
@@ -137,10 +138,16 @@ def _curve(frame: _Frame, ages_s: Sequence[float], values: Values, colour: str) 
     return f"<g>{line}{''.join(alone)}</g>"
 
 
-def _limit(frame: _Frame, name: str, value: float) -> str:
-    y = frame.y(value)
-    line = f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="{GREY}" stroke-width="1.5" stroke-dasharray="6 4"/>'
-    return f"<g>{line}{text(_LEFT + 4, y - 4, f'{name} target', _SIZE, GREY)}</g>"
+def _limits(frame: _Frame, limits: Mapping[str, float]) -> list[str]:
+    """Their names stand one after the other, as they may be at nearly the same height."""
+    lines, x = [], _LEFT + 4.0
+    for name, value in limits.items():
+        y, said = frame.y(value), f"{name} target"
+        path = f"M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"
+        line = f'<path d="{path}" stroke="{GREY}" stroke-width="1.5" stroke-dasharray="6 4"/>'
+        lines.append(f'<g>{line}<g style="{_ON_TOP}">{text(x, y - 4, said, _SIZE, GREY)}</g></g>')
+        x += _CHAR * (len(said) + 2)
+    return lines
 
 
 def _tips(frame: _Frame, ages_s: Sequence[float], lines: Mapping[str, Values], unit: str) -> str:

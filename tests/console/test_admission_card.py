@@ -64,8 +64,8 @@ def test_nobody_has_set_it(gateway: FakeGateway) -> None:
 def test_tightened_targets_are_beside_the_classs_own(gateway: FakeGateway) -> None:
     gateway.answers["/halfmoon/v1/classes"] = (200, {"classes": [TIGHT]})
     shown = open_page("slo", gateway.url)
-    assert shown.dataframe[0].value["TTFT applied"][0] == pytest.approx(450.0)
+    assert shown.dataframe[0].value["TTFT now"][0] == pytest.approx(450.0)
     assert any(plain(tightened([TIGHT])[0]) in one.value for one in shown.caption)
     assert tightened([TIGHT]) == ["gold: TTFT is admitted to 450 ms in place of 500 ms: 90.0 % took up to 600 ms."]
     assert tightened([GOLD, TIGHT | {"applied_ttft_s": 0.5}]) == []
-    assert class_row(GOLD, None)["TTFT applied"] is None
+    assert class_row(GOLD, None)["TTFT now"] is None
