@@ -10,6 +10,7 @@ import pytest
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, NoCapacity, Unavailable
 from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.profiling import beside
 from halfmoon.profiling.measuring import Progress
 from halfmoon.profiling.profiler import ProfileOptions, profiled
 from halfmoon.profiling.sweep import SweepLimits
@@ -35,7 +36,10 @@ def when(stage: str, begun: asyncio.Event) -> Progress:
 
 
 @pytest.mark.parametrize("roles", [("prefill", "decode"), ("both", "both")])
-async def test_a_profile_has_all_parts_and_leaves_nothing(tmp_path: Path, roles: tuple[str, str]) -> None:
+async def test_a_profile_has_all_parts_and_leaves_nothing(
+    tmp_path: Path, roles: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "_ROUNDS", 1)  # of real time
     told: list[tuple[str, int, int]] = []
     async with running_fleet(tmp_path, QUICK) as fleet:
         for role in roles:
