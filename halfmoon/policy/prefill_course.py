@@ -198,6 +198,24 @@ class PrefillCourse:
                 break
         return None
 
+    def earliest_s(self, priority: int, speed: Speed, ahead_s: float, now_s: float) -> float:
+        """Before which no prompt of that priority has its token, however long it is and wherever it fits in: it waits
+        for the step under way, and for all that goes before it and is ready by then."""
+        model, step_s, under_way = speed.model, _work_s(self._step, speed.model), dict(self._chunks())
+        begins_s = now_s + max(step_s - (now_s - self._step_began_s), _OVERDUE * step_s) + ahead_s
+        num_tokens, num_pairs = 1, 0.5
+        for prompt in self._prompts.values():
+            if prompt.priority < priority and prompt.ready_s <= begins_s:
+                done = under_way.get(prompt.request_id, 0)
+                new_tokens, known_tokens = prompt.new_tokens - done, prompt.known_tokens + done
+                num_tokens += new_tokens
+                num_pairs += new_tokens * (known_tokens + new_tokens / 2)
+        num_steps = math.ceil(num_tokens / max(speed.step_tokens, speed.chunk_tokens))
+        return begins_s + model.a * num_steps + model.b * num_tokens + model.c * num_pairs
+
+    def _chunks(self) -> Iterable[tuple[str, int]]:
+        return ((prompt.request_id, num_tokens) for prompt, num_tokens in self._step)
+
     def _end_step(self) -> None:
         for prompt, num_tokens in self._step:
             prompt.new_tokens -= num_tokens

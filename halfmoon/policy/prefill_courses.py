@@ -74,13 +74,12 @@ class PrefillCourses:
         own = self._own(row, worker, now_s)
         if not len(course) and worker.contention < _LEAST_CONTENTION and not own.step_s(now_s):
             return placement
-        others_s = max(worker.prefill_free_s - now_s - course.num_tokens * worker.prefill_model.b, 0.0)
         times = course.predict(
             _work(placement, num_prompt_tokens, priority, now_s),
             _speed(worker),
             self._neighbours(view, worker, course, now_s),
             self._past_busy(view, worker, course, now_s),
-            others_s if others_s > worker.prefill_model.seconds(worker.step_tokens) else 0.0,
+            _others_s(worker, course, now_s),
             now_s,
             own,
         )
@@ -88,6 +87,16 @@ class PrefillCourses:
             return placement
         behind_s = times.behind_tokens * worker.prefill_model.b
         return replace(placement, ttft_s=times.ends_s - now_s, queue_s=times.begins_s - now_s, behind_s=behind_s)
+
+    def earliest_s(self, view: ClusterView, row: int, priority: int, now_s: float) -> float:
+        """Seconds from now that `refined` undercuts for no prompt of that priority on that worker; infinite where it
+        leaves every placement as it is."""
+        worker, course = view.worker(row), self._courses.get(row)
+        is_alone = worker.role != "both" and worker.contention < _LEAST_CONTENTION
+        if not _has_steps(worker) or (not course and is_alone):
+            return math.inf
+        course = self._advanced(row, view, worker, now_s)
+        return course.earliest_s(priority, _speed(worker), _others_s(worker, course, now_s), now_s) - now_s
 
     def tbt_s(self, view: ClusterView, placement: Placement, step_s: float, num_gaps: float, now_s: float) -> float:
         """The mean of an answer whose decode steps alone take `step_s`: more beside busy neighbours, and where chunks
@@ -155,6 +164,12 @@ def _has_steps(worker: WorkerView) -> bool:
     """Whether it is known how it forms its steps, and how long they take."""
     is_told = worker.step_tokens > 0 and (worker.role == "prefill" or worker.chunk_tokens > 0)
     return is_told and any(worker.prefill_model)
+
+
+def _others_s(worker: WorkerView, course: PrefillCourse, now_s: float) -> float:
+    """What the worker has to do that is not of this gateway; less than a step of it may be ours already."""
+    others_s = max(worker.prefill_free_s - now_s - course.num_tokens * worker.prefill_model.b, 0.0)
+    return others_s if others_s > worker.prefill_model.seconds(worker.step_tokens) else 0.0
 
 
 def _speed(worker: WorkerView) -> Speed:

@@ -87,6 +87,10 @@ class RequestForecast:
         overhead_s = self.overhead_s
         return replace(found, ttft_s=found.ttft_s + overhead_s, overhead_s=overhead_s) if overhead_s else found
 
+    def earliest_s(self, view: ClusterView, row: int, priority: int, now_s: float) -> float:
+        """Seconds from now that `exactly` undercuts for no prompt on that worker, but where it changes nothing."""
+        return self._courses.earliest_s(view, row, priority, now_s)
+
     def handover_s(self, num_output: float) -> float:
         """What the hand-over adds to the mean gap of an answer."""
         return self._handover.seconds / max(num_output - 1, 1)

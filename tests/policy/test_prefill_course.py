@@ -65,6 +65,46 @@ def test_what_comes_before_is_computed_first() -> None:
     assert len(made) == 0
 
 
+waiting = st.builds(
+    Prefill, st.integers(1, 400), st.integers(0, 2_000), st.integers(-1, 1), st.sampled_from([-math.inf, 1.0, 3.0])
+)
+
+
+@given(
+    st.lists(waiting, max_size=8),
+    waiting,
+    st.floats(0, 6),
+    st.sampled_from([0.0, 2.0]),
+    st.booleans(),
+    st.tuples(st.floats(0, 0.1), st.floats(0, 0.01), st.floats(0, 1e-4)),
+)
+def test_no_prompt_is_done_before_the_earliest_moment(
+    prompts: list[Prefill],
+    wanted: Prefill,
+    now_s: float,
+    ahead_s: float,
+    in_chunks: bool,
+    model: tuple[float, float, float],
+) -> None:
+    speed = Speed(PrefillModel(*model), STEP, 0.5, 2 * STEP if in_chunks else 0)
+    made = PrefillCourse()
+    for number, one in enumerate(prompts):
+        made.join(str(number), one, Decoding(1, 2.0, 10) if number % 2 else None, STEP, 0.0)
+    made.advance(speed, 1.0, now_s)
+    own = OwnDecodes(1, [Life(2.0, 10)], StepModel(0.1, 0.1, 0.0)) if in_chunks else None
+    found = made.predict(wanted, speed, Neighbours({}), 1.0, ahead_s, now_s, own)
+    assert found is not None
+    assert made.earliest_s(wanted.priority, speed, ahead_s, now_s) <= found.ends_s + 1e-9
+
+
+def test_the_earliest_moment_is_behind_the_step_under_way_and_whoever_goes_first() -> None:
+    made = course(100)
+    assert made.earliest_s(0, SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 0.01)
+    made.join("long", work(500), None, STEP, 0.25)
+    assert made.earliest_s(0, SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 0.01)  # short ones pass it
+    assert made.earliest_s(1, SPEED, 2.0, 0.25) == pytest.approx(0.25 + 0.75 + 2.0 + 5.0 + 0.01)
+
+
 def test_a_step_that_takes_too_long_is_about_to_end() -> None:
     assert predict(course(100), work(50), now_s=7.0) == (7.05, 7.55)
 

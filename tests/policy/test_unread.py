@@ -184,6 +184,18 @@ def test_a_queue_that_is_too_long_needs_no_prompt() -> None:
         gate.refuse_unread(view, 1_000, has_gaps=True, qos=gate.classes.classes[1], now_s=NOW_S)
 
 
+def test_a_worker_that_seems_slower_than_another_may_be_quicker_in_truth() -> None:
+    qos, view = QosClass("x", ttft_s=0.2), ClusterView((P, D))
+    gate = Gatekeeper("predicted", PlacementRules("random"), random.Random(0))
+    inside = gate.decide(view, PlacementRequest(1, 1), QosClass("free"), NOW_S)
+    gate.enter("r", view, inside, 1, NOW_S)
+    view.put(replace(P, prefill_free_s=NOW_S + 0.4))  # less than a step: it may all be ours
+    view.put(replace(P, worker_id="other", prefill_free_s=NOW_S + 0.3))
+    gate.refuse_unread(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)
+    chosen = gate.decide(view, PlacementRequest(2, 2), qos, NOW_S).placement.prefill
+    assert chosen.worker_id == "p"
+
+
 def test_off_refuses_nobody_unread_and_a_probe_is_let_through() -> None:
     qos, view = QosClass("x", ttft_s=0.001), ClusterView((P, D))
     Scene("off", "random", (), (), (), qos).gate(view).refuse_unread(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)
