@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Literal, NamedTuple
 
+from halfmoon.beside import beside
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
@@ -19,7 +20,6 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.first_steps import first_steps
 from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.policy.latency import PrefillModel
-from halfmoon.worker.beside import beside
 from halfmoon.worker.block_feed import CachedBlocks
 from halfmoon.worker.chain_queue import ChainQueue
 from halfmoon.worker.compute_rate import ComputeRate
