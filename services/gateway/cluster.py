@@ -130,16 +130,17 @@ class Cluster(ClusterServicer):
     async def watch_heartbeats(self) -> None:
         """Calls `expire` as long as the gateway lives.
 
-        When this process stood still, the workers' reports wait in its sockets: silence is not theirs then.
+        While this process stands still, the workers' reports wait in its sockets: that silence is not theirs.
         """
         interval_s = self.membership.heartbeat_interval_s
         while True:
             due_s = self.clock() + interval_s / 2
             await asyncio.sleep(interval_s / 2)
             now_s = self.clock()
-            if now_s - due_s > interval_s:
-                log.warning("gateway.stalled", extra={"stalled_s": now_s - due_s})
-                self.membership.excuse(now_s)
+            stalled_s = max(now_s - due_s, 0.0)
+            if stalled_s > interval_s:
+                log.warning("gateway.stalled", extra={"stalled_s": stalled_s})
+            self.membership.excuse(stalled_s, now_s)
             self.expire(now_s)
 
     async def close(self, grace_s: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from halfmoon.kv import layout
 from halfmoon.pb.gateway_pb2 import BlockEvents as PbBlockEvents
 from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
@@ -160,10 +162,12 @@ class Membership:
         limit_s = MISSED_HEARTBEATS * self.heartbeat_interval_s
         return [member for member in self._members.values() if now_s - member.heard_s > limit_s]
 
-    def excuse(self, now_s: float) -> None:
-        """Counts every member as heard of now: it was this gateway that did not listen."""
+    def excuse(self, stalled_s: float, now_s: float) -> None:
+        """Takes so many seconds off every member's silence: it was this gateway that did not listen. After more than
+        an interval of them, what waits in its sockets takes a while to be read: then all count as heard of now."""
         for member in self._members.values():
-            member.heard_s = now_s
+            excused_s = math.inf if stalled_s > self.heartbeat_interval_s else stalled_s
+            member.heard_s = min(member.heard_s + excused_s, now_s)
 
     def view(self) -> ClusterView:
         """The cluster for the policies; it goes on changing."""

@@ -87,8 +87,8 @@ class Relay:
     async def _placement(self, case: Case, progress: Progress, failures: _Failures) -> Placement:
         """Where to try next: elsewhere if there is an elsewhere, else after a pause anywhere.
 
-        A request that has streamed tokens already waits up to `failover_wait_s` for a worker to come; a new one
-        waits up to `return_wait_s` where a worker was a moment ago.
+        A request whose worker is lost waits up to `failover_wait_s` for a worker to come, with tokens or without:
+        so long a worker may need to start again. A new one waits up to `return_wait_s` where one was a moment ago.
         """
         for exclude in failures.exclusions():
             try:
@@ -101,10 +101,9 @@ class Relay:
         return await self._place_within(case, self._patience_s(progress, failures))
 
     def _patience_s(self, progress: Progress, failures: _Failures) -> float:
-        if progress.output_token_ids:
+        if progress.output_token_ids or isinstance(failures.last, Unavailable):
             return self._failover_wait_s
-        was_there = isinstance(failures.last, Unavailable)
-        if was_there or self._cluster.membership.expects_worker(self._cluster.clock()):
+        if self._cluster.membership.expects_worker(self._cluster.clock()):
             return self._return_wait_s
         return 0.0
 

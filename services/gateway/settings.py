@@ -47,7 +47,9 @@ class GatewaySettings(BaseSettings):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     heartbeat_interval_s: float = Field(1.0, gt=0, description="workers report at least this often; 3 missed is dead")
     request_deadline_s: float = Field(600.0, gt=0, description="total time of one request")
-    failover_wait_s: float = Field(60.0, ge=0, description="how long a started request waits for another worker")
+    failover_wait_s: float = Field(
+        60.0, ge=0, description="how long a request whose worker is lost waits for another one"
+    )
     return_wait_s: float = Field(3.0, ge=0, description="how long a new request waits for a worker to come back")
     handover_codec: Literal["raw", "int8", "int4", "fp8"] = Field(
         "raw",

@@ -344,9 +344,22 @@ def test_whether_a_worker_may_be_ready_soon() -> None:
 def test_silence_that_is_ours_is_excused() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     member = membership.join(identity(), 0.0)
-    membership.excuse(9.0)
+    membership.excuse(1.5, 9.0)
     assert membership.overdue(12.0) == []
     assert membership.overdue(12.1) == [member]
+
+
+def test_a_gateway_that_is_slow_all_the_time_takes_its_part_of_a_silence() -> None:
+    membership = Membership(FINGERPRINT, 1.0)
+    member = membership.join(identity(), 0.0)
+    for now_s in (1.25, 2.5, 3.75):
+        membership.excuse(0.75, now_s)  # later than it wanted to look
+    assert membership.overdue(5.25) == []
+    assert membership.overdue(5.5) == [member]
+    for _ in range(9):
+        membership.excuse(0.75, 5.5)
+    assert membership.overdue(8.5) == []
+    assert membership.overdue(8.75) == [member]  # nobody is heard of in the future
 
 
 def test_a_worker_that_measured_itself_is_predicted_from_the_first_request_on() -> None:

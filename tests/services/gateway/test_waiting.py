@@ -45,13 +45,13 @@ async def test_a_new_request_waits_for_a_worker_that_just_left(tmp_path: Path) -
         assert await soon(asking) == "hello"
 
 
-async def test_a_new_request_whose_worker_dies_under_it(tmp_path: Path) -> None:
+async def test_a_request_without_a_token_yet_waits_as_long_as_others_when_its_worker_dies(tmp_path: Path) -> None:
     async def die(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
         worker.end_registration.set()
         raise Unavailable("gone", retry_after_ms=1)
         yield PrefillEvent()
 
-    async with running_fleet(tmp_path, return_wait_s=300) as fleet:
+    async with running_fleet(tmp_path, return_wait_s=0, failover_wait_s=300) as fleet:
         worker = await fleet.add("b0", "both")
         worker.on_prefill = die
         asking = asyncio.ensure_future(chat(fleet))
