@@ -13,7 +13,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
 from halfmoon.errors import InvalidRequest, Unavailable
-from halfmoon.ledger.sqlite import DriverThreads, sqlite_engine
+from halfmoon.ledger.sqlite import DriverThreads, OpenedFile, sqlite_engine
 from halfmoon.ledger.upgrade import is_current, upgrade
 
 Result = TypeVar("Result")
@@ -41,6 +41,7 @@ class Database:
         self._engine = engine
         self._threads = DriverThreads(engine) if self.is_file else None
         self._is_current = False  # the tables are as this release has them
+        self._file: OpenedFile | None = None  # of SQLite, once it is there
         self._overdue: set[asyncio.Task[Any]] = set()  # cancelled, and not ended yet: a driver may take its time
 
     @property
@@ -56,6 +57,8 @@ class Database:
         """
         if not self._is_current:
             raise Unavailable("the ledger's database was not reached yet")
+        if self._file is not None:
+            self._file.check()
         return await self._within(self._in_session(work), deadline_s)
 
     async def upgrade(self) -> None:
@@ -65,6 +68,7 @@ class Database:
         """
         if not self._is_current:
             await self._within(self._upgrade(), _OPEN_S)
+            self._file = OpenedFile(self._engine) if self.is_file else None
             self._is_current = True
 
     async def close(self) -> None:

@@ -47,6 +47,40 @@ class DriverThreads:
         return connection
 
 
+class OpenedFile:
+    """Owns which file the connections are open on: SQLite writes on into one that was deleted."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        """The file that is there now; none for a database in memory. Raises Unavailable where it is not there."""
+        database = engine.url.database
+        self._path = Path(database) if database and not _is_special(database) else None
+        self._opened = self._present()
+
+    def check(self) -> None:
+        """Raises Unavailable where the file is gone, or is another one."""
+        if self._present() != self._opened:
+            raise Unavailable(
+                f"the ledger's file {self._path} was replaced while it was open: restart the gateway to use the new one"
+            )
+
+    def _present(self) -> tuple[int, int] | None:
+        if self._path is None:
+            return None
+        try:
+            found = self._path.stat()
+        except OSError as error:
+            raise Unavailable(
+                f"the ledger's file {self._path} is not there any more ({error.strerror}): put it back, or restart the "
+                "gateway to begin a new one"
+            ) from error
+        return found.st_dev, found.st_ino
+
+
+def _is_special(database: str) -> bool:
+    """In memory, or a URI."""
+    return database.startswith((":", "file:"))
+
+
 def _join(threads: Iterable[Thread], timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     for thread in threads:
@@ -55,7 +89,7 @@ def _join(threads: Iterable[Thread], timeout_s: float) -> None:
 
 def sqlite_engine(url: URL) -> AsyncEngine:
     """Makes the file's directory. Raises Unavailable where that fails."""
-    if url.database and not url.database.startswith((":", "file:")):
+    if url.database and not _is_special(url.database):
         try:
             Path(url.database).parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -57,6 +57,20 @@ async def test_a_locked_file(tmp_path: Path) -> None:
         assert 'halfmoon_ledger_rows_total{result="lost"} 0.0' in await written(fleet, 5)
 
 
+async def test_a_file_that_is_gone_is_no_place_to_write_to(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair()
+        (tmp_path / "ledger.db").rename(tmp_path / "aside.db")
+        assert await answers(fleet, 5) == [200] * 5
+        assert await edited(fleet, 0, 5.0) == 503  # nobody would ever find it
+        (tmp_path / "ledger.db").touch()
+        assert await edited(fleet, 0, 5.0) == 503
+        assert "halfmoon_ledger_rows_waiting 5.0" in await fleet.metrics()
+        (tmp_path / "aside.db").replace(tmp_path / "ledger.db")
+        assert 'halfmoon_ledger_rows_total{result="lost"} 0.0' in await written(fleet, 5)
+        assert await edited(fleet, 0, 5.0) == 200
+
+
 async def test_a_server_that_stands_still(tmp_path: Path, postgresql: PostgresqlServer) -> None:
     async with running_fleet(tmp_path, ledger_url=postgresql.new_database()) as fleet:
         await fleet.pair()
