@@ -20,6 +20,8 @@ from halfmoon.rpc.status import is_told
 
 _LOOK_S = 5.0
 _SEARCH_S = 900.0
+_PREVIEW_S = 30.0
+_APPLY_S = 3600.0  # loading weights, and requests that end
 
 Plan = dict[str, Any]
 
@@ -39,6 +41,7 @@ class Catalogue:
     gpus: tuple[str, ...]
     models: tuple[str, ...]
     workloads: tuple[str, ...]
+    can_apply: bool  # a plan, to the workers that run here
 
 
 class PlannerApi:
@@ -53,7 +56,7 @@ class PlannerApi:
         """GPUs, models, workloads."""
         with _told(self.address):
             found = self._stub.Catalogue(planner_pb2.CatalogueRequest(), timeout=_LOOK_S, metadata=self._metadata)
-        return Catalogue(tuple(found.gpus), tuple(found.models), tuple(found.workloads))
+        return Catalogue(tuple(found.gpus), tuple(found.models), tuple(found.workloads), found.can_apply)
 
     def plans(self, limit: int = 50) -> list[Plan]:
         """Of before, newest first."""
@@ -69,6 +72,21 @@ class PlannerApi:
         channel = grpc.insecure_channel(self.address)
         call = planner_pb2_grpc.PlannerStub(channel).Plan(request, timeout=_SEARCH_S, metadata=self._metadata)
         return Search(self.address, channel, call)
+
+    def preview_apply(self, plan_id: int) -> planner_pb2.WorkerChange:
+        """How the workers would change."""
+        with _told(self.address):
+            request = planner_pb2.ApplyRequest(plan_id=plan_id)
+            found: planner_pb2.WorkerChange = self._stub.PreviewApply(
+                request, timeout=_PREVIEW_S, metadata=self._metadata
+            )
+        return found
+
+    def apply(self, plan_id: int, stop_first: bool) -> Iterator[planner_pb2.ApplyUpdate]:
+        """Changes them; what is said meanwhile."""
+        with _told(self.address):
+            request = planner_pb2.ApplyRequest(plan_id=plan_id, stop_first=stop_first)
+            yield from self._stub.Apply(request, timeout=_APPLY_S, metadata=self._metadata)
 
 
 @dataclass(slots=True)

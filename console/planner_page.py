@@ -10,6 +10,7 @@ import streamlit as st
 from console.gateway_api import GatewayApi
 from console.live import away, empty
 from console.plain_text import plain
+from console.plan_apply import draw_apply_button, draw_applying
 from console.plan_view import draw_comparison, draw_plan, plan_row, title
 from console.planner_api import Plan, PlannerApi, PlannerError, Search
 from console.planner_form import planner_form
@@ -51,7 +52,10 @@ def render(api: GatewayApi, planner: PlannerApi | None) -> None:
         said.caption(f"Still needed: {', '.join(asked.missing)}.")
     if search is not None:
         _draw_search(search)
-    _draw_plans(_kept_plans(planner, search), search)
+    plans = _kept_plans(planner, search)
+    if catalogue.can_apply:
+        draw_applying(planner, plans)
+    _draw_plans(plans, search, catalogue.can_apply)
 
 
 class _Kept(NamedTuple):
@@ -107,7 +111,7 @@ def _draw_progress(search: Search) -> None:
             st.progress(min(done / total, 1.0) if total else 0.0, f"{_STAGES.get(what, what)}: {done} of {total}")
 
 
-def _draw_plans(plans: list[Plan], search: Search | None) -> None:
+def _draw_plans(plans: list[Plan], search: Search | None, can_apply: bool) -> None:
     """The one that was found last, or those that are chosen in the table."""
     found = search.state.plan if search is not None else None
     if found is not None and not found["id"]:
@@ -129,16 +133,19 @@ def _draw_plans(plans: list[Plan], search: Search | None) -> None:
     shown = chosen or ([found] if found is not None else plans[:1])
     for plan in shown:
         draw_plan(plan, str(plan["id"]))
-        _draw_use(plan)
+        _draw_use(plan, can_apply)
 
 
-def _draw_use(plan: Plan) -> None:
+def _draw_use(plan: Plan, can_apply: bool) -> None:
     """How to begin with it."""
-    left, right = st.columns([1, 4], vertical_alignment="center")
+    left, middle, right = st.columns([2, 1, 5], vertical_alignment="center")
     left.download_button(
         "Download plan.yaml", plan["plan_yaml"], "plan.yaml", "application/yaml", on_click="ignore",
         icon=":material/download:", key=f"download-{plan['id']}", width="stretch",
     )  # fmt: skip
+    if can_apply:
+        with middle:
+            draw_apply_button(plan)
     with right.popover("How to start it"):
         st.markdown(f"{plain(title(plan))}, on one host:")
         st.code("halfmoon up --plan plan.yaml --model MODEL", language="bash")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from halfmoon.errors import InvalidRequest
+from halfmoon.errors import Incompatible, InvalidRequest
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _UTILIZATION = 0.9  # of a GPU, by all its workers
 _QUERY = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
 _TIMEOUT_S = 20
@@ -17,7 +17,7 @@ _TIMEOUT_S = 20
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Names of this host's GPUs, as CUDA_VISIBLE_DEVICES takes them: those that it allows already, else all."""
-    named = environment.get(_VISIBLE)
+    named = environment.get(VISIBLE_GPUS)
     if named is not None:
         names = [name.strip() for name in named.split(",")]
         return tuple(names[: next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))])
@@ -37,7 +37,7 @@ class GPUShares:
 
     def environment(self, worker: int) -> dict[str, str]:
         """What lets one worker see its GPU alone."""
-        return {_VISIBLE: self.gpus[worker % len(self.gpus)]} if self.gpus else {}
+        return {VISIBLE_GPUS: self.gpus[worker % len(self.gpus)]} if self.gpus else {}
 
     def arguments(self, worker: int) -> tuple[str, ...]:
         """Its share of that GPU's memory, unless it has all of it."""
@@ -58,4 +58,14 @@ def whole_gpus(gpus: Sequence[str], num_devices: Sequence[int]) -> list[dict[str
             "plan with --nodes and --gpus-per-node of this host"
         )
     starts = [sum(num_devices[:at]) for at in range(len(num_devices))]
-    return [{_VISIBLE: ",".join(gpus[start : start + num])} for start, num in zip(starts, num_devices, strict=True)]
+    return [{VISIBLE_GPUS: ",".join(gpus[start : start + num])} for start, num in zip(starts, num_devices, strict=True)]
+
+
+def gpus_beside(gpus: Sequence[str], taken: Collection[str], num_devices: Sequence[int]) -> list[dict[str, str]]:
+    """As `whole_gpus`, of those that nobody has `taken`. Raises Incompatible for too few."""
+    free = [name for name in gpus if name not in taken]
+    if gpus and sum(num_devices) > len(free):
+        raise Incompatible(
+            f"the new workers need {sum(num_devices)} GPUs, and {len(free)} of this host's {len(gpus)} are free"
+        )
+    return whole_gpus(free, num_devices)

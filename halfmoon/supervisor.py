@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halfmoon.beside import cancelled
 from halfmoon.errors import ServiceFailed
 from halfmoon.rpc.server import SUPERVISED_ENV
 
@@ -39,6 +40,7 @@ class ServiceSpec:
 
     `restarts`: once it was ready, it is started again whenever it ends on its own; others do without it for a while.
     `announces`: it says when it is ready. One that does not is ready when it has lived for ten seconds.
+    `num_gateways`: that have to welcome it before it has joined.
     """
 
     name: str
@@ -46,21 +48,34 @@ class ServiceSpec:
     environment: Mapping[str, str]
     restarts: bool = False
     announces: bool = True
+    num_gateways: int = 1
 
 
 class Child:
-    """Owns one child process, its log file and what it has said about itself."""
+    """Owns one child process, its log file and what it has said about itself.
+
+    Its end is a failure, or a reason to start it again, unless it `is_expendable`: on trial, or told to go.
+    """
 
     def __init__(
-        self, spec: ServiceSpec, process: asyncio.subprocess.Process, log_path: Path, on_event: OnEvent
+        self,
+        spec: ServiceSpec,
+        process: asyncio.subprocess.Process,
+        log_path: Path,
+        on_event: OnEvent,
+        is_expendable: bool = False,
     ) -> None:
         self.spec = spec
         self.process = process
+        self.is_expendable = is_expendable
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[ServiceFailed] = asyncio.get_running_loop().create_future()
         self.started_s = asyncio.get_running_loop().time()
         self._log_path = log_path
         self._on_event = on_event
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._welcomed_by: set[Any] = set()
 
     async def watch(self) -> None:
         """Copies the child's lines to its log until it ends, then raises ServiceFailed."""
@@ -70,7 +85,11 @@ class Child:
                 log_file.write(line)
                 self._read(line.decode(errors="replace").rstrip())
         code = await self.process.wait()
-        raise ServiceFailed(f"{self.spec.name} ended with exit status {code}{self._why()}\nIts log: {self._log_path}")
+        failure = ServiceFailed(
+            f"{self.spec.name} ended with exit status {code}{self._why()}\nIts log: {self._log_path}"
+        )
+        self.ended.set_result(failure)
+        raise failure
 
     def _read(self, line: str) -> None:
         event: Any = None
@@ -81,9 +100,16 @@ class Child:
             return
         if event.get("event") == "service.ready" and not self.ready.done():
             self.ready.set_result(event)
+        if event.get("event") == "registration.welcome":
+            self._welcome(event)
         if event.get("level") in ("ERROR", "CRITICAL"):
             self._tail.append(str(event.get("reason") or event.get("exc_info") or event.get("event")))
         self._on_event(self.spec.name, event)
+
+    def _welcome(self, event: dict[str, Any]) -> None:
+        self._welcomed_by.add(event.get("gateway_id"))
+        if len(self._welcomed_by) >= self.spec.num_gateways and not self.joined.done():
+            self.joined.set_result(None)
 
     def _why(self) -> str:
         return ":\n  " + "\n  ".join(self._tail) if self._tail else ""
@@ -108,10 +134,10 @@ class Supervisor:
         self._restart_s = restart_s
         self._num_restarts: dict[str, int] = {}  # since it was last settled; of those that were ready once
         self._children: dict[asyncio.Task[None], Child] = {}
-        self._restarting: set[asyncio.Task[None]] = set()
+        self._restarting: dict[asyncio.Task[None], str] = {}  # by the child's name
         self._changed = asyncio.Event()
 
-    async def start(self, spec: ServiceSpec) -> Child:
+    async def start(self, spec: ServiceSpec, is_expendable: bool = False) -> Child:
         """Starts a child; does not wait for it to be ready."""
         self._log_dir.mkdir(parents=True, exist_ok=True)
         process = await asyncio.create_subprocess_exec(
@@ -123,7 +149,7 @@ class Supervisor:
             start_new_session=True,
             env={**os.environ, SUPERVISED_ENV: "1", "PYTHONUNBUFFERED": "1", **spec.environment},
         )
-        child = Child(spec, process, self._log_dir / f"{spec.name}.log", self._on_event)
+        child = Child(spec, process, self._log_dir / f"{spec.name}.log", self._on_event, is_expendable)
         self._children[asyncio.create_task(child.watch())] = child
         self._changed.set()
         return child
@@ -138,8 +164,8 @@ class Supervisor:
                 done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 changed.cancel()
-            for restarted in self._restarting & done:
-                self._restarting.discard(restarted)
+            for restarted in self._restarting.keys() & done:
+                del self._restarting[restarted]
                 restarted.result()
             for task in [task for task in self._children if task in done]:
                 await self._after_end(task)
@@ -149,11 +175,13 @@ class Supervisor:
         try:
             await task
         except ServiceFailed as failure:
+            if child.is_expendable:
+                return
             if not self._may_restart(child):
                 raise
             wait_s = self._wait_s(child)
             self._on_restart(failure.message, wait_s)
-            self._restarting.add(asyncio.create_task(self._start_later(child.spec, wait_s)))
+            self._restarting[asyncio.create_task(self._start_later(child.spec, wait_s))] = child.spec.name
 
     def _may_restart(self, child: Child) -> bool:
         """One that never was ready would not be the next time, either."""
@@ -175,6 +203,21 @@ class Supervisor:
     async def _start_later(self, spec: ServiceSpec, wait_s: float) -> None:
         await asyncio.sleep(wait_s)
         await self.start(spec)
+
+    async def retire(self, name: str, drain_s: float = 0.0) -> None:
+        """Ends one child for good, which has up to `drain_s` to finish what it has accepted. Then it is not alive."""
+        for task in [task for task, restarting in self._restarting.items() if restarting == name]:
+            del self._restarting[task]
+            await cancelled(task)
+        going = {task: child for task, child in self._children.items() if child.spec.name == name}
+        for child in going.values():
+            child.is_expendable = True
+        steps = ((signal.SIGUSR1, drain_s), (signal.SIGTERM, STOP_GRACE_S), (signal.SIGKILL, None))
+        for number, within_s in steps[0 if drain_s else 1 :]:
+            alive = [child for task, child in going.items() if not task.done()]
+            _signal_all(alive, number)
+            if alive:
+                await asyncio.wait(going, timeout=within_s)
 
     async def stop(self) -> None:
         """SIGTERM to all, SIGKILL to what is left after the grace. Afterwards no child is alive."""

@@ -8,11 +8,13 @@ import os
 import secrets
 import signal
 import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from rich.console import Console
@@ -20,12 +22,28 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from halfmoon.beside import beside
 from halfmoon.errors import HalfmoonError, UnknownModel, leaf_errors
+from halfmoon.fleet_server import fleet_address, fleet_server
+from halfmoon.gpus import visible_gpus
+from halfmoon.planned_up import applied_options
+from halfmoon.policy.cluster_view import Role
 from halfmoon.reserved_ports import ReservedPorts
 from halfmoon.rpc.loopback import is_loopback
 from halfmoon.simulated_up import simulated_model
 from halfmoon.store_up import idle_directories, remember_stores
 from halfmoon.supervisor import Child, Supervisor, children_ready
-from halfmoon.up_services import PreparedModel, UpOptions, gateway_spec, other_specs, reachable, traced
+from halfmoon.up_services import (
+    PreparedModel,
+    UpOptions,
+    WorkerSpec,
+    WorkerStart,
+    gateway_spec,
+    other_specs,
+    reachable,
+    traced,
+    worker_spec,
+)
+from halfmoon.worker_change import WorkerChange
+from halfmoon.worker_fleet import WorkerFleet
 
 _HEALTH_POLL_S = 0.1
 
@@ -47,17 +65,29 @@ async def up(options: UpOptions, terminal: Console) -> None:
             await supervisor.stop()
 
 
+class _Started(NamedTuple):
+    """What runs, and all that more workers of it need."""
+
+    options: UpOptions
+    model: PreparedModel
+    cluster: str  # host:port of the gateways, by commas
+    stores: Sequence[str]
+    workers: Sequence[WorkerSpec]
+
+
 async def _run(options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress) -> None:
-    with ReservedPorts() as ports:
+    with ReservedPorts() as ports, fleet_address() as fleet:
         async with asyncio.TaskGroup() as group:
-            starting = group.create_task(_start(options, supervisor, terminal, bars, ports))
+            starting = group.create_task(_start(options, supervisor, terminal, bars, ports, fleet))
             group.create_task(supervisor.until_one_ends())
-            await starting
+            started = await starting
+            if options.simulation is None:
+                group.create_task(_change_workers(started, fleet, supervisor, terminal))
 
 
 async def _start(
-    options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress, ports: ReservedPorts
-) -> None:
+    options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress, ports: ReservedPorts, fleet: str
+) -> _Started:
     model = await prepared_model(options.model, terminal)
     if options.simulation is not None:
         model = PreparedModel(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
@@ -68,8 +98,8 @@ async def _start(
     specs = [gateway_spec(options, model, number, stores[0], ports.address()) for number in numbers]
     announced = await children_ready([await supervisor.start(traced(spec, options)) for spec in specs])
     cluster = ",".join(one["address"] for one in announced)
-    specs = other_specs(options, model, cluster, stores, planner)
-    others = [await supervisor.start(traced(spec, options)) for spec in specs]
+    specs = [traced(spec, options) for spec in other_specs(options, model, cluster, stores, planner, fleet)]
+    others = [await supervisor.start(spec) for spec in specs]
     await children_ready([child for child in others if child.spec.announces])
     remember_stores(options.state_dir, stores)
     for idle in idle_directories(options.store, options.state_dir):
@@ -80,6 +110,21 @@ async def _start(
     await _until_healthy(url)
     bars.stop()
     _print_ready(options, terminal, url, model.name, others)
+    return _Started(options, model, cluster, stores, [spec for spec in specs if isinstance(spec, WorkerSpec)])
+
+
+async def _change_workers(started: _Started, address: str, supervisor: Supervisor, terminal: Console) -> None:
+    """Does what the planner asks for."""
+    options, model, cluster, stores, workers = started
+
+    def made(planned: UpOptions, role: Role, index: int, start: WorkerStart, visible: Mapping[str, str]) -> WorkerSpec:
+        return traced(worker_spec(planned, model, cluster, stores, role, index, start, visible), options)
+
+    gpus = await asyncio.to_thread(visible_gpus) if options.device != "cpu" else ()
+    fleet = WorkerFleet(supervisor, workers, made, gpus)
+    planned = partial(applied_options, options, model)
+    async with fleet_server(address, fleet, planned, partial(_print_change, terminal)):
+        await asyncio.Event().wait()
 
 
 async def prepared_model(model: str, terminal: Console) -> PreparedModel:
@@ -136,6 +181,19 @@ def _print_restart(terminal: Console, why: str, wait_s: float) -> None:
     terminal.print(
         f"halfmoon: {why}\nStarting it again{when}.", style="yellow", markup=False, highlight=False, soft_wrap=True
     )
+
+
+def _print_change(terminal: Console, change: asyncio.Task[WorkerChange]) -> None:
+    if change.cancelled():
+        return
+    error = change.exception()
+    said = f"changing the workers failed, the old ones serve on: {error}" if error else f"now {_told(change.result())}"
+    terminal.print(f"halfmoon: {said}", style="red" if error else None, markup=False, highlight=False, soft_wrap=True)
+
+
+def _told(change: WorkerChange) -> str:
+    counts = Counter(role for role, _ in change.then)
+    return ", ".join(f"{count} {role}" for role, count in sorted(counts.items())) + " workers serve, as planned"
 
 
 def _bars(terminal: Console) -> Progress:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.gpus import GPUShares, visible_gpus, whole_gpus
+from halfmoon.gpus import VISIBLE_GPUS, GPUShares, visible_gpus, whole_gpus
 from halfmoon.policy.admission import AdmissionMode
+from halfmoon.policy.cluster_view import Role
 from halfmoon.policy.placement import PlacementMode
 from halfmoon.rpc.tracing import check_endpoint
 from halfmoon.simulated_up import SimulatedWorkers, simulation_specs
 from halfmoon.store_up import StoreOptions, store_specs
 from halfmoon.supervisor import ServiceSpec
+
+Spec = TypeVar("Spec", bound=ServiceSpec)
 
 
 class WorkerStart(NamedTuple):
@@ -24,6 +28,19 @@ class WorkerStart(NamedTuple):
 
     arguments: tuple[str, ...] = ()
     num_gpus: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec(ServiceSpec):
+    """A worker as a child."""
+
+    role: Role
+    start: WorkerStart
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """That it computes on; none: on the CPU, or on whatever there is."""
+        return visible_gpus({VISIBLE_GPUS: self.environment.get(VISIBLE_GPUS, "")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,35 +119,65 @@ def gateway_spec(
 
 
 def other_specs(
-    options: UpOptions, model: PreparedModel, cluster: str, stores: Sequence[str], planner: str
+    options: UpOptions, model: PreparedModel, cluster: str, stores: Sequence[str], planner: str, fleet: str = ""
 ) -> list[ServiceSpec]:
-    """All but the gateways, which are at `cluster` (host:port, by commas)."""
+    """All but the gateways, which are at `cluster` (host:port, by commas). `fleet`: where the workers are changed."""
     which = ("--model", model.path, "--model-name", model.name)
-    common = ("--gateway", cluster, "--device", options.device, "--dtype", options.dtype, *which)
-    environment = {**_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false"}
-    specs = [*store_specs(options.store, options.state_dir, stores), _planner_spec(options, planner)]
+    specs = [*store_specs(options.store, options.state_dir, stores), _planner_spec(options, planner, fleet)]
     counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
     if options.console and find_spec("streamlit") is not None:
         specs.append(_console_spec(options, planner))
     if options.simulation is not None:
         return specs + simulation_specs(options.simulation, counts, cluster, which)
-    workers = [(role, index) for role, count in counts.items() for index in range(count)]
-    starts = [_start_of(options, role, index) for role, index in workers]
-    shares = _gpus([one.num_gpus for one in starts], options.device)
-    for (role, index), start, (visible, share) in zip(workers, starts, shares, strict=True):
-        module = "services.decode" if role == "decode" else "services.prefill"
-        state = ("--state-dir", str(options.state_dir), "--kv-store", stores[index % len(stores)])
-        arguments = ("-m", module, "--role", role, *common, *state, *share, *start.arguments)
-        specs.append(ServiceSpec(f"{role}-{index}", arguments, {**environment, **visible}, restarts=True))
+    workers = wanted_workers(options)
+    shares = _gpus([start.num_gpus for _, start in workers], options.device)
+    num_of: Counter[Role] = Counter()
+    for (role, start), (visible, share) in zip(workers, shares, strict=True):
+        index = num_of[role]
+        num_of[role] += 1
+        specs.append(worker_spec(options, model, cluster, stores, role, index, start, visible, share))
     return specs
 
 
-def _start_of(options: UpOptions, role: str, index: int) -> WorkerStart:
-    of_role = options.worker_starts.get(role)
-    return of_role[index] if of_role else WorkerStart()
+def wanted_workers(options: UpOptions) -> list[tuple[Role, WorkerStart]]:
+    """Each real engine."""
+    counts: dict[Role, int] = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
+    starts = options.worker_starts
+    return [
+        (role, starts[role][index] if starts.get(role) else WorkerStart())
+        for role, count in counts.items()
+        for index in range(count)
+    ]
 
 
-def traced(spec: ServiceSpec, options: UpOptions) -> ServiceSpec:
+def worker_spec(
+    options: UpOptions,
+    model: PreparedModel,
+    cluster: str,
+    stores: Sequence[str],
+    role: Role,
+    index: int,
+    start: WorkerStart,
+    visible: Mapping[str, str],
+    share: Sequence[str] = (),
+) -> WorkerSpec:
+    """The `index`th of its role; `visible` lets it see its GPUs, `share` says what it has of them."""
+    module = "services.decode" if role == "decode" else "services.prefill"
+    common = ("--gateway", cluster, "--device", options.device, "--dtype", options.dtype)
+    which = ("--model", model.path, "--model-name", model.name)
+    state = ("--state-dir", str(options.state_dir), "--kv-store", stores[index % len(stores)])
+    return WorkerSpec(
+        f"{role}-{index}",
+        ("-m", module, "--role", role, *common, *which, *state, *share, *start.arguments),
+        {**_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false", **visible},
+        restarts=True,
+        num_gateways=options.num_gateways,
+        role=role,
+        start=start,
+    )
+
+
+def traced(spec: Spec, options: UpOptions) -> Spec:
     """With what tells it where traces go."""
     if options.otlp_endpoint is None:
         return spec
@@ -157,9 +204,10 @@ def _openmp_waiting(options: UpOptions) -> dict[str, str]:
     return {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def _planner_spec(options: UpOptions, address: str) -> ServiceSpec:
+def _planner_spec(options: UpOptions, address: str, fleet: str) -> ServiceSpec:
     """At the same address whenever it is started again; its plans are in the gateway's ledger."""
-    arguments = ("-m", "services.planner", "--listen", address, "--state-dir", str(options.state_dir))
+    changes = ("--fleet", fleet) if fleet and options.simulation is None else ()
+    arguments = ("-m", "services.planner", "--listen", address, "--state-dir", str(options.state_dir), *changes)
     token = {"HALFMOON_PLANNER_OPERATOR_TOKEN": options.operator_token} if options.operator_token else {}
     return ServiceSpec("planner", arguments, token, restarts=True)
 

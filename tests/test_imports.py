@@ -33,6 +33,9 @@ COMMAND_LINE = (
     "replay",
     "supervisor",
     "gpus",
+    "worker_change",
+    "worker_fleet",
+    "fleet_server",
 )  # one room, `halfmoon.cli`, in several files
 ROOMS = ("errors", "beside", "pb", "kv", "engine", "policy", "sim", "plan", "rpc", "ledger", "worker", "profiling")
 

@@ -63,6 +63,13 @@ def test_the_console_finds_the_planner_and_the_planner_the_ledger(tmp_path: Path
     assert planner.environment == {"HALFMOON_PLANNER_OPERATOR_TOKEN": "secret"}
 
 
+@pytest.mark.parametrize(("simulation", "is_told"), [(None, True), (SimulatedWorkers("instant"), False)])
+def test_the_planner_changes_real_workers_only(simulation: SimulatedWorkers | None, is_told: bool) -> None:
+    specs = other_specs(UpOptions(simulation=simulation, console=False), MODEL, "x:1", ["x:2"], "x:4", "unix:/f")
+    (planner,) = [spec for spec in specs if spec.name == "planner"]
+    assert (planner.arguments[-2:] == ("--fleet", "unix:/f")) == is_told
+
+
 def test_keys_are_not_in_the_command_line() -> None:
     spec = gateway_spec(UpOptions(api_keys=("secret",)), MODEL)
     assert "secret" not in " ".join(spec.arguments)

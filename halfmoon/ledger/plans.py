@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from halfmoon.errors import NotFound
 from halfmoon.ledger.database import Database
 from halfmoon.ledger.models import PlanRow
 
@@ -55,6 +56,18 @@ class Plans:
             return [_stored(row) for row in rows]
 
         return await self._database.run(work)
+
+    async def of_id(self, plan_id: int) -> StoredPlan:
+        """Raises NotFound for a number that no plan has."""
+
+        async def work(session: AsyncSession) -> StoredPlan | None:
+            row = await session.get(PlanRow, plan_id)
+            return None if row is None else _stored(row)
+
+        found = await self._database.run(work)
+        if found is None:
+            raise NotFound(f"the ledger has no plan {plan_id}")
+        return found
 
 
 def _stored(row: PlanRow) -> StoredPlan:

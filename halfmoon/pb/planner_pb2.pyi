@@ -632,6 +632,9 @@ class CatalogueResponse(_message.Message):
     GPUS_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
     WORKLOADS_FIELD_NUMBER: _builtins.int
+    CAN_APPLY_FIELD_NUMBER: _builtins.int
+    can_apply: _builtins.bool
+    """Apply is answered here"""
     @_builtins.property
     def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -644,11 +647,151 @@ class CatalogueResponse(_message.Message):
         gpus: _abc.Iterable[_builtins.str] | None = ...,
         models: _abc.Iterable[_builtins.str] | None = ...,
         workloads: _abc.Iterable[_builtins.str] | None = ...,
+        can_apply: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpus", b"gpus", "models", b"models", "workloads", b"workloads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_apply", b"can_apply", "gpus", b"gpus", "models", b"models", "workloads", b"workloads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CatalogueResponse: _TypeAlias = CatalogueResponse  # noqa: Y015
+
+@_typing.final
+class ApplyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_ID_FIELD_NUMBER: _builtins.int
+    STOP_FIRST_FIELD_NUMBER: _builtins.int
+    plan_id: _builtins.int
+    """of the ledger"""
+    stop_first: _builtins.bool
+    """old workers drain and stop before new ones start: nothing may be served meanwhile"""
+    def __init__(
+        self,
+        *,
+        plan_id: _builtins.int = ...,
+        stop_first: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan_id", b"plan_id", "stop_first", b"stop_first"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyRequest: _TypeAlias = ApplyRequest  # noqa: Y015
+
+@_typing.final
+class FleetRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_YAML_FIELD_NUMBER: _builtins.int
+    STOP_FIRST_FIELD_NUMBER: _builtins.int
+    plan_yaml: _builtins.str
+    stop_first: _builtins.bool
+    def __init__(
+        self,
+        *,
+        plan_yaml: _builtins.str = ...,
+        stop_first: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan_yaml", b"plan_yaml", "stop_first", b"stop_first"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetRequest: _TypeAlias = FleetRequest  # noqa: Y015
+
+@_typing.final
+class WorkerGroup(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    count: _builtins.int
+    options: _builtins.str
+    """that these are started with beside what all are"""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        count: _builtins.int = ...,
+        options: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "options", b"options", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerGroup: _TypeAlias = WorkerGroup  # noqa: Y015
+
+@_typing.final
+class WorkerChange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NOW_FIELD_NUMBER: _builtins.int
+    THEN_FIELD_NUMBER: _builtins.int
+    NUM_KEPT_FIELD_NUMBER: _builtins.int
+    NUM_STARTED_FIELD_NUMBER: _builtins.int
+    NUM_STOPPED_FIELD_NUMBER: _builtins.int
+    NEEDS_STOP_FIRST_FIELD_NUMBER: _builtins.int
+    num_kept: _builtins.int
+    num_started: _builtins.int
+    num_stopped: _builtins.int
+    needs_stop_first: _builtins.str
+    """why it does without `stop_first` not; empty: it does"""
+    @_builtins.property
+    def now(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerGroup]: ...
+    @_builtins.property
+    def then(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerGroup]: ...
+    def __init__(
+        self,
+        *,
+        now: _abc.Iterable[Global___WorkerGroup] | None = ...,
+        then: _abc.Iterable[Global___WorkerGroup] | None = ...,
+        num_kept: _builtins.int = ...,
+        num_started: _builtins.int = ...,
+        num_stopped: _builtins.int = ...,
+        needs_stop_first: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["needs_stop_first", b"needs_stop_first", "now", b"now", "num_kept", b"num_kept", "num_started", b"num_started", "num_stopped", b"num_stopped", "then", b"then"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerChange: _TypeAlias = WorkerChange  # noqa: Y015
+
+@_typing.final
+class ApplyUpdate(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    APPLIED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """what: starting, draining"""
+
+    @_builtins.property
+    def applied(self) -> Global___WorkerChange:
+        """the last"""
+
+    def __init__(
+        self,
+        *,
+        progress: Global___Progress | None = ...,
+        applied: Global___WorkerChange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "progress", b"progress", "update", b"update"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "progress", b"progress", "update", b"update"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_update: _TypeAlias = _typing.Literal["progress", "applied"]  # noqa: Y015
+    _WhichOneofArgType_update: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_update) -> _WhichOneofReturnType_update | None: ...
+
+Global___ApplyUpdate: _TypeAlias = ApplyUpdate  # noqa: Y015

@@ -60,6 +60,16 @@ class PlannerStub:
                 request_serializer=halfmoon_dot_pb_dot_planner__pb2.CatalogueRequest.SerializeToString,
                 response_deserializer=halfmoon_dot_pb_dot_planner__pb2.CatalogueResponse.FromString,
                 _registered_method=True)
+        self.PreviewApply = channel.unary_unary(
+                '/halfmoon.Planner/PreviewApply',
+                request_serializer=halfmoon_dot_pb_dot_planner__pb2.ApplyRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_planner__pb2.WorkerChange.FromString,
+                _registered_method=True)
+        self.Apply = channel.unary_stream(
+                '/halfmoon.Planner/Apply',
+                request_serializer=halfmoon_dot_pb_dot_planner__pb2.ApplyRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_planner__pb2.ApplyUpdate.FromString,
+                _registered_method=True)
 
 
 class PlannerServicer:
@@ -102,6 +112,22 @@ class PlannerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PreviewApply(self, request, context):
+        """How a plan would change the workers that run here. FAILED_PRECONDITION, saying what to do instead, where they are
+        not the planner's to change, or not to this plan.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Apply(self, request, context):
+        """Starts what the plan has and does not run; once that has joined, drains and stops what the plan has not. It goes on
+        when its reader leaves. RESOURCE_EXHAUSTED while another change is under way; otherwise as PreviewApply.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PlannerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +155,16 @@ def add_PlannerServicer_to_server(servicer, server):
                     servicer.Catalogue,
                     request_deserializer=halfmoon_dot_pb_dot_planner__pb2.CatalogueRequest.FromString,
                     response_serializer=halfmoon_dot_pb_dot_planner__pb2.CatalogueResponse.SerializeToString,
+            ),
+            'PreviewApply': grpc.unary_unary_rpc_method_handler(
+                    servicer.PreviewApply,
+                    request_deserializer=halfmoon_dot_pb_dot_planner__pb2.ApplyRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_planner__pb2.WorkerChange.SerializeToString,
+            ),
+            'Apply': grpc.unary_stream_rpc_method_handler(
+                    servicer.Apply,
+                    request_deserializer=halfmoon_dot_pb_dot_planner__pb2.ApplyRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_planner__pb2.ApplyUpdate.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -267,6 +303,180 @@ class Planner:
             '/halfmoon.Planner/Catalogue',
             halfmoon_dot_pb_dot_planner__pb2.CatalogueRequest.SerializeToString,
             halfmoon_dot_pb_dot_planner__pb2.CatalogueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PreviewApply(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/halfmoon.Planner/PreviewApply',
+            halfmoon_dot_pb_dot_planner__pb2.ApplyRequest.SerializeToString,
+            halfmoon_dot_pb_dot_planner__pb2.WorkerChange.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Apply(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/halfmoon.Planner/Apply',
+            halfmoon_dot_pb_dot_planner__pb2.ApplyRequest.SerializeToString,
+            halfmoon_dot_pb_dot_planner__pb2.ApplyUpdate.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class FleetStub:
+    """What `halfmoon up` answers to its own planner, on a Unix socket that only its user can open.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Preview = channel.unary_unary(
+                '/halfmoon.Fleet/Preview',
+                request_serializer=halfmoon_dot_pb_dot_planner__pb2.FleetRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_planner__pb2.WorkerChange.FromString,
+                _registered_method=True)
+        self.Change = channel.unary_stream(
+                '/halfmoon.Fleet/Change',
+                request_serializer=halfmoon_dot_pb_dot_planner__pb2.FleetRequest.SerializeToString,
+                response_deserializer=halfmoon_dot_pb_dot_planner__pb2.ApplyUpdate.FromString,
+                _registered_method=True)
+
+
+class FleetServicer:
+    """What `halfmoon up` answers to its own planner, on a Unix socket that only its user can open.
+    """
+
+    def Preview(self, request, context):
+        """as PreviewApply
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Change(self, request, context):
+        """as Apply
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_FleetServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Preview': grpc.unary_unary_rpc_method_handler(
+                    servicer.Preview,
+                    request_deserializer=halfmoon_dot_pb_dot_planner__pb2.FleetRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_planner__pb2.WorkerChange.SerializeToString,
+            ),
+            'Change': grpc.unary_stream_rpc_method_handler(
+                    servicer.Change,
+                    request_deserializer=halfmoon_dot_pb_dot_planner__pb2.FleetRequest.FromString,
+                    response_serializer=halfmoon_dot_pb_dot_planner__pb2.ApplyUpdate.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'halfmoon.Fleet', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('halfmoon.Fleet', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Fleet:
+    """What `halfmoon up` answers to its own planner, on a Unix socket that only its user can open.
+    """
+
+    @staticmethod
+    def Preview(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/halfmoon.Fleet/Preview',
+            halfmoon_dot_pb_dot_planner__pb2.FleetRequest.SerializeToString,
+            halfmoon_dot_pb_dot_planner__pb2.WorkerChange.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Change(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/halfmoon.Fleet/Change',
+            halfmoon_dot_pb_dot_planner__pb2.FleetRequest.SerializeToString,
+            halfmoon_dot_pb_dot_planner__pb2.ApplyUpdate.FromString,
             options,
             channel_credentials,
             insecure,

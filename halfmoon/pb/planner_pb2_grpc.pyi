@@ -45,6 +45,14 @@ class PlannerStub:
     """Plans of before, newest first."""
     Catalogue: _grpc.UnaryUnaryMultiCallable[_planner_pb2.CatalogueRequest, _planner_pb2.CatalogueResponse]
     """What a request may name."""
+    PreviewApply: _grpc.UnaryUnaryMultiCallable[_planner_pb2.ApplyRequest, _planner_pb2.WorkerChange]
+    """How a plan would change the workers that run here. FAILED_PRECONDITION, saying what to do instead, where they are
+    not the planner's to change, or not to this plan.
+    """
+    Apply: _grpc.UnaryStreamMultiCallable[_planner_pb2.ApplyRequest, _planner_pb2.ApplyUpdate]
+    """Starts what the plan has and does not run; once that has joined, drains and stops what the plan has not. It goes on
+    when its reader leaves. RESOURCE_EXHAUSTED while another change is under way; otherwise as PreviewApply.
+    """
 
 @_typing.type_check_only
 class PlannerAsyncStub(PlannerStub):
@@ -63,6 +71,14 @@ class PlannerAsyncStub(PlannerStub):
     """Plans of before, newest first."""
     Catalogue: _aio.UnaryUnaryMultiCallable[_planner_pb2.CatalogueRequest, _planner_pb2.CatalogueResponse]  # type: ignore[assignment]
     """What a request may name."""
+    PreviewApply: _aio.UnaryUnaryMultiCallable[_planner_pb2.ApplyRequest, _planner_pb2.WorkerChange]  # type: ignore[assignment]
+    """How a plan would change the workers that run here. FAILED_PRECONDITION, saying what to do instead, where they are
+    not the planner's to change, or not to this plan.
+    """
+    Apply: _aio.UnaryStreamMultiCallable[_planner_pb2.ApplyRequest, _planner_pb2.ApplyUpdate]  # type: ignore[assignment]
+    """Starts what the plan has and does not run; once that has joined, drains and stops what the plan has not. It goes on
+    when its reader leaves. RESOURCE_EXHAUSTED while another change is under way; otherwise as PreviewApply.
+    """
 
 class PlannerServicer(metaclass=_abc_1.ABCMeta):
     """Which configuration to run. Every call needs the operator token beyond loopback: metadata `authorization: Bearer …`."""
@@ -109,4 +125,67 @@ class PlannerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_planner_pb2.CatalogueResponse, _abc.Awaitable[_planner_pb2.CatalogueResponse]]:
         """What a request may name."""
 
+    @_abc_1.abstractmethod
+    def PreviewApply(
+        self,
+        request: _planner_pb2.ApplyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_planner_pb2.WorkerChange, _abc.Awaitable[_planner_pb2.WorkerChange]]:
+        """How a plan would change the workers that run here. FAILED_PRECONDITION, saying what to do instead, where they are
+        not the planner's to change, or not to this plan.
+        """
+
+    @_abc_1.abstractmethod
+    def Apply(
+        self,
+        request: _planner_pb2.ApplyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_planner_pb2.ApplyUpdate], _abc.AsyncIterator[_planner_pb2.ApplyUpdate]]:
+        """Starts what the plan has and does not run; once that has joined, drains and stops what the plan has not. It goes on
+        when its reader leaves. RESOURCE_EXHAUSTED while another change is under way; otherwise as PreviewApply.
+        """
+
 def add_PlannerServicer_to_server(servicer: PlannerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class FleetStub:
+    """What `halfmoon up` answers to its own planner, on a Unix socket that only its user can open."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> FleetAsyncStub: ...
+    Preview: _grpc.UnaryUnaryMultiCallable[_planner_pb2.FleetRequest, _planner_pb2.WorkerChange]
+    """as PreviewApply"""
+    Change: _grpc.UnaryStreamMultiCallable[_planner_pb2.FleetRequest, _planner_pb2.ApplyUpdate]
+    """as Apply"""
+
+@_typing.type_check_only
+class FleetAsyncStub(FleetStub):
+    """What `halfmoon up` answers to its own planner, on a Unix socket that only its user can open."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Preview: _aio.UnaryUnaryMultiCallable[_planner_pb2.FleetRequest, _planner_pb2.WorkerChange]  # type: ignore[assignment]
+    """as PreviewApply"""
+    Change: _aio.UnaryStreamMultiCallable[_planner_pb2.FleetRequest, _planner_pb2.ApplyUpdate]  # type: ignore[assignment]
+    """as Apply"""
+
+class FleetServicer(metaclass=_abc_1.ABCMeta):
+    """What `halfmoon up` answers to its own planner, on a Unix socket that only its user can open."""
+
+    @_abc_1.abstractmethod
+    def Preview(
+        self,
+        request: _planner_pb2.FleetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_planner_pb2.WorkerChange, _abc.Awaitable[_planner_pb2.WorkerChange]]:
+        """as PreviewApply"""
+
+    @_abc_1.abstractmethod
+    def Change(
+        self,
+        request: _planner_pb2.FleetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_planner_pb2.ApplyUpdate], _abc.AsyncIterator[_planner_pb2.ApplyUpdate]]:
+        """as Apply"""
+
+def add_FleetServicer_to_server(servicer: FleetServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

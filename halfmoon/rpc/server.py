@@ -103,6 +103,13 @@ async def until_told_to_stop() -> None:
     await stop.wait()
 
 
+async def until_told_to_drain() -> None:
+    """Returns at SIGUSR1: finish what was accepted, however long that takes, then end. SIGTERM may still hurry it."""
+    drain = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, drain.set)
+    await drain.wait()
+
+
 def _on_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
     if not os.read(sys.stdin.fileno(), 4096):
         loop.remove_reader(sys.stdin.fileno())

@@ -23,7 +23,7 @@ from halfmoon.kv import frame
 from halfmoon.pb import gateway_pb2
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.layout_message import layout_message
-from halfmoon.rpc.server import advertised_address, running_server, until_told_to_stop
+from halfmoon.rpc.server import advertised_address, running_server, until_told_to_drain, until_told_to_stop
 from halfmoon.rpc.service import metrics_endpoint
 from halfmoon.rpc.spans import Tracer
 from halfmoon.rpc.tracing import tracing
@@ -55,7 +55,7 @@ async def serve(settings: WorkerSettings) -> None:
 async def _serve(settings: WorkerSettings, tracer: Tracer) -> None:
     kv_links = link_settings(settings)
     keep_freed_memory()
-    stopping = asyncio.create_task(until_told_to_stop())
+    stopping, retiring = asyncio.create_task(until_told_to_stop()), asyncio.create_task(until_told_to_drain())
     loading = asyncio.create_task(asyncio.to_thread(_load_engine, settings))
     await asyncio.wait({stopping, loading}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
@@ -94,7 +94,7 @@ async def _serve(settings: WorkerSettings, tracer: Tracer) -> None:
                 work = Serving(async_engine, state, lambda: state.load(async_engine, links()), death)
                 if store_link is not None:
                     work.add(store_writer(async_engine, state, store_link, metrics).run())
-                await work.until_stopped(settings.gateway, settings.drain_s, stopping)
+                await work.until_stopped(settings.gateway, settings.drain_s, stopping, retiring)
         await prefill.close()
         decode.close()
 

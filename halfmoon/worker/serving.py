@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -61,10 +60,17 @@ class Serving:
         """Runs `work` meanwhile, whose end by an error is the worker's."""
         self._work.append(work)
 
-    async def until_stopped(self, gateways: str, drain_s: float, stopping: asyncio.Future[None]) -> None:
+    async def until_stopped(
+        self,
+        gateways: str,
+        drain_s: float,
+        stopping: asyncio.Future[None],
+        retiring: asyncio.Future[None] | None = None,
+    ) -> None:
         """A member of `gateways` (host:port, by commas) until `stopping` is done, then `drain_s` more at most.
 
-        Raises what a gateway refuses it with, and Unavailable when the engine dies.
+        `retiring` lets it finish all that it has accepted first, unless `stopping` comes meanwhile. Raises what a
+        gateway refuses it with, and Unavailable when the engine dies.
         """
         registrations = [
             Registration(
@@ -77,15 +83,14 @@ class Serving:
             tasks.append(group.create_task(self._sweep()))
             tasks.append(group.create_task(self._watch()))
             tasks.extend(map(group.create_task, self._work))
-            await asyncio.wait({stopping})
+            await asyncio.wait({stopping, retiring or stopping}, return_when=asyncio.FIRST_COMPLETED)
             self._state.draining = True
             for registration in registrations:
                 registration.report_now()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(drain_s):
-                    await self._settle()
-                    await self._state.chains.settled()
-            for task in tasks:
+            settled = group.create_task(self._settled())
+            await asyncio.wait({stopping, settled}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({settled}, timeout=drain_s)
+            for task in (*tasks, settled):
                 task.cancel()
 
     async def _sweep(self) -> None:
@@ -102,7 +107,12 @@ class Serving:
         self._state.router.forget_all(error)
         raise error
 
-    async def _settle(self) -> None:
+    async def _settled(self) -> None:
+        """Returns when no request is left, and what the store should have is on its way."""
+        await self._idle()
+        await self._state.chains.settled()
+
+    async def _idle(self) -> None:
         """Returns when no request is left."""
         while True:
             stats = self._engine.stats_now()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.rpc.operator_token import OperatorToken
 from halfmoon.rpc.service import serve_until_told_to_stop, service_main
+from services.planner.fleet import Fleet
 from services.planner.job_process import run_job
 from services.planner.jobs import Jobs
 from services.planner.kept_plans import PlansOfLedger
@@ -20,7 +21,8 @@ async def serve(settings: PlannerSettings) -> None:
     token = OperatorToken(settings.operator_token, settings.host)
     jobs = Jobs(Turns(settings.max_running, settings.max_waiting), settings.deadline_s, run_job)
     async with open_ledger(settings.ledger, may_be_away=True) as ledger:
-        servicer = PlannerServicer(read_model_config, PlansOfLedger(ledger), jobs, token, settings.processes)
+        plans, fleet = PlansOfLedger(ledger), Fleet(settings.fleet)
+        servicer = PlannerServicer(read_model_config, plans, jobs, token, settings.processes, fleet)
         await serve_until_told_to_stop("planner", settings, [servicer.register], PlannerMetrics(), MAX_REQUEST_BYTES)
 
 

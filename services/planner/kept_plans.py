@@ -16,6 +16,8 @@ class KeptPlans(Protocol):
 
     async def newest(self, limit: int) -> Sequence[StoredPlan]: ...
 
+    async def of_id(self, plan_id: int) -> StoredPlan: ...
+
 
 class PlansOfLedger:
     """The ledger's table, joined at the first use that it answers."""
@@ -32,3 +34,8 @@ class PlansOfLedger:
         """Newest first."""
         await self._ledger.join()
         return await self._ledger.plans.newest(limit)
+
+    async def of_id(self, plan_id: int) -> StoredPlan:
+        """Raises NotFound."""
+        await self._ledger.join()
+        return await self._ledger.plans.of_id(plan_id)

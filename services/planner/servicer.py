@@ -21,10 +21,11 @@ from halfmoon.sim.hardware import DEVICES
 from halfmoon.sim.lengths import KNOWN_LENGTHS
 from halfmoon.sim.model_catalogue import MODELS
 from services.planner.capacity import CapacityQuestion, capacity
+from services.planner.fleet import Fleet
 from services.planner.job import JobProgress, PlanJob, PointJob
 from services.planner.jobs import Jobs, JobWaits
 from services.planner.kept_plans import KeptPlans
-from services.planner.wire import files_of, plan_request, point_request, set_fields, stored_plan
+from services.planner.wire import files_of, plan_request, plan_yaml, point_request, set_fields, stored_plan
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +45,14 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
         jobs: Jobs,
         token: OperatorToken,
         num_processes: int,
+        fleet: Fleet,
     ) -> None:
         self._read_config = read_config
         self._plans = plans
         self._jobs = jobs
         self._token = token
         self._num_processes = num_processes
+        self._fleet = fleet
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the service to a server."""
@@ -120,7 +123,29 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
     ) -> planner_pb2.CatalogueResponse:
         """See planner.proto."""
         self._check_operator(context)
-        return planner_pb2.CatalogueResponse(gpus=DEVICES, models=MODELS, workloads=KNOWN_LENGTHS)
+        return planner_pb2.CatalogueResponse(
+            gpus=DEVICES, models=MODELS, workloads=KNOWN_LENGTHS, can_apply=self._fleet.can_change
+        )
+
+    async def PreviewApply(
+        self, request: planner_pb2.ApplyRequest, context: grpc.aio.ServicerContext
+    ) -> planner_pb2.WorkerChange:
+        """See planner.proto."""
+        self._check_operator(context)
+        return await self._fleet.preview(await self._plan_yaml(request))
+
+    async def Apply(
+        self, request: planner_pb2.ApplyRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[planner_pb2.ApplyUpdate]:
+        """See planner.proto."""
+        self._check_operator(context)
+        log.info("plan.applied", extra={"plan_id": request.plan_id, "stop_first": request.stop_first})
+        async with aclosing(self._fleet.change(await self._plan_yaml(request), request.stop_first)) as updates:
+            async for update in updates:
+                yield update
+
+    async def _plan_yaml(self, request: planner_pb2.ApplyRequest) -> str:
+        return plan_yaml(await self._plans.of_id(request.plan_id)) if self._fleet.can_change else ""
 
     async def _kept(self, plan: NewPlan) -> StoredPlan:
         """In the ledger; where that does not answer the plan is told all the same, without a number."""

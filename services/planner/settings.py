@@ -33,6 +33,9 @@ class PlannerSettings(BaseSettings):
     operator_token: str | None = Field(
         None, description="what every call asks for; None: nothing on a loopback host, and no calls elsewhere"
     )
+    fleet: str | None = Field(
+        None, description="where `halfmoon up` changes its workers: unix:PATH; None: plans cannot be applied"
+    )
     max_running: int = Field(1, ge=1, description="searches and simulations at once")
     max_waiting: int = Field(4, ge=0, description="that wait for their turn; more are refused")
     deadline_s: float = Field(900.0, gt=0, description="total time of one")

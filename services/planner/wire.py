@@ -66,8 +66,13 @@ def stored_plan(stored: StoredPlan) -> planner_pb2.StoredPlan:
         model=plan.model,
         request_json=json.dumps(plan.goal),
         summary_json=json.dumps(plan.figures),
-        plan_yaml=str(plan.layout.get("plan_yaml", "")),
+        plan_yaml=plan_yaml(stored),
     )
+
+
+def plan_yaml(stored: StoredPlan) -> str:
+    """The file's text; empty for a plan that was kept without it."""
+    return str(stored.plan.layout.get("plan_yaml", ""))
 
 
 def _check_cluster(content: bytes) -> None:

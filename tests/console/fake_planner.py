@@ -52,6 +52,13 @@ def plan(number: int) -> planner_pb2.StoredPlan:
     )  # fmt: skip
 
 
+CHANGE = planner_pb2.WorkerChange(
+    now=[planner_pb2.WorkerGroup(role="prefill", count=1), planner_pb2.WorkerGroup(role="decode", count=1)],
+    then=[planner_pb2.WorkerGroup(role="both", count=2, options="--max-running 32")],
+    num_started=2, num_stopped=2,
+)  # fmt: skip
+
+
 class FakePlanner(planner_pb2_grpc.PlannerServicer):
     """Owns its plans. A search says `updates`, then waits to be let `go`, then ends with `found` or `refuses`."""
 
@@ -67,11 +74,31 @@ class FakePlanner(planner_pb2_grpc.PlannerServicer):
         self.begun = threading.Event()
         self.ended = threading.Event()
         self.address = ""
+        self.can_apply = False
+        self.change = CHANGE
+        self.refuses_to_apply: str | None = None  # said after the first update
+        self.applied: list[tuple[int, bool]] = []
 
     def Catalogue(self, request: planner_pb2.CatalogueRequest, context: Any) -> planner_pb2.CatalogueResponse:
         self.tokens.append(dict(context.invocation_metadata()).get("authorization"))
         models = ("opt-13b", "llama-3-8b")
-        return planner_pb2.CatalogueResponse(gpus=["h200", "l40s"], models=models, workloads=["chat", "code"])
+        return planner_pb2.CatalogueResponse(
+            gpus=["h200", "l40s"], models=models, workloads=["chat", "code"], can_apply=self.can_apply
+        )
+
+    def PreviewApply(self, request: planner_pb2.ApplyRequest, context: Any) -> planner_pb2.WorkerChange:
+        self.tokens.append(dict(context.invocation_metadata()).get("authorization"))
+        return self.change
+
+    def Apply(self, request: planner_pb2.ApplyRequest, context: Any) -> Iterator[planner_pb2.ApplyUpdate]:
+        self.tokens.append(dict(context.invocation_metadata()).get("authorization"))
+        self.applied.append((request.plan_id, request.stop_first))
+        yield planner_pb2.ApplyUpdate(progress=planner_pb2.Progress(what="starting", done=1, total=2))
+        self.go.wait()
+        if self.refuses_to_apply is not None:
+            context.set_trailing_metadata((("halfmoon-error", "ServiceFailed"),))
+            context.abort(grpc.StatusCode.INTERNAL, self.refuses_to_apply)
+        yield planner_pb2.ApplyUpdate(applied=self.change)
 
     def Capacity(self, request: planner_pb2.CapacityRequest, context: Any) -> planner_pb2.CapacityResponse:
         raise NotImplementedError

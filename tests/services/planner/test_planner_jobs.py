@@ -21,6 +21,7 @@ from halfmoon.rpc.operator_token import OperatorToken
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.status import error_from
+from services.planner.fleet import Fleet
 from services.planner.job import Job, JobProgress, JobResult, PlanJob
 from services.planner.job_process import run_job
 from services.planner.jobs import Jobs, RunJob
@@ -84,6 +85,9 @@ class AwayPlans:
     async def newest(self, limit: int) -> list[StoredPlan]:
         raise Unavailable("the ledger is away")
 
+    async def of_id(self, plan_id: int) -> StoredPlan:
+        raise Unavailable("the ledger is away")
+
 
 @asynccontextmanager
 async def planner(
@@ -95,7 +99,7 @@ async def planner(
 ) -> AsyncIterator[planner_pb2_grpc.PlannerStub]:
     jobs = Jobs(Turns(1, most_waiting), deadline_s, run)
     token = token or OperatorToken(None, "127.0.0.1")
-    servicer = PlannerServicer(read_model_config, plans or AwayPlans(), jobs, token, 1)
+    servicer = PlannerServicer(read_model_config, plans or AwayPlans(), jobs, token, 1, Fleet(None))
     async with (
         running_server(
             "127.0.0.1:0", [servicer.register], PlannerMetrics().rpc, grace_s=0, max_message_bytes=MAX_REQUEST_BYTES

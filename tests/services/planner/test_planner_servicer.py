@@ -21,6 +21,7 @@ from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.service import read_settings
 from services.planner import model as model_module
+from services.planner.fleet import Fleet
 from services.planner.job_process import run_job
 from services.planner.jobs import Jobs
 from services.planner.metrics import PlannerMetrics
@@ -72,7 +73,7 @@ async def planner() -> AsyncIterator[Planner]:
 
 def _servicer(ledger: Ledger) -> PlannerServicer:
     jobs = Jobs(Turns(1, 0), 1.0, run_job)
-    return PlannerServicer(read_model_config, ledger.plans, jobs, OperatorToken(None, "127.0.0.1"), 1)
+    return PlannerServicer(read_model_config, ledger.plans, jobs, OperatorToken(None, "127.0.0.1"), 1, Fleet(None))
 
 
 async def test_capacity_of_a_directory(model_dir: str) -> None:

@@ -1,0 +1,53 @@
+"""The workers that run here, where `halfmoon up` lets the planner change them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+
+from halfmoon.errors import Incompatible
+from halfmoon.pb import planner_pb2, planner_pb2_grpc
+from halfmoon.rpc.peer import Peer
+
+_LOOK_S = 30.0  # the model's config is read
+_CHANGE_S = 3600.0  # loading weights, and requests that end
+
+
+class Fleet:
+    """Knows where workers are changed, if anywhere. Owns nothing. Raises Incompatible where they are not."""
+
+    def __init__(self, address: str | None) -> None:
+        self._address = address
+
+    @property
+    def can_change(self) -> bool:
+        """There is somebody to ask."""
+        return self._address is not None
+
+    async def preview(self, plan_yaml: str) -> planner_pb2.WorkerChange:
+        """What the plan would change."""
+        async with self._peer() as peer:
+            request = planner_pb2.FleetRequest(plan_yaml=plan_yaml)
+            stub = planner_pb2_grpc.FleetStub(peer.channel)
+            found: planner_pb2.WorkerChange = await peer.call(stub.Preview, request, deadline_s=_LOOK_S)
+            return found
+
+    async def change(self, plan_yaml: str, stop_first: bool) -> AsyncGenerator[planner_pb2.ApplyUpdate, None]:
+        """What is said of the change, to its end."""
+        async with self._peer() as peer:
+            request = planner_pb2.FleetRequest(plan_yaml=plan_yaml, stop_first=stop_first)
+            stub = planner_pb2_grpc.FleetStub(peer.channel)
+            async with peer.stream(stub.Change, request, deadline_s=_CHANGE_S) as updates:
+                async for update in updates:
+                    yield update
+
+    @asynccontextmanager
+    async def _peer(self) -> AsyncIterator[Peer]:
+        if self._address is None:
+            raise Incompatible(
+                "plans cannot be applied here: only a planner that `halfmoon up` started changes workers, and those "
+                "are not simulated. Download plan.yaml and start `halfmoon up --plan plan.yaml --model MODEL`, or "
+                "write its numbers of workers into docker-compose.yml"
+            )
+        async with Peer(self._address) as peer:
+            yield peer
