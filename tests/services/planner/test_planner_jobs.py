@@ -296,6 +296,8 @@ async def test_beyond_loopback_the_operator_token_is_needed(token: OperatorToken
             stub.Capacity(planner_pb2.CapacityRequest(), timeout=30, metadata=metadata),
             stub.Plan(planner_pb2.PlanRequest(), timeout=30, metadata=metadata).read(),
             stub.Simulate(planner_pb2.SimulateRequest(), timeout=30, metadata=metadata).read(),
+            stub.PreviewApply(planner_pb2.ApplyRequest(), timeout=30, metadata=metadata),
+            stub.Apply(planner_pb2.ApplyRequest(), timeout=30, metadata=metadata).read(),
         )
         refused = [isinstance(one, Unauthenticated) for one in await asyncio.gather(*map(_error_of, calls))]
     assert refused == [not is_let_in] * len(calls)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from halfmoon.errors import Incompatible, InvalidRequest, UnknownModel
+from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, NotFound, UnknownModel
 from halfmoon.ledger.ledger import Ledger, open_ledger
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.operator_token import OperatorToken
@@ -62,18 +62,18 @@ class Planner:
 
 
 @asynccontextmanager
-async def planner() -> AsyncIterator[Planner]:
+async def planner(fleet: str | None = None) -> AsyncIterator[Planner]:
     async with (
         open_ledger("sqlite://") as ledger,
-        running_server("127.0.0.1:0", [_servicer(ledger).register], PlannerMetrics().rpc, grace_s=0) as server,
+        running_server("127.0.0.1:0", [_servicer(ledger, fleet).register], PlannerMetrics().rpc, grace_s=0) as server,
         Peer(f"127.0.0.1:{server.port}") as peer,
     ):
         yield Planner(peer)
 
 
-def _servicer(ledger: Ledger) -> PlannerServicer:
+def _servicer(ledger: Ledger, fleet: str | None) -> PlannerServicer:
     jobs = Jobs(Turns(1, 0), 1.0, run_job)
-    return PlannerServicer(read_model_config, ledger.plans, jobs, OperatorToken(None, "127.0.0.1"), 1, Fleet(None))
+    return PlannerServicer(read_model_config, ledger.plans, jobs, OperatorToken(None, "127.0.0.1"), 1, Fleet(fleet))
 
 
 async def test_capacity_of_a_directory(model_dir: str) -> None:
@@ -94,6 +94,25 @@ async def test_bad_questions_name_the_parameter(model_dir: str, fields: dict[str
         with pytest.raises(InvalidRequest) as caught:
             await it.capacity(model_dir, **fields)
     assert caught.value.param == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    ("fleet", "error"),
+    [(None, Incompatible), ("unix:/nowhere/fleet", NotFound)],
+    ids=["no workers to change", "no plan"],
+)
+async def test_what_cannot_be_applied_is_known_beforehand_and_refused(
+    fleet: str | None, error: type[HalfmoonError]
+) -> None:
+    request = planner_pb2.ApplyRequest(plan_id=7)
+    async with planner(fleet) as it:
+        told = await it.peer.call(it.stub.Catalogue, planner_pb2.CatalogueRequest(), deadline_s=30)
+        assert told.can_apply == (fleet is not None)
+        with pytest.raises(error):
+            await it.peer.call(it.stub.PreviewApply, request, deadline_s=30)
+        with pytest.raises(error):
+            async with it.peer.stream(it.stub.Apply, request, deadline_s=30) as updates:
+                await anext(updates)
 
 
 async def test_a_question_without_a_model_is_refused() -> None:
