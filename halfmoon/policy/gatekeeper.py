@@ -182,6 +182,7 @@ class Gatekeeper:
     ) -> Iterator[Admitted]:
         """What the request may have: what it asks for, then less with each of its class's steps. A step that changes
         nothing of what is predicted offers nothing; it is placed anew where another worker may serve it better."""
+        request = replace(request, targets=self.applied(qos))
         placement = self._forecast.place(view, request, now_s, depths)
         yield self._admitted(view, request, qos, placement, now_s)
         for step in qos.degradation:

@@ -13,11 +13,14 @@ from numpy.typing import NDArray
 from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.policy.cluster_view import Bools, ClusterView, WorkerView
 from halfmoon.policy.decode_forecast import DecodeLoads
+from halfmoon.policy.feedback import Targets
 from halfmoon.policy.latency import Floats
-from halfmoon.policy.ttft import TtftPrediction, predict_ttft
+from halfmoon.policy.one_speed import at_one_speed
+from halfmoon.policy.ttft import TtftPrediction, predict_ttft, prefill_seconds
 
 PlacementMode = Literal["kvcache-centric", "cache-aware", "least-loaded", "random"]
 
+NO_TARGETS = Targets(None, None)
 NOTHING_CACHED: NDArray[np.int64] = np.zeros(1, dtype=np.int64)  # depths where no block is known
 
 _RETRY_AFTER_MS = 1_000  # a worker that joins or drains takes about a second to show
@@ -64,7 +67,8 @@ class Placement:
 class PlacementRules:
     """How workers are chosen.
 
-    - kvcache-centric: least predicted TTFT, prefixes fetched where that pays; then least predicted TBT.
+    - kvcache-centric: least predicted TTFT, prefixes fetched where that pays; then least predicted TBT. Of workers that
+      do both halves those that meet both targets go first, and of equal TTFTs the least TBT counts.
     - cache-aware: the same without fetching from other workers. What a worker restores from its store always counts.
     - least-loaded: fewest prompt tokens waiting; fewest requests.
     - random: any that can.
@@ -89,6 +93,7 @@ class PlacementRequest:
     fetch_factor: float = 1.0  # of the time that fetching KV takes: below 1 at a lower precision
     priority: int = 0  # smaller goes first
     least_tokens: int = 0  # that the answer will have
+    targets: Targets = NO_TARGETS  # that it should meet where it can
 
 
 class _Candidates(NamedTuple):
@@ -120,12 +125,16 @@ def place(
     the chosen worker takes, before the decode worker for that moment is looked for.
 
     A decode worker with room for the prompt now goes before one without. Of workers that predict the same, chance
-    takes one, so that equal workers share the load. Without `loads_at` the present loads count. Raises Unavailable
-    when a half is missing (now) and ContextLengthExceeded when no present worker can ever hold the request.
+    takes one, so that equal workers share the load; of those that do both halves the one with the lighter load, before
+    that. Without `loads_at` the present loads count. Raises Unavailable when a half is missing (now) and
+    ContextLengthExceeded when no present worker can ever hold the request.
     """
     candidates, num_tokens = _candidates(view, request), request.num_prompt_tokens
     ttft = ranked_by or predict_ttft(view, num_tokens, depths, now_s, rules.fetching_threshold, request.fetch_factor)
-    prefill = _least(_prefill_cost(view, rules.mode, ttft), candidates.prefill | candidates.both, rng)
+    if np.logical_or.reduce(candidates.both):
+        prefill = _prefill_of_any(view, request, rules.mode, candidates, ttft, now_s, rng, loads_at)
+    else:
+        prefill = _least(_prefill_cost(view, rules.mode, ttft), candidates.prefill, rng)
     chosen = _prefilled(view, prefill, ttft)
     chosen = exactly(chosen) if exactly else chosen
     loads = loads_at(now_s + chosen.ttft_s) if loads_at else _present_loads(view)
@@ -135,6 +144,50 @@ def place(
         ranked = _decode_rank(view, rules.mode, tbt_s, loads)
         decode = _least(ranked, _with_room(view, candidates.decode, num_tokens + 1), rng)
     return replace(chosen, decode=view.worker(decode), tbt_s=float(tbt_s[decode]))
+
+
+def _prefill_of_any(
+    view: ClusterView,
+    request: PlacementRequest,
+    mode: PlacementMode,
+    candidates: _Candidates,
+    ttft: TtftPrediction,
+    now_s: float,
+    rng: random.Random,
+    loads_at: Callable[[float], DecodeLoads] | None,
+) -> int:
+    """The row for the prompt where some rows would keep the request: their TBT is known with it, that of others is the
+    best decode worker's."""
+    num_tokens, both, rows = request.num_prompt_tokens, candidates.both, candidates.prefill | candidates.both
+    cost = _prefill_cost(view, mode, ttft)
+    begins_s = now_s + float(np.minimum.reduce(ttft.seconds[rows]))
+    loads = loads_at(begins_s) if loads_at else _present_loads(view)
+    tbt_s = predict_tbt(view, loads, num_tokens)
+    weight = _decode_rank(view, mode, tbt_s, loads)
+    if cost is ttft.seconds:  # by predictions
+        cost = at_one_speed(cost, prefill_seconds(view, np.zeros(view.num_rows), float(num_tokens)), both)
+        rows = _meeting(request, ttft.seconds, _of_request(tbt_s, candidates), rows)
+    if weight is tbt_s:
+        weight = at_one_speed(weight, predict_tbt(view, _no_loads(view), num_tokens), both)
+    equal = np.zeros_like(rows)
+    equal[_about_least(cost, rows)] = True
+    return _least(_of_request(weight, candidates), equal, rng)
+
+
+def _of_request(decode: Floats, candidates: _Candidates) -> Floats:
+    """What is said of each decode row, for each row that may compute the prompt."""
+    elsewhere = np.minimum.reduce(decode[candidates.decode], initial=np.inf)
+    return np.where(candidates.both, decode, elsewhere)
+
+
+def _meeting(request: PlacementRequest, ttft_s: Floats, tbt_s: Floats, rows: Bools) -> Bools:
+    """Those of the rows that meet both targets; all of them when there are none. One token has no gap."""
+    meets, targets = rows.copy(), request.targets
+    if targets.ttft_s is not None:
+        meets &= ttft_s <= targets.ttft_s
+    if targets.tbt_s is not None and request.max_tokens > 1:
+        meets &= tbt_s <= targets.tbt_s
+    return meets if np.logical_or.reduce(meets) else rows
 
 
 def _prefilled(view: ClusterView, row: int, ttft: TtftPrediction) -> Placement:
@@ -226,10 +279,19 @@ def _present_loads(view: ClusterView) -> DecodeLoads:
     return DecodeLoads(view.column("num_requests"), view.column("context_in_use_tokens"))
 
 
+def _no_loads(view: ClusterView) -> DecodeLoads:
+    return DecodeLoads(np.zeros(view.num_rows), np.zeros(view.num_rows))
+
+
 def _least(cost: Floats, rows: Bools, rng: random.Random) -> int:
     """One of the rows that cost about the least."""
+    equal = _about_least(cost, rows)
+    return int(equal[rng.randrange(len(equal))])
+
+
+def _about_least(cost: Floats, rows: Bools) -> NDArray[np.int64]:
     among = rows.nonzero()[0]
     costs = cost[among]
     least = np.minimum.reduce(costs)
-    equal = among[costs <= least + abs(least) * (_TIE - 1)]
-    return int(equal[rng.randrange(len(equal))])
+    equal: NDArray[np.int64] = among[costs <= least + abs(least) * (_TIE - 1)]
+    return equal

@@ -120,6 +120,24 @@ def test_predicted_does_not_mind_who_will_have_left_load_does() -> None:
             assert gate.decide(view, REQUEST, strict, 1.0).placement.tbt_s == pytest.approx(0.01)
 
 
+def test_who_does_both_is_chosen_by_both_targets_of_the_class() -> None:
+    quick = WorkerView(
+        "quick", "both", "a:1", 1000, 10, 100, 100, prefill_model=P.prefill_model, step_model=D.step_model
+    )
+    crowded = replace(quick, num_running=3)
+    later = replace(quick, worker_id="later", address="b:1", prefill_free_s=0.5)
+    view, alone_s = ClusterView((crowded, later)), D.step_model.seconds(1, REQUEST.num_prompt_tokens)
+    gate = keeper()
+    gate._forecast.decodes.join("other", 0, 0.0, 100.0, 100, 100)
+    chosen = {
+        tbt_s: gate.decide(view, REQUEST, QosClass("x", tbt_s=tbt_s), 0.0).placement.decode.worker_id
+        for tbt_s in (None, 1.5 * alone_s)
+    }
+    assert chosen == {None: "quick", 1.5 * alone_s: "later"}
+    one = replace(REQUEST, max_tokens=1)
+    assert gate.decide(view, one, QosClass("x", tbt_s=1.5 * alone_s), 0.0).placement.decode.worker_id == "quick"
+
+
 def test_output_lengths_are_learned_from_what_ended() -> None:
     gate, view = keeper(), ClusterView((P, D))
     for number in range(10):

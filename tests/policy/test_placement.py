@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from halfmoon.errors import Unavailable
 from halfmoon.policy.cluster_view import ClusterView, Role, WorkerView
 from halfmoon.policy.decode_forecast import DecodeLoads
+from halfmoon.policy.feedback import Targets
 from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.policy.placement import (
     ContextLengthExceeded,
@@ -246,6 +247,62 @@ def test_equal_workers_share_the_load(mode: PlacementMode) -> None:
     counts = Counter(chosen(Q0, slightly, E0, E1, mode=mode, seed=seed) for seed in range(400))
     assert len(counts) == 4
     assert min(counts.values()) > 50
+
+
+C0 = worker("c0", "both", holder=0, chunk_tokens=64, **FAST)
+C1 = replace(C0, worker_id="c1", holder=1)
+
+
+def both_shares(*workers: WorkerView, **more: Any) -> dict[str, int]:
+    return dict(Counter(chosen(*workers, seed=seed, **more)[0] for seed in range(200)))
+
+
+def slower(plain: WorkerView, factor: float) -> WorkerView:
+    models = (PrefillModel(*(factor * one for one in PREFILL)), StepModel(*(factor * one for one in STEP)))
+    return replace(plain, prefill_model=models[0], step_model=models[1])
+
+
+@pytest.mark.parametrize("factor", [0.88, 1.12])
+def test_workers_that_do_both_share_the_load_though_one_is_believed_quicker(factor: float) -> None:
+    shares = both_shares(C0, slower(C1, factor))
+    assert min(shares["c0"], shares["c1"]) > 50
+    assert both_shares(C0, slower(C1, 1.3)) == {"c0": 200}  # that is more than learning errs
+
+
+def test_of_equal_ttfts_the_lighter_of_those_that_do_both() -> None:
+    busy = replace(C0, num_running=1, context_in_use_tokens=100)
+    for other in (C1, slower(C1, 1.12)):
+        assert both_shares(busy, other) == {"c1": 200}
+    waits = replace(C1, prefill_free_s=0.05 * PREFILL.seconds(100))
+    assert both_shares(busy, waits) == {"c0": 200}  # its TTFT is less
+
+
+def test_a_prefix_counts_more_than_a_light_load() -> None:
+    busy = replace(C0, num_running=9, context_in_use_tokens=900)
+    for other in (C1, slower(C1, 0.88)):
+        assert both_shares(busy, other, depths=depths(2, 0)) == {"c0": 200}
+
+
+def targeted(*workers: WorkerView, targets: Targets) -> str:
+    request = PlacementRequest(100, 50, targets=targets)
+    return place(ClusterView(workers), request, PlacementRules(), 0.0, random.Random(0)).prefill.worker_id
+
+
+def test_who_would_miss_a_target_goes_behind_who_meets_both() -> None:
+    crowded = replace(C0, num_running=50, context_in_use_tokens=5000)
+    later = replace(C1, prefill_free_s=0.1)
+    ttft_s, tbt_s = 0.1 + PREFILL.seconds(100), STEP.seconds(1, 100)
+    assert targeted(crowded, later, targets=Targets(None, None)) == "c0"
+    assert targeted(crowded, later, targets=Targets(2 * ttft_s, 2 * tbt_s)) == "c1"
+    assert targeted(crowded, later, targets=Targets(ttft_s - 0.05, 2 * tbt_s)) == "c0"  # nobody meets both
+    assert targeted(crowded, later, Q0, E0, targets=Targets(ttft_s - 0.05, 2 * tbt_s)) == "q0"
+
+
+def test_least_loaded_asks_no_predictions_of_those_that_do_both() -> None:
+    waits = replace(C0, waiting_prefill_tokens=10)
+    full = replace(C1, num_running=50)
+    assert both_shares(waits, full, mode="least-loaded") == {"c1": 200}
+    assert both_shares(C0, full, mode="least-loaded") == {"c0": 200}
 
 
 def test_random_ignores_and_least_loaded_counts() -> None:
