@@ -6,10 +6,11 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +18,9 @@ import psycopg
 import pytest
 
 _START_S = 60.0
+_AS_USER = "import os, sys; os.setuid(int(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
+"""Python, to become somebody and then another program. Popen's own `user` would fork this process, and gRPC, whose
+threads run, has crashed such children before they became the program."""
 _SETTINGS = ("fsync=off", "full_page_writes=off", "listen_addresses=", "max_connections=60")
 
 
@@ -52,8 +56,7 @@ class PostgresqlServer:
     def _started(self) -> subprocess.Popen[bytes]:
         with (self._directory / "log").open("ab") as output:
             return subprocess.Popen(
-                self._command,
-                user=self._user,
+                self._as_user(self._command),
                 cwd=self._directory,
                 stdout=output,
                 stderr=output,
@@ -95,7 +98,10 @@ class PostgresqlServer:
         return f"host={self._directory} user=halfmoon dbname=postgres"
 
     def _run(self, command: list[str | Path]) -> None:
-        subprocess.run(command, user=self._user, cwd=self._directory, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(self._as_user(command), cwd=self._directory, check=True, stdout=subprocess.DEVNULL)
+
+    def _as_user(self, command: Sequence[str | Path]) -> list[str]:
+        return [sys.executable, "-S", "-c", _AS_USER, str(self._user), *map(str, command)]
 
 
 @contextmanager
