@@ -227,8 +227,13 @@ async def a_search_is_begun_and_cancelled(page: Any) -> None:
     await page.get_by_text("More", exact=True).click()
     await page.get_by_label("Requests of each simulation").fill("20000")  # it is not over before it is cancelled
     await page.get_by_label("Requests of each simulation").press("Enter")
-    await page.get_by_test_id("stMainBlockContainer").locator("button", has_text="Search").click()
-    await page.get_by_role("button", name="Cancel").click()
+    search = page.get_by_test_id("stMainBlockContainer").locator("button", has_text="Search")
+    cancel = page.get_by_role("button", name="Cancel")
+    while not await cancel.is_visible():  # a page that is just being drawn anew may lose a click
+        if await search.is_enabled():
+            await search.click()
+        await page.wait_for_timeout(1000)
+    await cancel.click()
     await page.get_by_text("The search was cancelled").wait_for()
 
 
@@ -252,7 +257,7 @@ async def a_dead_gateway_is_told_and_comes_back(page: Any, system: System) -> No
     gateway = next(one for one in system.descendants() if "services.gateway" in one.cmdline())
     gateway.suspend()
     await page.get_by_text("This page tries again by itself.").wait_for()
-    assert await page.locator("[data-worker]").count() == 4  # what was known stays
+    assert await page.locator("[data-worker]").count() >= 4  # what was known stays; those that died may be among them
     gateway.kill()
     await page.get_by_test_id("stAlertContentError").wait_for(state="detached")
     await page.locator('[data-standing="serving"]').nth(3).wait_for()
