@@ -55,7 +55,8 @@ async def test_a_profile_has_all_parts_and_leaves_nothing(
     assert [one.num_bytes for one in found.transfer] == [4 * 64, 4 * 128]
     works = {(one.work, one.neighbour) for one in found.beside}
     kinds = ("prefill", "decode")
-    assert works == {(a, b) for a in kinds for b in kinds if "both" in roles or a != b}
+    every = {(a, b) for a in kinds for b in kinds if "both" in roles or a != b}
+    assert works in (every, every - {("decode", "prefill")})  # where no step ended beside a prompt it is not known
     assert (found.limits.max_running, found.limits.context_tokens, found.kv_tokens) == (8, 512, 4_096)
     assert found.whole.error.prefill is not None
     assert {what for what, done, total in told if done == total} == {
