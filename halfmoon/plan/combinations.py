@@ -39,6 +39,11 @@ class Combination:
     options: tuple[Option, ...]
     is_paired: bool
 
+    @property
+    def is_colocated(self) -> bool:
+        """Whether workers do both halves."""
+        return len(self.options) == 1
+
     def layout(self, nums: Sequence[int], num_units: int = 1) -> Layout:
         """With so many workers of each option in each unit."""
         sets = (WorkerSet(one.role, one.kind, num) for one, num in zip(self.options, nums, strict=True))

@@ -47,8 +47,11 @@ class Fewest:
         """Those whose halves can hold the rate alone."""
         return list(combinations(self._question, self._options))
 
-    def found(self, among: Iterable[Combination], num: int, on_simulated: Callable[[int], None]) -> list[Layout]:
-        """The `num` cheapest that hold the rate, of different combinations, cheapest first."""
+    def found(self, among: Iterable[Combination], num: int, on_simulated: Callable[[int, int], None]) -> list[Layout]:
+        """The `num` cheapest that hold the rate, of different combinations, cheapest first.
+
+        Tells how many of them there are.
+        """
         queue = _Queue(self._question)
         for one in among:
             queue.add(self._starts(one))
@@ -63,7 +66,7 @@ class Fewest:
                 else:
                     queue.add(larger(self._question, layout, self._options))
             held.sort(key=queue.key)
-            on_simulated(len(held[:num]))
+            on_simulated(len(held[:num]), num)
         return held[:num]
 
     def _limit(self, held: Sequence[Layout], num: int) -> float | None:
@@ -90,10 +93,8 @@ class Fewest:
         return self._pool.map(holds_after, trials, rates, [question.num_first] * len(layouts))
 
     def _least_workers(self, options: Sequence[Option], on_measured: Callable[[int], None]) -> dict[Option, int]:
-        question, fleet, num = self._question, self._question.fleet, len(options)
-        most = [fleet.num_gpus // one.kind.num_devices for one in options]
-        if not fleet.is_mixed:
-            most = [self._most_that_fit(one) for one in options]
+        question, num = self._question, len(options)
+        most = [self._most_workers(one) for one in options]
         found: dict[Option, int] = {}
         measured = self._pool.map(least_workers, [question] * num, [self._known] * num, options, most)
         for option, least in zip(options, measured, strict=True):
@@ -102,10 +103,11 @@ class Fewest:
                 found[option] = least
         return found
 
-    def _most_that_fit(self, option: Option) -> int:
-        one = Combination((option,), is_paired=False)
-        most = self._question.fleet.num_gpus // option.kind.num_devices
-        return next((num for num in range(most, 0, -1) if one.layout([num]).fits(self._question.fleet)), 0)
+    def _most_workers(self, option: Option) -> int:
+        """That fit; of a mixed fleet by their number of GPUs, since other kinds may make up for what is missing."""
+        fleet, one = self._question.fleet, Combination((option,), is_paired=False)
+        most = fleet.num_gpus // option.kind.num_devices
+        return most if fleet.is_mixed else next((n for n in range(most, 0, -1) if one.layout([n]).fits(fleet)), 0)
 
 
 class _Queue:

@@ -7,10 +7,12 @@ same nodes; colocated workers are the baseline.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 
+from halfmoon.plan.combinations import Combination
 from halfmoon.plan.feasible import NoLayout, Option, models, options
 from halfmoon.plan.fewest import Fewest
 from halfmoon.plan.goodput import goodput_per_s
@@ -77,9 +79,8 @@ def _cheapest(
     run = Fewest(question, known, choices, pool, on_measured)
     made = run.combinations
     held: list[Layout] = []
-    for what, is_colocated in (("colocated", True), ("disaggregated", False)):
-        among = [one for one in made if (len(one.options) == 1) == is_colocated]
-        held += run.found(among, BEST, lambda num, what=what: on_progress(what, num, BEST))  # type: ignore[misc]
+    for what, among in _by_kind(made):
+        held += run.found(among, BEST, partial(on_progress, what))
     held.sort(key=question.cost)
     kept = list(dict.fromkeys([*held[:BEST], *_first_of_each_kind(held)]))
     trials = [layout_trial(question, known, one) for one in kept]
@@ -91,6 +92,12 @@ def _cheapest(
         rated.append(Rated(layout, per_s * layout.num_units, layout.price_per_hour(question.fleet)))
         on_progress("goodputs", done, len(kept))
     return _Found(rated, bool(made), run.num_simulated, len(made) - len(held))
+
+
+def _by_kind(made: Sequence[Combination]) -> Iterator[tuple[str, list[Combination]]]:
+    """What does both halves, the baseline, and what does not."""
+    yield "colocated", [one for one in made if one.is_colocated]
+    yield "disaggregated", [one for one in made if not one.is_colocated]
 
 
 def _first_of_each_kind(held: Sequence[Layout]) -> list[Layout]:
@@ -110,9 +117,8 @@ def _worthiest(
     run = Most(question, known, choices, pool, on_measured)
     made = run.combinations
     rated: list[Rated] = []
-    for what, is_colocated in (("colocated", True), ("disaggregated", False)):
-        among = [one for one in made if (len(one.options) == 1) == is_colocated]
-        rated += run.found(among, BEST, rated, lambda done, total, what=what: on_progress(what, done, total))  # type: ignore[misc]
+    for what, among in _by_kind(made):
+        rated += run.found(among, BEST, rated, partial(on_progress, what))
     return _Found(rated, bool(made), run.num_simulated, run.num_ruled_out)
 
 
