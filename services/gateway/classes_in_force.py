@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from pydantic import Field, ValidationError
 
-from halfmoon.errors import Incompatible
+from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.ledger.classes import ClassesAt, StoredClass, StoredClasses
 from halfmoon.policy.classes import NO_PROMISES, ClassTable, Degradation, MatchKind, MatchRule, QosClass
 from halfmoon.policy.feedback import Targets
@@ -23,6 +24,9 @@ _MAX_RULES = 256
 _MAX_VALUE_CHARS = 1_024
 _MAX_HEADER_CHARS = 256
 _MAX_TARGET_S = 1e6
+_HEADER_NAME = re.compile(r"[-!#$%&'*+.^_`|~0-9A-Za-z]+")  # a token of HTTP: RFC 9110, 5.6.2
+_CONTROL = re.compile(r"[\0-\x08\x0a-\x1f\x7f]")
+_PATH_STEPS = (".", "..")  # clients take them out of a URL
 
 
 class RuleBody(Part):
@@ -75,6 +79,7 @@ class ClassesInForce:
 
     async def put(self, name: str, body: ClassBody) -> StoredClass:
         """Raises InvalidRequest, VersionConflict or Unavailable; nothing has changed then."""
+        _check_reachable(name, body)
         definition = body.model_dump(mode="json", exclude={"version"})
         async with self._turn:
             self._show(await self._stored.put(name, definition, body.version, _table))
@@ -82,6 +87,7 @@ class ClassesInForce:
 
     async def check(self, name: str, body: ClassBody) -> Targets:
         """The targets in force under that name. Raises InvalidRequest where `put` would refuse the class."""
+        _check_reachable(name, body)
         definition = body.model_dump(mode="json", exclude={"version"})
         others = [one for one in await self.all() if one.name != name]
         _table([*others, StoredClass(name, body.version + 1, definition)])
@@ -139,3 +145,22 @@ def _body_of(name: str, definition: dict[str, Any]) -> ClassBody:
         raise Incompatible(
             f"class {name} of the ledger is of a release that this one does not know: {error}"
         ) from error
+
+
+def _check_reachable(name: str, body: ClassBody) -> None:
+    """Raises InvalidRequest for a name that no URL says well, and for rules that hold of no request.
+
+    Only edits are held to it: what the ledger has of an earlier release stays in force.
+    """
+    if name != name.strip() or name in _PATH_STEPS:
+        raise InvalidRequest("a class's name must not begin or end with a space, nor be . or ..", param="name")
+    for index, rule in enumerate(body.rules):
+        if rule.kind == "header" and rule.header and not _HEADER_NAME.fullmatch(rule.header):
+            _refuse_rule(index, "header", "is not the name of an HTTP header")
+        if rule.kind != "model" and (rule.value != rule.value.strip() or _CONTROL.search(rule.value)):
+            _refuse_rule(index, "value", "holds of no request: HTTP strips spaces, and knows no control characters")
+
+
+def _refuse_rule(index: int, part: str, problem: str) -> NoReturn:
+    param = f"rules[{index}].{part}"
+    raise InvalidRequest(f"{param} {problem}", param=param)

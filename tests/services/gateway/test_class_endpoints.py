@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2 import LatencyProfile
@@ -87,6 +88,10 @@ MALFORMED: tuple[tuple[str, str | None], ...] = (
     ('{"applied_ttft_s": 1}', "applied_ttft_s"),
     ('{"rules": [{"kind": "header", "value": "gold"}]}', "rules"),
     ('{"rules": [{"kind": "api_key", "value": ""}]}', "rules"),
+    ('{"rules": [{"kind": "api_key", "value": "key "}]}', "rules[0].value"),
+    ('{"rules": [{"kind": "header", "header": "x-tier:", "value": "gold"}]}', "rules[0].header"),
+    ('{"rules": [{"kind": "header", "header": "x tier", "value": "gold"}]}', "rules[0].header"),
+    ('{"rules": [{"kind": "header", "header": "x-tier", "value": "a\\nb"}]}', "rules[0].value"),
     ('{"rules": [{"kind": "cookie", "value": "x"}]}', "rules[0].kind"),
     ('{"rules": [{"kind": "model", "value": "' + "x" * 5_000 + '"}]}', "rules[0].value"),
     ('{"rules": [' + ",".join(['{"kind": "model", "value": "x"}'] * 300) + "]}", "rules"),
@@ -105,6 +110,26 @@ async def test_malformed_classes_are_refused_by_name(fleet: Fleet) -> None:
         assert (response.status, answer["error"]["param"]) == (400, param), answer
         assert len(answer["error"]["message"]) < 500
     assert (await call(fleet, "GET"))[1]["classes"] == []
+
+
+async def test_a_name_that_no_url_says_is_refused(fleet: Fleet) -> None:
+    for name in ("%20", "%20gold", "gold%20", "%2e", "%2e%2e", "%00"):
+        url = URL(f"{fleet.http}/halfmoon/v1/classes/{name}", encoded=True)
+        async with aiohttp.ClientSession() as session, session.put(url, json={"ttft_s": 1.0}) as response:
+            answer = await response.json()
+        assert (response.status, answer["error"]["param"]) == (400, "name"), (name, answer)
+    assert (await call(fleet, "PUT", "/gold%20tier", ttft_s=1.0))[0] == 200
+    assert [one["name"] for one in (await call(fleet, "GET"))[1]["classes"]] == ["gold tier"]
+
+
+async def test_a_stored_class_of_an_odd_name_stays_and_can_go(tmp_path: Path) -> None:
+    rules = [{"kind": "header", "header": "x tier:", "value": "gold"}]
+    async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
+        await ledger.classes.put(" ", {"rules": rules, "ttft_s": 1.0}, 0, lambda classes: None)
+    async with running_fleet(tmp_path) as fleet:
+        assert [one.name for one in fleet.gateway.judge.gatekeeper.classes.classes] == [" "]
+        assert (await call(fleet, "PUT", "/%20", version=1))[0] == 400
+        assert (await call(fleet, "DELETE", "/%20?version=1"))[0] == 204
 
 
 @pytest.fixture
