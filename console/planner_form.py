@@ -135,8 +135,9 @@ def _more(api: GatewayApi, catalogue: Catalogue) -> Asked:
             format_func={"auto": "wherever is better", "high": "on any hosts", "low": "on the same host"}.__getitem__,
         )  # fmt: skip
         requests = columns[2].number_input("Requests of each simulation", 20, 20_000, 500, 100, key="plan-requests")
+        thorough = st.checkbox("Thorough: leave nothing out but by bounds, several times as long", key="plan-thorough")
         parts = [_kinds(catalogue), _promises(), _latency(api)]
-    fields = {"objective": objective, "affinity": affinity, "num_requests": int(requests)}
+    fields = {"objective": objective, "affinity": affinity, "num_requests": int(requests), "is_thorough": thorough}
     return Asked(
         {name: value for part in (fields, *(one.fields for one in parts)) for name, value in part.items()},
         {name: content for one in parts for name, content in one.files.items()},

@@ -106,11 +106,13 @@ def test_newer_options_are_asked_for(gateway: FakeGateway, planner: FakePlanner)
     of_key(shown, "selectbox", "plan-criterion").set_value("marginal")
     of_key(shown, "selectbox", "plan-codec").set_value("int8")
     of_key(shown, "number_input", "plan-tbt").set_value(80.0)
+    of_key(shown, "checkbox", "plan-thorough").check()
     until(click(shown, "Search"), lambda state: bool(state.progress))
     asked = planner.asked[0]
     assert dict(asked.prices) == {"h200": 3.5, "l40s": 0.8}
     assert (asked.decode_gpu, asked.HasField("prefill_gpu"), asked.criterion) == ("l40s", False, "marginal")
     assert (asked.kv_codec, asked.tbt_s, asked.HasField("network_gbit_per_s")) == ("int8", 0.08, False)
+    assert asked.is_thorough
     shown = checked(of_key(shown, "text_input", "plan-prices").set_value("h200").run())
     assert any("prices as GPU=DOLLARS" in one.value for one in shown.caption)
 

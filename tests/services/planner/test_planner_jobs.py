@@ -225,6 +225,13 @@ async def test_what_takes_too_long_ends(is_waiting: bool) -> None:
     assert bench.num_inside == 0
 
 
+def test_a_plan_is_thorough_where_that_is_asked_for() -> None:
+    thorough = planner_pb2.PlanRequest(is_thorough=True)
+    thorough.MergeFrom(ASKED)
+    assert plan_request(thorough).is_thorough
+    assert not plan_request(ASKED).is_thorough
+
+
 @pytest.mark.parametrize(
     ("changed", "param", "says"),
     [
