@@ -30,6 +30,11 @@ class Speed(NamedTuple):
         """Prompt tokens of a step in which decoding takes so long."""
         return self.chunk_tokens if decode_s > 0 else self.step_tokens
 
+    def beside_decodes_s(self, num_tokens: int) -> float:
+        """Computing so many tokens in chunks; the decoding that these share their steps with is not in it."""
+        num_more = math.ceil(num_tokens / self.chunk_tokens) - 1
+        return self.model.seconds(num_tokens) + self.model.a * num_more
+
 
 class Prefill(NamedTuple):
     """One prompt's work on the worker."""
@@ -94,12 +99,7 @@ class PrefillCourse:
 
     def usual_work_s(self, speed: Speed, seconds: float, now_s: float) -> float:
         """Computing the prompts that usually come within so long a time, beside decoding."""
-        model, chunk_tokens = speed.model, speed.chunk_tokens
-
-        def each_s(num_tokens: int) -> float:
-            return model.seconds(num_tokens) + model.a * (math.ceil(num_tokens / chunk_tokens) - 1)
-
-        return self._arrivals.work_s(each_s, seconds, now_s)
+        return self._arrivals.work_s(speed, seconds, now_s)
 
     def join(self, request_id: str, work: Prefill, decoding: Decoding | None, step_tokens: int, now_s: float) -> None:
         """A prompt is sent there."""

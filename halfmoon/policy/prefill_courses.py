@@ -45,11 +45,12 @@ class PrefillCourses:
         decode_row = view.row(placement.decode.worker_id)
         if row is None or decode_row is None or not _has_steps(worker):
             return
-        course = self._advanced(row, view, worker, now_s)
+        own = self._own(row, worker, now_s)
+        course = self._advanced(row, view, worker, own, now_s)
         decoding = Decoding(decode_row, num_output * placement.tbt_s, num_prompt_tokens + num_output / 2)
         self._rows[request_id] = (row, worker)
         work = _work(placement, num_prompt_tokens, priority, now_s)
-        course.join(request_id, work, decoding, self._room(row, worker, now_s), now_s)
+        course.join(request_id, work, decoding, _speed(worker).room(own.step_s(now_s)), now_s)
 
     def computed(self, request_id: str, now_s: float) -> None:
         """Its first token is here."""
@@ -70,8 +71,8 @@ class PrefillCourses:
         worker, row = placement.prefill, view.row(placement.prefill.worker_id)
         if row is None or not _has_steps(worker):
             return placement
-        course = self._advanced(row, view, worker, now_s)
         own = self._own(row, worker, now_s)
+        course = self._advanced(row, view, worker, own, now_s)
         if not len(course) and worker.contention < _LEAST_CONTENTION and not own.step_s(now_s):
             return placement
         times = course.predict(
@@ -95,7 +96,7 @@ class PrefillCourses:
         is_alone = worker.role != "both" and worker.contention < _LEAST_CONTENTION
         if not _has_steps(worker) or (not course and is_alone):
             return math.inf
-        course = self._advanced(row, view, worker, now_s)
+        course = self._advanced(row, view, worker, self._own(row, worker, now_s), now_s)
         return course.earliest_s(priority, _speed(worker), _others_s(worker, course, now_s), now_s) - now_s
 
     def tbt_s(self, view: ClusterView, placement: Placement, step_s: float, num_gaps: float, now_s: float) -> float:
@@ -120,10 +121,12 @@ class PrefillCourses:
             behind_s = (1 + prefill.contention) * placement.behind_s
         return pace_beside(step_s, worker.step_contention, usual, behind_s, num_gaps)
 
-    def _advanced(self, row: int, view: ClusterView, worker: WorkerView, now_s: float) -> PrefillCourse:
+    def _advanced(
+        self, row: int, view: ClusterView, worker: WorkerView, own: OwnDecodes, now_s: float
+    ) -> PrefillCourse:
         course = self._courses.setdefault(row, PrefillCourse())
         past_busy = self._past_busy(view, worker, course, now_s)
-        course.advance(_speed(worker), past_busy, now_s, self._own(row, worker, now_s).step_s(now_s))
+        course.advance(_speed(worker), past_busy, now_s, own.step_s(now_s))
         return course
 
     def _own(self, row: int, worker: WorkerView, now_s: float) -> OwnDecodes:

@@ -111,6 +111,7 @@ class SimGateway:
             total_blocks=num_units,
             free_blocks=num_units,
             step_tokens=min(group.limits.max_batch_tokens, kv.num_pages * worker.page_tokens),
+            chunk_tokens=group.limits.chunk_tokens if group.limits.batching == "chunked" else 0,
             prefill_model=latency.policy_prefill,
             step_model=latency.policy_step,
             holder=self.index.number(worker.name) if kv.is_cache else -1,

@@ -186,6 +186,15 @@ def test_admission_refuses_before_anything_is_computed() -> None:
     assert found.ttft_s[~refused].max() < 0.6
 
 
+@pytest.mark.parametrize(("chunk_tokens", "outcome"), [(512, 0), (16, 1)])
+def test_admission_knows_that_prompts_go_in_chunks_beside_decodes(chunk_tokens: int, outcome: int) -> None:
+    """Of 200 tokens: one step of 211 ms, or 13 steps, of which each takes the decode's 11 ms, too."""
+    limits = BatchLimits(chunk_tokens=chunk_tokens)
+    spec = ClusterSpec((group("both", limits=limits),), FAST, admission="predicted", targets=Targets(ttft_s=0.25))
+    found = simulate(spec, work((0.0, 10, 500), (0.05, 200, 2)))
+    assert found.outcome.tolist() == [0, outcome]
+
+
 def test_attainment_joint_and_marginal() -> None:
     found = simulate(pair(), work((0.0, 100, 9), (0.0, 50, 5)))
     targets = Targets(ttft_s=0.12, tpot_s=0.0115)  # the first request meets both, the second neither
