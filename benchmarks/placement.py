@@ -24,7 +24,8 @@ from halfmoon.policy.cluster_view import ClusterView, Role, WorkerView
 from halfmoon.policy.decode_forecast import DecodeForecast
 from halfmoon.policy.key_table import Keys
 from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.policy.placement import PlacementMode, PlacementRequest, PlacementRules, place
+from halfmoon.policy.placement import PlacementRequest, PlacementRules, place
+from halfmoon.policy.ranking import PlacementMode
 
 BLOCK_TOKENS = 64
 NUM_PLACEMENTS = 500

@@ -28,7 +28,7 @@ from benchmarks.planner_bursts import show_bursts
 from halfmoon.plan.fleet import read_fleet
 from halfmoon.plan.goodput import Goal
 from halfmoon.plan.question import Question, default_rules
-from halfmoon.policy.placement import PlacementMode
+from halfmoon.policy.ranking import PlacementMode
 from halfmoon.sim.cluster import Batching, BatchLimits, ClusterSpec, Network, Targets, TbtOf, WorkerGroup
 from halfmoon.sim.distserve import DistServeCoefficients
 from halfmoon.sim.latency import LatencyModel, median_error

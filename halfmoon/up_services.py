@@ -14,7 +14,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.gpus import VISIBLE_GPUS, GPUShares, visible_gpus, whole_gpus
 from halfmoon.policy.admission import AdmissionMode
 from halfmoon.policy.cluster_view import Role
-from halfmoon.policy.placement import PlacementMode
+from halfmoon.policy.ranking import PlacementMode
 from halfmoon.rpc.tracing import check_endpoint
 from halfmoon.simulated_up import SimulatedWorkers, simulation_specs
 from halfmoon.store_up import StoreOptions, store_specs

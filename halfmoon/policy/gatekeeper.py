@@ -122,10 +122,15 @@ class Gatekeeper:
             raise refusal
 
     def place_again(
-        self, view: ClusterView, request: PlacementRequest, now_s: float, depths: NDArray[np.int64] = NOTHING_CACHED
+        self,
+        view: ClusterView,
+        request: PlacementRequest,
+        qos: QosClass,
+        now_s: float,
+        depths: NDArray[np.int64] = NOTHING_CACHED,
     ) -> Placement:
         """Another placement for an admitted request. Raises what `place` raises."""
-        return self._forecast.place(view, request, now_s, depths)
+        return self._forecast.place(view, replace(request, targets=self.applied(qos)), now_s, depths)
 
     def applied(self, qos: QosClass) -> Targets:
         """The class's targets as feedback has them now."""

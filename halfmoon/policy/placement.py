@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +15,13 @@ from halfmoon.policy.cluster_view import Bools, ClusterView, WorkerView
 from halfmoon.policy.decode_forecast import DecodeLoads
 from halfmoon.policy.feedback import Targets
 from halfmoon.policy.latency import Floats
-from halfmoon.policy.one_speed import at_one_speed
-from halfmoon.policy.ttft import TtftPrediction, predict_ttft, prefill_seconds
-
-PlacementMode = Literal["kvcache-centric", "cache-aware", "least-loaded", "random"]
+from halfmoon.policy.ranking import PlacementMode, Ranking, predict_tbt
+from halfmoon.policy.ttft import TtftPrediction, predict_ttft
 
 NO_TARGETS = Targets(None, None)
 NOTHING_CACHED: NDArray[np.int64] = np.zeros(1, dtype=np.int64)  # depths where no block is known
 
 _RETRY_AFTER_MS = 1_000  # a worker that joins or drains takes about a second to show
-_TIE = 1.01  # predictions that differ by a hundredth do not differ: equal workers have slightly different models
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -95,6 +92,11 @@ class PlacementRequest:
     least_tokens: int = 0  # that the answer will have
     targets: Targets = NO_TARGETS  # that it should meet where it can
 
+    @property
+    def judged_targets(self) -> Targets:
+        """One token has no gap."""
+        return self.targets if self.max_tokens > 1 else replace(self.targets, tbt_s=None)
+
 
 class _Candidates(NamedTuple):
     """Rows that can be each half."""
@@ -129,65 +131,20 @@ def place(
     that. Without `loads_at` the present loads count. Raises Unavailable when a half is missing (now) and
     ContextLengthExceeded when no present worker can ever hold the request.
     """
-    candidates, num_tokens = _candidates(view, request), request.num_prompt_tokens
+    rows, num_tokens = _candidates(view, request), request.num_prompt_tokens
     ttft = ranked_by or predict_ttft(view, num_tokens, depths, now_s, rules.fetching_threshold, request.fetch_factor)
-    if np.logical_or.reduce(candidates.both):
-        prefill = _prefill_of_any(view, request, rules.mode, candidates, ttft, now_s, rng, loads_at)
+    ranking = Ranking(view, rules.mode, num_tokens, request.judged_targets)
+    loads_at = loads_at or (lambda at_s: _present_loads(view))
+    if np.logical_or.reduce(rows.both):
+        begins_s = now_s + float(np.minimum.reduce(ttft.seconds[rows.prefill | rows.both]))
+        prefill = ranking.best_of_any(ttft, loads_at(begins_s), rows.prefill, rows.decode, rows.both, rng)
     else:
-        prefill = _least(_prefill_cost(view, rules.mode, ttft), candidates.prefill, rng)
+        prefill = ranking.best_prefill(ttft, rows.prefill, rng)
     chosen = _prefilled(view, prefill, ttft)
     chosen = exactly(chosen) if exactly else chosen
-    loads = loads_at(now_s + chosen.ttft_s) if loads_at else _present_loads(view)
-    tbt_s = predict_tbt(view, loads, num_tokens)
-    decode = prefill
-    if not candidates.both[prefill]:
-        ranked = _decode_rank(view, rules.mode, tbt_s, loads)
-        decode = _least(ranked, _with_room(view, candidates.decode, num_tokens + 1), rng)
-    return replace(chosen, decode=view.worker(decode), tbt_s=float(tbt_s[decode]))
-
-
-def _prefill_of_any(
-    view: ClusterView,
-    request: PlacementRequest,
-    mode: PlacementMode,
-    candidates: _Candidates,
-    ttft: TtftPrediction,
-    now_s: float,
-    rng: random.Random,
-    loads_at: Callable[[float], DecodeLoads] | None,
-) -> int:
-    """The row for the prompt where some rows would keep the request: their TBT is known with it, that of others is the
-    best decode worker's."""
-    num_tokens, both, rows = request.num_prompt_tokens, candidates.both, candidates.prefill | candidates.both
-    cost = _prefill_cost(view, mode, ttft)
-    begins_s = now_s + float(np.minimum.reduce(ttft.seconds[rows]))
-    loads = loads_at(begins_s) if loads_at else _present_loads(view)
-    tbt_s = predict_tbt(view, loads, num_tokens)
-    weight = _decode_rank(view, mode, tbt_s, loads)
-    if cost is ttft.seconds:  # by predictions
-        cost = at_one_speed(cost, prefill_seconds(view, np.zeros(view.num_rows), float(num_tokens)), both)
-        rows = _meeting(request, ttft.seconds, _of_request(tbt_s, candidates), rows)
-    if weight is tbt_s:
-        weight = at_one_speed(weight, predict_tbt(view, _no_loads(view), num_tokens), both)
-    equal = np.zeros_like(rows)
-    equal[_about_least(cost, rows)] = True
-    return _least(_of_request(weight, candidates), equal, rng)
-
-
-def _of_request(decode: Floats, candidates: _Candidates) -> Floats:
-    """What is said of each decode row, for each row that may compute the prompt."""
-    elsewhere = np.minimum.reduce(decode[candidates.decode], initial=np.inf)
-    return np.where(candidates.both, decode, elsewhere)
-
-
-def _meeting(request: PlacementRequest, ttft_s: Floats, tbt_s: Floats, rows: Bools) -> Bools:
-    """Those of the rows that meet both targets; all of them when there are none. One token has no gap."""
-    meets, targets = rows.copy(), request.targets
-    if targets.ttft_s is not None:
-        meets &= ttft_s <= targets.ttft_s
-    if targets.tbt_s is not None and request.max_tokens > 1:
-        meets &= tbt_s <= targets.tbt_s
-    return meets if np.logical_or.reduce(meets) else rows
+    loads = loads_at(now_s + chosen.ttft_s)
+    decode = prefill if rows.both[prefill] else ranking.best_decode(loads, rows.decode, rng)
+    return replace(chosen, decode=view.worker(decode), tbt_s=float(predict_tbt(view, loads, num_tokens)[decode]))
 
 
 def _prefilled(view: ClusterView, row: int, ttft: TtftPrediction) -> Placement:
@@ -210,13 +167,6 @@ def decodes_more(view: ClusterView, num_tokens: int, fewer_tokens: int) -> bool:
     capacity, num_rows = view.column("capacity_tokens"), view.num_rows
     decodes = view.can_decode[:num_rows] | view.can_do_both[:num_rows]
     return bool((decodes & (capacity >= fewer_tokens) & (capacity < num_tokens)).any())
-
-
-def predict_tbt(view: ClusterView, loads: DecodeLoads, num_prompt_tokens: int) -> Floats:
-    """Seconds of a step of each row with one more request of so many tokens."""
-    d, e, f = view.step_coefficients[: view.num_rows].T
-    seconds: Floats = d + e * (loads.batch + 1) + f * (loads.context_tokens + num_prompt_tokens)
-    return seconds
 
 
 def _candidates(view: ClusterView, request: PlacementRequest) -> _Candidates:
@@ -251,47 +201,5 @@ def _most(present: _Candidates, capacity: Floats) -> int:
     return int(max(min(prefill, decode), both))
 
 
-def _prefill_cost(view: ClusterView, mode: PlacementMode, ttft: TtftPrediction) -> Floats:
-    if mode == "random":
-        return np.zeros(view.num_rows)
-    if mode == "least-loaded":
-        return view.column("waiting_prefill_tokens")
-    if not view.prefill_coefficients[: view.num_rows].any():  # nothing is known of anybody's speed
-        return view.column("waiting_prefill_tokens") - ttft.cached_tokens
-    return ttft.seconds
-
-
-def _decode_rank(view: ClusterView, mode: PlacementMode, tbt_s: Floats, loads: DecodeLoads) -> Floats:
-    if mode == "random":
-        return np.zeros(view.num_rows)
-    if mode == "least-loaded" or not view.step_coefficients[: view.num_rows].any():
-        return loads.batch
-    return tbt_s
-
-
-def _with_room(view: ClusterView, rows: Bools, num_tokens: int) -> Bools:
-    """Those with room now; all of them when there are none: one may have some by then."""
-    roomy = rows & (view.column("free_blocks") * view.column("block_tokens") >= num_tokens)
-    return roomy if np.logical_or.reduce(roomy) else rows
-
-
 def _present_loads(view: ClusterView) -> DecodeLoads:
     return DecodeLoads(view.column("num_requests"), view.column("context_in_use_tokens"))
-
-
-def _no_loads(view: ClusterView) -> DecodeLoads:
-    return DecodeLoads(np.zeros(view.num_rows), np.zeros(view.num_rows))
-
-
-def _least(cost: Floats, rows: Bools, rng: random.Random) -> int:
-    """One of the rows that cost about the least."""
-    equal = _about_least(cost, rows)
-    return int(equal[rng.randrange(len(equal))])
-
-
-def _about_least(cost: Floats, rows: Bools) -> NDArray[np.int64]:
-    among = rows.nonzero()[0]
-    costs = cost[among]
-    least = np.minimum.reduce(costs)
-    equal: NDArray[np.int64] = among[costs <= least + abs(least) * (_TIE - 1)]
-    return equal

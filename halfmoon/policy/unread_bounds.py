@@ -10,7 +10,8 @@ from halfmoon.policy.admission import AdmissionMode, Outlook
 from halfmoon.policy.cluster_view import ClusterView
 from halfmoon.policy.decode_forecast import DecodeLoads
 from halfmoon.policy.feedback import Targets
-from halfmoon.policy.placement import NOTHING_CACHED, PlacementRequest, predict_tbt
+from halfmoon.policy.placement import NOTHING_CACHED, PlacementRequest
+from halfmoon.policy.ranking import predict_tbt
 from halfmoon.policy.request_forecast import RequestForecast
 from halfmoon.policy.ttft import TtftPrediction
 

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.policy.admission import AdmissionMode
-from halfmoon.policy.placement import PlacementMode
+from halfmoon.policy.ranking import PlacementMode
 from halfmoon.replay.client import Gateway
 from halfmoon.replay.cluster import found_gateway, simulated_cluster
 from halfmoon.replay.outcome import Summary, Targets, summarized

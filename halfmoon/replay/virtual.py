@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from halfmoon.policy.admission import AdmissionMode
-from halfmoon.policy.placement import PlacementMode
+from halfmoon.policy.ranking import PlacementMode
 from halfmoon.replay.outcome import End, Outcome, Targets
 from halfmoon.sim import cluster
 from halfmoon.sim.result import OUTCOMES, SimResult

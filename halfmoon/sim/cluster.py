@@ -8,7 +8,7 @@ from typing import Literal
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission import AdmissionMode
 from halfmoon.policy.cluster_view import Role
-from halfmoon.policy.placement import PlacementMode
+from halfmoon.policy.ranking import PlacementMode
 from halfmoon.sim.contention import NO_CONTENTION, Contention
 from halfmoon.sim.latency import LatencyModel
 

@@ -192,7 +192,7 @@ class SimGateway:
             placement = admitted.placement
         else:
             wanted = PlacementRequest(job.target, job.num_left, exclude)
-            placement = self._gatekeeper.place_again(self.view, wanted, now_s, depths)
+            placement = self._gatekeeper.place_again(self.view, wanted, self._qos, now_s, depths)
             self._gatekeeper.move(name, self.view, placement, now_s)
         self._note_placed(job, placement)
         return placement

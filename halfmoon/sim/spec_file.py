@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission import AdmissionMode
 from halfmoon.policy.cluster_view import Role
-from halfmoon.policy.placement import PlacementMode
+from halfmoon.policy.ranking import PlacementMode
 from halfmoon.sim.cluster import Batching, BatchLimits, ClusterSpec, Failure, Network, Targets, WorkerGroup
 from halfmoon.sim.contention import Contention
 from halfmoon.sim.hardware import DEVICES

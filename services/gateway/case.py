@@ -83,7 +83,7 @@ class Case:
         view, now_s = self._membership.view(), self._clock()
         if self._admitted is None:
             return self._enter(wanted, now_s)
-        placement = self._gatekeeper.place_again(view, wanted, now_s, self._depths())
+        placement = self._gatekeeper.place_again(view, wanted, self._admitted.qos, now_s, self._depths())
         self._gatekeeper.move(self._name, view, placement, now_s)
         move = Move(now_s, placement.prefill.worker_id, placement.decode.worker_id)
         self._observations.decisions.note_move(self.request.request_id, move)

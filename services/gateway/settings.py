@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings
 
 from halfmoon.ledger.database import mask_password
 from halfmoon.policy.admission import AdmissionMode
-from halfmoon.policy.placement import PlacementMode
+from halfmoon.policy.ranking import PlacementMode
 from halfmoon.rpc.service import service_config
 from halfmoon.rpc.tracing import OTLP_HELP
 

@@ -209,13 +209,22 @@ def test_nobody_is_shed_for_a_class_that_can_never_be_served(impossible: QosClas
 
 
 def test_a_request_that_moved_counts_where_it_is() -> None:
-    other = replace(D, worker_id="d2")
+    other, qos = replace(D, worker_id="d2"), QosClass("x")
     gate, view = keeper(), ClusterView((P, D, other))
-    first = enter(gate, view, "a", QosClass("x"))
-    assert gate.place_again(view, REQUEST, 0.0).decode.worker_id != first.placement.decode.worker_id
-    there = gate.place_again(view, replace(REQUEST, exclude=(first.placement.decode.worker_id,)), 0.0)
+    first = enter(gate, view, "a", qos)
+    assert gate.place_again(view, REQUEST, qos, 0.0).decode.worker_id != first.placement.decode.worker_id
+    there = gate.place_again(view, replace(REQUEST, exclude=(first.placement.decode.worker_id,)), qos, 0.0)
     gate.move("a", view, there, 0.0)
-    assert gate.place_again(view, REQUEST, 0.0).decode.worker_id == first.placement.decode.worker_id
+    assert gate.place_again(view, REQUEST, qos, 0.0).decode.worker_id == first.placement.decode.worker_id
+
+
+def test_who_is_placed_again_goes_where_its_class_is_served_in_time() -> None:
+    slower = replace(D, worker_id="d2", step_model=StepModel(*(1.12 * one for one in STEP)))
+    view, tbt_s = ClusterView((P, D, slower)), STEP.seconds(1, 100)
+    for qos, found in ((QosClass("x"), {"d", "d2"}), (QosClass("x", tbt_s=1.05 * tbt_s), {"d"})):
+        gate = keeper()
+        again = {gate.place_again(view, REQUEST, qos, 0.0).decode.worker_id for _ in range(100)}
+        assert again == found
 
 
 def test_the_forecast() -> None:

@@ -21,11 +21,11 @@ from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.policy.placement import (
     ContextLengthExceeded,
     Placement,
-    PlacementMode,
     PlacementRequest,
     PlacementRules,
     place,
 )
+from halfmoon.policy.ranking import PlacementMode
 from halfmoon.policy.restore import RestoreCosts, meeting_point
 
 PREFILL = PrefillModel(0.01, 1e-3, 0.0)
@@ -267,6 +267,28 @@ def test_workers_that_do_both_share_the_load_though_one_is_believed_quicker(fact
     shares = both_shares(C0, slower(C1, factor))
     assert min(shares["c0"], shares["c1"]) > 50
     assert both_shares(C0, slower(C1, 1.3)) == {"c0": 200}  # that is more than learning errs
+
+
+def decode_shares(*decoding: WorkerView, **more: Any) -> dict[str, int]:
+    return dict(Counter(chosen(Q0, *decoding, seed=seed, **more)[1] for seed in range(200)))
+
+
+@pytest.mark.parametrize("factor", [0.88, 1.12])
+def test_decode_workers_share_the_load_though_one_is_believed_quicker(factor: float) -> None:
+    shares = decode_shares(E0, slower(E1, factor))
+    assert min(shares["e0"], shares["e1"]) > 50
+    assert decode_shares(E0, slower(E1, 1.3)) == {"e0": 200}  # that is more than learning errs
+    busy = replace(E0, num_running=2, context_in_use_tokens=200)
+    assert decode_shares(busy, slower(E1, factor)) == {"e1": 200}
+    assert placed(Q0, busy, slower(E1, factor)).tbt_s == pytest.approx(factor * STEP.seconds(1, 100))  # as believed
+
+
+def test_a_decode_worker_that_meets_the_target_goes_first() -> None:
+    tbt_s = STEP.seconds(1, 100)
+    for seed in range(20):
+        request = PlacementRequest(100, 50, targets=Targets(None, 1.05 * tbt_s))
+        placement = place(ClusterView((Q0, E0, slower(E1, 1.12))), request, PlacementRules(), 0.0, random.Random(seed))
+        assert placement.decode.worker_id == "e0"
 
 
 def test_of_equal_ttfts_the_lighter_of_those_that_do_both() -> None:

@@ -18,7 +18,8 @@ from halfmoon.policy.cluster_view import ClusterView, Role, WorkerView
 from halfmoon.policy.decode_forecast import DecodeForecast
 from halfmoon.policy.gatekeeper import Gatekeeper
 from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.policy.placement import PlacementMode, PlacementRequest, PlacementRules
+from halfmoon.policy.placement import PlacementRequest, PlacementRules
+from halfmoon.policy.ranking import PlacementMode
 
 WORKER = WorkerView(
     "w",

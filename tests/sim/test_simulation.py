@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.policy.placement import PlacementMode
+from halfmoon.policy.ranking import PlacementMode
 from halfmoon.sim.cluster import BatchLimits, ClusterSpec, Failure, Network, Targets, WorkerGroup
 from halfmoon.sim.decode_batch import DecodeBatch
 from halfmoon.sim.distserve import DistServeCoefficients
