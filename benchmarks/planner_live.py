@@ -2,9 +2,10 @@
 
     python -m benchmarks.planner_live --directory live [--layout 1p1d] [--rate 0.6 --rate 1] [--requests 100]
 
-Starts `halfmoon up` with the demo model in each layout on this host, measures a profile of it (LAYOUT.json in
-`--directory`; one that is there is taken), and plays Poisson arrivals of equal requests, whose prompts share nothing,
-through the HTTP API. Then `halfmoon.sim` simulates the same arrivals and lengths with that profile and nothing else.
+Starts `halfmoon up` with the demo model in each layout on this host. For each rate it measures a profile of it
+(LAYOUT-RATE.json in `--directory`; one that is there is taken), since the speed of a shared machine drifts by the
+minute, and plays Poisson arrivals of equal requests, whose prompts share nothing, through the HTTP API. Then
+`halfmoon.sim` simulates the same arrivals and lengths with that profile and nothing else.
 Each worker computes with its share of the cores (OMP_NUM_THREADS, unless that is set). Attainment is shown for targets
 that are multiples of what an idle system takes by the profile.
 """
@@ -31,7 +32,7 @@ from halfmoon.replay.outcome import Outcome
 from halfmoon.replay.player import played
 from halfmoon.sim.cluster import ClusterSpec, Targets
 from halfmoon.sim.lengths import named_lengths
-from halfmoon.sim.profile import read_profile, write_profile
+from halfmoon.sim.profile import MeasuredProfile, read_profile, write_profile
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.spec_file import read_cluster
 from halfmoon.sim.synthetic import synthetic_workload
@@ -52,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, required=True, help="of profiles, state and results")
     parser.add_argument("--layout", action="append", choices=sorted(LAYOUTS))
-    parser.add_argument("--rate", action="append", type=float, help="requests a second; 0: the profile alone")
+    parser.add_argument("--rate", action="append", type=float, help="requests a second")
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--work", default="in=200,out=32")
     parser.add_argument("--seed", type=int, default=1)
@@ -63,7 +64,7 @@ def main() -> None:
     args.directory.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 2) // 2, 1)))
     for layout in args.layout or LAYOUTS:
-        rates = [rate for rate in args.rate or (0.6, 1.0, 1.4) if rate]
+        rates = args.rate or (0.6, 1.0, 1.4)
         if not args.only_simulate:
             asyncio.run(_measure(args, layout, rates))
         _print(args, layout, rates)
@@ -72,12 +73,12 @@ def main() -> None:
 async def _measure(args: argparse.Namespace, layout: str, rates: Sequence[float]) -> None:
     """A profile, and a file of outcomes for each rate."""
     async with _system(args, layout) as url:
-        path = args.directory / f"{layout}.json"
-        if not path.exists():
-            write_profile(path, await profiled(ProfileOptions(url, limits=LIMITS), lambda what, done, total: None))
         gateway = await found_gateway(url)
         await played(_workload(args, 1.0, NUM_WARM, block=_unseen()), gateway, lambda: None)
         for rate in rates:
+            path = _profile_file(args, layout, rate)
+            if not path.exists():
+                write_profile(path, await profiled(ProfileOptions(url, limits=LIMITS), lambda what, done, total: None))
             work = _workload(args, rate, args.requests, block=_unseen())
             outcomes = await played(work, gateway, lambda: None)
             rows = [
@@ -101,6 +102,11 @@ def _is_good(one: Outcome) -> bool:
     return one.end == "answered"
 
 
+def _profile_file(args: argparse.Namespace, layout: str, rate: float) -> Path:
+    path: Path = args.directory / f"{layout}-{rate:g}{args.run}.json"
+    return path
+
+
 def _outcomes_file(args: argparse.Namespace, layout: str, rate: float) -> Path:
     path: Path = args.directory / f"{layout}-{args.work}-{rate:g}-{args.seed}{args.run}.json"
     return path
@@ -114,13 +120,13 @@ def _workload(args: argparse.Namespace, rate: float, num: int, block: int) -> Wo
     return replace(drawn, prefixes=Prefixes(BLOCK_TOKENS, block + np.arange(offsets[-1]), offsets))
 
 
-def _cluster(args: argparse.Namespace, layout: str) -> ClusterSpec:
+def _cluster(args: argparse.Namespace, layout: str, rate: float) -> ClusterSpec:
     """As a user would write it: everything but the layout is the profile's."""
     workers = [
         {"role": role, "count": count, "workers_per_node": count, "first_node": 0} for role, count in _groups(layout)
     ]
     path = args.directory / f"cluster-{layout}.json"
-    path.write_text(json.dumps({"latency": str(args.directory / f"{layout}.json"), "workers": workers}))
+    path.write_text(json.dumps({"latency": str(_profile_file(args, layout, rate)), "workers": workers}))
     return read_cluster(path)
 
 
@@ -129,39 +135,40 @@ def _groups(layout: str) -> list[tuple[str, int]]:
 
 
 def _print(args: argparse.Namespace, layout: str, rates: Sequence[float]) -> None:
-    profile = read_profile(args.directory / f"{layout}.json")
-    spec = _cluster(args, layout)
+    for rate in rates:
+        _print_rate(args, layout, rate)
+
+
+def _print_rate(args: argparse.Namespace, layout: str, rate: float) -> None:
+    spec = _cluster(args, layout, rate)
     idle = simulate(spec, _workload(args, 0.01, 5, block=0))
     ttft_s, tpot_s = float(np.median(idle.ttft_s)), float(np.median(idle.tpot_s))
-    beside = ", ".join(f"{one.work} beside {one.neighbour} x{one.slowdown:.2f}" for one in profile.beside)
+    _print_profile(read_profile(_profile_file(args, layout, rate)))
+    print(f"{layout}, {args.work}, {rate:g}/s; idle TTFT {1000 * ttft_s:.0f} ms, TPOT {1000 * tpot_s:.1f} ms")
+    multiples = " | ".join(f"{a:g}x/{b:g}x" for a, b in MULTIPLES)
+    print(f"| rate/s | | mean TTFT ms | p90 | mean TPOT ms | p90 | met {multiples} |")
+    rows = np.array(json.loads(_outcomes_file(args, layout, rate).read_text()))
+    found = simulate(spec, _workload(args, rate, args.requests, block=0), args.seed)
+    assert not rows[:, 2].any(), "prompts were cached: nothing is compared with what was simulated"
+    targets = [Targets(a * ttft_s, b * tpot_s) for a, b in MULTIPLES]
+    predicted = _figures(found.ttft_s, found.tpot_s, [found.attainment(one).joint for one in targets])
+    met = [float(((rows[:, 0] <= one.ttft_s) & (rows[:, 1] <= one.tpot_s)).sum() / args.requests) for one in targets]
+    measured = _figures(rows[:, 0], rows[:, 1], met)
+    _print_row(f"{rate:g}", "predicted", predicted)
+    _print_row("", "measured", measured)
+    differences = [f"{before / after - 1:+.1%}" for before, after in zip(predicted[:4], measured[:4], strict=True)]
+    differences += [f"{100 * (b - a):+.0f}" for b, a in zip(predicted[4:], measured[4:], strict=True)]
+    late_ms = 1000 * float(rows[:, 3].max())
+    print(f"| | difference | {' | '.join(differences)} |   {len(rows)} answered, sent at most {late_ms:.0f} ms late")
+
+
+def _print_profile(profile: MeasuredProfile) -> None:
     error = profile.whole.error
+    beside = ", ".join(f"{one.work} beside {one.neighbour} x{one.slowdown:.2f}" for one in profile.beside)
     print(
-        f"{layout}, {args.work}: profile's error {error.prefill:.1%} / {error.step:.1%} held out; {beside}; "
-        f"idle TTFT {1000 * ttft_s:.0f} ms, TPOT {1000 * tpot_s:.1f} ms; a request {1000 * profile.request_s:.1f} ms"
+        f"profile: error {error.prefill:.1%} / {error.step:.1%} held out; {beside}; "
+        f"a request {1000 * profile.request_s:.1f} ms"
     )
-    print(
-        "| rate/s | | mean TTFT ms | p90 | mean TPOT ms | p90 | met "
-        + " | ".join(f"{a:g}x/{b:g}x" for a, b in MULTIPLES)
-        + " |"
-    )
-    for rate in rates:
-        rows = np.array(json.loads(_outcomes_file(args, layout, rate).read_text()))
-        found = simulate(spec, _workload(args, rate, args.requests, block=0), args.seed)
-        assert not rows[:, 2].any(), "prompts were cached: nothing is compared with what was simulated"
-        targets = [Targets(a * ttft_s, b * tpot_s) for a, b in MULTIPLES]
-        predicted = _figures(found.ttft_s, found.tpot_s, [found.attainment(one).joint for one in targets])
-        met = [
-            float(((rows[:, 0] <= one.ttft_s) & (rows[:, 1] <= one.tpot_s)).sum() / args.requests) for one in targets
-        ]
-        measured = _figures(rows[:, 0], rows[:, 1], met)
-        _print_row(f"{rate:g}", "predicted", predicted)
-        _print_row("", "measured", measured)
-        differences = [f"{before / after - 1:+.1%}" for before, after in zip(predicted[:4], measured[:4], strict=True)]
-        differences += [f"{100 * (b - a):+.0f}" for b, a in zip(predicted[4:], measured[4:], strict=True)]
-        late_ms = 1000 * float(rows[:, 3].max())
-        print(
-            f"| | difference | {' | '.join(differences)} |   {len(rows)} answered, sent at most {late_ms:.0f} ms late"
-        )
 
 
 def _figures(ttft_s: Floats, tpot_s: Floats, met: Sequence[float]) -> list[float]:

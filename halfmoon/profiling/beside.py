@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from statistics import mean, median
+from statistics import mean
 
-from halfmoon.profiling.measuring import Progress
+from halfmoon.profiling.measuring import Progress, usual_mean
 from halfmoon.profiling.probe import WorkerProbe
 from halfmoon.sim.contention import Work
 from halfmoon.sim.profile import MeasuredSlowdown
@@ -43,7 +43,7 @@ async def measured_slowdowns(one: WorkerProbe, other: WorkerProbe, on_progress: 
             alone_s.append(await _mean_s(mine, work, neighbour))
             async with _busy(neighbour, its, mine):
                 beside_s.append(await _mean_s(mine, work, neighbour))
-        found.append(MeasuredSlowdown(work=work, neighbour=its, slowdown=median(beside_s) / median(alone_s)))
+        found.append(MeasuredSlowdown(work=work, neighbour=its, slowdown=usual_mean(beside_s) / usual_mean(alone_s)))
     on_progress("side by side", len(pairs) * _ROUNDS, len(pairs) * _ROUNDS)
     return found
 

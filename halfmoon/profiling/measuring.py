@@ -1,8 +1,8 @@
-"""The sweeps over live workers: every point measured several times, the median kept."""
+"""The sweeps over live workers: every point measured several times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import zip_longest
 from statistics import mean, median
 
@@ -15,6 +15,14 @@ Progress = Callable[[str, int, int], None]
 """Told what is measured, how many points are done, of how many."""
 
 _WARM_PROMPT = 64
+_STOOD_STILL = 2.0  # medians: the machine did something else meanwhile
+
+
+def usual_mean(measured: Collection[float]) -> float:
+    """Of what was measured, but for what took over twice the median: so much is to be expected of the next one, where
+    the median would leave out that some are slower."""
+    most = _STOOD_STILL * median(measured)
+    return mean(one for one in measured if one <= most)
 
 
 async def measured_work(
@@ -53,12 +61,12 @@ class _Prompts:
         self._taken[number].append(await probe.prefill(prompt, receiver))
 
     def found(self) -> list[MeasuredPrefill]:
-        """Of each point the median."""
+        """Of each point the mean."""
         return [
             MeasuredPrefill(
                 new_tokens=some[-1].new_tokens,
                 cached_tokens=some[-1].cached_tokens,
-                seconds=median(one.seconds for one in some),
+                seconds=usual_mean([one.seconds for one in some]),
                 is_held_out=point.is_held_out,
             )
             for point, some in zip(self.points, self._taken, strict=True)
@@ -80,12 +88,12 @@ class _Batches:
         self._taken[number].append(await self._probe.decode(point.batch, point.context_tokens, self._num_steps))
 
     def found(self) -> list[MeasuredStep]:
-        """Of each point the median of its runs, and of a run the mean of its steps: an answer takes their sum."""
+        """Of each point the mean of its runs, and of a run the mean of its steps: an answer takes their sum."""
         return [
             MeasuredStep(
                 batch=point.batch,
                 context_tokens=round(mean(one.context_tokens for run in some for one in run)),
-                seconds=median(mean(one.seconds for one in run) for run in some),
+                seconds=usual_mean([mean(one.seconds for one in run) for run in some]),
                 is_held_out=point.is_held_out,
             )
             for point, some in zip(self.points, self._taken, strict=True)

@@ -11,9 +11,9 @@ from halfmoon.profiling.probe import WorkerProbe
 from halfmoon.profiling.served_request import served
 from halfmoon.profiling.target import Cluster
 
-_PROMPT_TOKENS = 64
+_PROMPT_TOKENS = 16  # few: the difference of two prompts is looked for
 _STEPS = 16
-_REPEATS = 9
+_REPEATS = 13
 
 
 class RequestTime(NamedTuple):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from statistics import median
 
 import aiohttp
 
-from halfmoon.profiling.measuring import Progress
+from halfmoon.profiling.measuring import Progress, usual_mean
 from halfmoon.profiling.probe import WorkerProbe
 from halfmoon.profiling.request_time import RequestTime
 from halfmoon.profiling.served_request import served
@@ -29,11 +28,11 @@ async def served_slowdowns(
     beside_work: RequestTime,
     on_progress: Progress,
 ) -> list[MeasuredSlowdown]:
-    """Of prompts beside answers, and of answers beside a prompt, on a prefill and a decode worker; medians of rounds.
+    """Of prompts beside answers, and of answers beside a prompt, on a prefill and a decode worker; means of rounds.
 
-    Raises what `served` raises.
+    What is too short to be told from the rest of a request is left out. Raises what `served` raises.
     """
-    of_prompts, of_answers = [], []
+    alone_s, busy_s, of_answers = [], [], []
     prompt_tokens = min(_PROMPT_TOKENS, probe.target.context_tokens // 2)
     most_tokens = min(_MOST_TOKENS, probe.target.context_tokens - _SHORT_TOKENS)
     for done in range(_ROUNDS):
@@ -52,15 +51,19 @@ async def served_slowdowns(
             async with served(session, cluster, probe.prompt(prompt_tokens), 1) as prompt:
                 await prompt.events(1)
             came_s = await first.events(num_alone + 1)
-        beside_s = beside_work.request_s + beside_work.answer_s
-        of_prompts.append((prompt.ttft_s - beside_s) / (alone.ttft_s - beside_s))
+        alone_s.append(alone.ttft_s)
+        busy_s.append(prompt.ttft_s)
         meanwhile = [at_s for at_s in came_s if prompt.sent_s + beside_work.request_s <= at_s <= prompt.came_s[0]]
         if len(meanwhile) > 2:
             of_answers.append(_gap_s(meanwhile) / _gap_s(came_s[before[0] - 1 : num_alone]))
     on_progress("side by side", _ROUNDS, _ROUNDS)
-    found = [MeasuredSlowdown(work="prefill", neighbour="decode", slowdown=median(of_prompts))]
+    found = []
+    beside_s = beside_work.request_s + beside_work.answer_s
+    prompt_s, busy_prompt_s = usual_mean(alone_s) - beside_s, usual_mean(busy_s) - beside_s
+    if min(prompt_s, busy_prompt_s) > 0:
+        found.append(MeasuredSlowdown(work="prefill", neighbour="decode", slowdown=busy_prompt_s / prompt_s))
     if of_answers:
-        found.append(MeasuredSlowdown(work="decode", neighbour="prefill", slowdown=median(of_answers)))
+        found.append(MeasuredSlowdown(work="decode", neighbour="prefill", slowdown=usual_mean(of_answers)))
     return found
 
 
