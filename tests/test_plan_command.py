@@ -105,6 +105,7 @@ def test_what_is_written_can_be_simulated_and_started(tmp_path: Path) -> None:
         ({"gpu": "h100:2x8,h100:1x8"}, "named twice"),
         ({"latency": "h100=distserve:opt-13b"}, "give one for each"),
         ({"price": "a100-80g=much"}, "is no price"),
+        ({"price": "h100=2"}, "there is a price of h100, and the GPUs are a100-80g"),
         ({"decode_gpu": "h100"}, "the fleet has no h100 for decode"),
         ({"network": "0"}, "more than 0 Gbit/s"),
         ({"objective": "gpus"}, "give --rate"),

@@ -79,6 +79,8 @@ def read_fleet(text: str, num_nodes: int, gpus_per_node: int, prices: Mapping[st
     names = [one.gpu.name for one in pools]
     if len(set(names)) < len(names):
         raise InvalidRequest(f"a GPU is named twice in {text!r}: {_FORM}", param="gpu")
+    for name in set(prices) - set(names):
+        raise InvalidRequest(f"there is a price of {name}, and the GPUs are {', '.join(names)}", param="price")
     return Fleet(tuple(replace(one, gpu=_priced(one.gpu, prices)) for one in pools))
 
 

@@ -57,7 +57,9 @@ class Question:
 
     def __post_init__(self) -> None:
         if self.rate_per_s is not None and not 0 < self.rate_per_s < math.inf:
-            raise InvalidRequest(f"the rate must be above 0 per second, got {self.rate_per_s:g}", param="rate")
+            raise InvalidRequest(
+                f"the rate must be above 0 per second, and finite, got {self.rate_per_s:g}", param="rate"
+            )
         if self.objective in OF_A_RATE and self.rate_per_s is None:
             what = "fewest GPUs" if self.objective == "gpus" else "the lowest price"
             raise InvalidRequest(f"{what} for which rate? give --rate", param="rate")
@@ -65,12 +67,8 @@ class Question:
             raise InvalidRequest(
                 f"attainment is a share, above 0 and at most 1, got {self.goal.attainment:g}", param="attainment"
             )
-        targets = self.goal.targets
-        for name, target_s in (("ttft", targets.ttft_s), ("tpot", targets.tpot_s), ("tbt", targets.tbt_s or 1.0)):
-            if target_s is None or not 0 < target_s < math.inf:
-                raise InvalidRequest(
-                    f"the target for {name.upper()} must be a time above 0 seconds, got {target_s}", param=name
-                )
+        if self.goal.targets.ttft_s is None or self.goal.targets.tpot_s is None:
+            raise InvalidRequest("a plan needs a target for TTFT and one for TPOT", param="targets")
         if len(self.workload) < 2 or not 0 < self.workload.rate_per_s < math.inf:
             raise InvalidRequest("the workload needs requests at two different times at least", param="workload")
         for role, gpu in self.gpus_for.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,6 +95,7 @@ class Failure:
     back_s: float | None = None
 
     def __post_init__(self) -> None:
+        _check(self.at_s >= 0, "at_s", "must not be negative: the first request comes at second 0")
         _check(self.back_s is None or self.back_s > self.at_s, "back_s", "must be after at_s")
 
 
@@ -105,6 +107,13 @@ class Targets:
     tpot_s: float | None = None
     tbt_s: float | None = None  # of a request's longest gap, or of the mean of the longest tenth; not told to policies
     tbt_of: TbtOf = "longest"
+
+    def __post_init__(self) -> None:
+        for name, target_s in (("ttft", self.ttft_s), ("tpot", self.tpot_s), ("tbt", self.tbt_s)):
+            if target_s is not None and not 0 < target_s < math.inf:
+                raise InvalidRequest(
+                    f"the target for {name.upper()} must be a time above 0 seconds, got {target_s:g}", param=name
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,17 @@ MODELS: MappingProxyType[str, ModelShape] = MappingProxyType(
 )
 _ALIASES = MappingProxyType({"demo": "smollm2-135m"})
 
+SERVED = MappingProxyType(
+    {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "opt": "OPTForCausalLM",
+    }
+)
+"""What workers serve, and what a `config.json` may be of: `model_type` and architecture."""
+
 
 def known_shape(name: str) -> ModelShape | None:
     """Of the catalogue: `llama-3.1-8b`, and meta-llama/Llama-3.1-8B-Instruct is the same."""
@@ -127,25 +138,30 @@ def _read(text: str, name: str, where: str) -> ModelShape:
             raise ValueError("it is no JSON object")
         return _from_config(name, found)
     except KeyError as error:
-        raise InvalidRequest(f"{where} does not describe a transformer: {error} is missing", param="model") from error
+        raise InvalidRequest(f"{where} describes no model that is served: {error} is missing", param="model") from error
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{where} does not describe a transformer: {error}", param="model") from error
+        raise InvalidRequest(f"{where} describes no model that is served: {error}", param="model") from error
 
 
 def _from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
+    is_opt = _architecture(config) == SERVED["opt"]
     for sign in ("num_experts", "num_local_experts", "n_routed_experts"):
         if config.get(sign):
             raise ValueError(f"it has {sign}, and mixtures of experts are not served")
+    if config.get("kv_lora_rank"):
+        raise ValueError("it has kv_lora_rank, and latent attention is not served")
     if config.get("quantization_config"):
         raise ValueError("its weights are quantised, which is not served")
-    is_opt = config.get("model_type") == "opt"
     hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
+    kv_heads = _positive(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ValueError(f"{heads} attention heads are not a multiple of {kv_heads} key-value heads")
     return ModelShape(
         name,
         _positive(config, "num_hidden_layers"),
         hidden,
         heads,
-        _positive(config, "num_key_value_heads", heads),
+        kv_heads,
         _positive(config, "head_dim", max(hidden // heads, 1)),
         _positive(config, "ffn_dim" if is_opt else "intermediate_size"),
         _positive(config, "vocab_size"),
@@ -155,11 +171,20 @@ def _from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     )
 
 
+def _architecture(config: Mapping[str, Any]) -> str | None:
+    """Of those that are served; None where the file does not say."""
+    model_type = config.get("model_type")
+    found = next(iter(config.get("architectures") or ()), None) or SERVED.get(str(model_type), model_type)
+    if found is not None and found not in SERVED.values():
+        raise ValueError(f"it is of {found}; served are {', '.join(SERVED.values())}")
+    return None if found is None else str(found)
+
+
 def _positive(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     """A whole number above 0, or the default where the file has none."""
     value = config[name] if default is None else config.get(name)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
     return value

@@ -335,7 +335,7 @@ class _Run:
         for job in finished.ended:
             self._end(job, "completed")
         self._note(worker)
-        if worker.backlog and finished.ended:
+        if worker.backlog and (finished.ended or finished.prompts):  # a preempted one may end with its prompt
             self._pull(worker)
         if worker.steps.wake_s is None:
             self._start(worker)
@@ -373,6 +373,9 @@ class _Run:
         self._policies.leave(worker)
         for job in [one for one in self._inside.values() if worker in (one.at, one.decode)]:
             self._fail_over(job)
+        for other in self._workers:
+            if other.backlog:  # what was reserved for those that went on elsewhere is free
+                self._pull(other)
         if failure.back_s is not None:
             self._at(failure.back_s, self._on_return, worker)
 

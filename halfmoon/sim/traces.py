@@ -15,6 +15,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.sim.workload import Prefixes, Workload
 
 MOONCAKE_BLOCK_TOKENS = 512
+_MOST_TOKENS = 10**9  # of a prompt or an answer: what is more is no length
 _FORMATS = (
     "JSON rows with start_time (s), prompt_len and output_len, "
     "Mooncake JSON lines with timestamp (ms), input_length, output_length and hash_ids, "
@@ -77,7 +78,7 @@ def _from_rows(path: Path, rows: Sequence[Any]) -> Workload:
     for number, row in enumerate(rows):
         try:
             figures[number] = _figures(row)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _wrong_row(path, number, error) from error
     order = np.argsort(figures[:, 0], kind="stable")
     start_s, prompt, output = figures[order].T
@@ -89,8 +90,15 @@ def _from_rows(path: Path, rows: Sequence[Any]) -> Workload:
 def _figures(row: Mapping[str, Any]) -> tuple[float, int, int]:
     """Seconds, prompt, output: of either kind of row."""
     if "timestamp" in row:
-        return row["timestamp"] / 1000, row["input_length"], row["output_length"]
-    return row["start_time"], row["prompt_len"], row["output_len"]
+        return row["timestamp"] / 1000, _length(row, "input_length", 1), _length(row, "output_length", 0)
+    return row["start_time"], _length(row, "prompt_len", 1), _length(row, "output_len", 0)
+
+
+def _length(row: Mapping[str, Any], name: str, least: int) -> int:
+    found = row[name]
+    if isinstance(found, bool) or int(found) != float(found) or not least <= int(found) <= _MOST_TOKENS:
+        raise ValueError(f"{name} is {found!r}, and must be a whole number from {least} to {_MOST_TOKENS:,}")
+    return int(found)
 
 
 def _prefixes(path: Path, rows: Sequence[Mapping[str, Any]]) -> Prefixes | None:

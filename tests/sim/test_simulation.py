@@ -177,6 +177,28 @@ def test_push_refuses_what_finds_no_room_and_pull_lets_it_wait() -> None:
     assert (pulled.outcome == 0).all()
 
 
+def test_who_waits_for_room_gets_it_when_a_preempted_one_ends_with_its_prompt() -> None:
+    limits = BatchLimits(max_batch_tokens=64, chunk_tokens=16, max_running=2)
+    groups = (group("prefill", limits=limits), group("decode", limits=limits, kv_tokens=64 * 18))
+    spec = ClusterSpec(groups, Network(bytes_per_s=1e10, handover="pull"), "random")
+    rows = (1.5, 716, 120), (1.875, 46, 92), (2.0, 1, 83), (2.5, 204, 116), (3.0, 1, 70)
+    assert simulate(spec, work(*rows), 5).is_completed.all()
+
+
+def test_who_waits_for_room_gets_what_was_reserved_for_one_whose_prefill_worker_died() -> None:
+    """The first one's KV is on its way for 20 ms when its worker dies; then the second one's goes."""
+    groups = group("prefill", 2), group("decode", kv_tokens=64 * 4)
+    slow = Network(bytes_per_s=1e4 * MODEL.kv_bytes_per_token, latency_s=0.0, handover="pull")
+    rows = (0.0, 200, 5), (0.001, 200, 5)
+    for dies in (0, 1):  # with either of them
+        spec = ClusterSpec(groups, slow, "least-loaded", failures=(Failure(dies, 0.21),))
+        found = simulate(spec, work(*rows), 1)
+        if found.num_retries[0]:
+            assert found.end_s[1] == pytest.approx(0.22 + 0.02 + 4 * 0.011)
+            return
+    pytest.fail("the first prompt was on neither worker")
+
+
 def test_admission_refuses_before_anything_is_computed() -> None:
     spec = pair(admission="predicted", targets=Targets(ttft_s=0.5))
     found = simulate(spec, work(*((0.001 * number, 200, 2) for number in range(20))))

@@ -97,6 +97,11 @@ def test_azure_rows(tmp_path: Path) -> None:
     [
         ("w.json", '[{"start_time": 0, "prompt_len": 1}]', "request 0.*output_len.*missing"),
         ("w.json", '[{"start_time": 0, "prompt_len": "long", "output_len": 1}]', "request 0"),
+        ("w.json", '[{"start_time": 0, "prompt_len": 1, "output_len": -5}]', "request 0.*output_len is -5"),
+        ("w.json", '[{"start_time": 0, "prompt_len": 1, "output_len": NaN}]', "request 0"),
+        ("w.json", '[{"start_time": 0, "prompt_len": 10.7, "output_len": 1}]', "prompt_len is 10.7"),
+        ("w.json", '[{"start_time": 0, "prompt_len": 1e30, "output_len": 1}]', "prompt_len is 1e.30"),
+        ("w.json", '[{"start_time": 0, "prompt_len": Infinity, "output_len": 1}]', "request 0"),
         ("w.json", "[]", "no requests"),
         ("w.json", "3", "should|is not JSON rows"),
         ("w.jsonl", '{"timestamp": 0, "input_length": 1, "output_length": 1}\n{', "request 1"),
