@@ -14,11 +14,11 @@ from concurrent.futures import Executor
 
 from halfmoon.plan.combinations import Combination, Kinds, combinations, kinds_of, larger, with_codecs
 from halfmoon.plan.feasible import Option
-from halfmoon.plan.goodput import holds_after
 from halfmoon.plan.halves import least_workers
 from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.question import Question
 from halfmoon.plan.unit import layout_trial
+from halfmoon.plan.verdict import Verdict, held_verdict
 from halfmoon.sim.latency import LatencyModel
 
 _WAVE = 4  # simulated at once; fixed, so that plans do not depend on the number of cores
@@ -47,27 +47,29 @@ class Fewest:
         """Those whose halves can hold the rate alone."""
         return list(combinations(self._question, self._options))
 
-    def found(self, among: Iterable[Combination], num: int, on_simulated: Callable[[int, int], None]) -> list[Layout]:
-        """The `num` cheapest that hold the rate, of different combinations, cheapest first.
+    def found(
+        self, among: Iterable[Combination], num: int, on_simulated: Callable[[int, int], None]
+    ) -> dict[Layout, Verdict]:
+        """The `num` cheapest that hold the rate, of different combinations, cheapest first, and how they fare at it.
 
         Tells how many of them there are.
         """
         queue = _Queue(self._question)
         for one in among:
             queue.add(self._starts(one))
-        held: list[Layout] = []
+        held: dict[Layout, Verdict] = {}
         ended: set[Kinds] = set()
-        while wave := queue.wave(ended, self._limit(held, num)):
+        while wave := queue.wave(ended, self._limit(list(held), num)):
             self.num_simulated += len(wave)
-            for layout, is_held in zip(wave, self._held(wave), strict=True):
-                if is_held:
-                    held.append(layout)
+            for layout, verdict in zip(wave, self._verdicts(wave), strict=True):
+                if verdict is not None:
+                    held[layout] = verdict
                     ended.add(kinds_of(layout))
                 else:
                     queue.add(larger(self._question, layout, self._options))
-            held.sort(key=queue.key)
-            on_simulated(len(held[:num]), num)
-        return held[:num]
+            held = {one: held[one] for one in sorted(held, key=queue.key)}
+            on_simulated(min(len(held), num), num)
+        return dict(list(held.items())[:num])
 
     def _limit(self, held: Sequence[Layout], num: int) -> float | None:
         """What costs as much cannot come among the `num` cheapest."""
@@ -86,11 +88,11 @@ class Fewest:
             if layout.fits(question.fleet):
                 yield from with_codecs(question, model, layout, question.rate_per_s or 0.0)
 
-    def _held(self, layouts: Sequence[Layout]) -> Iterable[bool]:
-        question = self._question
+    def _verdicts(self, layouts: Sequence[Layout]) -> Iterable[Verdict | None]:
+        question, num = self._question, len(layouts)
         trials = [layout_trial(question, self._known, one) for one in layouts]
-        rates = [(question.rate_per_s or 0.0) / one.num_units for one in layouts]
-        return self._pool.map(holds_after, trials, rates, [question.num_first] * len(layouts))
+        rates, units = [question.rate_per_s or 0.0] * num, [one.num_units for one in layouts]
+        return self._pool.map(held_verdict, trials, rates, units, [question.num_first] * num)
 
     def _least_workers(self, options: Sequence[Option], on_measured: Callable[[int], None]) -> dict[Option, int]:
         question, num = self._question, len(options)

@@ -11,18 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from halfmoon.plan.edge import highest
 from halfmoon.sim.cluster import ClusterSpec, Targets
 from halfmoon.sim.misses import Misses
 from halfmoon.sim.result import Criterion, SimResult
-from halfmoon.sim.simulation import simulate
+from halfmoon.sim.simulation import PoliciesAsked, simulate
 from halfmoon.sim.workload import Workload
 
 MOST_OVERLOAD = 0.03  # of the requests of a pass, that may be inside after it beyond those inside before it
 _STAYS = 4  # that passes may last in all, each as long as a request inside that meets its targets, until steady
 _MOST_PASSES = 64
-_MOST_STEPS = 8  # from the guess, each the square of the one before: then, far away, everything is held, or nothing
+_MOST_UNDER_WAY = 0.01  # of a pass: the last ones take as long as all others, and count as they are
+_LOOK = 4  # times as long as a first look a pass has to be, for the look to pay
 _ROUNDING = 1e-9
 
 
@@ -80,17 +82,24 @@ class Steady(NamedTuple):
 
 def steady_at(trial: Trial, rate_per_s: float) -> Steady:
     """The trial's requests at another rate, until the cluster is as full as it will be, or half of them are late."""
-    num = len(trial.workload)
-    misses, result = _run(trial, rate_per_s, num // 2, waits_for_all=True)
-    ends = (misses.full_pass, misses.steady_pass, (len(result.start_s) - 1) // num)
-    number = next(one for one in ends if one is not None)
-    return Steady(result.rows(number * num, (number + 1) * num), misses.steady_pass == number)
+    return _passes(trial, rate_per_s, len(trial.workload) // 2, _MOST_UNDER_WAY)
+
+
+def held_at(trial: Trial, rate_per_s: float) -> SimResult | None:
+    """The requests of the pass that counts, if the goal is met at a rate, without end; None if not: it ends as soon as
+    that is known."""
+    found, is_held = _passes(trial, rate_per_s, trial.goal.most_misses(len(trial.workload)), _MOST_UNDER_WAY)
+    return found if is_held else None
 
 
 def holds(trial: Trial, rate_per_s: float) -> bool:
     """Whether the goal is met at a rate, without end. The simulation ends as soon as that is known."""
-    misses, _ = _run(trial, rate_per_s, trial.goal.most_misses(len(trial.workload)))
-    return misses.full_pass is None and misses.steady_pass is not None
+    return _passes(trial, rate_per_s, trial.goal.most_misses(len(trial.workload))).keeps_up
+
+
+def about_holds(trial: Trial, rate_per_s: float) -> bool:
+    """The same with requests that go to the lightest worker, whatever policies say: a tenth of the time."""
+    return _passes(trial, rate_per_s, trial.goal.most_misses(len(trial.workload)), policies="never").keeps_up
 
 
 def holds_at_first(trial: Trial, rate_per_s: float) -> bool:
@@ -102,55 +111,49 @@ def holds_at_first(trial: Trial, rate_per_s: float) -> bool:
     return misses.full_pass is None
 
 
-def holds_after(trial: Trial, rate_per_s: float, num_first: int) -> bool:
-    """As `holds`, after a look at the first requests, which say of most rates that are not held that they are not."""
+def fails_at_first(trial: Trial, rate_per_s: float, num_first: int) -> bool:
+    """Whether a look at the first requests says already that a rate is not held. None is taken at the larger part."""
     first = trial.brief(num_first)
-    return (first is trial or holds_at_first(first, rate_per_s)) and holds(trial, rate_per_s)
+    return _LOOK * len(first.workload) <= len(trial.workload) and not holds_at_first(first, rate_per_s)
 
 
-def _run(trial: Trial, rate_per_s: float, most: int, *, waits_for_all: bool = False) -> tuple[Misses, SimResult]:
+def _passes(
+    trial: Trial,
+    rate_per_s: float,
+    most_misses: int,
+    most_under_way: float = math.inf,
+    policies: PoliciesAsked = "as needed",
+) -> Steady:
+    """The first pass that counts, or where there is none the one that more requests than that missed, or the last.
+
+    It ends when at most that share of its requests is under way.
+    """
     goal, once = trial.goal, trial.workload.at_rate(rate_per_s)
     num, length_s = len(once), once.duration_s + 1 / rate_per_s
     num_passes = min(2 + math.ceil(_STAYS * goal.stay_s(once) / length_s), _MOST_PASSES)
     lasts_s = [once.duration_s + number * length_s for number in range(num_passes)]
     most_more = max(MOST_OVERLOAD * num, 1.0)
-    misses = Misses(goal.targets, goal.criterion, most, lasts_s, num, most_more, waits_for_all=waits_for_all)
+    misses = Misses(goal.targets, goal.criterion, most_misses, lasts_s, num, most_more, most_under_way * num)
     has_tbt = goal.targets.tbt_s is not None
-    result = simulate(trial.spec, once.repeated(num_passes), trial.seed, misses=misses, with_gaps=has_tbt)
-    return misses, result
+    result = simulate(
+        trial.spec, once.repeated(num_passes), trial.seed, misses=misses, with_gaps=has_tbt, policies=policies
+    )
+    steady = misses.steady_pass if misses.is_held else None
+    number = next(one for one in (steady, misses.full_pass, (len(result.start_s) - 1) // num) if one is not None)
+    return Steady(result.rows(number * num, (number + 1) * num), steady is not None)
 
 
 def goodput_per_s(
     trial: Trial,
     guess_per_s: float,
-    least_per_s: float = 0.0,
     tolerance: float = 1.02,
     held: Callable[[Trial, float], bool] = holds,
+    most_per_s: float = math.inf,
 ) -> float:
-    """The highest rate that meets the goal, within a factor of `tolerance`; 0 where none does.
+    """The highest rate that meets the goal, within a factor of `tolerance`; 0 where none does, at most `most_per_s`."""
 
-    It is looked for from a guess on: the nearer that is, the fewer rates are simulated. What does not even hold
-    `least_per_s` counts as 0.
-    """
-    if least_per_s and not held(trial, least_per_s):
-        return 0.0
-    low = high = max(guess_per_s, least_per_s)
-    is_rising = held(trial, low)
-    step = tolerance**2
-    for _ in range(_MOST_STEPS):
-        if is_rising:
-            low, high = high, step * high
-        else:
-            low, high = low / step, low
-        if not is_rising and low <= least_per_s:
-            low = least_per_s
-            break
-        if held(trial, high if is_rising else low) != is_rising:
-            break
-        step *= step
-    else:
-        return high if is_rising else 0.0
-    while high / low > tolerance:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if held(trial, middle) else (low, middle)
-    return low
+    def is_held(rate_per_s: float) -> Literal[True] | None:
+        return True if held(trial, rate_per_s) else None
+
+    found = highest(is_held, guess_per_s, tolerance, most=most_per_s)
+    return found.value if found else 0.0

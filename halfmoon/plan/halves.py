@@ -44,8 +44,8 @@ def measured_half(question: Question, known: Mapping[WorkerKind, LatencyModel], 
     trial = half_trial(question, known, option, 1)
     trial = replace(trial, workload=trial.workload.first(question.num_first))
     guess_per_s = option.bound.typical_per_s / 2
-    alone_per_s = goodput_per_s(trial, guess_per_s, 0.0, _TOLERANCE, holds_at_first)
-    return Half(option, min(alone_per_s, option.bound.most_per_s))
+    alone_per_s = goodput_per_s(trial, guess_per_s, _TOLERANCE, holds_at_first, option.bound.most_per_s)
+    return Half(option, alone_per_s)
 
 
 def least_workers(

@@ -6,16 +6,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 
 from halfmoon.plan.combinations import Combination, Kinds, combinations, kinds_of, with_codecs
 from halfmoon.plan.feasible import Option
-from halfmoon.plan.goodput import Trial, goodput_per_s, holds_after
 from halfmoon.plan.halves import Half, measured_half
+from halfmoon.plan.held_goodput import held_goodput
 from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.question import Question
-from halfmoon.plan.ranking import Rated, loss, rank, worth
+from halfmoon.plan.ranking import Rated, loss, rank, worth, worth_at
 from halfmoon.plan.unit import layout_trial
 from halfmoon.sim.latency import LatencyModel
 
@@ -86,7 +85,7 @@ class Most:
             kinds = kinds_of(one.layout)
             floor = max(least, self._worth(best.get(kinds)))
             most_per_s = min(one.bound_per_s, margin * self._promised(one))
-            if self._per_cost(one.layout, most_per_s) <= floor:
+            if worth_at(self._question, one.layout, most_per_s) <= floor:
                 self.num_ruled_out += 1
             elif kinds in wave or len(wave) == _WAVE:
                 left.append(one)
@@ -103,15 +102,20 @@ class Most:
         self.num_simulated += len(wave)
         layouts = [one.layout for one in wave]
         trials = [layout_trial(question, self._known, one) for one in layouts]
-        guesses = [self._promised(one) / one.layout.num_units for one in wave]
-        leasts = [
-            floor * question.cost(one) * loss(one) / one.num_units for one, floor in zip(layouts, floors, strict=True)
-        ]
-        found = self._pool.map(goodput_of, trials, guesses, leasts, [question.num_first] * len(wave))
-        for one, rate in zip(wave, found, strict=True):
-            if rate:
-                yield Rated(one.layout, rate * one.layout.num_units, one.layout.price_per_hour(question.fleet))
-                self._kept[one.layout.is_colocated] = rate * one.layout.num_units / one.guess_per_s
+        num = len(wave)
+        found = self._pool.map(
+            held_goodput,
+            trials,
+            [self._promised(one) for one in wave],
+            [one.num_units for one in layouts],
+            [question.num_first] * num,
+            [_TOLERANCE] * num,
+            [floor * question.cost(one) * loss(one) for one, floor in zip(layouts, floors, strict=True)],
+        )
+        for one, edge in zip(wave, found, strict=True):
+            if edge is not None:
+                yield Rated(one.layout, edge.value, one.layout.price_per_hour(question.fleet), edge.found)
+                self._kept[one.layout.is_colocated] = edge.value / one.guess_per_s
 
     def _least_worth(self, everyone: Sequence[Rated], mine: Sequence[Rated], num: int) -> float:
         """What a layout has to exceed to be among the `num` best of all, or the best of these.
@@ -128,11 +132,8 @@ class Most:
     def _worth(self, one: Rated | None) -> float:
         return 0.0 if one is None else worth(self._question, one)
 
-    def _per_cost(self, layout: Layout, rate_per_s: float) -> float:
-        return self._worth(Rated(layout, rate_per_s, 0.0))
-
     def _promise(self, one: Candidate) -> tuple[float, ...]:
-        return (-self._per_cost(one.layout, one.guess_per_s), one.layout.num_gpus)
+        return (-worth_at(self._question, one.layout, one.guess_per_s), one.layout.num_gpus)
 
     def _candidates(self, one: Combination) -> list[Candidate]:
         """All numbers of workers that fit or, unless the search is thorough, the most promising ones."""
@@ -163,9 +164,3 @@ class Most:
             if one.alone_per_s:
                 found[one.option] = one
         return found
-
-
-def goodput_of(trial: Trial, guess_per_s: float, least_per_s: float, num_first: int) -> float:
-    """Of a whole layout, and 0 where it does not hold `least_per_s`."""
-    held = partial(holds_after, num_first=num_first)
-    return goodput_per_s(trial, guess_per_s, least_per_s, _TOLERANCE, held)

@@ -22,7 +22,6 @@ from halfmoon.plan.layout import Layout, WorkerSet
 from halfmoon.plan.question import Question
 from halfmoon.plan.ranking import Rated
 from halfmoon.plan.unit import layout_network, workers_per_node
-from halfmoon.plan.verdict import Verdict
 from halfmoon.policy.cluster_view import Role
 from halfmoon.sim.kv_codecs import KvCodecName
 from halfmoon.sim.profile import MeasuredProfile
@@ -97,9 +96,9 @@ def parse_plan(text: str, path: Path) -> PlannedCluster:
         ) from error
 
 
-def plan_text(question: Question, model: str, latencies: Mapping[str, str], best: Rated, expected: Verdict) -> str:
+def plan_text(question: Question, model: str, latencies: Mapping[str, str], best: Rated) -> str:
     """The file's text; `latencies` are of each GPU."""
-    targets, layout = question.goal.targets, best.layout
+    targets, layout, expected = question.goal.targets, best.layout, best.verdict
     found = {
         "model": model,
         "layout": question.text(layout),

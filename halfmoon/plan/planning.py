@@ -20,7 +20,6 @@ from halfmoon.plan.question import OF_A_RATE, Question, default_rules
 from halfmoon.plan.ranking import Rated
 from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.search import Plan, Progress, search
-from halfmoon.plan.unit import layout_trial
 from halfmoon.plan.verdict import Verdict, judged, what_ifs
 from halfmoon.policy.cluster_view import Role
 from halfmoon.sim.asked_workload import DRAWN_REQUESTS, asked_workload, is_trace
@@ -35,7 +34,7 @@ _BY_GPU = re.compile(r"[\w.-]+=")
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """What was found. `verdicts` are of `plan.best`, one each; `what_if` is of the best one, by what changes.
+    """What was found. `what_if` is of the best layout, by what changes.
 
     `curves` are of the best layouts and of the best of either kind, where they were asked for; `notes` are warnings.
     """
@@ -43,7 +42,6 @@ class PlanResult:
     request: PlanRequest
     question: Question
     plan: Plan
-    verdicts: tuple[Verdict, ...]
     what_if: dict[str, Verdict]
     curves: tuple[Curve, ...] = ()
     notes: tuple[str, ...] = ()
@@ -51,9 +49,7 @@ class PlanResult:
     @property
     def file_text(self) -> str:
         """plan.yaml."""
-        return plan_text(
-            self.question, self.request.model, latency_texts(self.request), self.plan.best[0], self.verdicts[0]
-        )
+        return plan_text(self.question, self.request.model, latency_texts(self.request), self.plan.best[0])
 
 
 def make_plan(
@@ -72,27 +68,18 @@ def make_plan(
     with _pool(num_processes or os.cpu_count() or 1) as pool:
         found = search(question, pool, on_progress)
         drawn = curves(question, found.models, _compared(found), pool, on_progress) if with_curves else []
-        verdicts, what_if = _judged(question, found, pool, on_progress)
-    return PlanResult(request, question, found, verdicts, what_if, tuple(drawn), notes)
+        what_if = _what_if(question, found, pool, on_progress)
+    return PlanResult(request, question, found, what_if, tuple(drawn), notes)
 
 
-def _judged(
-    question: Question, found: Plan, pool: Executor, on_progress: Progress
-) -> tuple[tuple[Verdict, ...], dict[str, Verdict]]:
-    """The best layouts at the rate that was asked for, or at the most that each holds; and the best one's what-ifs."""
-    rates = [question.rate_per_s or one.goodput_per_s for one in found.best]
-    runs = [
-        (layout_trial(question, found.models, one.layout), rate, one.layout.num_units)
-        for one, rate in zip(found.best, rates, strict=True)
-    ]
-    changed = what_ifs(question, found.models, found.best[0].layout, rates[0])
+def _what_if(question: Question, found: Plan, pool: Executor, on_progress: Progress) -> dict[str, Verdict]:
+    best = found.best[0]
+    changed = what_ifs(question, found.models, best.layout, best.verdict.rate_per_s)
     judgements = []
-    runs += changed.values()
-    for done, one in enumerate(pool.map(judged, *zip(*runs, strict=True)), start=1):
+    for done, one in enumerate(pool.map(judged, *zip(*changed.values(), strict=True)), start=1):
         judgements.append(one)
-        on_progress("the best", done, len(runs))
-    num = len(found.best)
-    return tuple(judgements[:num]), dict(zip(changed, judgements[num:], strict=True))
+        on_progress("what if", done, len(changed))
+    return dict(zip(changed, judgements, strict=True))
 
 
 def latency_texts(request: PlanRequest) -> dict[str, str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from halfmoon.plan.layout import Layout
 from halfmoon.plan.question import OF_A_RATE, Question
+from halfmoon.plan.verdict import Verdict
 from halfmoon.sim.kv_codecs import KvCodecName
 
 _LEAST_GAIN: Mapping[KvCodecName, float] = MappingProxyType({"raw": 1.0, "int8": 1.05, "int4": 1.1})
@@ -16,11 +17,12 @@ _LEAST_GAIN: Mapping[KvCodecName, float] = MappingProxyType({"raw": 1.0, "int8":
 
 @dataclass(frozen=True, slots=True)
 class Rated:
-    """A layout and what it holds."""
+    """A layout, what it holds, and how it fares at the asked rate, or else at what it holds."""
 
     layout: Layout
     goodput_per_s: float
     price_per_hour: float
+    verdict: Verdict = field(compare=False)
 
     @property
     def per_gpu(self) -> float:
@@ -39,8 +41,13 @@ def loss(layout: Layout) -> float:
 
 
 def worth(question: Question, one: Rated) -> float:
-    """Requests a second for what it costs; of codecs what is left after their loss."""
-    return one.goodput_per_s / loss(one.layout) / question.cost(one.layout)
+    """What it holds for its cost."""
+    return worth_at(question, one.layout, one.goodput_per_s)
+
+
+def worth_at(question: Question, layout: Layout, rate_per_s: float) -> float:
+    """A rate for what the layout costs; of codecs what is left after their loss."""
+    return rate_per_s / loss(layout) / question.cost(layout)
 
 
 def rank(question: Question, one: Rated) -> tuple[float, ...]:

@@ -15,12 +15,13 @@ from functools import partial
 from halfmoon.plan.combinations import Combination
 from halfmoon.plan.feasible import NoLayout, Option, models, options
 from halfmoon.plan.fewest import Fewest
-from halfmoon.plan.goodput import goodput_per_s
+from halfmoon.plan.held_goodput import held_goodput
 from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.most import Most
 from halfmoon.plan.question import OF_A_RATE, Question
 from halfmoon.plan.ranking import Rated, rank
 from halfmoon.plan.unit import layout_trial
+from halfmoon.plan.verdict import Verdict
 from halfmoon.sim.latency import LatencyModel
 
 BEST = 5
@@ -78,19 +79,27 @@ def _cheapest(
     """Those of the lowest cost that hold the rate, and how much more they hold."""
     run = Fewest(question, known, choices, pool, on_measured)
     made = run.combinations
-    held: list[Layout] = []
+    held: dict[Layout, Verdict] = {}
     for what, among in _by_kind(made):
-        held += run.found(among, BEST, partial(on_progress, what))
-    held.sort(key=question.cost)
-    kept = list(dict.fromkeys([*held[:BEST], *_first_of_each_kind(held)]))
-    trials = [layout_trial(question, known, one) for one in kept]
-    rates = [(question.rate_per_s or 0.0) / one.num_units for one in kept]
-    tolerances = [_TOLERANCE_AT_A_RATE] * len(kept)
+        held |= run.found(among, BEST, partial(on_progress, what))
+    cheapest = sorted(held, key=question.cost)
+    kept = list(dict.fromkeys([*cheapest[:BEST], *_first_of_each_kind(cheapest)]))
+    num, rate_per_s = len(kept), question.rate_per_s or 0.0
+    found = pool.map(
+        held_goodput,
+        [layout_trial(question, known, one) for one in kept],
+        [rate_per_s] * num,
+        [one.num_units for one in kept],
+        [question.num_first] * num,
+        [_TOLERANCE_AT_A_RATE] * num,
+        [rate_per_s] * num,
+        [held[one] for one in kept],
+    )
     rated = []
-    goodputs = pool.map(goodput_per_s, trials, rates, [0.0] * len(kept), tolerances)
-    for done, (layout, per_s) in enumerate(zip(kept, goodputs, strict=True), start=1):
-        rated.append(Rated(layout, per_s * layout.num_units, layout.price_per_hour(question.fleet)))
-        on_progress("goodputs", done, len(kept))
+    for done, (layout, edge) in enumerate(zip(kept, found, strict=True), start=1):
+        assert edge is not None, "it holds the rate"
+        rated.append(Rated(layout, edge.value, layout.price_per_hour(question.fleet), held[layout]))
+        on_progress("goodputs", done, num)
     return _Found(rated, bool(made), run.num_simulated, len(made) - len(held))
 
 

@@ -22,10 +22,7 @@ def summary_of(result: PlanResult) -> dict[str, Any]:
         "attainment_asked": question.goal.attainment,
         "rate_asked_per_s": question.rate_per_s,
         "targets": {"ttft_s": targets.ttft_s, "tpot_s": targets.tpot_s, "tbt_s": targets.tbt_s},
-        "layouts": [
-            {**_rated(question, one), **_judged(verdict)}
-            for one, verdict in zip(found.best, result.verdicts, strict=True)
-        ],
+        "layouts": [{**_rated(question, one), **_judged(one.verdict)} for one in found.best],
         "disaggregated": None if found.disaggregated is None else _rated(question, found.disaggregated),
         "colocated": None if colocated is None else _rated(question, colocated),
         "over_colocated": None if colocated is None else best.per_gpu / colocated.per_gpu,

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from halfmoon.plan.goodput import Trial, steady_at
+from halfmoon.plan.goodput import Trial, fails_at_first, held_at, steady_at
 from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.question import Question
 from halfmoon.plan.unit import layout_trial
 from halfmoon.sim.latency import LatencyModel
-from halfmoon.sim.result import Attainment, quantiles
+from halfmoon.sim.result import Attainment, SimResult, quantiles
 
 MORE_TRAFFIC, LONGER = 1.2, 1.5
 
@@ -35,7 +35,19 @@ class Verdict:
 
 def judged(trial: Trial, rate_per_s: float, num_units: int = 1) -> Verdict:
     """`num_units` times the trial's cluster, each with its share of the rate."""
-    (found, keeps_up), targets = steady_at(trial, rate_per_s / num_units), trial.goal.targets
+    return _verdict(trial, rate_per_s, *steady_at(trial, rate_per_s / num_units))
+
+
+def held_verdict(trial: Trial, rate_per_s: float, num_units: int, num_first: int) -> Verdict | None:
+    """The same of a rate that is held; None where it is not. A look at the first requests may tell that sooner."""
+    if fails_at_first(trial, rate_per_s / num_units, num_first):
+        return None
+    found = held_at(trial, rate_per_s / num_units)
+    return None if found is None else _verdict(trial, rate_per_s, found, keeps_up=True)
+
+
+def _verdict(trial: Trial, rate_per_s: float, found: SimResult, keeps_up: bool) -> Verdict:
+    targets = trial.goal.targets
     gap_s = found.longest_gap_s if targets.tbt_of == "longest" else found.tail_gap_s
     return Verdict(
         rate_per_s,

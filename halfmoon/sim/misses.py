@@ -27,13 +27,13 @@ class Misses:
         last_arrivals_s: Sequence[float] = (),
         num_each: int = 1 << 62,
         most_more: float = 0.0,
-        *,
-        waits_for_all: bool = False,
+        most_left: float = math.inf,
     ) -> None:
         """Full with more than `most` requests of a pass that miss any target (joint), or one of them (marginal).
 
         `last_arrivals_s` are of each pass of `num_each` requests. Without them there is one pass, and none is steady.
-        With `waits_for_all` a steady pass counts when it is over, else as soon as who is left cannot make it full.
+        A steady pass counts as soon as who is left of it and of those before it cannot make one of them full; then
+        passes behind it do not matter. All is decided when, of each, at most `most_left` are left, too.
         """
         self._ttft_s, self._tpot_s, self._tbt_s = (
             math.inf if one is None else one for one in (targets.ttft_s, targets.tpot_s, targets.tbt_s)
@@ -46,14 +46,15 @@ class Misses:
         self._num_ttft, self._num_tpot, self._num_tbt = ([0] * num_passes for _ in range(3))
         self._last_arrivals_s = last_arrivals_s
         self._num_each = num_each
-        self._most_left = 0 if waits_for_all else most
+        self._most_left = most_left
         self._most_more = most_more
         self._num_ended = 0
         self._left = [num_each] * num_passes  # of each pass, that are not over
         self._num_inside: list[int] = []  # as the last request of each pass came
         self.full_pass: int | None = None  # the first one
         self.steady_pass: int | None = None  # the first one
-        self.is_decided = False  # nothing more has to be known: too many missed, or a steady pass is over
+        self.is_held = False  # the steady pass counts
+        self.is_decided = False  # nothing more has to be known: too many missed, or that pass is over
 
     def first(self, job: Job, answer_s: float) -> None:
         """Its first token is computed, and comes after `answer_s`."""
@@ -64,7 +65,6 @@ class Misses:
     def end(self, job: Job, answer_s: float) -> None:
         """It is over. Who was refused or failed missed everything."""
         at = job.index // self._num_each
-        self._count(job, at)
         is_done = job.outcome == "completed"
         if not is_done and job.first_s + answer_s - job.start_s <= self._ttft_s:
             self._num_ttft[at] += 1
@@ -74,6 +74,7 @@ class Misses:
         self._num_tbt[at] += not is_done or gap_s > self._tbt_s  # NaN is not
         if not is_done or is_slow or gap_s > self._tbt_s:
             self._note(job)
+        self._count(job, at)
 
     def _count(self, job: Job, at: int) -> None:
         lasts_s, inside = self._last_arrivals_s, self._num_inside
@@ -85,19 +86,17 @@ class Misses:
         self._num_ended += 1
         self._left[at] -= 1
         if self.steady_pass is not None and not self.is_decided:
-            self.is_decided = self._is_over(self.steady_pass)
+            self.is_held = self.is_held or self._cannot_be_full(self.steady_pass)
+            self.is_decided = self.is_held and max(self._left[: self.steady_pass + 1]) <= self._most_left
 
     def _is_as_full_as_before(self) -> bool:
         """Twice in a row: the first answers end all at once, and then it fills on."""
         last = [0, *self._num_inside][-3:]
         return all(after - before <= self._most_more for before, after in itertools.pairwise(last))
 
-    def _is_over(self, number: int) -> bool:
-        """Whether that pass and those before it cannot become full any more."""
-        return all(
-            left == 0 or left + self._num_late(at) <= self._most_left
-            for at, left in enumerate(self._left[: number + 1])
-        )
+    def _cannot_be_full(self, number: int) -> bool:
+        """That pass and those before it, any more."""
+        return all(left + self._num_late(at) <= self._most for at, left in enumerate(self._left[: number + 1]))
 
     def _num_late(self, at: int) -> int:
         if self._is_joint:
@@ -107,6 +106,6 @@ class Misses:
     def _note(self, job: Job) -> None:
         at = job.index // self._num_each
         self._late[at].add(job.index)
-        if self._num_late(at) > self._most:
+        if self._num_late(at) > self._most and not self.is_held:
             self.full_pass = at if self.full_pass is None else self.full_pass
             self.is_decided = True

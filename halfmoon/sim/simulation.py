@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from halfmoon.sim.contention import SharedCores
 from halfmoon.sim.ended_requests import EndedRequests
 from halfmoon.sim.gateway import SimGateway
 from halfmoon.sim.job import Job, Outcome
+from halfmoon.sim.lightest_choice import LightestChoice
 from halfmoon.sim.links import Links
 from halfmoon.sim.misses import Misses
 from halfmoon.sim.prompt_queue import Chunk
@@ -31,6 +32,8 @@ _REFUSED_WAIT_S = 0.1
 _MAX_FAILOVERS = 2
 _PROGRESS_EVERY = 1_000
 
+PoliciesAsked = Literal["as needed", "always", "never"]
+
 Progress = Callable[[int, int], None]
 """Told how many requests are over, of how many."""
 
@@ -41,21 +44,23 @@ def simulate(
     seed: int = 0,
     on_progress: Progress | None = None,
     *,
-    always_decide: bool = False,
+    policies: PoliciesAsked = "as needed",
     misses: Misses | None = None,
     with_gaps: bool = True,
 ) -> SimResult:
     """Runs the workload until every request is over, or `misses` decided: then only those that came are in the result.
+    Where their pass is held, those inside count as completed with the tokens that they have.
 
     The same arguments give the same result.
 
-    Without gaps, which cost a third of the time where there are no policies to ask, nothing is known of TBT. With
-    `always_decide` the policies are asked even where there is only one way to go, which changes nothing but time.
+    Without gaps, which cost a third of the time where there are no policies to ask, nothing is known of TBT. Policies
+    are asked where there is more than one way to go; to ask them `always` changes nothing but time, and `never` is for
+    estimates, with the lightest worker instead.
     Raises InvalidRequest where the workload's prefix blocks are no multiple of the cluster's blocks.
     """
     on_progress = on_progress or (lambda done, total: None)
     misses = misses or Misses(Targets(), "joint", len(workload))
-    return _Run(spec, workload, seed, on_progress, misses, always_decide=always_decide, with_gaps=with_gaps).run()
+    return _Run(spec, workload, seed, on_progress, misses, policies=policies, with_gaps=with_gaps).run()
 
 
 class _Run:
@@ -69,7 +74,7 @@ class _Run:
         on_progress: Progress,
         misses: Misses,
         *,
-        always_decide: bool,
+        policies: PoliciesAsked,
         with_gaps: bool,
     ) -> None:
         self._spec = spec
@@ -104,9 +109,11 @@ class _Run:
         self._coders = Coders(spec.network, len(groups))
         longest = int(workload.output_tokens.max(initial=1))
         self._policies = SimGateway(spec, self._workers, prefixes, longest, seed)
-        self._gateway: SimGateway | SoleChoice = self._policies
-        if SoleChoice.is_enough(spec) and not always_decide:
+        self._gateway: SimGateway | SoleChoice | LightestChoice = self._policies
+        if policies == "as needed" and SoleChoice.is_enough(spec):
             self._gateway = SoleChoice(self._workers, longest)
+        elif policies == "never" and LightestChoice.is_possible(spec):
+            self._gateway = LightestChoice(self._workers, longest)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._now_s = 0.0
@@ -408,8 +415,22 @@ class _Run:
         for job in parked:
             self._place(job, ())
 
+    def _end_so_far(self) -> None:
+        """Those that have a first token end with the tokens of the steps that are done."""
+        for worker in self._workers:
+            worker.steps.abort(self._now_s)
+        for job in self._jobs.values():
+            if job.state == "decoding" and job.decode is not None:
+                job.decode.decodes.drop(job)
+            if job.first_s >= 0:
+                job.outcome, job.end_s = "completed", self._now_s
+            if job.later_s:
+                job.longest_gap_s, job.tail_gap_s = gaps(job.first_s, job.later_s)
+
     def _result(self) -> SimResult:
         workers, ended, num, answer_s = self._workers, self._ended, self._num_arrived, self._spec.answer_s
+        if self._misses.is_held:
+            self._end_so_far()
         for job in self._jobs.values():
             ended.add(job)
         start_s, first_s, begun_s = self._workload.start_s[:num], ended.first_s[:num], ended.begun_s[:num]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from halfmoon.errors import Unavailable
 from halfmoon.policy.cluster_view import WorkerView
 from halfmoon.policy.placement import ContextLengthExceeded, Placement
@@ -17,9 +19,8 @@ class SoleChoice:
 
     def __init__(self, workers: list[SimWorker], longest_output: int) -> None:
         prefill, decode = (next(one for one in workers if one.group.role in (role, "both")) for role in _HALVES)
-        self._longest_output = longest_output
-        self._prefill_tokens, self._decode_tokens = _capacity(prefill), _capacity(decode)
-        self._placement = Placement(_view(prefill), _view(decode))
+        self._capacities = Capacities([prefill], [decode], longest_output)
+        self._placement = Placement(worker_view(prefill), worker_view(decode))
 
     @staticmethod
     def is_enough(spec: ClusterSpec) -> bool:
@@ -29,10 +30,7 @@ class SoleChoice:
 
     def place(self, job: Job, exclude: tuple[str, ...], now_s: float) -> Placement:
         """As `SimGateway.place`."""
-        most = max(self._prefill_tokens, self._decode_tokens) - job.target
-        output = max(min(self._longest_output, most), job.output) if job.attempt == 1 else job.num_left
-        if job.target + 1 > self._prefill_tokens or job.target + output > self._decode_tokens:
-            raise ContextLengthExceeded(f"{job.target} tokens of prompt and {output} of output do not fit")
+        self._capacities.check(job)
         if exclude:
             raise Unavailable("the only worker that could serve the request refused it")
         return self._placement
@@ -47,6 +45,22 @@ class SoleChoice:
         """Nobody has to know."""
 
 
+class Capacities:
+    """What the largest worker of each half holds, and who is too long for it."""
+
+    def __init__(self, prefills: Sequence[SimWorker], decodes: Sequence[SimWorker], longest_output: int) -> None:
+        """`longest_output`: what clients give as `max_tokens`."""
+        self._prefill_tokens, self._decode_tokens = (max(map(_capacity, half)) for half in (prefills, decodes))
+        self._longest_output = longest_output
+
+    def check(self, job: Job) -> None:
+        """Raises ContextLengthExceeded where the policies do."""
+        most = max(self._prefill_tokens, self._decode_tokens) - job.target
+        output = max(min(self._longest_output, most), job.output) if job.attempt == 1 else job.num_left
+        if job.target + 1 > self._prefill_tokens or job.target + output > self._decode_tokens:
+            raise ContextLengthExceeded(f"{job.target} tokens of prompt and {output} of output do not fit")
+
+
 _HALVES = ("prefill", "decode")
 
 
@@ -55,5 +69,6 @@ def _capacity(worker: SimWorker) -> int:
     return units * worker.kv.unit_pages * worker.page_tokens
 
 
-def _view(worker: SimWorker) -> WorkerView:
+def worker_view(worker: SimWorker) -> WorkerView:
+    """As much of it as a placement needs."""
     return WorkerView(worker.name, worker.group.role, worker.name, _capacity(worker), worker.page_tokens, 1, 1)

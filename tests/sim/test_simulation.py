@@ -323,7 +323,7 @@ def test_a_seed_repeats_itself(spec: ClusterSpec, rows: list[tuple[float, int, i
 @given(clusters(), ROWS)
 def test_where_there_is_one_way_to_go_the_policies_go_it(spec: ClusterSpec, rows: list[tuple[float, int, int]]) -> None:
     single = replace(spec, groups=tuple(replace(group, count=1) for group in spec.groups))
-    short, decided = (simulate(single, drawn(rows), always_decide=always) for always in (False, True))
+    short, decided = (simulate(single, drawn(rows), policies=asked) for asked in ("as needed", "always"))
     for name in ("ttft_s", "tpot_s", "end_s", "outcome"):
         np.testing.assert_array_equal(getattr(short, name), getattr(decided, name))
 

@@ -1,0 +1,77 @@
+"""A gateway for estimates: each request goes to the workers with the least to do, of which it knows all at once."""
+
+from __future__ import annotations
+
+from halfmoon.errors import Unavailable
+from halfmoon.policy.placement import Placement
+from halfmoon.sim.cluster import ClusterSpec
+from halfmoon.sim.job import Job
+from halfmoon.sim.sole_choice import Capacities, worker_view
+from halfmoon.sim.worker import SimWorker
+
+
+class LightestChoice:
+    """Owns who decodes where. Predicts nothing and knows no prefixes, so it costs a tenth of the policies' time.
+
+    What it holds is within a few percent of what policies hold where prompts share little; it is never shown.
+    """
+
+    wants_reports = False
+
+    def __init__(self, workers: list[SimWorker], longest_output: int) -> None:
+        self._prefills, self._decodes = (
+            [one for one in workers if one.group.role in (role, "both")] for role in _HALVES
+        )
+        self._capacities = Capacities(self._prefills, self._decodes, longest_output)
+        self._views = {worker.name: worker_view(worker) for worker in workers}
+        self._num_placed = dict.fromkeys(self._views, 0)
+        self._decodes_at: dict[int, str] = {}  # by request
+        self._does_both = self._decodes[0].group.role == "both"
+
+    @staticmethod
+    def is_possible(spec: ClusterSpec) -> bool:
+        """Whether all that is asked of it is a place: nothing is refused by a prediction, and nobody dies."""
+        return spec.admission == "off" and not spec.failures
+
+    def place(self, job: Job, exclude: tuple[str, ...], now_s: float) -> Placement:
+        """As `SimGateway.place`."""
+        self._capacities.check(job)
+        self.forget(job)
+        decodes = [one for one in self._decodes if one.name not in exclude]
+        if not decodes:
+            raise Unavailable("every worker that could serve the request refused it")
+        if self._does_both:
+            prefill = decode = min(decodes, key=self._load_of_both)
+        else:
+            prefill, decode = min(self._prefills, key=_prompts_s), min(decodes, key=self._step_s)
+        self._decodes_at[job.index] = decode.name
+        self._num_placed[decode.name] += 1
+        return Placement(self._views[prefill.name], self._views[decode.name])
+
+    def prefilled(self, job: Job, worker: SimWorker, now_s: float) -> None:
+        """Nobody has to know."""
+
+    def forget(self, job: Job) -> None:
+        """It is on none of its workers any more."""
+        name = self._decodes_at.pop(job.index, None)
+        if name is not None:
+            self._num_placed[name] -= 1
+
+    def end(self, job: Job, now_s: float) -> None:
+        """It was forgotten before."""
+
+    def _load_of_both(self, worker: SimWorker) -> tuple[float, float]:
+        return _prompts_s(worker), self._step_s(worker)
+
+    def _step_s(self, worker: SimWorker) -> float:
+        """A step of all that were placed there and of one more."""
+        step = worker.group.latency.policy_step
+        return step.d + step.e * (self._num_placed[worker.name] + 1)
+
+
+_HALVES = ("prefill", "decode")
+
+
+def _prompts_s(worker: SimWorker) -> float:
+    """What it has to compute."""
+    return worker.group.latency.policy_prefill.b * worker.waiting_tokens()
