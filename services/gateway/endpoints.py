@@ -61,10 +61,11 @@ class _Call:
     request_id: str
     created_at: datetime
     arrived_s: float  # on the gateway's monotonic clock
-    outlook: Progress  # what was predicted where the prompt was not even read
+    outlook: Progress  # what was predicted where it was refused, its prompt read or not
     choices: Choices = field(default_factory=Choices)
     labels: dict[str, Any] = field(default_factory=dict)
     refusal: str = "bad request"  # in a word, should it be refused
+    is_refused: bool = False  # by admission, any of its outputs
     refused_unread: bool = False  # by admission, before its prompt was tokenized
     span: Span = NO_SPAN
 
@@ -120,7 +121,8 @@ class GenerationEndpoints:
             call.refusal = refusal_of(error)
             rejected = isinstance(error, _REJECTIONS) and call.choices.ttft_s is None
             if isinstance(error, Refused):
-                call.refused_unread = error.is_least
+                call.is_refused, call.refused_unread = True, error.is_least
+                call.outlook.note_refused(error)
                 self._metrics.refusals.labels(error.qos_class, error.reason).inc()
             self._write_down(call, "rejected" if rejected else "error", kind_of(error).status, error.message)
             return error_response(error)
@@ -205,7 +207,7 @@ class GenerationEndpoints:
         error = None if error is None else shortened(error, _MAX_ERROR_CHARS)
         choices, usage, gaps_s = call.choices, call.choices.usage, call.choices.gaps_s
         first = choices.all[0] if choices.all else None
-        outlook = first.progress if first else call.outlook
+        outlook = first.progress if first and not call.is_refused else call.outlook
         row = RequestRow(
             request_id=call.request_id,
             created_at=call.created_at,

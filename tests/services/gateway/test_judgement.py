@@ -95,6 +95,19 @@ async def test_who_would_be_refused_with_any_prompt_is_refused_before_it_is_toke
     assert len(rows) == 5
 
 
+async def test_the_row_of_a_batch_has_the_predictions_of_the_prompt_that_was_refused(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair()
+        measured(fleet, prefill, 0.1)
+        fleet.gateway.judge.gatekeeper.classes = ClassTable((STRICT,))
+        status, _, body = await complete(fleet, "strict", prompt=["short", 2 * PROMPT])
+    assert (status, body["error"]["reason"]) == (429, "ttft")
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        rows = connection.execute("select status, qos_class, num_outputs, predicted_ttft_s from requests").fetchall()
+    connection.close()
+    assert rows == [("rejected", "strict", 2, body["error"]["predicted_ttft_s"])]
+
+
 async def test_a_class_goes_by_a_name_of_the_model(tmp_path: Path) -> None:
     async with running_fleet(tmp_path, model_alias=("bytes-strict",)) as fleet:
         prefill, _ = await fleet.pair()
