@@ -19,9 +19,10 @@ _WINDOW_S = 60.0
 _MAX_SAMPLES = 500
 _MIN_SAMPLES = 20
 _FAR = 0.9  # of the target: where the attainment's quantile is below it, there is room
-_TIGHTEN, _RELAX = 0.9, 1.02  # a step; down faster than up, so that it settles
+_TIGHTEN, _RELAX = 0.9, 1.02  # a step, an interval; down faster than up, so that it settles
 _LEAST = 0.5
 _INTERVAL_S = 1.0
+_LONGEST_S = 60.0  # between two requests, in which it relaxes: then it is 1 in any case
 
 TargetKind = Literal["ttft", "tbt"]
 
@@ -101,8 +102,8 @@ class _Scale:
         if target_s != self._target_s:
             self._target_s, self._value, self._tightened_s = target_s, 1.0, -math.inf
         if now_s - self._adjusted_s >= _INTERVAL_S:
-            self._adjusted_s = now_s
             self._adjust(attainment, now_s)
+            self._adjusted_s = now_s
         return self._value
 
     def tightening(self, target_s: float | None) -> Tightening | None:
@@ -115,15 +116,20 @@ class _Scale:
             self._measured.popleft()
         counted = [one.seconds for one in self._measured if one.entered_s >= self._tightened_s]
         if len(counted) < _MIN_SAMPLES:
-            if now_s - self._tightened_s > _WINDOW_S:  # where nobody is let in nothing is measured
-                self._value = min(1.0, self._value * _RELAX)
+            self._relax(self._tightened_s + _WINDOW_S, now_s)  # where nobody is let in nothing is measured
             return
         reached = float(np.quantile(counted, attainment)) / self._target_s
         if reached > 1:
             self._value, self._tightened_s = max(_LEAST, self._value * _TIGHTEN), now_s
             self._reached_s = reached * self._target_s
         elif reached < _FAR:
-            self._value = min(1.0, self._value * _RELAX)
+            self._relax(self._adjusted_s, now_s)
+
+    def _relax(self, from_s: float, now_s: float) -> None:
+        """For the time since the last adjustment, not before `from_s`: who comes rarely finds what many would."""
+        passed_s = min(now_s - max(from_s, self._adjusted_s), _LONGEST_S)
+        if passed_s > 0:
+            self._value = min(1.0, self._value * _RELAX ** (passed_s / _INTERVAL_S))
 
 
 def _told_s(seconds: float) -> str:

@@ -120,6 +120,20 @@ def test_targets_tighten_while_too_many_are_late_and_recover() -> None:
     assert later[-1] == 1.0
 
 
+def test_who_comes_rarely_finds_what_has_relaxed_meanwhile() -> None:
+    often, rarely = Feedback(), Feedback()
+    for feedback in (often, rarely):
+        for step in range(0, 20, 2):
+            fed(feedback, GOLD, [1.05] * 30, step, step + 1.0)
+            feedback.targets(GOLD, step + 1.0)
+    for second in range(20, 101):
+        often.targets(GOLD, float(second))
+    found = rarely.targets(GOLD, 100.0).ttft_s
+    assert found == pytest.approx(often.targets(GOLD, 100.5).ttft_s)  # of the minute in which they were late nothing
+    assert 0.7 < (found or 0) < 0.8
+    assert rarely.targets(GOLD, 161.0).ttft_s == 1.0
+
+
 @pytest.mark.parametrize(("attainment", "tightens"), [(0.9, False), (0.99, True)])
 def test_those_who_may_be_late_do_not_tighten(attainment: float, tightens: bool) -> None:
     feedback, qos = Feedback(), QosClass("some", ttft_s=1.0, attainment=attainment)
