@@ -160,8 +160,12 @@ class ClusterView:
     @property
     def decode_tokens(self) -> float:
         """Tokens that the KV memory of all decoding members holds."""
-        decodes = self.can_decode[: self.num_rows] | self.can_do_both[: self.num_rows]
-        return float(self.column("total_tokens")[decodes].sum())
+        return self._decoding_sum("total_tokens")
+
+    @property
+    def decoding_tokens(self) -> float:
+        """Tokens of all requests that decode, whichever gateway sent them, as reported."""
+        return self._decoding_sum("context_in_use_tokens")
 
     def worker(self, row: int) -> WorkerView:
         """The member in a row."""
@@ -240,6 +244,10 @@ class ClusterView:
         """One of `FIGURES` for every row."""
         found: Floats = self.figures[: self.num_rows, FIGURES[name]]
         return found
+
+    def _decoding_sum(self, name: str) -> float:
+        decodes = self.can_decode[: self.num_rows] | self.can_do_both[: self.num_rows]
+        return float(self.column(name)[decodes].sum())
 
     def _new_row(self, worker_id: str) -> int:
         if self._free_rows:

@@ -274,8 +274,8 @@ class Gatekeeper:
 
     def _has_share(self, view: ClusterView, request: PlacementRequest, found: Admitted, now_s: float) -> bool:
         num_tokens = request.num_prompt_tokens + round(found.num_output)
-        capacity = view.decode_tokens
-        return self._reservations.may_use(found.qos, num_tokens, capacity, self.classes.classes, now_s)
+        capacity, in_use = view.decode_tokens, view.decoding_tokens
+        return self._reservations.may_use(found.qos, num_tokens, capacity, self.classes.classes, now_s, in_use)
 
 
 def _degraded(request: PlacementRequest, qos: QosClass, step: Degradation) -> PlacementRequest:

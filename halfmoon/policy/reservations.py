@@ -22,9 +22,18 @@ class Reservations:
         self._wanted: dict[str, tuple[int, float]] = {}  # the highest use, the refused one included, and when
 
     def may_use(
-        self, qos: QosClass, num_tokens: int, capacity_tokens: float, classes: Iterable[QosClass], now_s: float
+        self,
+        qos: QosClass,
+        num_tokens: int,
+        capacity_tokens: float,
+        classes: Iterable[QosClass],
+        now_s: float,
+        in_use_tokens: float = 0.0,
     ) -> bool:
-        """Whether `num_tokens` more may go to this class. The wish is remembered as demand either way."""
+        """Whether `num_tokens` more may go to this class. The wish is remembered as demand either way.
+
+        `in_use_tokens` is what workers say: more than is known here where other gateways use them, too.
+        """
         used = self._used.get(qos.name, 0)
         self._note_demand(qos.name, used + num_tokens, now_s)
         if used + num_tokens <= qos.reserved * capacity_tokens:
@@ -33,7 +42,7 @@ class Reservations:
         if not owners:
             return True
         kept = sum(self._kept(other, capacity_tokens) for other in owners)
-        return sum(self._used.values()) + num_tokens + kept <= capacity_tokens
+        return max(sum(self._used.values()), in_use_tokens) + num_tokens + kept <= capacity_tokens
 
     def take(self, name: str, num_tokens: int) -> None:
         """A request of the class was placed."""

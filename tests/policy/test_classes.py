@@ -82,6 +82,19 @@ def test_a_reservation_is_lent_until_its_owner_comes() -> None:
     assert may(BULK, 600, 60.0)  # and is away again
 
 
+def test_a_reservation_counts_what_other_gateways_use() -> None:
+    shares = Reservations()
+
+    def may(qos: QosClass, num_tokens: int, in_use_tokens: float) -> bool:
+        return shares.may_use(qos, num_tokens, 100.0, (GOLD, BULK), 0.0, in_use_tokens)
+
+    assert may(BULK, 10, 95.0)  # the owner is away: workers say how full they may be
+    assert may(GOLD, 40, 95.0)
+    shares.take("bulk", 10)
+    assert may(BULK, 30, 30.0)  # 10 of which are ours
+    assert not may(BULK, 30, 31.0)
+
+
 @given(st.lists(st.tuples(st.sampled_from([GOLD, BULK]), st.integers(1, 60)), max_size=30))
 def test_an_owner_always_gets_its_share_and_borrowers_never_more_than_there_is(
     wishes: list[tuple[QosClass, int]],
