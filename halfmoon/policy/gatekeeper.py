@@ -19,7 +19,7 @@ from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementReques
 from halfmoon.policy.request_forecast import RequestForecast, RunningRequest
 from halfmoon.policy.reservations import Reservations
 from halfmoon.policy.shedding import Shedding
-from halfmoon.policy.unread_bounds import least_outlook
+from halfmoon.policy.unread_bounds import ANY_PROMPT, LeastPrompt, least_outlook
 
 _USUAL_WEIGHT = 0.02  # of the latest request in the usual TTFT
 _PROBE_S = 10.0  # an idle cluster refuses everybody for so long; then one request shows whether it is right to
@@ -101,23 +101,39 @@ class Gatekeeper:
         self._shed_below(qos, refusal, now_s)
         raise refusal
 
-    def refuse_unread(self, view: ClusterView, priority: int, *, has_gaps: bool, qos: QosClass, now_s: float) -> None:
-        """Raises Refused where `decide` would admit no prompt at all: the queues alone are too long, or the decode
-        workers too full. So nobody has to read the prompt; who is not refused here is for `decide`.
+    def refuse_unread(
+        self,
+        view: ClusterView,
+        priority: int,
+        *,
+        has_gaps: bool,
+        qos: QosClass,
+        now_s: float,
+        prompt: LeastPrompt = ANY_PROMPT,
+    ) -> None:
+        """Raises Refused where `decide` would admit no such prompt at all: the queues alone are too long, or the decode
+        workers too full. So nobody has to read it to its end; who is not refused here is for `decide`.
 
-        `has_gaps`: more than one token is asked for, without doubt.
+        `has_gaps`: more than one token is asked for, without doubt. Whether a prompt that is too long by itself is at
+        fault, or the others, its end has to tell where that puts classes outside.
         """
         if self.mode == "off" or view.missing:
             return
         targets = self._feedback.targets(qos, now_s)
-        least, row = least_outlook(self._forecast, view, priority, targets, self.mode, now_s)
+        if "lower_kv_precision" in qos.degradation:
+            prompt = prompt._replace(fetch_factor=_PRECISION_FACTOR)
+        least, row = least_outlook(self._forecast, view, prompt, priority, targets, self.mode, now_s)
         if not has_gaps or ("cap_max_tokens" in qos.degradation and qos.capped_tokens == 1):
             least = least._replace(tbt_s=None)
         self._check_not_shed(qos, least, targets, now_s)
         missed = missed_target(least, targets)
-        if missed is not None and not self._is_probe(now_s):
+        if missed is None:
+            return
+        refusal = self._over_target(qos, missed, least, targets, row, now_s)
+        if self._may_shed(qos, refusal) and not prompt.is_any:
+            return
+        if not self._is_probe(now_s):
             self._note_ttft(least.ttft_s)
-            refusal = self._over_target(qos, missed, least, targets, row, now_s)
             self._shed_below(qos, refusal, now_s)
             raise refusal
 
@@ -269,8 +285,12 @@ class Gatekeeper:
 
     def _shed_below(self, qos: QosClass, refusal: Refused, now_s: float) -> None:
         """Nobody waits outside for a class whose requests would be refused without anybody else here."""
-        if "shed_lowest_class" in qos.degradation and refusal.is_by_others:
+        if self._may_shed(qos, refusal):
             self._shedding.shed(qos.priority, self.classes.priorities, now_s)
+
+    @staticmethod
+    def _may_shed(qos: QosClass, refusal: Refused) -> bool:
+        return "shed_lowest_class" in qos.degradation and refusal.is_by_others
 
     def _has_share(self, view: ClusterView, request: PlacementRequest, found: Admitted, now_s: float) -> bool:
         num_tokens = request.num_prompt_tokens + round(found.num_output)

@@ -198,16 +198,19 @@ class PrefillCourse:
                 break
         return None
 
-    def earliest_s(self, priority: int, speed: Speed, ahead_s: float, now_s: float) -> float:
-        """Before which no prompt of that priority has its token, however long it is and wherever it fits in: it waits
-        for the step under way, and for all that goes before it and is ready by then."""
+    def earliest_s(self, least: Prefill, speed: Speed, ahead_s: float, now_s: float) -> float:
+        """Before which no prompt of that priority, with as much work or more, has its token, wherever it fits in: it
+        waits for the step under way, and for all that goes before it and is ready by then. That are also those of its
+        priority that are no longer: shares of a step go to the shortest first."""
         model, step_s, under_way = speed.model, _work_s(self._step, speed.model), dict(self._chunks())
         begins_s = now_s + max(step_s - (now_s - self._step_began_s), _OVERDUE * step_s) + ahead_s
-        num_tokens, num_pairs = 1, 0.5
+        num_tokens = least.new_tokens
+        num_pairs = num_tokens * (least.known_tokens + num_tokens / 2)
         for prompt in self._prompts.values():
-            if prompt.priority < priority and prompt.ready_s <= begins_s:
-                done = under_way.get(prompt.request_id, 0)
-                new_tokens, known_tokens = prompt.new_tokens - done, prompt.known_tokens + done
+            done = under_way.get(prompt.request_id, 0)
+            new_tokens, known_tokens = prompt.new_tokens - done, prompt.known_tokens + done
+            goes_first = (prompt.priority, new_tokens) <= (least.priority, least.new_tokens)
+            if goes_first and prompt.ready_s <= begins_s:
                 num_tokens += new_tokens
                 num_pairs += new_tokens * (known_tokens + new_tokens / 2)
         num_steps = math.ceil(num_tokens / max(speed.step_tokens, speed.chunk_tokens))

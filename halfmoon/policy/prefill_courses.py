@@ -89,15 +89,15 @@ class PrefillCourses:
         behind_s = times.behind_tokens * worker.prefill_model.b
         return replace(placement, ttft_s=times.ends_s - now_s, queue_s=times.begins_s - now_s, behind_s=behind_s)
 
-    def earliest_s(self, view: ClusterView, row: int, priority: int, now_s: float) -> float:
-        """Seconds from now that `refined` undercuts for no prompt of that priority on that worker; infinite where it
-        leaves every placement as it is."""
+    def earliest_s(self, view: ClusterView, row: int, least: Prefill, now_s: float) -> float:
+        """Seconds from now that `refined` undercuts on that worker for no prompt with as much work or more; infinite
+        where it leaves every placement as it is."""
         worker, course = view.worker(row), self._courses.get(row)
         is_alone = worker.role != "both" and worker.contention < _LEAST_CONTENTION
         if not _has_steps(worker) or (not course and is_alone):
             return math.inf
         course = self._advanced(row, view, worker, self._own(row, worker, now_s), now_s)
-        return course.earliest_s(priority, _speed(worker), _others_s(worker, course, now_s), now_s) - now_s
+        return course.earliest_s(least, _speed(worker), _others_s(worker, course, now_s), now_s) - now_s
 
     def tbt_s(self, view: ClusterView, placement: Placement, step_s: float, num_gaps: float, now_s: float) -> float:
         """The mean of an answer whose decode steps alone take `step_s`: more beside busy neighbours, and where chunks

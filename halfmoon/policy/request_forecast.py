@@ -14,6 +14,7 @@ from halfmoon.policy.decode_forecast import DecodeForecast, DecodeLoads
 from halfmoon.policy.latency import Floats
 from halfmoon.policy.overheads import Overhead
 from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules, place
+from halfmoon.policy.prefill_course import Prefill
 from halfmoon.policy.prefill_courses import PrefillCourses
 from halfmoon.policy.prefill_forecast import PrefillForecast
 from halfmoon.policy.ttft import TtftPrediction, predict_ttft
@@ -87,9 +88,10 @@ class RequestForecast:
         overhead_s = self.overhead_s
         return replace(found, ttft_s=found.ttft_s + overhead_s, overhead_s=overhead_s) if overhead_s else found
 
-    def earliest_s(self, view: ClusterView, row: int, priority: int, now_s: float) -> float:
-        """Seconds from now that `exactly` undercuts for no prompt on that worker, but where it changes nothing."""
-        return self._courses.earliest_s(view, row, priority, now_s)
+    def earliest_s(self, view: ClusterView, row: int, least: Prefill, now_s: float) -> float:
+        """Seconds from now that `exactly` undercuts on that worker for no prompt with as much work or more, but where
+        it changes nothing."""
+        return self._courses.earliest_s(view, row, least, now_s)
 
     def handover_s(self, num_output: float) -> float:
         """What the hand-over adds to the mean gap of an answer."""

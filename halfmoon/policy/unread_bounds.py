@@ -1,23 +1,52 @@
-"""What no prompt undercuts at this moment, whatever it is: who misses a target by that need not be read."""
+"""What no prompt undercuts at this moment, by what is known of it: who misses a target by that need not be read."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from halfmoon.policy.admission import AdmissionMode, Outlook
 from halfmoon.policy.cluster_view import ClusterView
 from halfmoon.policy.decode_forecast import DecodeLoads
 from halfmoon.policy.feedback import Targets
 from halfmoon.policy.placement import NOTHING_CACHED, PlacementRequest
+from halfmoon.policy.prefill_course import Prefill
 from halfmoon.policy.ranking import predict_tbt
 from halfmoon.policy.request_forecast import RequestForecast
 from halfmoon.policy.ttft import TtftPrediction
 
 
+class LeastPrompt(NamedTuple):
+    """What is known of a prompt that is not read to its end; of no prompt more than this is known: one token.
+
+    The leading blocks that are held are known exactly, or `num_tokens` is 1. They are whole ones of `num_tokens`, and
+    leave one at least. Then no longer prompt is computed sooner: what it has more is computed, too.
+    """
+
+    num_tokens: int = 1  # it has no fewer
+    depths: NDArray[np.int64] = NOTHING_CACHED  # `BlockIndex.match`
+    fetch_factor: float = 1.0  # the least one that its class allows
+
+    @property
+    def is_any(self) -> bool:
+        """Whether it says nothing."""
+        return self.num_tokens == 1
+
+
+ANY_PROMPT = LeastPrompt()
+
+
 def least_outlook(
-    forecast: RequestForecast, view: ClusterView, priority: int, targets: Targets, mode: AdmissionMode, now_s: float
+    forecast: RequestForecast,
+    view: ClusterView,
+    prompt: LeastPrompt,
+    priority: int,
+    targets: Targets,
+    mode: AdmissionMode,
+    now_s: float,
 ) -> tuple[Outlook, int]:
     """The least TTFT and TBT, and the row of the decode worker that is the least busy.
 
@@ -25,8 +54,9 @@ def least_outlook(
     the answer may join others at any moment that leaves the TTFT within its target.
     """
     num_rows = view.num_rows
-    ttft = forecast.ttft(view, PlacementRequest(1, 1, priority=priority), now_s, NOTHING_CACHED)
-    least_s, alone_s = _least_ttft(forecast, view, ttft, priority, targets.ttft_s, now_s)
+    request = PlacementRequest(prompt.num_tokens, 1, fetch_factor=prompt.fetch_factor, priority=priority)
+    ttft = forecast.ttft(view, request, now_s, prompt.depths)
+    least_s, alone_s = _least_ttft(forecast, view, request, prompt.depths, ttft, targets.ttft_s, now_s)
     if mode == "load":
         loads = forecast.mean_load(view, now_s)
     elif targets.ttft_s is None:
@@ -34,7 +64,7 @@ def least_outlook(
     else:
         loads = forecast.decodes.least_loads(now_s + least_s, now_s + targets.ttft_s, now_s, num_rows)
     decodes = np.flatnonzero(view.can_decode[:num_rows] | view.can_do_both[:num_rows])
-    tbt_s = predict_tbt(view, loads, 1)[decodes]
+    tbt_s = predict_tbt(view, loads, prompt.num_tokens)[decodes]
     lightest = int(np.argmin(tbt_s))
     outlook = Outlook(least_s, float(tbt_s[lightest]), least_s - alone_s, is_least=True, ranked_by=ttft)
     return outlook, int(decodes[lightest])
@@ -43,8 +73,9 @@ def least_outlook(
 def _least_ttft(
     forecast: RequestForecast,
     view: ClusterView,
+    request: PlacementRequest,
+    depths: NDArray[np.int64],
     ttft: TtftPrediction,
-    priority: int,
     target_s: float | None,
     now_s: float,
 ) -> tuple[float, float]:
@@ -60,8 +91,14 @@ def _least_ttft(
     if target_s is None:
         return alone_s, alone_s
     for row in rows[np.argsort(ttft.seconds[rows])].tolist():
-        exactly_s = forecast.earliest_s(view, row, priority, now_s)  # short ones overtake others
+        exactly_s = forecast.earliest_s(view, row, _least_work(view, row, request, depths), now_s)
         least_s = min(least_s, overhead_s + min(float(ttft.seconds[row]), exactly_s))
         if least_s <= target_s:
             return alone_s, alone_s
     return least_s, alone_s
+
+
+def _least_work(view: ClusterView, row: int, request: PlacementRequest, depths: NDArray[np.int64]) -> Prefill:
+    """What a worker has to compute at least, should it come by all that anybody has."""
+    known_tokens = int(depths.max() * view.column("block_tokens")[row])
+    return Prefill(request.num_prompt_tokens - known_tokens, known_tokens, request.priority, -math.inf)

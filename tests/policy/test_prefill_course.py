@@ -77,6 +77,8 @@ waiting = st.builds(
     st.sampled_from([0.0, 2.0]),
     st.booleans(),
     st.tuples(st.floats(0, 0.1), st.floats(0, 0.01), st.floats(0, 1e-4)),
+    st.floats(0, 1),
+    st.floats(0, 1),
 )
 def test_no_prompt_is_done_before_the_earliest_moment(
     prompts: list[Prefill],
@@ -85,7 +87,14 @@ def test_no_prompt_is_done_before_the_earliest_moment(
     ahead_s: float,
     in_chunks: bool,
     model: tuple[float, float, float],
+    unread: float,
+    cached: float,
 ) -> None:
+    num_unread = round(unread * (wanted.new_tokens - 1))
+    num_cached = round(cached * (wanted.new_tokens - 1 - num_unread))
+    least = wanted._replace(
+        new_tokens=wanted.new_tokens - num_unread - num_cached, known_tokens=wanted.known_tokens + num_cached
+    )
     speed = Speed(PrefillModel(*model), STEP, 0.5, 2 * STEP if in_chunks else 0)
     made = PrefillCourse()
     for number, one in enumerate(prompts):
@@ -94,15 +103,17 @@ def test_no_prompt_is_done_before_the_earliest_moment(
     own = OwnDecodes(1, [Life(2.0, 10)], StepModel(0.1, 0.1, 0.0)) if in_chunks else None
     found = made.predict(wanted, speed, Neighbours({}), 1.0, ahead_s, now_s, own)
     assert found is not None
-    assert made.earliest_s(wanted.priority, speed, ahead_s, now_s) <= found.ends_s + 1e-9
+    assert made.earliest_s(least, speed, ahead_s, now_s) <= found.ends_s + 1e-9
 
 
 def test_the_earliest_moment_is_behind_the_step_under_way_and_whoever_goes_first() -> None:
     made = course(100)
-    assert made.earliest_s(0, SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 0.01)
+    assert made.earliest_s(work(1), SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 0.01)
     made.join("long", work(500), None, STEP, 0.25)
-    assert made.earliest_s(0, SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 0.01)  # short ones pass it
-    assert made.earliest_s(1, SPEED, 2.0, 0.25) == pytest.approx(0.25 + 0.75 + 2.0 + 5.0 + 0.01)
+    assert made.earliest_s(work(1), SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 0.01)  # short ones pass it
+    assert made.earliest_s(work(499), SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 4.99)
+    assert made.earliest_s(work(500), SPEED, 0.0, 0.25) == pytest.approx(0.25 + 0.75 + 5.0 + 5.0)
+    assert made.earliest_s(work(1, priority=1), SPEED, 2.0, 0.25) == pytest.approx(0.25 + 0.75 + 2.0 + 5.0 + 0.01)
 
 
 def test_a_step_that_takes_too_long_is_about_to_end() -> None:

@@ -1,4 +1,4 @@
-"""Who is refused before the prompt is read would have been refused with it, too, whatever it is."""
+"""Who is refused before the prompt is read would have been refused with it, too, whatever it is, or goes on."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from halfmoon.policy.gatekeeper import Gatekeeper
 from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.policy.placement import PlacementRequest, PlacementRules
 from halfmoon.policy.ranking import PlacementMode
+from halfmoon.policy.unread_bounds import ANY_PROMPT, LeastPrompt
 
 WORKER = WorkerView(
     "w",
@@ -127,9 +128,47 @@ def test_who_would_be_admitted_is_never_refused_unread(
         assert unread.ttft_s <= caught.value.ttft_s * 1.000001
 
 
-def unread_refusal(scene: Scene, view: ClusterView, priority: int, *, has_gaps: bool) -> Refused | None:
+@given(
+    scenes,
+    st.integers(1, 3_000),
+    st.integers(0, 2_000),
+    st.integers(1, 4_000),
+    st.integers(-1, 1),
+    st.lists(st.integers(0, 300), min_size=5, max_size=5),
+    st.lists(st.integers(0, 4), min_size=5, max_size=5),
+)
+def test_who_would_be_admitted_is_never_refused_by_the_beginning_of_a_prompt(
+    scene: Scene,
+    num_known: int,
+    num_unread: int,
+    max_tokens: int,
+    priority: int,
+    held: Sequence[int],
+    stores: Sequence[int],
+) -> None:
+    depths = np.array([min(one, (num_known - 1) // WORKER.block_tokens) for one in held] + [0])
+    view = scene.view()
+    for worker, store in zip(view.workers, stores, strict=False):
+        view.put(replace(worker, store_holder=store - 1))
+    early = unread_refusal(scene, view, priority, LeastPrompt(num_known, depths), has_gaps=max_tokens > 1)
+    if early is None:
+        return
+    request = PlacementRequest(num_known + num_unread, max_tokens, priority=priority)
+    gate = scene.gate(view)
+    with pytest.raises(HalfmoonError) as caught:
+        gate.decide(view, request, scene.qos, NOW_S, depths)
+    if isinstance(caught.value, Refused):
+        if caught.value.reason == early.reason == "ttft":
+            assert early.ttft_s <= caught.value.ttft_s * 1.000001
+        assert early.is_by_others or not caught.value.is_by_others
+
+
+def unread_refusal(
+    scene: Scene, view: ClusterView, priority: int, prompt: LeastPrompt = ANY_PROMPT, *, has_gaps: bool
+) -> Refused | None:
+    gate = scene.gate(view)
     try:
-        scene.gate(view).refuse_unread(view, priority, has_gaps=has_gaps, qos=scene.qos, now_s=NOW_S)
+        gate.refuse_unread(view, priority, has_gaps=has_gaps, qos=scene.qos, now_s=NOW_S, prompt=prompt)
     except Refused as refusal:
         return refusal
     return None
