@@ -17,6 +17,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel
 
 from halfmoon.engine.checkpoint import Checkpoint, read_json
+from halfmoon.engine.piece_tokens import PieceTokens
+from halfmoon.engine.text_beginning import NOTHING_AROUND, Around, TextBeginning
+from halfmoon.engine.text_pieces import PIECE_CHARS, can_be_cut
 from halfmoon.errors import InvalidRequest
 
 _REPLACEMENT = "\ufffd"
@@ -39,6 +42,9 @@ class Tokenizer:
         }
         self.chat_template = source = _chat_template(checkpoint.path, config)
         self._template = None if source is None else _environment().from_string(source)
+        is_cut = can_be_cut(json.loads(self._fast.to_str()))
+        self._around = self._found_around() if is_cut else NOTHING_AROUND
+        self._pieces = PieceTokens(self._each_ids) if is_cut else None
         self._whole_texts: dict[int, str | None] = {}
         self._is_bytewise = type(self._fast.decoder) is ByteLevel
 
@@ -55,6 +61,10 @@ class Tokenizer:
     def encode(self, text: str, *, with_special: bool = True) -> list[int]:
         """Token ids, with those the tokenizer puts around a text (a BOS, say)."""
         return self._ids(text, with_special=with_special)
+
+    def begin(self, text: str, *, with_special: bool = True) -> TextBeginning:
+        """Token ids of a text from its first one on, as far as they are asked for."""
+        return TextBeginning(text, self._pieces, self._around if with_special else NOTHING_AROUND)
 
     def token_name(self, token_id: int) -> str:
         """The token as the vocabulary writes it; empty for an id that has none."""
@@ -78,8 +88,20 @@ class Tokenizer:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
 
     def _ids(self, text: str, *, with_special: bool) -> list[int]:
-        # As a batch of one: unlike `encode`, that lets other threads run meanwhile.
-        return list(self._fast.encode_batch_fast([text], add_special_tokens=with_special)[0].ids)
+        if self._pieces is None or len(text) <= PIECE_CHARS:
+            return list(self._each_ids([text], with_special=with_special)[0])
+        before, after = self._around if with_special else NOTHING_AROUND
+        return [*before, *self._pieces.of_text(text), *after]
+
+    def _each_ids(self, texts: list[str], *, with_special: bool = False) -> list[Sequence[int]]:
+        # As a batch, even of one: unlike `encode`, that lets other threads run meanwhile.
+        return [one.ids for one in self._fast.encode_batch_fast(texts, add_special_tokens=with_special)]
+
+    def _found_around(self) -> Around:
+        """By a text of one token."""
+        ids, plain = (self._each_ids(["a"], with_special=special)[0] for special in (True, False))
+        at = list(ids).index(plain[0])
+        return Around(tuple(ids[:at]), tuple(ids[at + 1 :]))
 
     def encode_chat(
         self,

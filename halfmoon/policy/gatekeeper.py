@@ -130,7 +130,7 @@ class Gatekeeper:
         if missed is None:
             return
         refusal = self._over_target(qos, missed, least, targets, row, now_s)
-        if self._may_shed(qos, refusal) and not prompt.is_any:
+        if "shed_lowest_class" in qos.degradation and not prompt.is_any and (refusal.is_by_others or missed == "tbt"):
             return
         if not self._is_probe(now_s):
             self._note_ttft(least.ttft_s)
@@ -285,12 +285,8 @@ class Gatekeeper:
 
     def _shed_below(self, qos: QosClass, refusal: Refused, now_s: float) -> None:
         """Nobody waits outside for a class whose requests would be refused without anybody else here."""
-        if self._may_shed(qos, refusal):
+        if "shed_lowest_class" in qos.degradation and refusal.is_by_others:
             self._shedding.shed(qos.priority, self.classes.priorities, now_s)
-
-    @staticmethod
-    def _may_shed(qos: QosClass, refusal: Refused) -> bool:
-        return "shed_lowest_class" in qos.degradation and refusal.is_by_others
 
     def _has_share(self, view: ClusterView, request: PlacementRequest, found: Admitted, now_s: float) -> bool:
         num_tokens = request.num_prompt_tokens + round(found.num_output)

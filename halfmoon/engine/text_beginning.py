@@ -1,0 +1,55 @@
+"""A text that is tokenized from its beginning, as far as somebody wants to know it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from halfmoon.engine.piece_tokens import PieceTokens
+from halfmoon.engine.text_pieces import least_tokens, pieces_of
+
+
+class Around(NamedTuple):
+    """The tokens that a tokenizer puts around every text."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
+NOTHING_AROUND = Around()
+
+
+class TextBeginning:
+    """Owns the leading tokens of one text, and how far they reach."""
+
+    def __init__(self, text: str, pieces: PieceTokens | None, around: Around = NOTHING_AROUND) -> None:
+        """Without `pieces` it cannot be read."""
+        self.token_ids = list(around.before)
+        self.is_whole = False
+        self._text = text
+        self._pieces = pieces
+        self._left = pieces_of(text) if pieces else iter(())
+        self._num_read = 0  # characters
+        self._after = around.after
+
+    def read_on(self, num_tokens: int) -> None:
+        """Tokenizes until so many tokens more are there, not counting what is remembered; less at its end."""
+        if self._pieces is None:
+            return
+        for piece in self._left:
+            found = self._pieces.recall(piece)
+            if found is None:
+                (found,) = self._pieces.learn([piece])
+                num_tokens -= len(found)
+            self.token_ids += found
+            self._num_read += len(piece)
+            if num_tokens <= 0:
+                return
+        if not self.is_whole:
+            self.is_whole = True
+            self.token_ids += self._after
+
+    def least_tokens(self) -> int:
+        """The whole text has no fewer."""
+        if self._pieces is None:
+            return 1
+        return max(len(self.token_ids) + least_tokens(self._text, self._num_read), 1)

@@ -1,0 +1,88 @@
+"""Where a text can be cut so that its tokens are those of its pieces, one after the other; and how few it can have.
+
+That holds for tokenizers which split a text by a pattern and merge within its parts, if it lets a space only begin a
+part, as those of GPT-2, Llama 3 and Qwen do: no part reaches over a space from what is no white space before it. And
+between a word and a space with another word neither side depends on the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+PIECE_CHARS = 256  # at least; about a block of tokens
+_CUT = re.compile(r"[A-Za-z](?= [A-Za-z])")
+_VISIBLE = {chr(code) for code in range(ord("!"), ord("~") + 1)}
+_BEFORE_CUT = re.compile(r"[!-~] ")
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS = {  # as tokenizer.json has them
+    _WORDS + r"\p{N}{1,3}" + _OTHERS,  # Llama 3
+    _WORDS + r"\p{N}" + _OTHERS,  # Qwen 2, 2.5 and 3
+}
+
+
+def pieces_of(text: str, begin: int = 0) -> Iterator[str]:
+    """From a cut of the text on. A piece ends at the first cut after `PIECE_CHARS`, whatever comes later."""
+    while (found := _CUT.search(text, begin + PIECE_CHARS - 1)) is not None:
+        yield text[begin : found.end()]
+        begin = found.end()
+    if begin < len(text):
+        yield text[begin:]
+
+
+def least_tokens(text: str, begin: int = 0) -> int:
+    """No text from there on has fewer: a word that a space ends is one at least."""
+    codes = np.frombuffer(text[begin:].encode(errors="surrogatepass"), dtype=np.uint8)
+    ends = (codes[1:] == ord(" ")) & (codes[:-1] - np.uint8(ord("!")) <= ord("~") - ord("!"))
+    return int(np.count_nonzero(ends))
+
+
+def can_be_cut(described: Mapping[str, Any]) -> bool:
+    """Whether all this is true of the tokenizer that a tokenizer.json describes; of one not known here it is not."""
+    model, normalizer = described["model"], described["normalizer"]
+    return (
+        model.get("type") == "BPE"
+        and not model.get("dropout")
+        and model["vocab"].keys() >= _VISIBLE  # others may have no token at all
+        and (normalizer is None or normalizer["type"] == "NFC")
+        and described["truncation"] is None
+        and described["padding"] is None
+        and _splits_at_spaces(described["pre_tokenizer"])
+        and not any(map(_may_span_a_cut, described["added_tokens"]))
+    )
+
+
+def _splits_at_spaces(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    steps = _steps(pre_tokenizer)
+    is_bytewise = any(step["type"] == "ByteLevel" for step in steps)
+    return is_bytewise and all(map(_is_known, steps)) and any(map(_splits, steps))
+
+
+def _steps(pre_tokenizer: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
+    if pre_tokenizer is None:
+        return ()
+    steps: Sequence[Mapping[str, Any]] = pre_tokenizer.get("pretokenizers", (pre_tokenizer,))
+    return steps
+
+
+def _is_known(step: Mapping[str, Any]) -> bool:
+    match step["type"]:
+        case "ByteLevel":
+            return not step["add_prefix_space"]
+        case "Split":
+            return step["pattern"].get("Regex") in PATTERNS and step["behavior"] == "Isolated" and not step["invert"]
+        case kind:
+            return bool(kind == "Digits")
+
+
+def _splits(step: Mapping[str, Any]) -> bool:
+    return step["type"] == "Split" or bool(step.get("use_regex"))
+
+
+def _may_span_a_cut(token: Mapping[str, Any]) -> bool:
+    takes_more = token["single_word"] or token["lstrip"] or token["rstrip"]
+    return bool(takes_more or _BEFORE_CUT.search(token["content"]))
