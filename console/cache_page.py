@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ class Seen(NamedTuple):
     """What the page shows."""
 
     cache: Mapping[str, Any]
+    stores: Sequence[Mapping[str, Any]]
     series: Mapping[str, Any]
     placements: Sequence[Mapping[str, Any]]
 
@@ -32,7 +34,7 @@ class Seen(NamedTuple):
 def render(api: GatewayApi) -> None:
     """The page."""
     st.title("Cache")
-    looks = (api.cache, partial(api.series, _MINUTES), partial(api.placements, _PLACEMENTS))
+    looks = (api.cache, api.stores, partial(api.series, _MINUTES), partial(api.placements, _PLACEMENTS))
     live("cache", lambda: Seen(*at_once(*looks)), _draw)
 
 
@@ -42,9 +44,10 @@ def compression(tier: Mapping[str, Any], block_bytes: int | None) -> float | Non
     return tier["num_blocks"] * block_bytes / used if used and block_bytes else None
 
 
-def tier_row(tier: Mapping[str, Any], block_bytes: int | None) -> dict[str, Any]:
+def tier_row(store: Mapping[str, Any], tier: Mapping[str, Any], block_bytes: int | None) -> dict[str, Any]:
     """One line of the table."""
     return {
+        "store": store["address"],
         "tier": tier["tier"],
         "full": tier["used_bytes"] / tier["budget_bytes"] if tier["budget_bytes"] else None,
         "used": size(tier["used_bytes"]),
@@ -97,7 +100,7 @@ def _draw(seen: Seen) -> None:
     if not cache["workers"]:
         empty("No worker has joined", "What workers have cached is shown here as soon as there are some.")
         return
-    _figures(cache, series)
+    _figures(cache, seen.stores, series)
     left, right = st.columns(2)
     with left.container(border=True, height="stretch"):
         st.markdown("**Prompt tokens that were not computed again**")
@@ -107,8 +110,8 @@ def _draw(seen: Seen) -> None:
     with right.container(border=True, height="stretch"):
         st.markdown("**Restore decisions** of the latest prompts")
         _restores(seen.placements)
-    st.subheader("Store")
-    _store(cache["store"], cache.get("block_bytes"))
+    st.subheader("Stores")
+    _stores(seen.stores, cache.get("block_bytes"))
     left, right = st.columns([3, 2])
     with left:
         st.subheader("Hottest prefixes")
@@ -118,20 +121,20 @@ def _draw(seen: Seen) -> None:
         _workers(cache["workers"])
 
 
-def _figures(cache: Mapping[str, Any], series: Mapping[str, Any]) -> None:
+def _figures(cache: Mapping[str, Any], stores: Sequence[Mapping[str, Any]], series: Mapping[str, Any]) -> None:
     together = series["together"]
     prompt, saved = together["prompt_tokens"], together["cached_tokens"]
     blocks = sum(one["cached_blocks"] for one in cache["workers"])
-    store = cache["store"]
-    stored = sum(tier["used_bytes"] for tier in store.get("tiers", ()))
-    hits = sum(tier["num_hits_total"] for tier in store.get("tiers", ()))
-    reads = hits + store.get("num_misses_total", 0)
+    tiers = [tier for store in stores for tier in store.get("tiers", ())]
+    stored = sum(tier["used_bytes"] for tier in tiers)
+    hits = sum(tier["num_hits_total"] for tier in tiers)
+    reads = hits + sum(store.get("num_misses_total", 0) for store in stores)
     tiles = (
         ("Hit rate, by tokens", share(saved / prompt if prompt else None), f"of the last {_MINUTES} minutes' prompts"),
         ("Tokens saved", count(saved), f"in the last {_MINUTES} minutes"),
         ("Blocks on workers", count(blocks), "whole blocks in the workers' prefix caches"),
-        ("Bytes in the store", size(stored), "in all tiers"),
-        ("Store hit rate", share(hits / reads if reads else None), "by blocks, of the reads since it began"),
+        ("Bytes in stores", size(stored), "in all tiers"),
+        ("Store hit rate", share(hits / reads if reads else None), "by blocks, of the reads since they began"),
     )
     for column, (label, value, note) in zip(st.columns(len(tiles)), tiles, strict=True):
         column.metric(label, value, border=True, help=note)
@@ -152,27 +155,35 @@ def _restores(placements: Sequence[Mapping[str, Any]]) -> None:
     )
 
 
-def _store(store: Mapping[str, Any], block_bytes: int | None) -> None:
-    if store["state"] == "none":
-        st.caption("This gateway knows of no store: start it with --kv-store host:port.")
+def _stores(stores: Sequence[Mapping[str, Any]], block_bytes: int | None) -> None:
+    if not stores:
+        st.caption("No worker has a store, nor does the gateway: start them with --kv-store host:port.")
         return
-    if store["state"] == "away":
-        why = plain(f"The store at {store['address']} does not answer: {store['reason']}")
-        st.warning(why, icon=":material/cloud_off:")
+    for store in stores:
+        if store["state"] == "away":
+            why = plain(f"The store at {store['address']} does not answer: {store['reason']}")
+            st.warning(why, icon=":material/cloud_off:")
+    tiers = [(store, tier) for store in stores for tier in store.get("tiers", ())]
+    if not tiers:
         return
     bar = st.column_config.ProgressColumn(format="percent", min_value=0, max_value=1)
     times = st.column_config.NumberColumn(format="%.2f×")
-    rows = [tier_row(tier, block_bytes) for tier in store["tiers"]]
+    rows = [tier_row(store, tier, block_bytes) for store, tier in tiers]
     st.dataframe(
         rows, column_config={"full": bar, "compression": times}, hide_index=True, placeholder=NOTHING, key="tiers"
     )
-    hits = [
-        {"label": "blocks read", "part": one["tier"], "value": one["num_hits_total"]}
-        for one in store["tiers"]
-        if one["num_hits_total"]
-    ]
+    hits = [{"label": "blocks read", "part": name, "value": value} for name, value in tier_hits(stores).items()]
     if hits:
         charts.show(charts.parts(hits, TIERS, "blocks"), "tier-hits")
+
+
+def tier_hits(stores: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Blocks that were read from each kind of tier, of all stores; those of none are left out."""
+    hits = Counter[str]()
+    for store in stores:
+        for tier in store.get("tiers", ()):
+            hits[tier["tier"]] += tier["num_hits_total"]
+    return dict(+hits)
 
 
 def _prefixes(prefixes: Sequence[Mapping[str, Any]]) -> None:

@@ -53,7 +53,7 @@ class GatewayApi:
 
     def cache(self) -> dict[str, Any]:
         """What is cached where."""
-        return self._object("/halfmoon/v1/cache", "store")
+        return self._object("/halfmoon/v1/cache", "prefixes")
 
     def workload(self, minutes: int) -> dict[str, Any]:
         """The last minutes' requests, as a simulation takes them."""

@@ -81,12 +81,11 @@ CACHE: dict[str, Any] = {
         {"worker_id": "prefill-1", "role": "prefill", "cached_blocks": 7, "total_blocks": 100, "block_tokens": 64}
     ],
     "prefixes": [{"key": "ab" * 8, "tokens": 128, "uses": 5, "replicas": 2, "age_s": 4.0}],
-    "store": {
-        "state": "there", "address": "h:9", "num_stored_total": 5, "num_misses_total": 10, "num_expired_total": 0,
-        "tiers": [_TIER | {"tier": "dram"}, _TIER | {"tier": "disk"}],
-    },
 }  # fmt: skip
-STORES: list[dict[str, Any]] = [CACHE["store"]]
+STORES: list[dict[str, Any]] = [{
+    "state": "there", "address": "h:9", "num_stored_total": 5, "num_misses_total": 10, "num_expired_total": 0,
+    "tiers": [_TIER | {"tier": "dram"}, _TIER | {"tier": "disk"}],
+}]  # fmt: skip
 GOLD: dict[str, Any] = {
     "name": "gold", "version": 2, "priority": -1, "reserved": 0.25, "ttft_s": 0.5, "tbt_s": None, "attainment": 0.9,
     "rules": [{"kind": "header", "header": "X-Tier", "value": "gold"}], "degradation": ["cap_max_tokens"],

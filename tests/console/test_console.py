@@ -14,7 +14,7 @@ from console.gateway_api import GatewayApi, GatewayError  # noqa: E402
 from console.plain_text import plain  # noqa: E402
 from console.settings import DEFAULT_GATEWAY_URL, api_key, gateway_url, operator_token  # noqa: E402
 
-from .fake_gateway import CACHE, CLUSTER, EDITS, GOLD, SERIES, WORKER, FakeGateway, running_fake_gateway  # noqa: E402
+from .fake_gateway import CLUSTER, EDITS, GOLD, SERIES, STORES, WORKER, FakeGateway, running_fake_gateway  # noqa: E402
 
 PAGES = ("overview", "placements", "cache", "slo", "try")
 
@@ -104,12 +104,25 @@ def test_the_cache_by_tier(gateway: FakeGateway) -> None:
     )
 
 
+def test_the_cache_of_several_stores(gateway: FakeGateway) -> None:
+    away = {"state": "away", "address": "h:11", "reason": "gone"}
+    gateway.answers["/halfmoon/v1/stores"] = (200, [*STORES, STORES[0] | {"address": "h:10"}, away])
+    shown = open_page("cache", gateway.url)
+    tiers = shown.dataframe[0].value
+    assert list(zip(tiers["store"], tiers["tier"], strict=True)) == [
+        (address, tier) for address in ("h:9", "h:10") for tier in ("dram", "disk")
+    ]
+    figures = {metric.label: metric.value for metric in shown.metric}
+    assert figures["Bytes in stores"] == "3.9 KiB"
+    assert "gone" in shown.warning[0].value
+
+
 @pytest.mark.parametrize(
-    ("store", "said"),
-    [({"state": "none"}, "no store"), ({"state": "away", "address": "h:9", "reason": "gone"}, "gone")],
+    ("stores", "said"),
+    [([], "No worker has a store"), ([{"state": "away", "address": "h:9", "reason": "gone"}], "gone")],
 )
-def test_a_store_that_is_not_there(gateway: FakeGateway, store: dict[str, str], said: str) -> None:
-    gateway.answers["/halfmoon/v1/cache"] = (200, CACHE | {"store": store})
+def test_a_store_that_is_not_there(gateway: FakeGateway, stores: list[dict[str, str]], said: str) -> None:
+    gateway.answers["/halfmoon/v1/stores"] = (200, stores)
     shown = open_page("cache", gateway.url)
     assert any(said in one.value for one in (*shown.caption, *shown.warning))
 

@@ -99,7 +99,7 @@ def test_where_both_do_not_fit_stopping_first_has_to_be_chosen(gateway: FakeGate
     shown = click(open_page(gateway, planner), "Apply…")
     assert [one.value for one in shown.warning] == ["1 GPU is free"]
     assert next(one for one in shown.button if one.label == "Apply").disabled
-    until_over(click(checked(shown.checkbox[0].check().run()), "Apply"))
+    until_over(click(checked(shown.checkbox(key="apply-stop-first").check().run()), "Apply"))
     assert planner.applied == [(1, True)]
 
 
