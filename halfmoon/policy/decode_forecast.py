@@ -156,12 +156,22 @@ class DecodeForecast:
 
     def present(self, row: int, now_s: float, without: Collection[str] = ()) -> list[Life]:
         """Who decodes on `row` now, were those in `without` not there."""
-        others = {self._slots[one] for one in without if one in self._slots}
-        there = np.array(sorted(self._of_row.get(row, set()) - others), dtype=np.int64)
-        there = there[self._joins_s[there] <= now_s]
+        there = self._present(row, now_s, without)
         _, ends_s = self._lives(there, now_s)
         context = self._prompts[there] + 0.5 * self._outputs[there]
-        return [Life(*one) for one in zip(ends_s.tolist(), context.tolist(), strict=True)]
+        return list(map(Life, ends_s.tolist(), context.tolist()))
+
+    def present_load(self, row: int, now_s: float, without: Collection[str] = ()) -> DecodeLoad:
+        """Those of `present` who do not leave at this very moment, as sums."""
+        there = self._present(row, now_s, without)
+        there = there[self._leaves_s[there] != now_s]
+        context = self._prompts[there] + 0.5 * self._outputs[there]
+        return DecodeLoad(len(there), float(np.add.reduce(context)))
+
+    def _present(self, row: int, now_s: float, without: Collection[str]) -> NDArray[np.int64]:
+        others = {self._slots[one] for one in without if one in self._slots}
+        there = np.array(sorted(self._of_row.get(row, set()) - others), dtype=np.int64)
+        return there[self._joins_s[there] <= now_s]
 
     def spans(self, beside: NDArray[np.bool_], now_s: float, without: Collection[str] = ()) -> Spans:
         """From when until when each request on rows of `beside` decodes, seen from now; `without` some of them. The

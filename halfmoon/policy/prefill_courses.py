@@ -45,12 +45,12 @@ class PrefillCourses:
         decode_row = view.row(placement.decode.worker_id)
         if row is None or decode_row is None or not _has_steps(worker):
             return
-        own = self._own(row, worker, now_s)
-        course = self._advanced(row, view, worker, own, now_s)
+        own_step_s = self._own_step_s(row, worker, now_s)
+        course = self._advanced(row, view, worker, own_step_s, now_s)
         decoding = Decoding(decode_row, num_output * placement.tbt_s, num_prompt_tokens + num_output / 2)
         self._rows[request_id] = (row, worker)
         work = _work(placement, num_prompt_tokens, priority, now_s)
-        course.join(request_id, work, decoding, _speed(worker).room(own.step_s(now_s)), now_s)
+        course.join(request_id, work, decoding, _speed(worker).room(own_step_s), now_s)
 
     def computed(self, request_id: str, now_s: float) -> None:
         """Its first token is here."""
@@ -72,8 +72,9 @@ class PrefillCourses:
         if row is None or not _has_steps(worker):
             return placement
         own = self._own(row, worker, now_s)
-        course = self._advanced(row, view, worker, own, now_s)
-        if not len(course) and worker.contention < _LEAST_CONTENTION and not own.step_s(now_s):
+        own_step_s = own.step_s(now_s)
+        course = self._advanced(row, view, worker, own_step_s, now_s)
+        if not len(course) and worker.contention < _LEAST_CONTENTION and not own_step_s:
             return placement
         times = course.predict(
             _work(placement, num_prompt_tokens, priority, now_s),
@@ -96,7 +97,7 @@ class PrefillCourses:
         is_alone = worker.role != "both" and worker.contention < _LEAST_CONTENTION
         if not _has_steps(worker) or (not course and is_alone):
             return math.inf
-        course = self._advanced(row, view, worker, self._own(row, worker, now_s), now_s)
+        course = self._advanced(row, view, worker, self._own_step_s(row, worker, now_s), now_s)
         return course.earliest_s(least, _speed(worker), _others_s(worker, course, now_s), now_s) - now_s
 
     def tbt_s(self, view: ClusterView, placement: Placement, step_s: float, num_gaps: float, now_s: float) -> float:
@@ -122,11 +123,11 @@ class PrefillCourses:
         return pace_beside(step_s, worker.step_contention, usual, behind_s, num_gaps)
 
     def _advanced(
-        self, row: int, view: ClusterView, worker: WorkerView, own: OwnDecodes, now_s: float
+        self, row: int, view: ClusterView, worker: WorkerView, own_step_s: float, now_s: float
     ) -> PrefillCourse:
         course = self._courses.setdefault(row, PrefillCourse())
         past_busy = self._past_busy(view, worker, course, now_s)
-        course.advance(_speed(worker), past_busy, now_s, own.step_s(now_s))
+        course.advance(_speed(worker), past_busy, now_s, own_step_s)
         return course
 
     def _own(self, row: int, worker: WorkerView, now_s: float) -> OwnDecodes:
@@ -136,9 +137,17 @@ class PrefillCourses:
         lives = self._decodes.present(row, now_s, without) if worker.role == "both" else ()
         return OwnDecodes(row, lives, worker.step_model)
 
+    def _own_step_s(self, row: int, worker: WorkerView, now_s: float) -> float:
+        """What they take of a step that begins now."""
+        if worker.role != "both":
+            return 0.0
+        course = self._courses.get(row)
+        load = self._decodes.present_load(row, now_s, () if course is None else course.request_ids)
+        return worker.step_model.seconds(load.batch, load.context_tokens) if load.batch else 0.0
+
     def _room(self, row: int, worker: WorkerView, now_s: float) -> int:
         """Prompt tokens of a step that begins now."""
-        return _speed(worker).room(self._own(row, worker, now_s).step_s(now_s))
+        return _speed(worker).room(self._own_step_s(row, worker, now_s))
 
     def _past_busy(self, view: ClusterView, worker: WorkerView, course: PrefillCourse, now_s: float) -> float:
         if worker.contention < _LEAST_CONTENTION or not len(course):
