@@ -90,7 +90,6 @@ def test_what_is_written_can_be_simulated_and_started(tmp_path: Path) -> None:
         ({"gpu": "v100"}, "known are a100-80g"),
         ({"ttft": "0.01"}, "TTFT 0.01 s cannot be met: a prompt of 512 tokens alone on an idle worker takes 0.0"),
         ({"tpot": "0.001"}, "TPOT 0.001 s cannot be met"),
-        ({"rate": "500"}, "do not hold 500 requests/s; the nearest feasible is about"),
         (
             {"latency": "roofline:opt-13b", "gpu": "l40s", "gpus_per_node": "1", "workload": "in=32000,out=1"}
             | {"context": "40000"},

@@ -13,6 +13,7 @@ from halfmoon.plan.fleet import NodePool
 from halfmoon.plan.layout import Parallelism, WorkerKind
 from halfmoon.plan.question import Question
 from halfmoon.policy.cluster_view import Role
+from halfmoon.sim.cluster import Targets
 from halfmoon.sim.latency import LatencyModel
 from halfmoon.sim.model_shape import ModelShape
 from halfmoon.sim.profile import MeasuredProfile
@@ -20,6 +21,14 @@ from halfmoon.sim.profile import MeasuredProfile
 
 class NoLayout(InvalidRequest):
     """Nothing meets what was asked for; the message says what is in the way, and what would be met."""
+
+
+class TargetsBroken(NoLayout):
+    """Not even idle workers meet the targets; `idle` is what they take, where that is too long."""
+
+    def __init__(self, message: str, param: str, idle: Targets) -> None:
+        super().__init__(message, param=param)
+        self.idle = idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +87,7 @@ def _odd_heads(shape: ModelShape | None) -> list[int]:
 
 
 def options(question: Question, known: Mapping[WorkerKind, LatencyModel]) -> list[Option]:
-    """For every role. Raises NoLayout, naming the broken bound and the nearest target that can be met."""
+    """For every role. Raises NoLayout where memory does not hold the requests, and TargetsBroken, naming the bound."""
     share, workload = question.goal.attainment, question.workload
     fitting = _fitting(question, known)
     prompt = float(np.quantile(workload.prompt_tokens, share, method="lower"))
@@ -95,7 +104,9 @@ def options(question: Question, known: Mapping[WorkerKind, LatencyModel]) -> lis
         *([] if decodes else [_broken(question, gap, gap_s, step_s, f"a sequence of {prompt:.0f} tokens")]),
     ]
     if broken:
-        raise NoLayout("; ".join(broken), param="ttft" if not prefills else gap.lower())
+        step = min(step_s.values())
+        idle = Targets(None if prefills else min(first_s.values()), step, step)
+        raise TargetsBroken("; ".join(broken), "ttft" if not prefills else gap.lower(), idle)
     return _bounded(question, known, prefills, decodes)
 
 
@@ -148,7 +159,5 @@ def _of_both(prefill: RateBound, decode: RateBound) -> RateBound:
 def _broken(question: Question, name: str, target_s: float, alone_s: Mapping[WorkerKind, float], what: str) -> str:
     best = min(alone_s, key=lambda one: (alone_s[one], one))
     on = f"{best.gpu} {best.parallelism}" if question.fleet.is_mixed else str(best.parallelism)
-    return (
-        f"{name} {target_s:g} s cannot be met: {what} alone on an idle worker takes {alone_s[best]:.3g} s at best "
-        f"({on}): the nearest feasible {name} is a little above that"
-    )
+    takes = f"{what} alone on an idle worker takes {alone_s[best]:.3g} s at best ({on})"
+    return f"{name} {target_s:g} s cannot be met: {takes}"

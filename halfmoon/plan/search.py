@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from halfmoon.plan.combinations import Combination
-from halfmoon.plan.feasible import NoLayout, Option, models, options
+from halfmoon.plan.feasible import NoLayout, Option, TargetsBroken, models, options
 from halfmoon.plan.fewest import Fewest
 from halfmoon.plan.held_goodput import held_goodput
 from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.most import Most
+from halfmoon.plan.nearest import nearest_rate, nearest_targets
 from halfmoon.plan.question import OF_A_RATE, Question
 from halfmoon.plan.ranking import Rated, rank
 from halfmoon.plan.unit import layout_trial
@@ -25,6 +26,7 @@ from halfmoon.plan.verdict import Verdict
 from halfmoon.sim.latency import LatencyModel
 
 BEST = 5
+_LESS = 1.01  # than a rate that is not held
 _TOLERANCE_AT_A_RATE = 1.12  # of what layouts hold beyond it, which only decides between equal costs
 
 Progress = Callable[[str, int, int], None]
@@ -46,14 +48,17 @@ class Plan:
 def search(question: Question, pool: Executor, on_progress: Progress = lambda what, done, total: None) -> Plan:
     """The same question has the same plan. Raises NoLayout saying what is in the way."""
     known = models(question)
-    choices = options(question, known)
+    try:
+        choices = options(question, known)
+    except TargetsBroken as problem:
+        raise NoLayout(_wider(problem, question, known, pool, on_progress), param=problem.param) from None
     on_measured = _counting(on_progress, "workers alone", len(choices))
     found = (_cheapest if question.objective in OF_A_RATE else _worthiest)(
         question, known, choices, pool, on_measured, on_progress
     )
     ranked = sorted(found.rated, key=lambda one: rank(question, one))
     if not ranked:
-        raise NoLayout(_problem(question, found.can_halves, pool), param="rate")
+        raise NoLayout(_problem(question, known, found.can_halves, pool), param="rate")
     disaggregated, colocated = (
         next((one for one in ranked if one.layout.is_colocated == is_colocated), None) for is_colocated in (False, True)
     )
@@ -142,7 +147,35 @@ def _counting(on_progress: Progress, what: str, total: int) -> Callable[[int], N
     return advance
 
 
-def _problem(question: Question, can_halves: bool, pool: Executor) -> str:
+def _wider(
+    problem: TargetsBroken,
+    question: Question,
+    known: Mapping[WorkerKind, LatencyModel],
+    pool: Executor,
+    on_progress: Progress,
+) -> str:
+    """Which targets are broken, and the nearest that are met: at the rate that was asked for, or at hardly any."""
+    if question.rate_per_s is None:
+        return f"{problem.message}: what is a little above is met at a low rate"
+    nearest = nearest_targets(
+        question, problem.idle, partial(_held, known=known, pool=pool), partial(on_progress, "the nearest targets")
+    )
+    rate = f"{question.rate_per_s:g} requests/s"
+    if nearest is None:
+        return f"{problem.message}; and {question.fleet} do not hold {rate} with fifty times that: give more GPUs"
+    targets, layout = nearest
+    times = {"TTFT": targets.ttft_s, "TPOT": targets.tpot_s, "TBT": targets.tbt_s}
+    text = " and ".join(f"{name} {target_s:g} s" for name, target_s in times.items() if target_s is not None)
+    return f"{problem.message}; the nearest feasible at {rate}: {text} ({question.text(layout)})"
+
+
+def _held(question: Question, known: Mapping[WorkerKind, LatencyModel], pool: Executor) -> Layout | None:
+    """The cheapest layout that holds the rate."""
+    run = Fewest(question, known, options(question, known), pool, lambda num: None)
+    return next(iter(run.found(run.combinations, 1, lambda done, total: None)), None)
+
+
+def _problem(question: Question, known: Mapping[WorkerKind, LatencyModel], can_halves: bool, pool: Executor) -> str:
     """Why nothing was found, and the nearest that would be."""
     if question.rate_per_s is None and not can_halves:
         return "no worker meets its half of the targets for enough requests at any rate: relax TTFT, TPOT or TBT"
@@ -155,12 +188,15 @@ def _problem(question: Question, can_halves: bool, pool: Executor) -> str:
         best = search(replace(question, rate_per_s=None, objective="goodput-per-gpu"), pool).best[0]
     except NoLayout as problem:
         return problem.message
-    copies = _copies(best.layout, question)
+    guess_per_s = min(_copies(best.layout, question) * best.goodput_per_s, question.rate_per_s / _LESS)
+    nearest = nearest_rate(question, guess_per_s, partial(_held, known=known, pool=pool))
     enough = max(math.ceil(question.rate_per_s / best.per_gpu), question.fleet.num_gpus + 1)
+    near = (
+        "" if nearest is None else f"the nearest feasible is {nearest[0]:g} requests/s ({question.text(nearest[1])}): "
+    )
     return (
         f"rate: {question.fleet} do not hold {question.rate_per_s:g} requests/s; "
-        f"the nearest feasible is about {copies * best.goodput_per_s:.3g} requests/s "
-        f"({copies} x {question.text(best.layout)}): lower --rate, or give about {enough} GPUs"
+        f"{near}lower --rate, or give about {enough} GPUs"
     )
 
 
