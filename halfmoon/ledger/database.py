@@ -130,8 +130,10 @@ async def open_database(url: str, *, may_be_away: bool = False) -> AsyncIterator
     try:
         try:
             await database.upgrade()
-        except Unavailable:
-            if not may_be_away or database.is_file:
+        except Unavailable as error:
+            if database.is_file:
+                raise Unavailable(f"{error.message} (the ledger is {mask_password(url)})") from error
+            if not may_be_away:
                 raise
         yield database
     finally:

@@ -55,12 +55,12 @@ class SimulatedEngine:
         self,
         modelled: ModelledEngine,
         layout: KVLayout,
-        root: bytes | None,
+        root: Callable[[bytes], bytes] | None,
         answers: AnswerModel,
         on_step: Callable[[StepResult], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`root` is the parent of its block keys; with None nothing is cached."""
+        """`root` gives the parent of a tenant's first block keys by its salt; with None nothing is cached."""
         profile = modelled.profile
         self.layout = layout
         self._modelled = modelled
@@ -84,9 +84,8 @@ class SimulatedEngine:
     async def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
         """As `AsyncEngine.add`. Raises Incompatible for what needs a model."""
         tokens = (*request.prompt_token_ids, *request.output_token_ids)
-        keys = () if self._root is None else tuple(block_keys(self._root, tokens, self.layout.block_tokens))
         entry = self._checked(request, on_kv)
-        self._modelled.add(_modelled(request, entry.num_output, keys))
+        self._modelled.add(_modelled(request, entry.num_output, self._keys(request.tenant_salt, tokens)))
         self._entries[request.request_id] = entry
         self._wake.set()
 
@@ -179,6 +178,9 @@ class SimulatedEngine:
             outcome = self._modelled.end_step(step)
             self._tell_written(outcome)
             self._on_step(self._result(outcome))
+
+    def _keys(self, salt: bytes, tokens: tuple[int, ...]) -> tuple[bytes, ...]:
+        return () if self._root is None else tuple(block_keys(self._root(salt), tokens, self.layout.block_tokens))
 
     def _checked(self, request: EngineRequest, on_kv: OnKV | None) -> _Entry:
         sampling = request.sampling

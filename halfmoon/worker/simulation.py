@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
+from functools import partial
 
 import halfmoon
 from halfmoon.kv import frame
@@ -115,7 +116,7 @@ class Simulation:
         modelled = ModelledEngine(model.profile, model.block_tokens)
         identity = gateway_pb2.WorkerIdentity()
         state = WorkerState(identity, model.layout, metrics)
-        root = None if worker.role == "decode" else root_key(model.fingerprint, model.layout)
+        root = None if worker.role == "decode" else partial(root_key, model.fingerprint, model.layout)
         engine = SimulatedEngine(modelled, model.layout, root, model.answers, state.on_step)
         with closing(DecodeServicer(engine, state, metrics, self._cluster.lease_s)) as decode:
             prefill = PrefillServicer(engine, state, metrics, channels=self._channels)

@@ -158,10 +158,12 @@ async def test_a_prefix_that_a_worker_has_is_known_to_the_gateway_and_used(tmp_p
         (worker,) = (one for one in fleet.ready() if one.role == "prefill")
         index = fleet.gateway.cluster.membership.index
         await fleet.until(lambda: index.num_blocks(worker.holder) == len(prompt) // 8)
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 2}
-        async with fleet.session.post(f"{fleet.gateway.http}/v1/completions", json=body) as response:
-            usage = (await response.json())["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] == (len(prompt) - 1) // 8 * 8
+        known = (len(prompt) - 1) // 8 * 8
+        for salt, num_cached in ((None, known), ("tenant", 0), ("tenant", known), ("other", 0)):
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "cache_salt": salt}
+            async with fleet.session.post(f"{fleet.gateway.http}/v1/completions", json=body) as response:
+                usage = (await response.json())["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == num_cached
 
 
 async def test_a_full_decode_worker_refuses_and_the_request_goes_elsewhere(tmp_path: Path) -> None:
