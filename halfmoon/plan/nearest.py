@@ -1,4 +1,4 @@
-"""What is near to a question that nothing answers: a lower rate, or wider targets, for which a search found a layout."""
+"""What is near to a question that nothing answers: a lower rate, or wider targets, with a layout that was found."""
 
 from __future__ import annotations
 
