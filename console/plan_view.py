@@ -136,7 +136,7 @@ def draw_curves(points: Sequence[Mapping[str, Any]], summary: Mapping[str, Any],
 
 def _figures(one: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "layout": one["layout"],
+        "layout": " = ".join([one["layout"], *one.get("same_as", ())]),
         "GPUs": one["num_gpus"],
         "$/h": round(one["price_per_hour"], 2),
         "holds (req/s)": round(one["goodput_per_s"], 2),

@@ -34,7 +34,7 @@ def _layouts(summary: dict[str, Any]) -> Table:
     for number, one in enumerate(summary["layouts"], start=1):
         table.add_row(
             str(number),
-            one["layout"],
+            "\n= ".join([one["layout"], *one["same_as"]]),
             str(one["num_gpus"]),
             f"{one['price_per_hour']:.2f}",
             f"{one['goodput_per_s']:.3g}",

@@ -17,6 +17,7 @@ from halfmoon.plan.feasible import Option
 from halfmoon.plan.halves import least_workers
 from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.question import Question
+from halfmoon.plan.twins import grouped
 from halfmoon.plan.unit import layout_trial
 from halfmoon.plan.verdict import Verdict, held_verdict
 from halfmoon.sim.latency import LatencyModel
@@ -50,7 +51,8 @@ class Fewest:
     def found(
         self, among: Iterable[Combination], num: int, on_simulated: Callable[[int, int], None]
     ) -> dict[Layout, Verdict]:
-        """The `num` cheapest that hold the rate, of different combinations, cheapest first, and how they fare at it.
+        """The cheapest that hold the rate, of different combinations, cheapest first, and how they fare at it: `num`
+        of them, and those that fare as one of these does.
 
         Tells how many of them there are.
         """
@@ -59,7 +61,7 @@ class Fewest:
             queue.add(self._starts(one))
         held: dict[Layout, Verdict] = {}
         ended: set[Kinds] = set()
-        while wave := queue.wave(ended, self._limit(list(held), num)):
+        while wave := queue.wave(ended, self._limit(held, num)):
             self.num_simulated += len(wave)
             for layout, verdict in zip(wave, self._verdicts(wave), strict=True):
                 if verdict is not None:
@@ -69,11 +71,12 @@ class Fewest:
                     queue.add(larger(self._question, layout, self._options))
             held = {one: held[one] for one in sorted(held, key=queue.key)}
             on_simulated(min(len(held), num), num)
-        return dict(list(held.items())[:num])
+        return held
 
-    def _limit(self, held: Sequence[Layout], num: int) -> float | None:
-        """What costs as much cannot come among the `num` cheapest."""
-        return self._question.cost(held[num - 1]) if len(held) >= num else None
+    def _limit(self, held: Mapping[Layout, Verdict], num: int) -> float | None:
+        """What costs as much cannot come among the `num` cheapest; who fares as another one does not count."""
+        different = list(grouped(held.items())) if len(held) >= num else []
+        return self._question.cost(different[num - 1]) if len(different) >= num else None
 
     def _starts(self, one: Combination) -> Iterator[Layout]:
         """For each number of units, as many workers as the halves need alone, and no fewer than one."""

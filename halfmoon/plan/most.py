@@ -20,7 +20,7 @@ from halfmoon.sim.latency import LatencyModel
 
 _WAVE = 3  # simulated at once; fixed, so that plans do not depend on the number of cores
 _MOST_WORKERS = 8  # of a role: larger numbers repeat the ratio
-_MARGIN = 1.15  # by which a layout may exceed what its halves promise, corrected by what others did
+_MARGIN = 1.15  # by which a layout may exceed its estimate, or what its halves promise, corrected by what others did
 _TOLERANCE = 1.06
 
 
@@ -49,6 +49,7 @@ class Most:
         self._pool = pool
         self._halves = self._measured(options, on_measured)
         self._kept = {False: 1.0, True: 1.0}  # of what halves promise, by whether workers do both
+        self._margin = math.inf if question.is_thorough else _MARGIN
         self.num_simulated = self.num_ruled_out = 0
 
     @property
@@ -78,13 +79,12 @@ class Most:
         self, waiting: Sequence[Candidate], best: Mapping[Kinds, Rated], least: float
     ) -> tuple[list[Candidate], list[Candidate]]:
         """The next few, of different combinations, that may be better than what is known; and who is still waiting."""
-        margin = math.inf if self._question.is_thorough else _MARGIN
         wave: dict[Kinds, Candidate] = {}
         left: list[Candidate] = []
         for one in waiting:
             kinds = kinds_of(one.layout)
             floor = max(least, self._worth(best.get(kinds)))
-            most_per_s = min(one.bound_per_s, margin * self._promised(one))
+            most_per_s = min(one.bound_per_s, self._margin * self._promised(one))
             if worth_at(self._question, one.layout, most_per_s) <= floor:
                 self.num_ruled_out += 1
             elif kinds in wave or len(wave) == _WAVE:
@@ -111,6 +111,8 @@ class Most:
             [question.num_first] * num,
             [_TOLERANCE] * num,
             [floor * question.cost(one) * loss(one) for one, floor in zip(layouts, floors, strict=True)],
+            [None] * num,
+            [self._margin] * num,
         )
         for one, edge in zip(wave, found, strict=True):
             if edge is not None:

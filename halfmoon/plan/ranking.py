@@ -17,12 +17,13 @@ _LEAST_GAIN: Mapping[KvCodecName, float] = MappingProxyType({"raw": 1.0, "int8":
 
 @dataclass(frozen=True, slots=True)
 class Rated:
-    """A layout, what it holds, and how it fares at the asked rate, or else at what it holds."""
+    """A layout, what it holds, and how it fares at the asked rate, or else at what it holds; `twins` fare alike."""
 
     layout: Layout
     goodput_per_s: float
     price_per_hour: float
     verdict: Verdict = field(compare=False)
+    twins: tuple[Layout, ...] = ()
 
     @property
     def per_gpu(self) -> float:

@@ -21,6 +21,7 @@ from halfmoon.plan.most import Most
 from halfmoon.plan.nearest import nearest_rate, nearest_targets
 from halfmoon.plan.question import OF_A_RATE, Question
 from halfmoon.plan.ranking import Rated, rank
+from halfmoon.plan.twins import grouped
 from halfmoon.plan.unit import layout_trial
 from halfmoon.plan.verdict import Verdict
 from halfmoon.sim.latency import LatencyModel
@@ -56,13 +57,19 @@ def search(question: Question, pool: Executor, on_progress: Progress = lambda wh
     found = (_cheapest if question.objective in OF_A_RATE else _worthiest)(
         question, known, choices, pool, on_measured, on_progress
     )
-    ranked = sorted(found.rated, key=lambda one: rank(question, one))
+    ranked = _without_twins(sorted(found.rated, key=lambda one: rank(question, one)))
     if not ranked:
         raise NoLayout(_problem(question, known, found.can_halves, pool), param="rate")
     disaggregated, colocated = (
         next((one for one in ranked if one.layout.is_colocated == is_colocated), None) for is_colocated in (False, True)
     )
     return Plan(tuple(ranked[:BEST]), disaggregated, colocated, known, found.num_simulated, found.num_ruled_out)
+
+
+def _without_twins(ranked: Sequence[Rated]) -> list[Rated]:
+    """Each with the layouts that fare as it does."""
+    twins = grouped((one.layout, one.verdict) for one in ranked)
+    return [replace(one, twins=(*one.twins, *twins[one.layout])) for one in ranked if one.layout in twins]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,8 @@ def _cheapest(
     held: dict[Layout, Verdict] = {}
     for what, among in _by_kind(made):
         held |= run.found(among, BEST, partial(on_progress, what))
-    cheapest = sorted(held, key=question.cost)
+    twins = grouped((one, held[one]) for one in sorted(held, key=question.cost))
+    cheapest = list(twins)
     kept = list(dict.fromkeys([*cheapest[:BEST], *_first_of_each_kind(cheapest)]))
     num, rate_per_s = len(kept), question.rate_per_s or 0.0
     found = pool.map(
@@ -103,7 +111,8 @@ def _cheapest(
     rated = []
     for done, (layout, edge) in enumerate(zip(kept, found, strict=True), start=1):
         assert edge is not None, "it holds the rate"
-        rated.append(Rated(layout, edge.value, layout.price_per_hour(question.fleet), held[layout]))
+        price = layout.price_per_hour(question.fleet)
+        rated.append(Rated(layout, edge.value, price, held[layout], twins[layout]))
         on_progress("goodputs", done, num)
     return _Found(rated, bool(made), run.num_simulated, len(made) - len(held))
 

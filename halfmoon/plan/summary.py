@@ -52,6 +52,7 @@ def _rated(question: Question, one: Rated) -> dict[str, Any]:
     layout = one.layout
     return {
         "layout": question.text(layout),
+        "same_as": [question.text(other) for other in one.twins],
         "workers": [
             {
                 "role": each.role,
