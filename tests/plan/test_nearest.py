@@ -46,7 +46,7 @@ def test_the_targets_that_are_named_are_met_at_the_rate(ttft_s: float, tpot_s: f
     assert found is not None
     nearest = replace(request, ttft_s=float(found[1]), tpot_s=float(found[2]))
     assert (nearest.ttft_s == ttft_s) == (ttft_s == 0.2)  # what idle workers meet stays as it was
-    assert make_plan(nearest, 1).verdicts[0].attainment.joint >= 0.9
+    assert make_plan(nearest, 1).plan.best[0].verdict.attainment.joint >= 0.9
 
 
 def test_a_rate_that_is_far_too_high_has_no_nearest_targets() -> None:
