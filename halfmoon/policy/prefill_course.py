@@ -192,7 +192,7 @@ class PrefillCourse:
             if came:
                 order = self._num_joined + 2
                 new = [_Prompt("", order, num_tokens, 0, work.priority, -math.inf, None) for num_tokens in came]
-                left = _ranked([*left, *new])
+                left = [*left, *new] if left[-1].priority <= work.priority else _ranked([*left, *new])
             num_looks += len(left)
             if num_looks > _MAX_LOOKS:
                 break
@@ -256,32 +256,37 @@ def _ranked(prompts: Iterable[_Prompt]) -> list[_Prompt]:
 
 
 def _formed(ranked: Iterable[_Prompt], step_tokens: int, now_s: float) -> list[_Chunk]:
-    """The next step."""
+    """The next step: by rank, until one is too long for what is left of it."""
     queue = [prompt for prompt in ranked if prompt.ready_s <= now_s]
-    if len(queue) == 1:  # most often, where a long prompt is left
-        return [_Chunk(queue[0], min(queue[0].new_tokens, step_tokens))]
-    step, budget, at = [], step_tokens, 0
-    while at < len(queue) and budget > 0:
-        first, room, at = queue[at], budget, at + 1
-        if first.new_tokens > budget:
-            shorter, others = _by_length(queue[at:], first)
-            room -= min(sum(one.new_tokens for one in shorter), budget // 2)
-            queue, at = shorter + others, 0
-        num_tokens = min(first.new_tokens, room)
-        budget -= num_tokens
-        step.append(_Chunk(first, num_tokens))
+    step: list[_Chunk] = []
+    budget = step_tokens
+    for at, prompt in enumerate(queue, start=1):
+        if prompt.new_tokens >= budget:
+            return step + _shared(prompt, queue[at:], budget)
+        step.append(_Chunk(prompt, prompt.new_tokens))
+        budget -= prompt.new_tokens
     return step
 
 
-def _by_length(behind: Iterable[_Prompt], first: _Prompt) -> tuple[list[_Prompt], list[_Prompt]]:
-    """Who may share the steps of the first one, the shortest before, and who may not."""
-    shorter: list[_Prompt] = []
-    others: list[_Prompt] = []
-    for one in behind:
-        shares = one.new_tokens < first.new_tokens and one.priority == first.priority
-        (shorter if shares else others).append(one)
-    shorter.sort(key=lambda one: one.new_tokens)
-    return shorter, others
+def _shared(first: _Prompt, behind: Iterable[_Prompt], budget: int) -> list[_Chunk]:
+    """What is left of a step, for one that takes all of it: half goes to shorter ones of its priority at most."""
+    if first.new_tokens == budget:
+        return [_Chunk(first, budget)]
+    longest, priority = first.new_tokens, first.priority
+    shorter = [one for one in behind if one.new_tokens < longest and one.priority == priority]
+    left = min(sum([one.new_tokens for one in shorter]), budget // 2)
+    step = [_Chunk(first, budget - left)]
+    for one in sorted(shorter, key=_length):
+        if not left:
+            break
+        num_tokens = min(one.new_tokens, left)
+        left -= num_tokens
+        step.append(_Chunk(one, num_tokens))
+    return step
+
+
+def _length(prompt: _Prompt) -> int:
+    return prompt.new_tokens
 
 
 def _work_s(step: Sequence[_Chunk], model: PrefillModel) -> float:
