@@ -1,12 +1,14 @@
 """What refusing a request costs the gateway: from the parsed headers of an HTTP request to its 429.
 
-    python -m benchmarks.refusal [--requests 300] [--workers 8]
+    python -m benchmarks.refusal [--requests 100] [--workers 8]
 
 A gateway with the demo model's tokenizer, and workers that are members and nothing else. For prompts of several
-lengths, the whole time in the gateway (as the ledger has it) of two kinds of refusals: *unread*, where no prompt at all
-could meet the class's target, and *read*, where the prompt is needed to know. Then the parts of the second one:
-reading the body, tokenizing, judging (hashing the blocks, predicting, choosing). The last column is the client's round
-trip of an unread one, whose HTTP costs both sides. Medians in milliseconds and, for machines that others use, 10th
+lengths, each of which comes once, the whole time in the gateway (as the ledger has it) of three kinds of refusals:
+*unread*, where no prompt at all could meet the class's target; *cold*, where one could whose beginning somebody has,
+and nobody has this one's; *shared*, where a worker has the system prompt of 1,000 words before it. Then what a prompt
+costs that a worker has to its last block, so that it has to be admitted: from its body to its placement, *first* before
+the gateway saw any of it, *again* after that, and of that the look at its beginning. The last column is the client's
+round trip of a cold one, whose HTTP costs both sides. Medians in milliseconds and, for machines that others use, 10th
 percentiles.
 """
 
@@ -14,41 +16,117 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import random
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import numpy as np
 
+from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.pb.gateway_pb2 import LatencyProfile, WorkerIdentity
 from halfmoon.pb.types_pb2 import DECODE, PREFILL, KVLayout
-from halfmoon.policy.admission import Refused
+from halfmoon.policy.block_index import BlockEvents, short_keys
 from halfmoon.policy.classes import Caller
 from services.gateway.__main__ import load_model
 from services.gateway.attempt import RelayRequest
-from services.gateway.bodies import AnyBody, intake_of, read_body
-from services.gateway.intake import Intake
+from services.gateway.beginnings import beginning_of
+from services.gateway.bodies import intake_of, read_body
+from services.gateway.judge import UnreadRequest
 from services.gateway.progress import Progress
 from services.gateway.served_model import ServedModel
 from services.gateway.service import RunningGateway, running_gateway
 from services.gateway.settings import GatewaySettings
 
-_WORDS = "the gateway predicts how long the first token of this prompt would take on every worker and then refuses it "
+_SENTENCE = "the gateway predicts how long first token of this prompt would take on every worker and then refuses it"
 _REFUSED = 429
-_LENGTHS = (64, 512, 4_096, 32_768)  # tokens, about
+_LENGTHS = (64, 512, 4_096, 32_768)  # words
+_SYSTEM_WORDS = 1_000
 _CONTEXT_TOKENS = 65_536  # whatever the demo model's is: nothing is computed
-_TARGETS_S = {"unread": 1e-6, "read": 0.05}  # one token takes 11 ms, the shortest prompt 0.1 s
+_TARGETS_S = {"unread": 1e-6, "cold": 0.05, "shared": 0.05}  # one token takes 11 ms, the shortest prompt 0.1 s
+_CACHED_TARGET_S = 0.1  # what is left of a prompt, a block at most, takes 74 ms
+_ENDPOINT = "chat.completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One gateway, asked by one client."""
+
+    gateway: RunningGateway
+    model: ServedModel
+    same_model: ServedModel  # to tokenize what the gateway did not see yet
+    session: aiohttp.ClientSession
+    versions: itertools.count[int]  # of the class
+
+    async def promise(self, ttft_s: float) -> None:
+        """To everybody."""
+        body = {"ttft_s": ttft_s, "version": next(self.versions)}
+        async with self.session.put(f"{self.gateway.http}/halfmoon/v1/classes/default", json=body) as response:
+            response.raise_for_status()
+
+    def hold(self, body: bytes) -> None:
+        """The first worker has this prompt's blocks, and no others."""
+        membership = self.gateway.cluster.membership
+        layout, member = membership.kv_layout, membership.members()[0]
+        assert layout is not None
+        root = root_key(membership.model_fingerprint, layout)
+        keys = block_keys(root, _prompt_of(body, self.same_model), layout.block_tokens)
+        membership.index.apply(member.holder, BlockEvents(1, short_keys(keys), is_snapshot=True))
+
+    async def refused(self, bodies: Sequence[bytes]) -> list[float]:
+        """Seconds that each refused request took its client."""
+        round_trips_s = []
+        for body in bodies:
+            began_s = time.perf_counter()
+            async with self.session.post(f"{self.gateway.http}/v1/chat/completions", data=body) as response:
+                await response.read()
+            if response.status == _REFUSED:  # one every ten seconds is let in, to see whether it is right to refuse
+                round_trips_s.append(time.perf_counter() - began_s)
+        return round_trips_s
+
+    async def in_gateway(self, num_requests: int) -> list[float]:
+        """Seconds of the latest requests there."""
+        await asyncio.sleep(0.5)  # rows are written behind the requests
+        async with self.session.get(f"{self.gateway.http}/halfmoon/v1/requests?limit={num_requests}") as response:
+            rows = await response.json()
+        return [row["e2e_s"] for row in rows if row["http_status"] == _REFUSED]
+
+    def admitted(self, raw: bytes) -> Admitting:
+        """From a body to its placement. Raises Refused."""
+        judge, clock = self.gateway.judge, self.gateway.cluster.clock
+        began_s = time.perf_counter()
+        body = read_body(_ENDPOINT, raw, self.model, _CONTEXT_TOKENS)
+        qos = judge.gatekeeper.classes.of(Caller({}))
+        unread, progress = UnreadRequest("r", qos, 0, has_gaps=True), Progress(clock())
+        judge.refuse_unread(unread, progress)
+        unread_s = time.perf_counter()
+        judge.refuse_begun(unread, partial(beginning_of, body, self.model), b"", progress)
+        begun_s = time.perf_counter()
+        intake = intake_of(body, self.model, _CONTEXT_TOKENS)
+        request = RelayRequest("r", intake.prompts[0], intake.sampling, qos=qos)
+        with judge.case(request, progress) as case:
+            case.place(())
+        return Admitting(time.perf_counter() - began_s, begun_s - unread_s)
+
+
+class Admitting(NamedTuple):
+    """Seconds."""
+
+    all_s: float
+    beginning_s: float
 
 
 def main() -> None:
     """Prints one line a length."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--workers", type=int, default=8, help="of each half")
     asyncio.run(_run(parser.parse_args()))
 
@@ -56,13 +134,14 @@ def main() -> None:
 async def _run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as state_dir:
         settings = GatewaySettings(port=0, state_dir=Path(state_dir), heartbeat_interval_s=1e6)
-        model = replace(load_model(settings), context_tokens=_CONTEXT_TOKENS)
+        model, same_model = (replace(load_model(settings), context_tokens=_CONTEXT_TOKENS) for _ in range(2))
         async with running_gateway(settings, model) as gateway, aiohttp.ClientSession() as session:
             _join(gateway, model, args.workers)
-            columns = ("unread", "read", "body", "tokenizing", "judging", "round, unread")
+            columns = (*_TARGETS_S, "cached, first", "of that begun", "cached, again", "of that begun", "round, cold")
             print(f"{'tokens':>7} {' '.join(f'{one:>15}' for one in columns)}")
-            for version, num_tokens in enumerate(_LENGTHS):
-                await _measure(session, gateway, model, num_tokens, args.requests, 2 * version)
+            bench = Bench(gateway, model, same_model, session, itertools.count())
+            for num_words in _LENGTHS:
+                await _measure(bench, num_words, args.requests)
 
 
 def _join(gateway: RunningGateway, model: ServedModel, num_workers: int) -> None:
@@ -83,76 +162,40 @@ def _join(gateway: RunningGateway, model: ServedModel, num_workers: int) -> None
         membership.set_listening(membership.join(identity, gateway.cluster.clock()), True)
 
 
-async def _measure(
-    session: aiohttp.ClientSession,
-    gateway: RunningGateway,
-    model: ServedModel,
-    num_tokens: int,
-    num_requests: int,
-    version: int,
-) -> None:
-    messages = [{"role": "user", "content": _WORDS * (num_tokens // 20)}]
-    raw = json.dumps({"model": model.name, "messages": messages, "max_tokens": 100}).encode()
+async def _measure(bench: Bench, num_words: int, num_requests: int) -> None:
     inside_s, round_trips_s = {}, {}
-    for offset, (kind, target_s) in enumerate(_TARGETS_S.items()):
-        body = {"ttft_s": target_s, "version": version + offset}
-        async with session.put(f"{gateway.http}/halfmoon/v1/classes/default", json=body) as response:
-            response.raise_for_status()
-        round_trips_s[kind] = await _refused(session, gateway, raw, num_requests)
-        inside_s[kind] = await _in_gateway(session, gateway, num_requests)
-    parts_s = _parts(gateway, model, raw, num_requests)
-    columns = (inside_s["unread"], inside_s["read"], *zip(*parts_s, strict=True), round_trips_s["unread"])
-    num_prompt = len(intake_of(_read(raw, model), model, _CONTEXT_TOKENS).prompts[0])
-    print(f"{num_prompt:7} {' '.join(map(_shown_ms, columns))}", flush=True)
+    for kind, target_s in _TARGETS_S.items():
+        await bench.promise(target_s)
+        system = _text("system", _SYSTEM_WORDS) if kind == "shared" else None
+        if system is not None:
+            bench.hold(_body(bench.model, "something else", system))
+        bodies = [_body(bench.model, _text(f"{kind} {one}", num_words), system) for one in range(num_requests)]
+        round_trips_s[kind] = await bench.refused(bodies)
+        inside_s[kind] = await bench.in_gateway(num_requests)
+    await bench.promise(_CACHED_TARGET_S)
+    first, again = [], []
+    for number in range(min(num_requests, 20)):
+        body = _body(bench.model, _text(f"cached {number}", num_words))
+        bench.hold(body)
+        first.append(bench.admitted(body))
+        again.append(bench.admitted(body))
+    columns = (*inside_s.values(), *zip(*first, strict=True), *zip(*again, strict=True), round_trips_s["cold"])
+    print(f"{len(_prompt_of(body, bench.same_model)):7} {' '.join(map(_shown_ms, columns))}", flush=True)
 
 
-async def _refused(
-    session: aiohttp.ClientSession, gateway: RunningGateway, raw: bytes, num_requests: int
-) -> list[float]:
-    """Seconds that each refused request took its client."""
-    round_trips_s = []
-    for _ in range(num_requests):
-        began_s = time.perf_counter()
-        async with session.post(f"{gateway.http}/v1/chat/completions", data=raw) as response:
-            await response.read()
-        if response.status == _REFUSED:  # one every ten seconds is let in, to see whether it is right to refuse
-            round_trips_s.append(time.perf_counter() - began_s)
-    return round_trips_s
+def _text(name: str, num_words: int) -> str:
+    """One of its own from its first word on."""
+    return f"{name} {' '.join(random.Random(name).choices(_SENTENCE.split(), k=num_words))}"
 
 
-async def _in_gateway(session: aiohttp.ClientSession, gateway: RunningGateway, num_requests: int) -> list[float]:
-    """Seconds of the latest requests there."""
-    await asyncio.sleep(0.5)  # rows are written behind the requests
-    async with session.get(f"{gateway.http}/halfmoon/v1/requests?limit={num_requests}") as response:
-        rows = await response.json()
-    return [row["e2e_s"] for row in rows if row["http_status"] == _REFUSED]
+def _body(model: ServedModel, text: str, system: str | None = None) -> bytes:
+    messages = [{"role": "user", "content": text}]
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return json.dumps({"model": model.name, "messages": before + messages, "max_tokens": 100}).encode()
 
 
-def _parts(gateway: RunningGateway, model: ServedModel, raw: bytes, num_requests: int) -> list[tuple[float, ...]]:
-    """Seconds to read the body, to tokenize, and to judge."""
-    found = []
-    for _ in range(num_requests):
-        moments_s = [time.perf_counter()]
-        body = _read(raw, model)
-        moments_s.append(time.perf_counter())
-        intake = intake_of(body, model, _CONTEXT_TOKENS)
-        moments_s.append(time.perf_counter())
-        found.append((*np.diff(moments_s), _judge(gateway, intake)))
-    return found
-
-
-def _read(raw: bytes, model: ServedModel) -> AnyBody:
-    return read_body("chat.completions", raw, model, _CONTEXT_TOKENS)
-
-
-def _judge(gateway: RunningGateway, intake: Intake) -> float:
-    """Seconds from a request to its refusal."""
-    qos = gateway.judge.gatekeeper.classes.of(Caller({}))
-    request = RelayRequest("r", intake.prompts[0], intake.sampling, qos=qos)
-    began_s = time.perf_counter()
-    with gateway.judge.case(request, Progress(gateway.cluster.clock())) as case, suppress(Refused):
-        case.place(())
-    return time.perf_counter() - began_s
+def _prompt_of(raw: bytes, model: ServedModel) -> tuple[int, ...]:
+    return intake_of(read_body(_ENDPOINT, raw, model, _CONTEXT_TOKENS), model, _CONTEXT_TOKENS).prompts[0]
 
 
 def _shown_ms(seconds: Sequence[float]) -> str:

@@ -29,6 +29,7 @@ class TextBeginning:
         self._pieces = pieces
         self._left = pieces_of(text) if pieces else iter(())
         self._num_read = 0  # characters
+        self._num_words: int | None = None
         self._after = around.after
 
     def read_on(self, num_tokens: int) -> None:
@@ -52,4 +53,7 @@ class TextBeginning:
         """The whole text has no fewer."""
         if self._pieces is None:
             return 1
-        return max(len(self.token_ids) + least_tokens(self._text, self._num_read), 1)
+        if self._num_words is None:
+            self._num_words = least_tokens(self._text)
+        num_left = self._num_words - least_tokens(self._text[: self._num_read + 1])  # with the space after a cut
+        return max(len(self.token_ids) + num_left, 1)

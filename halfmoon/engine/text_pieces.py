@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-PIECE_CHARS = 256  # at least; about a block of tokens
+PIECE_CHARS = 320  # at least; about a block of tokens
 _CUT = re.compile(r"[A-Za-z](?= [A-Za-z])")
 _VISIBLE = {chr(code) for code in range(ord("!"), ord("~") + 1)}
 _BEFORE_CUT = re.compile(r"[!-~] ")
@@ -34,9 +34,9 @@ def pieces_of(text: str, begin: int = 0) -> Iterator[str]:
         yield text[begin:]
 
 
-def least_tokens(text: str, begin: int = 0) -> int:
-    """No text from there on has fewer: a word that a space ends is one at least."""
-    codes = np.frombuffer(text[begin:].encode(errors="surrogatepass"), dtype=np.uint8)
+def least_tokens(text: str) -> int:
+    """It has no fewer: a word that a space ends is one at least."""
+    codes = np.frombuffer(text.encode(errors="surrogatepass"), dtype=np.uint8)
     ends = (codes[1:] == ord(" ")) & (codes[:-1] - np.uint8(ord("!")) <= ord("~") - ord("!"))
     return int(np.count_nonzero(ends))
 

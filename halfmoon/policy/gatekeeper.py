@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,14 @@ class Admitted:
     num_output: float  # predicted
     priority: int = 0  # smaller goes first
     mean_tbt_s: float = 0.0  # predicted, over the whole answer
+
+
+class _Least(NamedTuple):
+    """What no such prompt undercuts."""
+
+    outlook: Outlook
+    targets: Targets
+    row: int  # of the least busy decode worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,41 +110,56 @@ class Gatekeeper:
         self._shed_below(qos, refusal, now_s)
         raise refusal
 
-    def refuse_unread(
-        self,
-        view: ClusterView,
-        priority: int,
-        *,
-        has_gaps: bool,
-        qos: QosClass,
-        now_s: float,
-        prompt: LeastPrompt = ANY_PROMPT,
-    ) -> None:
-        """Raises Refused where `decide` would admit no such prompt at all: the queues alone are too long, or the decode
-        workers too full. So nobody has to read it to its end; who is not refused here is for `decide`.
+    def refuse_unread(self, view: ClusterView, priority: int, *, has_gaps: bool, qos: QosClass, now_s: float) -> None:
+        """Raises Refused where `decide` would admit no prompt at all: the queues alone are too long, or the decode
+        workers too full. So nobody has to read the prompt; who is not refused here is for `decide`.
 
-        `has_gaps`: more than one token is asked for, without doubt. Whether a prompt that is too long by itself is at
-        fault, or the others, its end has to tell where that puts classes outside.
+        `has_gaps`: more than one token is asked for, without doubt.
         """
         if self.mode == "off" or view.missing:
             return
+        least = self._least(view, ANY_PROMPT, priority, has_gaps, qos, now_s)
+        self._check_not_shed(qos, least.outlook, least.targets, now_s)
+        refusal = self._least_refusal(least, qos, now_s)
+        if refusal is not None:
+            self.refuse_least(refusal, qos, now_s)
+
+    def least_refusal(
+        self, view: ClusterView, prompt: LeastPrompt, priority: int, *, has_gaps: bool, qos: QosClass, now_s: float
+    ) -> Refused | None:
+        """The same of all prompts of which so much is known, for `refuse_least`.
+
+        Whether such a prompt is too long by itself, or others are in its way, only its end can tell: where that puts
+        classes outside it is for `decide`.
+        """
+        if self.mode == "off" or view.missing or qos.ttft_s is qos.tbt_s is None:
+            return None
+        refusal = self._least_refusal(self._least(view, prompt, priority, has_gaps, qos, now_s), qos, now_s)
+        if refusal is None or "shed_lowest_class" not in qos.degradation:
+            return refusal
+        return None if refusal.is_by_others or refusal.reason == "tbt" else refusal
+
+    def refuse_least(self, refusal: Refused, qos: QosClass, now_s: float) -> None:
+        """Raises it, unless the request is let in to see whether that is right."""
+        if not self._is_probe(now_s):
+            self._note_ttft(refusal.ttft_s)
+            self._shed_below(qos, refusal, now_s)
+            raise refusal
+
+    def _least(
+        self, view: ClusterView, prompt: LeastPrompt, priority: int, has_gaps: bool, qos: QosClass, now_s: float
+    ) -> _Least:
         targets = self._feedback.targets(qos, now_s)
         if "lower_kv_precision" in qos.degradation:
             prompt = prompt._replace(fetch_factor=_PRECISION_FACTOR)
-        least, row = least_outlook(self._forecast, view, prompt, priority, targets, self.mode, now_s)
+        outlook, row = least_outlook(self._forecast, view, prompt, priority, targets, self.mode, now_s)
         if not has_gaps or ("cap_max_tokens" in qos.degradation and qos.capped_tokens == 1):
-            least = least._replace(tbt_s=None)
-        self._check_not_shed(qos, least, targets, now_s)
-        missed = missed_target(least, targets)
-        if missed is None:
-            return
-        refusal = self._over_target(qos, missed, least, targets, row, now_s)
-        if "shed_lowest_class" in qos.degradation and not prompt.is_any and (refusal.is_by_others or missed == "tbt"):
-            return
-        if not self._is_probe(now_s):
-            self._note_ttft(least.ttft_s)
-            self._shed_below(qos, refusal, now_s)
-            raise refusal
+            outlook = outlook._replace(tbt_s=None)
+        return _Least(outlook, targets, row)
+
+    def _least_refusal(self, least: _Least, qos: QosClass, now_s: float) -> Refused | None:
+        missed = missed_target(least.outlook, least.targets)
+        return missed and self._over_target(qos, missed, least.outlook, least.targets, least.row, now_s)
 
     def place_again(
         self,

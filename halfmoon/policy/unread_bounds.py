@@ -85,20 +85,17 @@ def _least_ttft(
     then it is only what the prompt takes alone.
     """
     num_rows = view.num_rows
+    known_tokens = depths.max() * view.column("block_tokens")  # should it come by all that anybody has
     rows = np.flatnonzero(view.can_prefill[:num_rows] | view.can_do_both[:num_rows])
     overhead_s = forecast.overhead_s
     least_s, alone_s = math.inf, overhead_s + float((ttft.seconds - ttft.queue_s)[rows].min())
     if target_s is None:
         return alone_s, alone_s
     for row in rows[np.argsort(ttft.seconds[rows])].tolist():
-        exactly_s = forecast.earliest_s(view, row, _least_work(view, row, request, depths), now_s)
+        known = int(known_tokens[row])
+        work = Prefill(request.num_prompt_tokens - known, known, request.priority, -math.inf)
+        exactly_s = forecast.earliest_s(view, row, work, now_s)
         least_s = min(least_s, overhead_s + min(float(ttft.seconds[row]), exactly_s))
         if least_s <= target_s:
             return alone_s, alone_s
     return least_s, alone_s
-
-
-def _least_work(view: ClusterView, row: int, request: PlacementRequest, depths: NDArray[np.int64]) -> Prefill:
-    """What a worker has to compute at least, should it come by all that anybody has."""
-    known_tokens = int(depths.max() * view.column("block_tokens")[row])
-    return Prefill(request.num_prompt_tokens - known_tokens, known_tokens, request.priority, -math.inf)

@@ -20,6 +20,7 @@ from halfmoon.ledger.models import RequestRow, RequestStatus
 from halfmoon.policy.admission import Refused
 from halfmoon.policy.classes import QosClass
 from halfmoon.rpc.spans import NO_SPAN, Span, Tracer, span_scope
+from services.gateway.beginnings import beginning_of
 from services.gateway.bodies import AnyBody, intake_of, is_quickly_read, max_tokens_of, read_body
 from services.gateway.chat_shape import ChatShape
 from services.gateway.choices import Choices, choices_of
@@ -29,7 +30,7 @@ from services.gateway.door import Door
 from services.gateway.errors_http import error_response, kind_of
 from services.gateway.event_body import ClientGone
 from services.gateway.fan_out import run_choices
-from services.gateway.intake import Intake
+from services.gateway.intake import Intake, salt_of
 from services.gateway.judge import Judge, UnreadRequest, caller_of
 from services.gateway.membership import Membership
 from services.gateway.metrics import GatewayMetrics
@@ -162,6 +163,9 @@ class GenerationEndpoints:
         has_gaps = 2 * num_bytes < context_tokens if max_tokens is None else max_tokens > 1
         unread = UnreadRequest(call.request_id, qos, body.priority or 0, has_gaps)
         self._judge.refuse_unread(unread, call.outlook)
+        self._judge.refuse_begun(
+            unread, partial(beginning_of, body, self._model), salt_of(body.cache_salt), call.outlook
+        )
 
     def _shape(self, call: _Call, intake: Intake) -> Shape:
         created = int(call.created_at.timestamp())

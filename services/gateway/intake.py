@@ -99,6 +99,11 @@ def max_values(context_tokens: int) -> int:
     return 2 * context_tokens + _SPARE_VALUES
 
 
+def salt_of(cache_salt: str | None) -> bytes:
+    """KV is shared among requests of one salt."""
+    return (cache_salt or "").encode()
+
+
 def room(num_prompt: int, wanted: int | None, context_tokens: int, prompt_name: str, limit_name: str) -> int:
     """Output tokens that the context still holds. Raises when `wanted`, or one token, is more."""
     if num_prompt == 0:
@@ -139,7 +144,7 @@ def _intake(
         best_of=best_of,
         keep_stop=bool(body.include_stop_str_in_output),
         priority=body.priority or 0,
-        tenant_salt=(body.cache_salt or "").encode(),
+        tenant_salt=salt_of(body.cache_salt),
         echoes=echoes,
         labels=body.model_dump(include=_LABELS, exclude_none=True),
     )

@@ -7,18 +7,22 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from halfmoon.policy.admission import AdmissionMode, Refused
 from halfmoon.policy.classes import Caller, QosClass
 from halfmoon.policy.gatekeeper import Gatekeeper
 from halfmoon.policy.placement import PlacementRules
 from halfmoon.policy.refinement import PredictionErrors
+from halfmoon.policy.unread_bounds import ANY_PROMPT, LeastPrompt
 from services.gateway.attempt import RelayRequest
+from services.gateway.beginnings import held_blocks
 from services.gateway.case import Case, priority_in, shown_candidates, trace_admission
 from services.gateway.decisions import Decision
 from services.gateway.membership import Membership
 from services.gateway.observations import Observations
 from services.gateway.progress import Progress
+from services.gateway.served_model import Beginning
 from services.gateway.store_copies import StoreCopies
 
 
@@ -57,8 +61,42 @@ class Judge:
         qos, now_s = unread.qos, self._clock()
         progress.qos_class = qos.name
         priority, view = priority_in(qos, unread.priority), self._membership.view()
-        try:
+        with self._noting(unread, progress, ANY_PROMPT, now_s):
             self.gatekeeper.refuse_unread(view, priority, has_gaps=unread.has_gaps, qos=qos, now_s=now_s)
+
+    def refuse_begun(
+        self, unread: UnreadRequest, begin: Callable[[], Beginning | None], tenant_salt: bytes, progress: Progress
+    ) -> None:
+        """Raises Refused where no prompt that begins like this one could be admitted now.
+
+        How it begins is looked at only where it would be refused if nothing of it were cached.
+        """
+        gate, view, qos, now_s = self.gatekeeper, self._membership.view(), unread.qos, self._clock()
+        if gate.mode == "off" or (qos.ttft_s is None and qos.tbt_s is None):
+            return
+        beginning, priority = begin(), priority_in(qos, unread.priority)
+        if beginning is None:
+            return
+        prompt = LeastPrompt(beginning.least_tokens())
+        refusal_of = partial(
+            gate.least_refusal, view, priority=priority, has_gaps=unread.has_gaps, qos=qos, now_s=now_s
+        )
+        refusal = refusal_of(prompt)
+        depths = None if refusal is None else held_blocks(beginning, self._membership, tenant_salt)
+        if depths is None:
+            return
+        if depths.any():
+            prompt = LeastPrompt(beginning.least_tokens(), depths)
+            refusal = refusal_of(prompt)
+        if refusal is not None:
+            with self._noting(unread, progress, prompt, now_s):
+                gate.refuse_least(refusal, qos, now_s)
+
+    @contextmanager
+    def _noting(self, unread: UnreadRequest, progress: Progress, prompt: LeastPrompt, now_s: float) -> Iterator[None]:
+        """A refusal with its reasons, for those who look on."""
+        try:
+            yield
         except Refused as refusal:
             trace_admission(progress, now_s, refusal)
             progress.note_refused(refusal)
@@ -66,9 +104,9 @@ class Judge:
                 request_id=unread.request_id,
                 at_s=now_s,
                 waited_s=now_s - progress.arrived_s,
-                qos_class=qos.name,
+                qos_class=unread.qos.name,
                 num_prompt_tokens=None,
-                candidates=shown_candidates(view, 1, refusal.ranked_by),
+                candidates=shown_candidates(self._membership.view(), prompt.num_tokens, refusal.ranked_by),
                 prefill_worker=None,
                 decode_worker=None,
                 ttft_s=refusal.ttft_s,

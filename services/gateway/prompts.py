@@ -11,20 +11,16 @@ from services.gateway.prompt_size import refuse_hopeless
 from services.gateway.schemas import CompletionBody
 from services.gateway.served_model import ServedModel
 
-_TEMPLATE_CHARS = 64  # about what a chat template writes around a message
 
-
-def chat_prompt(
+def text_of_chat(
     messages: Sequence[Message],
     model: ServedModel,
-    context_tokens: int,
     *,
-    param: str = "messages",
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
-) -> tuple[int, ...]:
-    """Raises InvalidRequest where the template refuses, ContextLengthExceeded for what cannot fit."""
+) -> str:
+    """Raises InvalidRequest where the template refuses."""
     seen = [one.for_template() for one in messages]
     options: dict[str, Any] = {}
     if tools:
@@ -33,17 +29,37 @@ def chat_prompt(
         options["add_generation_prompt"] = False
     if template_kwargs:
         options["template_kwargs"] = template_kwargs
-    if sum(len(one["content"]) + _TEMPLATE_CHARS for one in seen) > context_tokens:
-        refuse_hopeless(model.tokenizer.render_chat(seen, **options), model.tokenizer.encode, context_tokens, param)
-    return tuple(model.tokenizer.encode_chat(seen, **options))
+    return model.tokenizer.render_chat(seen, **options)
+
+
+def chat_prompt(
+    messages: Sequence[Message],
+    model: ServedModel,
+    context_tokens: int,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
+    """Raises InvalidRequest where the template refuses, ContextLengthExceeded for what cannot fit."""
+    text = text_of_chat(
+        messages,
+        model,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        template_kwargs=template_kwargs,
+    )
+    refuse_hopeless(text, model.tokenizer.encode, context_tokens, "messages")
+    return tuple(model.tokenizer.encode(text, with_special=False))
 
 
 def completion_prompts(body: CompletionBody, model: ServedModel, context_tokens: int) -> list[tuple[int, ...]]:
     """One prompt or several. Raises InvalidRequest or ContextLengthExceeded."""
-    return [_token_ids(one, model, context_tokens) for one in _each_prompt(body.prompt)]
+    return [_token_ids(one, model, context_tokens) for one in each_prompt(body.prompt)]
 
 
-def _each_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
+def each_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
+    """Of a body, whether it has one or several."""
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         return prompt  # a list is of one type: the schema saw to that
     return [prompt]  # type: ignore[list-item]

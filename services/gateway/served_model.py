@@ -12,11 +12,37 @@ from services.gateway.text_stream import PushesText
 from services.gateway.tool_calls import ToolFormat
 
 
+class Beginning(Protocol):
+    """halfmoon.engine.text_beginning.TextBeginning: a prompt's leading tokens, as far as they are read."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Of the whole prompt, the first ones."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all."""
+        ...
+
+    def read_on(self, num_tokens: int) -> None:
+        """By so many tokens, if it can be."""
+        ...
+
+    def least_tokens(self) -> int:
+        """The whole prompt has no fewer."""
+        ...
+
+
 class Encodes(Protocol):
     """halfmoon.engine.tokenizer.Tokenizer, as far as the gateway uses it."""
 
     def encode(self, text: str, *, with_special: bool = True) -> list[int]:
         """Token ids of a text."""
+        ...
+
+    def begin(self, text: str, *, with_special: bool = True) -> Beginning:
+        """The same ids, as far as they are asked for."""
         ...
 
     def render_chat(

@@ -167,10 +167,10 @@ def unread_refusal(
 ) -> Refused | None:
     gate = scene.gate(view)
     try:
-        gate.refuse_unread(view, priority, has_gaps=has_gaps, qos=scene.qos, now_s=NOW_S, prompt=prompt)
+        gate.refuse_unread(view, priority, has_gaps=has_gaps, qos=scene.qos, now_s=NOW_S)
+        return gate.least_refusal(view, prompt, priority, has_gaps=has_gaps, qos=scene.qos, now_s=NOW_S)
     except Refused as refusal:
         return refusal
-    return None
 
 
 def busy(mode: AdmissionMode, qos: QosClass) -> tuple[Gatekeeper, ClusterView]:

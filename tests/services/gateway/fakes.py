@@ -39,6 +39,7 @@ from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.spans import NO_TRACER, Tracer
+from services.gateway.beginnings import KnownTokens
 from services.gateway.served_model import ServedModel
 from services.gateway.service import RunningGateway, running_gateway
 from services.gateway.settings import GatewaySettings
@@ -57,6 +58,9 @@ class ByteTokenizer:
 
     def encode(self, text: str, *, with_special: bool = True) -> list[int]:
         return list(text.encode())
+
+    def begin(self, text: str, *, with_special: bool = True) -> KnownTokens:
+        return KnownTokens(list(text.encode()), served_model())
 
     def render_chat(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,38 @@ async def test_a_salt_keeps_the_prefixes_of_tenants_apart(tmp_path: Path) -> Non
             assert (status, body["error"]["param"]) == (400, "cache_salt")
     assert {one.generation.tenant_salt for one in workers["plain"].calls.prefills} == {b""}
     assert {one.generation.tenant_salt for one in workers["mine"].calls.prefills} == {"m\u00edo".encode()}
+
+
+async def test_a_prompt_is_read_as_far_as_somebody_has_it_before_it_is_refused(tmp_path: Path) -> None:
+    layout = KVLayout(LAYOUT.num_layers, LAYOUT.num_kv_heads, LAYOUT.head_dim, "float32", LAYOUT.block_tokens)
+    async with running_fleet(tmp_path) as fleet:
+        profile = LatencyProfile(prefill=[0.0, 1.0, 0.0])
+        worker = await fleet.add("p0", role="prefill", step_tokens=64, profile=profile)
+        await fleet.add("d0", "decode")
+        fleet.gateway.judge.gatekeeper.classes = ClassTable((replace(STRICT, ttft_s=20.0),))
+        ids = list(PROMPT.encode())
+        keys = block_keys(root_key(FINGERPRINT, layout), ids, layout.block_tokens)
+        stored = b"".join(key[:8] for key in keys[:6])
+        worker.loads.put_nowait(BlockEvents(sequence=1, is_snapshot=True, stored=stored))
+        await fleet.until_told(lambda: fleet.cluster.membership.index.num_pairs == 6)
+        answers = [
+            await complete(fleet, "strict", **more)
+            for more in (
+                {},
+                {"prompt": ids},
+                {"prompt": PROMPT[:40] + 25 * "?"},
+                {"prompt": [*ids[:40], *[63] * 25]},
+                {"prompt": "another" + PROMPT},
+                {"cache_salt": "x"},
+                {"prompt": ["another" + PROMPT, PROMPT]},
+                {"prompt": [*ids[:8], 999, *ids]},
+            )
+        ]
+    assert [status for status, _, _ in answers] == [200, 200, 429, 429, 429, 429, 429, 400]
+    predicted = [body["error"]["predicted_ttft_s"] for status, _, body in answers if status == 429]
+    assert predicted == pytest.approx([25, 25, 63, 56, 63], abs=1)
+    assert "would be at least" in answers[2][2]["error"]["message"]
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        rows = connection.execute("select refused_unread from requests order by id").fetchall()
+    connection.close()
+    assert [row[0] for row in rows] == [0, 0, 1, 1, 1, 1, 1, 0]
