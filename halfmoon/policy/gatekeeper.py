@@ -326,7 +326,8 @@ def _degraded(request: PlacementRequest, qos: QosClass, step: Degradation) -> Pl
 
 
 def _outlook(found: Admitted, tbt_s: float) -> Outlook:
-    """One token has no gap."""
+    """One token has no gap. Prompts of others that are computed in the same steps are waited for, too."""
     placement = found.placement
     tbt = tbt_s if found.max_tokens > 1 else None
-    return Outlook(placement.ttft_s, tbt, placement.queue_s, ranked_by=placement.ranked_by)
+    by_others_s = max(placement.queue_s, placement.ttft_s - placement.overhead_s - placement.work_s)
+    return Outlook(placement.ttft_s, tbt, by_others_s, ranked_by=placement.ranked_by)

@@ -208,6 +208,21 @@ def test_nobody_is_shed_for_a_class_that_can_never_be_served(impossible: QosClas
     assert gate.decide(view, REQUEST, low, 1.0).qos is low
 
 
+def test_who_would_be_late_by_prompts_in_the_same_step_may_come_back_soon_and_sheds_them() -> None:
+    """They are no part of what it takes alone, though it would begin with them."""
+    gold, low = QosClass("gold", -1, ttft_s=2.0, degradation=("shed_lowest_class",)), QosClass("low", 5)
+    gate, view = keeper("predicted", gold, low), ClusterView((replace(P, step_tokens=1000), D))
+    for name in "abcd":
+        enter(gate, view, name, low)
+    with pytest.raises(Refused) as caught:
+        gate.decide(view, replace(REQUEST, num_prompt_tokens=1, priority=-1), gold, 0.1)
+    assert caught.value.ttft_s == pytest.approx(0.9 + 3.01)
+    assert caught.value.retry_after_ms == pytest.approx(1000 * (0.9 + 3.01 - 2.0), abs=1)
+    with pytest.raises(Refused) as caught:
+        gate.decide(view, REQUEST, low, 0.2)
+    assert caught.value.reason == "shed"
+
+
 def test_a_request_that_moved_counts_where_it_is() -> None:
     other, qos = replace(D, worker_id="d2"), QosClass("x")
     gate, view = keeper(), ClusterView((P, D, other))
