@@ -63,12 +63,22 @@ def _table(*names: str) -> Table:
 
 
 def _comparison(summary: dict[str, Any]) -> str:
-    colocated = summary["colocated"]
+    colocated, separate = summary["colocated"], summary["disaggregated"]
     if colocated is None:
         return "no colocated layout meets the targets"
+    if summary["layouts"][0]["layout"] == colocated["layout"]:
+        best = "none meets the targets" if separate is None else _cost(separate)
+        return f"the best is colocated; of layouts with separate prefill and decode workers: {best}"
     return (
         f"{summary['over_colocated']:.2f} times the goodput for each GPU of the best colocated layout, "
-        f"{colocated['layout']} ({colocated['goodput_per_s_per_gpu']:.3g})"
+        f"{_cost(colocated)}"
+    )
+
+
+def _cost(one: dict[str, Any]) -> str:
+    return (
+        f"{one['layout']} ({one['num_gpus']} GPUs, {one['price_per_hour']:.2f} $/h, "
+        f"{one['goodput_per_s_per_gpu']:.3g} requests/s a GPU)"
     )
 
 

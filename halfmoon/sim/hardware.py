@@ -1,4 +1,7 @@
-"""The hardware catalogue: what makers promise of each device, and about what it costs."""
+"""The hardware catalogue: what makers promise of each device, and about what it costs.
+
+docs/planner.md says what each figure was checked against, and how far rents differ.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from halfmoon.errors import InvalidRequest
-
-PRICE_NOTE = (
-    "about the on-demand list price of GPU clouds in 2025, per device; rents differ by a factor of two: give your own"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +21,7 @@ class Device:
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to its neighbours in a node: NVLink, or PCIe
     network_bytes_per_s: float  # its share of the node's network
-    price_per_hour: float  # US dollars
+    price_per_hour: float  # US dollars, on demand
     source: str
 
 
