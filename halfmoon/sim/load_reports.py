@@ -1,0 +1,37 @@
+"""When workers tell the gateway of their load: at full intervals, those that changed."""
+
+from __future__ import annotations
+
+from halfmoon.sim.event_queue import EventQueue
+from halfmoon.sim.gateway import SimGateway
+from halfmoon.sim.worker import SimWorker
+
+
+class LoadReports:
+    """Owns who changed since the last report, and whether the next one is under way."""
+
+    def __init__(self, events: EventQueue, report_s: float, gateway: SimGateway | None) -> None:
+        """Every `report_s`; None where nobody listens."""
+        self._events = events
+        self._report_s = report_s
+        self._gateway = gateway
+        self._changed: dict[int, SimWorker] = {}
+        self._has_tick = False
+
+    def note(self, worker: SimWorker) -> None:
+        """Its next load report says something new."""
+        if self._gateway is None:
+            return
+        self._changed[worker.number] = worker
+        if not self._has_tick:
+            self._has_tick = True
+            self._events.at((self._events.now_s // self._report_s + 1) * self._report_s, self._on_tick, self._gateway)
+
+    def _on_tick(self, gateway: SimGateway) -> None:
+        self._has_tick = False
+        changed, self._changed = self._changed, {}
+        for worker in changed.values():
+            if worker.is_alive:
+                gateway.report(worker, self._events.now_s)
+                if worker.steps.wake_s is not None:
+                    self.note(worker)
