@@ -272,8 +272,7 @@ class Gatekeeper:
         """
         num_prompt = request.num_prompt_tokens
         if self.mode == "load":
-            batch, context = self._forecast.mean_load(view, now_s)
-            return placement.decode.step_model.seconds(batch[0] + 1, context[0] + num_prompt)
+            return self._forecast.tbt_of_equal_part(view, placement, num_prompt, now_s)
         if self._usual_ttft_s is None or placement.ttft_s <= self._usual_ttft_s:
             return placement.tbt_s
         usual_s = self._forecast.tbt_at(view, placement, num_prompt, now_s + self._usual_ttft_s, now_s)

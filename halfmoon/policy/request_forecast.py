@@ -120,6 +120,12 @@ class RequestForecast:
         step_s = placement.decode.step_model.seconds(batch[row] + 1, context[row] + num_prompt_tokens)
         return self._courses.tbt_s(view, placement, step_s, _MANY, now_s)
 
+    def tbt_of_equal_part(self, view: ClusterView, placement: Placement, num_prompt_tokens: int, now_s: float) -> float:
+        """On the decode worker of the placement, had it an equal part of all that decodes now."""
+        batch, context = self.mean_load(view, now_s)
+        step_s = placement.decode.step_model.seconds(batch[0] + 1, context[0] + num_prompt_tokens)
+        return self._courses.tbt_s(view, placement, step_s, _MANY, now_s)
+
     def mean_load(self, view: ClusterView, now_s: float) -> DecodeLoads:
         """An equal part of all that decodes now, for every row."""
         batch, context = self.decodes.loads(now_s, now_s, view.num_rows)

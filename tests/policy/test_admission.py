@@ -102,6 +102,19 @@ def test_load_does_not_see_who_is_still_in_prefill_predicted_does() -> None:
         assert admitted == most
 
 
+@pytest.mark.parametrize("mode", ["load", "predicted"])
+def test_a_busy_neighbour_counts(mode: AdmissionMode) -> None:
+    """Twice as long a step beside the prefill worker of its host, which is busy half of the time."""
+    gate, qos = keeper(mode), QosClass("x", tbt_s=0.014)
+    view = ClusterView((P, replace(D, address="p:2", step_contention=1.0)))
+    assert gate.decide(view, REQUEST, qos, 0.0).qos is qos
+    for number in range(100):
+        view.busy.begin("p", str(number), 2.0 * number)
+        view.busy.end("p", str(number), 2.0 * number + 1)
+    with pytest.raises(Refused, match="time between tokens would be 15 ms"):
+        gate.decide(view, REQUEST, qos, 200.0)
+
+
 def test_predicted_does_not_mind_who_will_have_left_load_does() -> None:
     strict, loose = QosClass("x", tbt_s=0.025), QosClass("y")
     view = ClusterView((P, D))
