@@ -144,6 +144,12 @@ class PrefillCourse:
             self._begin(ends_s, step_tokens)
             self._begin_restored(step_tokens, now_s)
 
+    def is_in_step(self, speed: Speed, now_s: float) -> bool:
+        """Whether `advance` would change nothing, whatever decoding and neighbours add."""
+        if now_s < self._step_began_s + _work_s(self._step, speed.model):
+            return True
+        return any(chunk.num_tokens == chunk.prompt.new_tokens for chunk in self._step)
+
     def predict(
         self,
         work: Prefill,
@@ -202,22 +208,23 @@ class PrefillCourse:
         """Before which no prompt of that priority, with as much work or more, has its token, wherever it fits in: it
         waits for the step under way, and for all that goes before it and is ready by then. That are also those of its
         priority that are no longer: shares of a step go to the shortest first."""
-        model, step_s, under_way = speed.model, _work_s(self._step, speed.model), dict(self._chunks())
+        model, step_s, under_way = (
+            speed.model,
+            _work_s(self._step, speed.model),
+            {prompt.request_id: num for prompt, num in self._step},
+        )
         begins_s = now_s + max(step_s - (now_s - self._step_began_s), _OVERDUE * step_s) + ahead_s
+        rank = (least.priority, least.new_tokens)
         num_tokens = least.new_tokens
         num_pairs = num_tokens * (least.known_tokens + num_tokens / 2)
         for prompt in self._prompts.values():
             done = under_way.get(prompt.request_id, 0)
             new_tokens, known_tokens = prompt.new_tokens - done, prompt.known_tokens + done
-            goes_first = (prompt.priority, new_tokens) <= (least.priority, least.new_tokens)
-            if goes_first and prompt.ready_s <= begins_s:
+            if (prompt.priority, new_tokens) <= rank and prompt.ready_s <= begins_s:
                 num_tokens += new_tokens
                 num_pairs += new_tokens * (known_tokens + new_tokens / 2)
         num_steps = math.ceil(num_tokens / max(speed.step_tokens, speed.chunk_tokens))
         return begins_s + model.a * num_steps + model.b * num_tokens + model.c * num_pairs
-
-    def _chunks(self) -> Iterable[tuple[str, int]]:
-        return ((prompt.request_id, num_tokens) for prompt, num_tokens in self._step)
 
     def _end_step(self) -> None:
         for prompt, num_tokens in self._step:

@@ -97,8 +97,10 @@ class PrefillCourses:
         is_alone = worker.role != "both" and worker.contention < _LEAST_CONTENTION
         if not _has_steps(worker) or (not course and is_alone):
             return math.inf
-        course = self._advanced(row, view, worker, self._own_step_s(row, worker, now_s), now_s)
-        return course.earliest_s(least, _speed(worker), _others_s(worker, course, now_s), now_s) - now_s
+        speed = _speed(worker)
+        if course is None or not course.is_in_step(speed, now_s):
+            course = self._advanced(row, view, worker, self._own_step_s(row, worker, now_s), now_s)
+        return course.earliest_s(least, speed, _others_s(worker, course, now_s), now_s) - now_s
 
     def tbt_s(self, view: ClusterView, placement: Placement, step_s: float, num_gaps: float, now_s: float) -> float:
         """The mean of an answer whose decode steps alone take `step_s`: more beside busy neighbours, and where chunks
