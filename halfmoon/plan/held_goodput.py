@@ -32,6 +32,6 @@ def held_goodput(
 
     if not SoleChoice.is_enough(trial.spec):  # else nobody is chosen, and an estimate is no quicker
         guess_per_s = num_units * goodput_per_s(trial, guess_per_s / num_units, _FIRST_TOLERANCE, about_holds)
-        if margin * guess_per_s <= least_per_s:
+        if trial.workload.prefixes is None and margin * guess_per_s <= least_per_s:  # the lightest knows no prefixes
             return None
     return highest(held, guess_per_s or least_per_s, tolerance, least=least_per_s, at_least=at_least)

@@ -33,7 +33,8 @@ class Misses:
 
         `last_arrivals_s` are of each pass of `num_each` requests. Without them there is one pass, and none is steady.
         A steady pass counts as soon as who is left of it and of those before it cannot make one of them full; then
-        passes behind it do not matter. All is decided when, of each, at most `most_left` are left, too.
+        passes behind it do not matter. All is decided when, of each, at most `most_left` are left, too, and all of
+        these have a token.
         """
         self._ttft_s, self._tpot_s, self._tbt_s = (
             math.inf if one is None else one for one in (targets.ttft_s, targets.tpot_s, targets.tbt_s)
@@ -50,6 +51,7 @@ class Misses:
         self._most_more = most_more
         self._num_ended = 0
         self._left = [num_each] * num_passes  # of each pass, that are not over
+        self._tokenless = [num_each] * num_passes  # the same, that have no token either
         self._num_inside: list[int] = []  # as the last request of each pass came
         self.full_pass: int | None = None  # the first one
         self.steady_pass: int | None = None  # the first one
@@ -58,8 +60,10 @@ class Misses:
 
     def first(self, job: Job, answer_s: float) -> None:
         """Its first token is computed, and comes after `answer_s`."""
+        at = job.index // self._num_each
+        self._tokenless[at] -= 1
         if job.first_s + answer_s - job.start_s > self._ttft_s:
-            self._num_ttft[job.index // self._num_each] += 1
+            self._num_ttft[at] += 1
             self._note(job)
 
     def end(self, job: Job, answer_s: float) -> None:
@@ -85,9 +89,10 @@ class Misses:
                 self.steady_pass = len(inside) - 1
         self._num_ended += 1
         self._left[at] -= 1
+        self._tokenless[at] -= job.first_s < 0
         if self.steady_pass is not None and not self.is_decided:
             self.is_held = self.is_held or self._cannot_be_full(self.steady_pass)
-            self.is_decided = self.is_held and max(self._left[: self.steady_pass + 1]) <= self._most_left
+            self.is_decided = self.is_held and self._are_few_left(self.steady_pass)
 
     def _is_as_full_as_before(self) -> bool:
         """Twice in a row: the first answers end all at once, and then it fills on."""
@@ -97,6 +102,11 @@ class Misses:
     def _cannot_be_full(self, number: int) -> bool:
         """That pass and those before it, any more."""
         return all(left + self._num_late(at) <= self._most for at, left in enumerate(self._left[: number + 1]))
+
+    def _are_few_left(self, number: int) -> bool:
+        """Of that pass and those before it; none has to be waited for unless there is a limit."""
+        left, tokenless = self._left[: number + 1], self._tokenless[: number + 1]
+        return max(left) <= self._most_left and (self._most_left == math.inf or max(tokenless) <= 0)
 
     def _num_late(self, at: int) -> int:
         if self._is_joint:

@@ -1,0 +1,66 @@
+"""What a run shows of a held rate agrees with whether it is held, and waits for almost everybody."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfmoon.plan.goodput import Goal, Trial, about_holds, fails_at_first, goodput_per_s, held_at, holds, steady_at
+from halfmoon.sim.cluster import ClusterSpec, Targets, WorkerGroup
+from halfmoon.sim.distserve import DistServeCoefficients
+from halfmoon.sim.lengths import named_lengths
+from halfmoon.sim.simulation import simulate
+from halfmoon.sim.synthetic import synthetic_workload
+
+MODEL = DistServeCoefficients("opt-13b").model("a100-80g", 1, 1)
+WORKLOAD = synthetic_workload(named_lengths("chat"), 200, 1.0, seed=0, most_tokens=2048)
+GOAL = Goal(Targets(0.3, 0.1))
+
+
+def trial(*groups: WorkerGroup, goal: Goal = GOAL) -> Trial:
+    return Trial(ClusterSpec(groups), WORKLOAD, goal)
+
+
+ONE = trial(WorkerGroup("prefill", 1, MODEL), WorkerGroup("decode", 1, MODEL))
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.floats(0.5, 6.0), st.sampled_from([0.7, 0.9, 0.99]))
+def test_what_is_shown_is_of_a_rate_that_is_held(rate_per_s: float, share: float) -> None:
+    asked = Trial(ONE.spec, WORKLOAD, Goal(GOAL.targets, share))
+    found = held_at(asked, rate_per_s)
+    assert (found is not None) == holds(asked, rate_per_s)
+    if found is not None:
+        assert len(found.start_s) == len(WORKLOAD)
+        assert asked.goal.is_met(found)
+
+
+@pytest.mark.parametrize("tbt_s", [None, 0.5])
+def test_the_last_ones_count_as_they_are(tbt_s: float | None) -> None:
+    """The pass of a run that goes on is the same one; but for two of its requests all of it was over before."""
+    goal = Goal(Targets(0.3, 0.1, tbt_s))
+    found = held_at(trial(WorkerGroup("both", 1, MODEL), goal=goal), 0.5)
+    assert found is not None
+    whole = simulate(ClusterSpec((WorkerGroup("both", 1, MODEL),)), WORKLOAD.at_rate(0.5).repeated(4))
+    passes = [whole.rows(at * 200, (at + 1) * 200) for at in range(4)]
+    same = next(one for one in passes if np.isclose(one.start_s[0], found.start_s[0]))
+    assert (found.end_s != same.end_s).sum() <= 2
+    np.testing.assert_array_equal(found.ttft_s, same.ttft_s)
+    np.testing.assert_allclose(found.tpot_s, same.tpot_s, rtol=0.2)
+    assert found.attainment(goal.targets) == same.attainment(goal.targets)
+
+
+def test_an_estimate_is_near_what_policies_hold() -> None:
+    asked = trial(WorkerGroup("both", 2, MODEL))
+    about = goodput_per_s(asked, 2.0, 1.05, about_holds)
+    assert holds(asked, about / 1.15)
+    assert not holds(asked, about * 1.2)
+
+
+def test_a_first_look_is_not_taken_at_the_larger_part() -> None:
+    assert not fails_at_first(ONE, 1000.0, 100)
+    assert fails_at_first(ONE, 1000.0, 50)
+    assert not fails_at_first(ONE, 0.5, 50)
+    assert not steady_at(ONE, 1000.0).keeps_up
