@@ -131,6 +131,14 @@ def up(
         ),
     ] = None,
     state_dir: Annotated[Path, typer.Option(help="logs and the ledger")] = Path(".halfmoon"),
+    ledger_url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HALFMOON_LEDGER_URL",
+            help="the ledger of gateways and planner: sqlite:///file or postgresql://user:password@host/database; "
+            "none: SQLite in the state directory",
+        ),
+    ] = None,
     console: Annotated[bool, typer.Option(help="start the Streamlit console, if it is installed")] = True,
     console_port: Annotated[int, typer.Option(min=1, max=65535, help="port of the console")] = 8501,
     otlp_endpoint: Annotated[
@@ -176,6 +184,7 @@ def up(
             ),
             console=console,
             console_port=console_port,
+            ledger_url=ledger_url,
             otlp_endpoint=otlp_endpoint,
             simulation=(
                 SimulatedWorkers(

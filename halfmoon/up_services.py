@@ -67,6 +67,7 @@ class UpOptions:
     operator_token: str | None = None  # None: made where the host is not loopback
     api_keys: tuple[str, ...] = ()  # none: everybody may ask
     worker_starts: Mapping[str, Sequence[WorkerStart]] = field(default_factory=dict)  # by role, of each real engine
+    ledger_url: str | None = None  # of gateways and planner; None: SQLite in state_dir
     otlp_endpoint: str | None = None  # who gets traces; None: whom OpenTelemetry's own variables name
 
     def __post_init__(self) -> None:
@@ -113,6 +114,7 @@ def gateway_spec(
     keys = {"HALFMOON_GATEWAY_API_KEY": json.dumps(options.api_keys)} if options.api_keys else {}
     if options.operator_token:
         keys["HALFMOON_GATEWAY_OPERATOR_TOKEN"] = options.operator_token
+    keys |= _ledger(options, "GATEWAY")
     stored = () if store is None else ("--kv-store", store)
     arguments = ("-m", "services.gateway", *listen, *cluster, *which, *codec, *stored, *chosen)
     return ServiceSpec(f"gateway-{number}" if is_shared else "gateway", arguments, keys, restarts=True)
@@ -209,7 +211,12 @@ def _planner_spec(options: UpOptions, address: str, fleet: str) -> ServiceSpec:
     changes = ("--fleet", fleet) if fleet and options.simulation is None else ()
     arguments = ("-m", "services.planner", "--listen", address, "--state-dir", str(options.state_dir), *changes)
     token = {"HALFMOON_PLANNER_OPERATOR_TOKEN": options.operator_token} if options.operator_token else {}
-    return ServiceSpec("planner", arguments, token, restarts=True)
+    return ServiceSpec("planner", arguments, token | _ledger(options, "PLANNER"), restarts=True)
+
+
+def _ledger(options: UpOptions, service: str) -> dict[str, str]:
+    """No argument: others may read those, and the URL may have a password."""
+    return {f"HALFMOON_{service}_LEDGER_URL": options.ledger_url} if options.ledger_url else {}
 
 
 def _console_spec(options: UpOptions, planner: str) -> ServiceSpec:

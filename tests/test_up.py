@@ -63,6 +63,16 @@ def test_the_console_finds_the_planner_and_the_planner_the_ledger(tmp_path: Path
     assert planner.environment == {"HALFMOON_PLANNER_OPERATOR_TOKEN": "secret"}
 
 
+def test_gateway_and_planner_have_one_ledger_whose_password_is_no_argument() -> None:
+    url = "postgresql://halfmoon:secret@db/halfmoon"
+    options = UpOptions(ledger_url=url)
+    planner = next(one for one in other_specs(options, MODEL, "x:1", ["x:2"], "x:7") if one.name == "planner")
+    gateway = gateway_spec(options, MODEL)
+    assert gateway.environment["HALFMOON_GATEWAY_LEDGER_URL"] == url
+    assert planner.environment["HALFMOON_PLANNER_LEDGER_URL"] == url
+    assert not any("secret" in argument for argument in (*gateway.arguments, *planner.arguments))
+
+
 @pytest.mark.parametrize(("simulation", "is_told"), [(None, True), (SimulatedWorkers("instant"), False)])
 def test_the_planner_changes_real_workers_only(simulation: SimulatedWorkers | None, is_told: bool) -> None:
     specs = other_specs(UpOptions(simulation=simulation, console=False), MODEL, "x:1", ["x:2"], "x:4", "unix:/f")
