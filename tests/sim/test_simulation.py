@@ -226,6 +226,22 @@ def test_attainment_joint_and_marginal() -> None:
     assert found.attainment(Targets()).value("marginal") == 1
 
 
+def test_equal_prompts_wait_as_lindleys_recursion_says() -> None:
+    """Prompts that fill a step, so that each is served alone: 0.2 s each, at a load of 0.8."""
+    start_s = np.cumsum(np.random.default_rng(1).exponential(0.25, 500))
+    limits = BatchLimits(max_batch_tokens=200)
+    found = simulate(
+        ClusterSpec((group("prefill", limits=limits), group("decode")), FAST),
+        work(*((at_s, 200, 1) for at_s in start_s)),
+    )
+    expected, wait_s = [], 0.0
+    for gap_s in [0.0, *np.diff(start_s)]:
+        wait_s = max(wait_s - gap_s, 0.0)
+        expected.append(wait_s + 0.2)
+        wait_s += 0.2
+    assert found.ttft_s == pytest.approx(expected)
+
+
 # what holds of any run
 
 ROWS = st.lists(st.tuples(st.floats(0, 3), st.integers(1, 900), st.integers(1, 120)), min_size=1, max_size=40)
