@@ -7,6 +7,9 @@ from typing import NamedTuple
 from halfmoon.engine.piece_tokens import PieceTokens
 from halfmoon.engine.text_pieces import least_tokens, pieces_of
 
+_MOST_RECALLED = 8_192  # tokens at once: a millisecond
+_LONGEST_PIECE = 4_096  # characters, which are tokenized at once; a text with longer ones is read to there
+
 
 class Around(NamedTuple):
     """The tokens that a tokenizer puts around every text."""
@@ -27,15 +30,17 @@ class TextBeginning:
         self.is_whole = False
         self._text = text
         self._pieces = pieces
-        self._left = pieces_of(text) if pieces else iter(())
+        self._left = pieces_of(text, _LONGEST_PIECE) if pieces else iter(())
         self._num_read = 0  # characters
         self._num_words: int | None = None
         self._after = around.after
 
     def read_on(self, num_tokens: int) -> None:
-        """Tokenizes until so many tokens more are there, not counting what is remembered; less at its end."""
+        """Tokenizes until so many tokens more are there, not counting some thousands that are remembered; less at its
+        end."""
         if self._pieces is None:
             return
+        num_before = len(self.token_ids)
         for piece in self._left:
             found = self._pieces.recall(piece)
             if found is None:
@@ -43,9 +48,9 @@ class TextBeginning:
                 num_tokens -= len(found)
             self.token_ids += found
             self._num_read += len(piece)
-            if num_tokens <= 0:
+            if num_tokens <= 0 or len(self.token_ids) - num_before > _MOST_RECALLED:
                 return
-        if not self.is_whole:
+        if not self.is_whole and self._num_read == len(self._text):
             self.is_whole = True
             self.token_ids += self._after
 

@@ -25,12 +25,15 @@ PATTERNS = {  # as tokenizer.json has them
 }
 
 
-def pieces_of(text: str, begin: int = 0) -> Iterator[str]:
-    """From a cut of the text on. A piece ends at the first cut after `PIECE_CHARS`, whatever comes later."""
-    while (found := _CUT.search(text, begin + PIECE_CHARS - 1)) is not None:
+def pieces_of(text: str, longest: int | None = None) -> Iterator[str]:
+    """A piece ends at the first cut after `PIECE_CHARS`, whatever comes later. None comes after one longer than
+    `longest`, nor that one."""
+    begin, end = 0, len(text)
+    reach = end if longest is None else longest
+    while (found := _CUT.search(text, begin + PIECE_CHARS - 1, min(begin + reach, end))) is not None:
         yield text[begin : found.end()]
         begin = found.end()
-    if begin < len(text):
+    if 0 < end - begin <= reach:
         yield text[begin:]
 
 

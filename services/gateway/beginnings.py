@@ -23,6 +23,7 @@ from services.gateway.served_model import Beginning, ServedModel
 from services.gateway.tool_use import tool_use_of
 
 _MOST_TOKENS = 2_048  # read for it in one go; who needs more is read whole
+_MOST_HELD_TOKENS = 8_192  # more are hashed off the event loop
 
 
 class KnownTokens:
@@ -79,7 +80,7 @@ def held_blocks(beginning: Beginning, membership: Membership, tenant_salt: bytes
     if layout is None:
         return NOTHING_CACHED
     root, num_tokens = root_key(membership.model_fingerprint, layout, tenant_salt), layout.block_tokens
-    while num_tokens <= _MOST_TOKENS:
+    while num_tokens <= _MOST_TOKENS and len(beginning.token_ids) <= _MOST_HELD_TOKENS:
         num_before = len(beginning.token_ids)
         beginning.read_on(num_tokens)
         keys = short_keys(iter_block_keys(root, beginning.token_ids, layout.block_tokens))

@@ -211,6 +211,9 @@ def test_a_beginning_is_read_as_far_as_wanted_and_what_is_remembered_comes_with_
     beginning.read_on(1)
     assert beginning.is_whole
     assert beginning.token_ids == [7, *map(ord, text), 8, 9]
+    endless = TextBeginning(known + " " + 5_000 * "x" + " and so on", pieces)
+    endless.read_on(10_000)
+    assert (endless.token_ids, endless.is_whole) == (list(map(ord, known)), False)
     unreadable = TextBeginning(text, None)
     unreadable.read_on(5)
     assert (unreadable.token_ids, unreadable.is_whole, unreadable.least_tokens()) == ([], False, 1)
