@@ -28,6 +28,7 @@ class RunningRequest:
 
     num_prompt_tokens: int
     num_output: float  # predicted
+    tbt_s: float  # over the whole answer, predicted: how fast it will leave
     priority: int  # smaller goes first
 
 
@@ -148,7 +149,7 @@ class RequestForecast:
         self._courses.join(request_id, view, placement, num_prompt, num_output, priority, now_s)
         joins_s = now_s + placement.ttft_s
         self.decodes.leave(request_id)
-        leaves_s = joins_s + num_output * placement.tbt_s
+        leaves_s = joins_s + num_output * running.tbt_s
         self.decodes.join(request_id, row, joins_s, leaves_s, num_prompt, num_output)
 
     def begin_decode(self, request_id: str, now_s: float) -> None:

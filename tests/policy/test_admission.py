@@ -276,6 +276,26 @@ def test_the_forecast() -> None:
     assert forecast.loads(6.0, 0.0, 3).batch.tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("num_output", [3, 100])
+def test_what_short_answers_owe_to_the_hand_over_refuses_nobody(num_output: int) -> None:
+    qos, view = QosClass("x", tbt_s=0.05), ClusterView((P, D))
+    gate = keeper("predicted", qos)
+    for number in range(30):
+        enter(gate, view, f"r{number}", QosClass("x"))
+        gate.leave(f"r{number}", 0.0, num_output=num_output, ttft_s=1.0, tbt_s=None)
+        enter(gate, view, f"r{number}", qos)
+        gate.leave(f"r{number}", 1.0, num_output=num_output, ttft_s=1.0, tbt_s=0.2)
+    gate.decide(view, REQUEST, qos, 2.0)
+    assert bool(gate.tightenings(qos)) == (num_output == 100)
+
+
+def test_most_answers_are_shorter_than_predicted() -> None:
+    gate, view = keeper(), ClusterView((P, D))
+    for length in range(100):
+        gate.lengths.add("x", REQUEST.num_prompt_tokens, length)
+    assert gate.decide(view, REQUEST, QosClass("x"), 0.0).num_output == pytest.approx(0.8 * 99)
+
+
 def test_an_idle_cluster_that_refuses_everybody_lets_one_in_to_see() -> None:
     strict, slow = QosClass("x", ttft_s=0.1), ClusterView((P, D))  # a wrong profile, which nobody would correct
     gate = keeper("predicted", strict)

@@ -25,7 +25,7 @@ D = WorkerView("d", "decode", "b:1", 9000, 10, 900, 900, step_model=StepModel(0.
 def test_the_decode_load_is_that_of_the_moment_when_the_steps_end() -> None:
     forecast, view = RequestForecast(PlacementRules(), random.Random(0)), ClusterView((P, D))
     long = forecast.place(view, PlacementRequest(250, 1), 0.0)
-    forecast.move("long", view, RunningRequest(250, 1.0, 0), long, 0.0)
+    forecast.move("long", view, RunningRequest(250, 1.0, 0.0, 0), long, 0.0)
     for number, leaves_s in enumerate((2.6, 2.8, 9.0)):
         forecast.decodes.join(str(number), 1, 0.0, leaves_s, 10, 10)
     placed = forecast.place(view, PlacementRequest(90, 10), 0.5)
@@ -34,6 +34,15 @@ def test_the_decode_load_is_that_of_the_moment_when_the_steps_end() -> None:
     loads = [forecast.decodes.loads(at_s, 0.5, 2).batch[1] for at_s in moments_s]
     assert loads[0] != loads[1]  # or this would show nothing
     assert placed.tbt_s == pytest.approx(0.01 * (loads[1] + 1))
+
+
+def test_an_answer_lasts_as_long_as_its_mean_gap_says() -> None:
+    forecast, view = RequestForecast(PlacementRules(), random.Random(0)), ClusterView((P, D))
+    placed = forecast.place(view, PlacementRequest(100, 10), 0.0)
+    assert placed.tbt_s == pytest.approx(0.01)  # alone, as it begins; others will slow it down
+    forecast.move("r", view, RunningRequest(100, 100.0, 0.05, 0), placed, 0.0)
+    forecast.begin_decode("r", 2.0)
+    assert [forecast.decodes.loads(at_s, 2.0, 2).batch[1] for at_s in (3.5, 6.9, 7.1)] == [1, 1, 0]
 
 
 class Counting(RequestForecast):
