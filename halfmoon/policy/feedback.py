@@ -1,4 +1,4 @@
-"""Live feedback: where more of a class's requests are late than it allows, its admission gets stricter.
+"""Live feedback: where nearly as many of a class's requests are late as it allows, its admission gets stricter.
 
 How many it allows is its attainment. Judged are requests that were admitted since the last step down: those before them
 do not show what it did.
@@ -18,7 +18,8 @@ from halfmoon.policy.classes import QosClass
 _WINDOW_S = 60.0
 _MAX_SAMPLES = 500
 _MIN_SAMPLES = 20
-_FAR = 0.9  # of the target: where the attainment's quantile is below it, there is room
+_NEAR = 0.95  # its target: where the quantile of the attainment is above it, admission gets stricter
+_FAR = 0.85  # of the target: where it is below it, there is room
 _TIGHTEN, _RELAX = 0.9, 1.02  # a step, an interval; down faster than up, so that it settles
 _LEAST = 0.5
 _INTERVAL_S = 1.0
@@ -119,7 +120,7 @@ class _Scale:
             self._relax(self._tightened_s + _WINDOW_S, now_s)  # where nobody is let in nothing is measured
             return
         reached = float(np.quantile(counted, attainment)) / self._target_s
-        if reached > 1:
+        if reached > _NEAR:
             self._value, self._tightened_s = max(_LEAST, self._value * _TIGHTEN), now_s
             self._reached_s = reached * self._target_s
         elif reached < _FAR:

@@ -289,6 +289,17 @@ def test_what_short_answers_owe_to_the_hand_over_refuses_nobody(num_output: int)
     assert bool(gate.tightenings(qos)) == (num_output == 100)
 
 
+@pytest.mark.parametrize(("ttft_s", "is_tightened"), [(0.9, False), (0.97, True)])
+def test_admission_gets_stricter_before_a_target_is_missed(ttft_s: float, is_tightened: bool) -> None:
+    qos, view = QosClass("x", ttft_s=1.0), ClusterView((P, D))
+    gate = keeper("predicted", qos)
+    for number in range(30):
+        enter(gate, view, f"r{number}", qos)
+        gate.leave(f"r{number}", 1.0, num_output=2, ttft_s=ttft_s, tbt_s=None)
+    gate.decide(view, replace(REQUEST, num_prompt_tokens=1), qos, 2.0)
+    assert bool(gate.tightenings(qos)) == is_tightened
+
+
 def test_most_answers_are_shorter_than_predicted() -> None:
     gate, view = keeper(), ClusterView((P, D))
     for length in range(100):
