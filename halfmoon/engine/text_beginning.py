@@ -24,12 +24,15 @@ NOTHING_AROUND = Around()
 class TextBeginning:
     """Owns the leading tokens of one text, and how far they reach."""
 
-    def __init__(self, text: str, pieces: PieceTokens | None, around: Around = NOTHING_AROUND) -> None:
+    def __init__(
+        self, text: str, pieces: PieceTokens | None, around: Around = NOTHING_AROUND, salt: bytes = b""
+    ) -> None:
         """Without `pieces` it cannot be read."""
         self.token_ids = list(around.before)
         self.is_whole = False
         self._text = text
         self._pieces = pieces
+        self._salt = salt
         self._left = pieces_of(text, _LONGEST_PIECE) if pieces else iter(())
         self._num_read = 0  # characters
         self._num_words: int | None = None
@@ -42,9 +45,9 @@ class TextBeginning:
             return
         num_before = len(self.token_ids)
         for piece in self._left:
-            found = self._pieces.recall(piece)
+            found = self._pieces.recall(piece, self._salt)
             if found is None:
-                (found,) = self._pieces.learn([piece])
+                (found,) = self._pieces.learn([piece], self._salt)
                 num_tokens -= len(found)
             self.token_ids += found
             self._num_read += len(piece)

@@ -58,13 +58,14 @@ class Tokenizer:
         """Whether `encode_chat` can be used."""
         return self._template is not None
 
-    def encode(self, text: str, *, with_special: bool = True) -> list[int]:
-        """Token ids, with those the tokenizer puts around a text (a BOS, say)."""
-        return self._ids(text, with_special=with_special)
+    def encode(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> list[int]:
+        """Token ids, with those the tokenizer puts around a text (a BOS, say). Texts of other salts leave no trace, not
+        in its time either."""
+        return self._ids(text, with_special=with_special, salt=salt)
 
-    def begin(self, text: str, *, with_special: bool = True) -> TextBeginning:
+    def begin(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> TextBeginning:
         """Token ids of a text from its first one on, as far as they are asked for."""
-        return TextBeginning(text, self._pieces, self._around if with_special else NOTHING_AROUND)
+        return TextBeginning(text, self._pieces, self._around if with_special else NOTHING_AROUND, salt)
 
     def token_name(self, token_id: int) -> str:
         """The token as the vocabulary writes it; empty for an id that has none."""
@@ -87,11 +88,11 @@ class Tokenizer:
         except (TemplateError, TypeError) as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
 
-    def _ids(self, text: str, *, with_special: bool) -> list[int]:
+    def _ids(self, text: str, *, with_special: bool, salt: bytes = b"") -> list[int]:
         if self._pieces is None or len(text) <= PIECE_CHARS:
             return list(self._each_ids([text], with_special=with_special)[0])
         before, after = self._around if with_special else NOTHING_AROUND
-        return [*before, *self._pieces.of_text(text), *after]
+        return [*before, *self._pieces.of_text(text, salt), *after]
 
     def _each_ids(self, texts: list[str], *, with_special: bool = False) -> list[Sequence[int]]:
         # As a batch, even of one: unlike `encode`, that lets other threads run meanwhile.

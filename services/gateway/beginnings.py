@@ -51,12 +51,14 @@ class KnownTokens:
         return len(self._all)
 
 
-def beginning_of(body: AnyBody, model: ServedModel) -> Beginning | None:
+def beginning_of(body: AnyBody, model: ServedModel, tenant_salt: bytes) -> Beginning | None:
     """None where something is wrong with it: who reads it whole says what."""
     try:
         if isinstance(body, CompletionBody):
             first = each_prompt(body.prompt)[0]
-            return model.tokenizer.begin(first) if isinstance(first, str) else KnownTokens(first, model)
+            return (
+                model.tokenizer.begin(first, salt=tenant_salt) if isinstance(first, str) else KnownTokens(first, model)
+            )
         chat = body.as_chat() if isinstance(body, ResponsesBody) else body
         text = text_of_chat(
             chat.messages,
@@ -67,7 +69,7 @@ def beginning_of(body: AnyBody, model: ServedModel) -> Beginning | None:
         )
     except InvalidRequest:
         return None
-    return model.tokenizer.begin(text, with_special=False)
+    return model.tokenizer.begin(text, with_special=False, salt=tenant_salt)
 
 
 def held_blocks(beginning: Beginning, membership: Membership, tenant_salt: bytes) -> NDArray[np.int64] | None:

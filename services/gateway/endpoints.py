@@ -163,9 +163,8 @@ class GenerationEndpoints:
         has_gaps = 2 * num_bytes < context_tokens if max_tokens is None else max_tokens > 1
         unread = UnreadRequest(call.request_id, qos, body.priority or 0, has_gaps)
         self._judge.refuse_unread(unread, call.outlook)
-        self._judge.refuse_begun(
-            unread, partial(beginning_of, body, self._model), salt_of(body.cache_salt), call.outlook
-        )
+        salt = salt_of(body.cache_salt)
+        self._judge.refuse_begun(unread, partial(beginning_of, body, self._model, salt), salt, call.outlook)
 
     def _shape(self, call: _Call, intake: Intake) -> Shape:
         created = int(call.created_at.timestamp())

@@ -58,6 +58,7 @@ def chat_intake(body: ChatBody, model: ServedModel, context_tokens: int) -> Inta
         body.messages,
         model,
         context_tokens,
+        salt=salt_of(body.cache_salt),
         tools=use.rendered,
         add_generation_prompt=body.add_generation_prompt is not False,
         template_kwargs=body.chat_template_kwargs,
@@ -76,7 +77,7 @@ def chat_intake(body: ChatBody, model: ServedModel, context_tokens: int) -> Inta
 def completion_intake(body: CompletionBody, model: ServedModel, context_tokens: int) -> Intake:
     """The prompts as they are. Raises InvalidRequest or ContextLengthExceeded."""
     _check_completion(body)
-    prompts = completion_prompts(body, model, context_tokens)
+    prompts = completion_prompts(body, model, context_tokens, salt=salt_of(body.cache_salt))
     left = min(room(len(one), body.max_tokens, context_tokens, "prompt", "max_tokens") for one in prompts)
     max_tokens = min(left, _DEFAULT_COMPLETION_TOKENS) if body.max_tokens is None else body.max_tokens
     echoes = tuple(model.tokenizer.decode(one) for one in prompts) if body.echo else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from halfmoon.errors import InvalidRequest
@@ -37,6 +38,7 @@ def chat_prompt(
     model: ServedModel,
     context_tokens: int,
     *,
+    salt: bytes,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -49,13 +51,16 @@ def chat_prompt(
         add_generation_prompt=add_generation_prompt,
         template_kwargs=template_kwargs,
     )
-    refuse_hopeless(text, model.tokenizer.encode, context_tokens, "messages")
-    return tuple(model.tokenizer.encode(text, with_special=False))
+    encode = partial(model.tokenizer.encode, salt=salt)
+    refuse_hopeless(text, encode, context_tokens, "messages")
+    return tuple(encode(text, with_special=False))
 
 
-def completion_prompts(body: CompletionBody, model: ServedModel, context_tokens: int) -> list[tuple[int, ...]]:
+def completion_prompts(
+    body: CompletionBody, model: ServedModel, context_tokens: int, *, salt: bytes
+) -> list[tuple[int, ...]]:
     """One prompt or several. Raises InvalidRequest or ContextLengthExceeded."""
-    return [_token_ids(one, model, context_tokens) for one in each_prompt(body.prompt)]
+    return [_token_ids(one, model, context_tokens, salt) for one in each_prompt(body.prompt)]
 
 
 def each_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
@@ -65,11 +70,12 @@ def each_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequen
     return [prompt]  # type: ignore[list-item]
 
 
-def _token_ids(prompt: str | list[int], model: ServedModel, context_tokens: int) -> tuple[int, ...]:
+def _token_ids(prompt: str | list[int], model: ServedModel, context_tokens: int, salt: bytes) -> tuple[int, ...]:
     if not prompt:
         raise InvalidRequest("the prompt is empty", param="prompt")
     if isinstance(prompt, list):
         model.check_token_ids(prompt, "prompt")
         return tuple(prompt)
-    refuse_hopeless(prompt, model.tokenizer.encode, context_tokens, "prompt")
-    return tuple(model.tokenizer.encode(prompt))
+    encode = partial(model.tokenizer.encode, salt=salt)
+    refuse_hopeless(prompt, encode, context_tokens, "prompt")
+    return tuple(encode(prompt))

@@ -37,11 +37,11 @@ class Beginning(Protocol):
 class Encodes(Protocol):
     """halfmoon.engine.tokenizer.Tokenizer, as far as the gateway uses it."""
 
-    def encode(self, text: str, *, with_special: bool = True) -> list[int]:
-        """Token ids of a text."""
+    def encode(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> list[int]:
+        """Token ids of a text, in a time that says nothing of texts of other salts."""
         ...
 
-    def begin(self, text: str, *, with_special: bool = True) -> Beginning:
+    def begin(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> Beginning:
         """The same ids, as far as they are asked for."""
         ...
 

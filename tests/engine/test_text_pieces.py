@@ -194,6 +194,18 @@ def test_what_came_before_is_remembered() -> None:
     assert len(forgetful.asked) > 7
 
 
+def test_what_came_with_another_salt_is_not_known() -> None:
+    pieces, text = CountingPieces(), long_text("one", 3)
+    for salt in (b"", b"a", b"b"):
+        assert pieces.of_text(text, salt) == list(map(ord, text))
+    assert [pieces.asked.count(one) for one in set(pieces.asked)] == [3, 3, 3]
+    beginning = TextBeginning(text, pieces, salt=b"a")
+    beginning.read_on(1)
+    assert beginning.is_whole  # what is remembered does not count
+    TextBeginning(text, pieces, salt=b"c").read_on(1)
+    assert len(pieces.asked) == 3 * 3 + 1
+
+
 def test_a_beginning_is_read_as_far_as_wanted_and_what_is_remembered_comes_with_it() -> None:
     pieces = CountingPieces()
     known, text = long_text("one", 4), long_text("one", 4) + " " + long_text("two", 3)

@@ -56,10 +56,10 @@ PATIENCE_S = 20  # for what must happen; never slept
 class ByteTokenizer:
     """One token a byte; 256 is the end of a text."""
 
-    def encode(self, text: str, *, with_special: bool = True) -> list[int]:
+    def encode(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> list[int]:
         return list(text.encode())
 
-    def begin(self, text: str, *, with_special: bool = True) -> KnownTokens:
+    def begin(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> KnownTokens:
         return KnownTokens(list(text.encode()), served_model())
 
     def render_chat(

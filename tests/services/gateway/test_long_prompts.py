@@ -34,7 +34,7 @@ class CountingTokenizer(ByteTokenizer):
     def __init__(self) -> None:
         self.lengths: list[int] = []
 
-    def encode(self, text: str, *, with_special: bool = True) -> list[int]:
+    def encode(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> list[int]:
         self.lengths.append(len(text))
         return super().encode(text, with_special=with_special)
 
@@ -88,7 +88,7 @@ class WaitingTokenizer(ByteTokenizer):
         self.others_worked = threading.Event()
         self.began = threading.Event()
 
-    def encode(self, text: str, *, with_special: bool = True) -> list[int]:
+    def encode(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> list[int]:
         self.began.set()
         assert self.others_worked.wait(PATIENCE_S)
         return super().encode(text, with_special=with_special)
