@@ -65,6 +65,7 @@ class Summary:
 
     num_requests: int
     num_in_time: int
+    num_refused_or_wasted: int  # all others, as Mooncake counts
     num_late: int
     num_late_ttft: int  # of those, the ones that missed the TTFT's target
     num_refused: int
@@ -93,6 +94,7 @@ def summarized(outcomes: Sequence[Outcome], targets: Targets, duration_s: float)
     return Summary(
         num_requests=len(outcomes),
         num_in_time=in_time,
+        num_refused_or_wasted=len(outcomes) - in_time,
         num_late=len(answered) - in_time,
         num_late_ttft=sum(one.ttft_s > targets.ttft_s for one in answered),
         num_refused=refused.total(),

@@ -22,6 +22,7 @@ def _figures(found: Summary) -> dict[str, str]:
     return {
         "requests": str(found.num_requests),
         "in time": f"{found.num_in_time} ({found.attainment:.1%})",
+        "refused or wasted": str(found.num_refused_or_wasted),
         "late (of them by TTFT)": f"{found.num_late} ({found.num_late_ttft})",
         "refused": _counted(found.num_refused, found.refused_by),
         "failed": _counted(found.num_failed, found.failed_by),

@@ -26,6 +26,7 @@ def test_each_request_has_one_end() -> None:
     assert (found.num_in_time, found.num_late, found.num_late_ttft) == (1, 2, 1)
     assert (found.refused_by, found.failed_by) == ({"ttft": 1, "tbt": 1}, {"no_capacity": 1})
     assert found.num_in_time + found.num_late + found.num_refused + found.num_failed == found.num_requests
+    assert found.num_refused_or_wasted == 5
     assert found.attainment == pytest.approx(1 / 6)
     assert found.goodput_per_s == pytest.approx(0.5)
     assert found.ttft_s.mean == pytest.approx(1.0)
