@@ -108,7 +108,8 @@ class RestoreCourse:
         below, above = self._reach(now_s), self._lowest
         load_s, waited_s = self.load_s_per_block, now_s - self._since_s
         queue_s = max(0.0, len(self._under_way) * load_s - waited_s)
-        if self._under_way and waited_s > max(_STALLED * load_s * len(self._under_way), _LEAST_STALL_S):
+        usual_s = min(load_s, self._expected_s) * len(self._under_way)
+        if self._under_way and waited_s > max(_STALLED * usual_s, _LEAST_STALL_S):
             load_s = max(load_s, waited_s)
             queue_s = load_s
             above = min(self._loaded, default=self.num_blocks)

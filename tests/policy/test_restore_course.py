@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from halfmoon.policy.latency import PrefillModel
@@ -126,6 +126,7 @@ def test_a_link_that_dies_leaves_the_rest_to_computing(num_blocks: int, compute_
 
 
 @settings(max_examples=25)
+@example(15, 0.03125, 0.1875, 0.0, 1.5)  # the first of two blocks comes when no more would have been waited for
 @given(st.integers(1, 30), st.floats(0.03, 0.2), st.floats(0.02, 0.2), st.floats(0.0, 2.0), st.floats(0.02, 30.0))
 def test_a_link_whose_rate_changes_costs_no_more_than_what_was_done_before(
     num_blocks: int, compute_s: float, load_s: float, change_s: float, later_s: float
@@ -133,7 +134,8 @@ def test_a_link_whose_rate_changes_costs_no_more_than_what_was_done_before(
     course = course_of(num_blocks, compute_s, load_s)
     took_s = Simulated(course, compute_s, load_s, math.inf, (change_s, later_s)).run()
     alone_s = min(num_blocks * compute_s, change_s + num_blocks * later_s)
-    assert took_s <= change_s + alone_s * 1.1 + (CHUNK_BLOCKS + 2) * compute_s + 1.5
+    waits_s = 4 * 0.2 * 2 + 4 * 0.2  # four times the expected, for two blocks and then for the other one
+    assert took_s <= change_s + alone_s * 1.1 + (CHUNK_BLOCKS + 2) * compute_s + waits_s + 0.1
 
 
 def test_little_is_asked_for_before_the_link_is_known() -> None:

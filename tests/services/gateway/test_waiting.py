@@ -135,15 +135,15 @@ async def test_long_bodies_are_read_beside_the_event_loop(tmp_path: Path, monkey
     encoded: list[bool] = []
 
     def noting(notes: list[bool], function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any) -> Any:
+        def noted(*arguments: Any, **options: Any) -> Any:
             notes.append(threading.current_thread() is threading.main_thread())
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return noted
 
     monkeypatch.setattr("services.gateway.bodies.parse_body", noting(parsed, parse_body))
-    monkeypatch.setattr(ByteTokenizer, "encode_chat", noting(encoded, ByteTokenizer.encode_chat))
-    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: list(text.encode())[:50])
+    monkeypatch.setattr(ByteTokenizer, "render_chat", noting(encoded, ByteTokenizer.render_chat))
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text, **options: list(text.encode())[:50])
     async with running_fleet(tmp_path) as fleet:
         await fleet.pair()
         assert await chat(fleet) == "hello"
