@@ -18,13 +18,14 @@ import json
 import os
 import random
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.live_system import running_system
+from halfmoon.errors import NoCapacity
 from halfmoon.profiling.profiler import ProfileOptions, profiled
 from halfmoon.profiling.sweep import SweepLimits
 from halfmoon.replay.cluster import found_gateway
@@ -46,6 +47,7 @@ MULTIPLES = ((1.5, 1.5), (2.0, 1.5), (3.0, 2.0), (5.0, 3.0))  # of the idle TTFT
 LIMITS = SweepLimits(longest_prompt=512, largest_batch=8, longest_context=256, repeats=5)
 BLOCK_TOKENS = 64
 NUM_WARM = 4
+_IDLE_S = 600.0  # with the profile
 
 
 def main() -> None:
@@ -78,13 +80,22 @@ async def _measure(args: argparse.Namespace, layout: str, rates: Sequence[float]
         for rate in rates:
             path = _profile_file(args, layout, rate)
             if not path.exists():
-                write_profile(path, await profiled(ProfileOptions(url, limits=LIMITS), lambda what, done, total: None))
+                write_profile(path, await _profiled_when_idle(url))
             work = _workload(args, rate, args.requests, block=_unseen())
             outcomes = await played(work, gateway, lambda: None)
             rows = [
                 [one.ttft_s, one.tbt_s, one.num_cached_tokens, one.sent_late_s] for one in outcomes if _is_good(one)
             ]
             _outcomes_file(args, layout, rate).write_text(json.dumps(rows))
+
+
+async def _profiled_when_idle(url: str) -> MeasuredProfile:
+    """Workers say some time after a request's end that they are idle."""
+    async with asyncio.timeout(_IDLE_S):
+        while True:
+            with suppress(NoCapacity):
+                return await profiled(ProfileOptions(url, limits=LIMITS), lambda what, done, total: None)
+            await asyncio.sleep(1)
 
 
 def _system(args: argparse.Namespace, layout: str) -> AbstractAsyncContextManager[str]:
