@@ -69,7 +69,8 @@ def main() -> None:
         rates = args.rate or (0.6, 1.0, 1.4)
         if not args.only_simulate:
             asyncio.run(_measure(args, layout, rates))
-        _print(args, layout, rates)
+        for rate in rates:
+            _print_rate(args, layout, rate)
 
 
 async def _measure(args: argparse.Namespace, layout: str, rates: Sequence[float]) -> None:
@@ -143,11 +144,6 @@ def _cluster(args: argparse.Namespace, layout: str, rate: float) -> ClusterSpec:
 
 def _groups(layout: str) -> list[tuple[str, int]]:
     return LAYOUTS[layout][1]
-
-
-def _print(args: argparse.Namespace, layout: str, rates: Sequence[float]) -> None:
-    for rate in rates:
-        _print_rate(args, layout, rate)
 
 
 def _print_rate(args: argparse.Namespace, layout: str, rate: float) -> None:

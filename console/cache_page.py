@@ -125,9 +125,8 @@ def _figures(cache: Mapping[str, Any], stores: Sequence[Mapping[str, Any]], seri
     together = series["together"]
     prompt, saved = together["prompt_tokens"], together["cached_tokens"]
     blocks = sum(one["cached_blocks"] for one in cache["workers"])
-    tiers = [tier for store in stores for tier in store.get("tiers", ())]
-    stored = sum(tier["used_bytes"] for tier in tiers)
-    hits = sum(tier["num_hits_total"] for tier in tiers)
+    stored = sum(tier["used_bytes"] for _, tier in tiers_of(stores))
+    hits = sum(tier_hits(stores).values())
     reads = hits + sum(store.get("num_misses_total", 0) for store in stores)
     tiles = (
         ("Hit rate, by tokens", share(saved / prompt if prompt else None), f"of the last {_MINUTES} minutes' prompts"),
@@ -163,7 +162,7 @@ def _stores(stores: Sequence[Mapping[str, Any]], block_bytes: int | None) -> Non
         if store["state"] == "away":
             why = plain(f"The store at {store['address']} does not answer: {store['reason']}")
             st.warning(why, icon=":material/cloud_off:")
-    tiers = [(store, tier) for store in stores for tier in store.get("tiers", ())]
+    tiers = tiers_of(stores)
     if not tiers:
         return
     bar = st.column_config.ProgressColumn(format="percent", min_value=0, max_value=1)
@@ -180,10 +179,14 @@ def _stores(stores: Sequence[Mapping[str, Any]], block_bytes: int | None) -> Non
 def tier_hits(stores: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Blocks that were read from each kind of tier, of all stores; those of none are left out."""
     hits = Counter[str]()
-    for store in stores:
-        for tier in store.get("tiers", ()):
-            hits[tier["tier"]] += tier["num_hits_total"]
+    for _, tier in tiers_of(stores):
+        hits[tier["tier"]] += tier["num_hits_total"]
     return dict(+hits)
+
+
+def tiers_of(stores: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Each with its store; one that is away has none."""
+    return [(store, tier) for store in stores for tier in store.get("tiers", ())]
 
 
 def _prefixes(prefixes: Sequence[Mapping[str, Any]]) -> None:

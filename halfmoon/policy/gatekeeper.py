@@ -126,6 +126,10 @@ class Gatekeeper:
         if refusal is not None:
             self.refuse_least(refusal, qos, now_s)
 
+    def holds_to_targets(self, qos: QosClass) -> bool:
+        """Whether there are predictions by which requests of the class are refused."""
+        return self.mode != "off" and not (qos.ttft_s is qos.tbt_s is None)
+
     def least_refusal(
         self, view: ClusterView, prompt: LeastPrompt, priority: int, *, has_gaps: bool, qos: QosClass, now_s: float
     ) -> Refused | None:
@@ -134,7 +138,7 @@ class Gatekeeper:
         Whether such a prompt is too long by itself, or others are in its way, only its end can tell: where that puts
         classes outside it is for `decide`.
         """
-        if self.mode == "off" or view.missing or qos.ttft_s is qos.tbt_s is None:
+        if view.missing or not self.holds_to_targets(qos):
             return None
         refusal = self._least_refusal(self._least(view, prompt, priority, has_gaps, qos, now_s), qos, now_s)
         if refusal is None or "shed_lowest_class" not in qos.degradation:

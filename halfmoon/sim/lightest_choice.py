@@ -6,7 +6,7 @@ from halfmoon.errors import Unavailable
 from halfmoon.policy.placement import Placement
 from halfmoon.sim.cluster import ClusterSpec
 from halfmoon.sim.job import Job
-from halfmoon.sim.sole_choice import Capacities, worker_view
+from halfmoon.sim.sole_choice import Capacities, halves, worker_view
 from halfmoon.sim.worker import SimWorker
 
 
@@ -19,9 +19,7 @@ class LightestChoice:
     wants_reports = False
 
     def __init__(self, workers: list[SimWorker], longest_output: int) -> None:
-        self._prefills, self._decodes = (
-            [one for one in workers if one.group.role in (role, "both")] for role in _HALVES
-        )
+        self._prefills, self._decodes = halves(workers)
         self._capacities = Capacities(self._prefills, self._decodes, longest_output)
         self._views = {worker.name: worker_view(worker) for worker in workers}
         self._num_placed = dict.fromkeys(self._views, 0)
@@ -67,9 +65,6 @@ class LightestChoice:
         """A step of all that were placed there and of one more."""
         step = worker.group.latency.policy_step
         return step.d + step.e * (self._num_placed[worker.name] + 1)
-
-
-_HALVES = ("prefill", "decode")
 
 
 def _prompts_s(worker: SimWorker) -> float:

@@ -18,8 +18,8 @@ class SoleChoice:
     wants_reports = False
 
     def __init__(self, workers: list[SimWorker], longest_output: int) -> None:
-        prefill, decode = (next(one for one in workers if one.group.role in (role, "both")) for role in _HALVES)
-        self._capacities = Capacities([prefill], [decode], longest_output)
+        (prefill,), (decode,) = prefills, decodes = halves(workers)
+        self._capacities = Capacities(prefills, decodes, longest_output)
         self._placement = Placement(worker_view(prefill), worker_view(decode))
 
     @staticmethod
@@ -61,7 +61,10 @@ class Capacities:
             raise ContextLengthExceeded(f"{job.target} tokens of prompt and {output} of output do not fit")
 
 
-_HALVES = ("prefill", "decode")
+def halves(workers: Sequence[SimWorker]) -> tuple[list[SimWorker], list[SimWorker]]:
+    """Who computes prompts, and who decodes."""
+    prefills, decodes = ([one for one in workers if one.group.role in (role, "both")] for role in ("prefill", "decode"))
+    return prefills, decodes
 
 
 def _capacity(worker: SimWorker) -> int:

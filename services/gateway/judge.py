@@ -72,7 +72,7 @@ class Judge:
         How it begins is looked at only where it would be refused if nothing of it were cached.
         """
         gate, view, qos, now_s = self.gatekeeper, self._membership.view(), unread.qos, self._clock()
-        if gate.mode == "off" or (qos.ttft_s is None and qos.tbt_s is None):
+        if not gate.holds_to_targets(qos):
             return
         beginning, priority = begin(), priority_in(qos, unread.priority)
         if beginning is None:
