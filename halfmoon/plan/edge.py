@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 _MOST_STEPS = 10  # from the guess, each the square of the one before: then, far away, everything is held, or nothing
+_ROUNDING = 1e-9  # a step of the tolerance is within it
 
 Found = TypeVar("Found")
 
@@ -37,7 +38,7 @@ def highest(
     low, high, best = _bracket(held, min(max(guess, least), most), tolerance, least, most, at_least)
     if best is None:
         return None
-    while high / low > tolerance:
+    while high / low > tolerance * (1 + _ROUNDING):
         middle = (low * high) ** 0.5
         found = held(middle)
         low, high, best = (low, middle, best) if found is None else (middle, high, found)

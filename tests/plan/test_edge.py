@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from halfmoon.plan.edge import highest
@@ -39,6 +39,7 @@ def test_it_is_within_the_tolerance_and_between_least_and_most(
 
 
 @given(st.floats(1.0, 1000.0), st.floats(0.96, 1.04))
+@example(1.0, 0.9600000000000001)  # 1.05 times that, over that, is more than 1.05
 def test_two_questions_are_enough_where_the_guess_is_good(edge: float, error: float) -> None:
     asked: list[float] = []
     found = highest(held_up_to(edge, asked), edge * error, TOLERANCE)
