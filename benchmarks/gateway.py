@@ -42,7 +42,7 @@ from halfmoon.pb.prefill_pb2 import PrefillRequest
 from halfmoon.pb.prefill_pb2_grpc import PrefillStub
 from halfmoon.pb.types_pb2 import Generation, SamplingParams
 from halfmoon.rpc.peer import Peer
-from halfmoon.rpc.service import run_service
+from halfmoon.rpc.server import run_service
 from halfmoon.supervisor import ServiceSpec, Supervisor
 
 _FEW_TOKENS = 8

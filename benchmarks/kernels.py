@@ -236,7 +236,7 @@ def median_us(run: Callable[[], Any], repeats: int, flush: Tensor) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    pairs: list[Any] = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    pairs: list[Any] = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]  # type: ignore[no-untyped-call]
     for start, end in pairs:
         flush.sum()  # reads: lines left dirty would be written back on the kernel's time
         start.record()

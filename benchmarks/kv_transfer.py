@@ -30,8 +30,7 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.kv_handover import WORKER, hand_over, process, work
 from halfmoon.kv.codec import Codec, decode, encode
-from halfmoon.kv.frame import KVRange
-from halfmoon.kv.frame_plan import plan_frames
+from halfmoon.kv.frame import KVRange, plan_frames
 from halfmoon.kv.layout import KVLayout
 from halfmoon.kv.receiver import Effect, Write
 from halfmoon.rpc.metrics import RpcMetrics

@@ -106,7 +106,9 @@ def measured(engines: Sequence[Engine], settle: int, repeat: int) -> Columns:
     used = [engine.num_blocks - engine.stats().num_free_blocks for engine in engines]
     kinds = Counter(kind for work in staged for kind in work.num_groups)
     return Columns(
-        *medians,
+        memory_s=medians[0],
+        loaded_s=medians[1],
+        chosen_s=medians[2],
         all_gain=sum(durations[1]) / sum(durations[2]),
         hidden_share=1 - wait_s / link_s,
         halves_share=used[2] / used[1],

@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import numpy as np
@@ -97,7 +98,7 @@ def time_placements(view: ClusterView, index: BlockIndex, prompt: Keys, mode: Pl
             now_s,
             rng,
             depths,
-            lambda at_s, now_s=now_s: forecast.loads(at_s, now_s, view.num_rows),
+            partial(forecast.loads, now_s=now_s, num_rows=view.num_rows),
         )
         free_s = max(placed.prefill.prefill_free_s, now_s) + placed.ttft_s
         view.put(replace(placed.prefill, prefill_free_s=free_s))

@@ -107,7 +107,7 @@ class Bench:
         unread, progress = UnreadRequest("r", qos, 0, has_gaps=True), Progress(clock())
         judge.refuse_unread(unread, progress)
         unread_s = time.perf_counter()
-        judge.refuse_begun(unread, partial(beginning_of, body, self.model), b"", progress)
+        judge.refuse_begun(unread, partial(beginning_of, body, self.model, b""), b"", progress)
         begun_s = time.perf_counter()
         intake = intake_of(body, self.model, _CONTEXT_TOKENS)
         request = RelayRequest("r", intake.prompts[0], intake.sampling, qos=qos)

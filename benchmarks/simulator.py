@@ -18,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def beside_peer(checkout: Path) -> None:
         for _ in range(REPEATS):
             seconds, table = processor_s(peer)
             theirs_s.append(seconds)
-            seconds, found = processor_s(lambda spec=spec, workload=workload: simulate(spec, workload))
+            seconds, found = processor_s(partial(simulate, spec, workload))
             ours_s.append(seconds)
         their_s, our_s = statistics.median(theirs_s), statistics.median(ours_s)
         first = table.first_token_latency
