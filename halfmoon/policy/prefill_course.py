@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from halfmoon.policy.arrivals import ArrivalRate
@@ -62,6 +63,11 @@ class _Prompt:
     priority: int
     ready_s: float
     decoding: Decoding | None
+
+    def without(self, num_tokens: int) -> _Prompt:
+        """What is left of it when so many tokens more are computed."""
+        left, known = self.new_tokens - num_tokens, self.known_tokens + num_tokens
+        return _Prompt(self.request_id, self.order, left, known, self.priority, self.ready_s, self.decoding)
 
 
 class _Chunk(NamedTuple):
@@ -165,10 +171,10 @@ class PrefillCourse:
         `past_busy` is as for `advance`; `ahead_s` is what the worker has to do for others first, alone; `own` is who
         decodes in the same steps, None where nobody ever does.
         """
-        mine = _Prompt("", self._num_joined + 1, *work, None)
-        copies = {prompt.request_id: replace(prompt) for prompt in self._prompts.values()}
-        left, num_looks = _ranked([*copies.values(), mine]), 0
-        step = [_Chunk(copies[prompt.request_id], num_tokens) for prompt, num_tokens in self._step]
+        order = self._num_joined + 1
+        left, num_looks = _ranked([*self._prompts.values(), _Prompt("", order, *work, None)]), 0
+        step, left_tokens = self._step, work.new_tokens
+        behind_tokens = sum([one.new_tokens for one in self._prompts.values()]) - _num_of_others(step)
         begins_s, to_come = math.inf, None
         own = own or OwnDecodes(-1, (), StepModel())
         decode_s = own.step_s(now_s)
@@ -183,21 +189,20 @@ class PrefillCourse:
                 time_s = min(prompt.ready_s for prompt in left)
                 decode_s = own.step_s(time_s)
                 step = _formed(left, speed.room(decode_s), time_s)
-            if any(prompt is mine for prompt, _ in step):
-                begins_s = min(begins_s, time_s)
+            num_mine = next((num_tokens for prompt, num_tokens in step if prompt.order == order), 0)
+            if num_mine and begins_s == math.inf:
+                begins_s = time_s
             began_s = time_s
             time_s = neighbours.after(_work_s(step, speed.model) + decode_s, time_s, speed.contention)
-            if any(prompt is mine and num_tokens == mine.new_tokens for prompt, num_tokens in step):
-                behind_tokens = sum(one.new_tokens for one in copies.values()) - sum(
-                    num_tokens for prompt, num_tokens in step if prompt.request_id
-                )
+            left_tokens -= num_mine
+            behind_tokens -= _num_of_others(step)
+            if not left_tokens:
                 return Times(begins_s, time_s, behind_tokens)
             if to_come is None:  # most are computed with the first step
                 to_come = self._arrivals.to_come(work.new_tokens, now_s)
             came = to_come.within(time_s - began_s)
             if came:
-                order = self._num_joined + 2
-                new = [_Prompt("", order, num_tokens, 0, work.priority, -math.inf, None) for num_tokens in came]
+                new = [_Prompt("", order + 1, num_tokens, 0, work.priority, -math.inf, None) for num_tokens in came]
                 left = [*left, *new] if left[-1].priority <= work.priority else _ranked([*left, *new])
             num_looks += len(left)
             if num_looks > _MAX_LOOKS:
@@ -248,39 +253,51 @@ class PrefillCourse:
 def _after(
     step: Sequence[_Chunk], prompts: list[_Prompt], neighbours: Neighbours, own: OwnDecodes, now_s: float
 ) -> list[_Prompt]:
-    """Who is left when a step ended now."""
+    """Who is left when a step ended now. The prompts stay as they are: what is left of one is another one."""
+    changed: dict[_Prompt, _Prompt | None] = {}
     for prompt, num_tokens in step:
-        prompt.new_tokens -= num_tokens
-        prompt.known_tokens += num_tokens
-        if not prompt.new_tokens:
+        if num_tokens < prompt.new_tokens:
+            changed[prompt] = prompt.without(num_tokens)
+        else:
+            changed[prompt] = None
             neighbours.decode(prompt.decoding, now_s)
             own.decode(prompt.decoding, now_s)
-    return [prompt for prompt in prompts if prompt.new_tokens > 0]
+    return [left for prompt in prompts if (left := changed.get(prompt, prompt)) is not None]
+
+
+def _num_of_others(step: Sequence[_Chunk]) -> int:
+    """Tokens of a step that are of prompts that are there."""
+    return sum([num_tokens for prompt, num_tokens in step if prompt.request_id])
+
+
+_rank = attrgetter("priority", "order")
+_length = attrgetter("new_tokens")
 
 
 def _ranked(prompts: Iterable[_Prompt]) -> list[_Prompt]:
-    return sorted(prompts, key=lambda prompt: (prompt.priority, prompt.order))
+    return sorted(prompts, key=_rank)
 
 
-def _formed(ranked: Iterable[_Prompt], step_tokens: int, now_s: float) -> list[_Chunk]:
+def _formed(ranked: Sequence[_Prompt], step_tokens: int, now_s: float) -> list[_Chunk]:
     """The next step: by rank, until one is too long for what is left of it."""
-    queue = [prompt for prompt in ranked if prompt.ready_s <= now_s]
     step: list[_Chunk] = []
     budget = step_tokens
-    for at, prompt in enumerate(queue, start=1):
+    for at, prompt in enumerate(ranked, start=1):
+        if prompt.ready_s > now_s:
+            continue
         if prompt.new_tokens >= budget:
-            return step + _shared(prompt, queue[at:], budget)
+            return step + _shared(prompt, ranked[at:], budget, now_s)
         step.append(_Chunk(prompt, prompt.new_tokens))
         budget -= prompt.new_tokens
     return step
 
 
-def _shared(first: _Prompt, behind: Iterable[_Prompt], budget: int) -> list[_Chunk]:
+def _shared(first: _Prompt, behind: Iterable[_Prompt], budget: int, now_s: float) -> list[_Chunk]:
     """What is left of a step, for one that takes all of it: half goes to shorter ones of its priority at most."""
     if first.new_tokens == budget:
         return [_Chunk(first, budget)]
     longest, priority = first.new_tokens, first.priority
-    shorter = [one for one in behind if one.new_tokens < longest and one.priority == priority]
+    shorter = [one for one in behind if one.new_tokens < longest and one.priority == priority and one.ready_s <= now_s]
     left = min(sum([one.new_tokens for one in shorter]), budget // 2)
     step = [_Chunk(first, budget - left)]
     for one in sorted(shorter, key=_length):
@@ -290,10 +307,6 @@ def _shared(first: _Prompt, behind: Iterable[_Prompt], budget: int) -> list[_Chu
         left -= num_tokens
         step.append(_Chunk(one, num_tokens))
     return step
-
-
-def _length(prompt: _Prompt) -> int:
-    return prompt.new_tokens
 
 
 def _work_s(step: Sequence[_Chunk], model: PrefillModel) -> float:
