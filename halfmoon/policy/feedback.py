@@ -1,7 +1,8 @@
 """Live feedback: where nearly as many of a class's requests are late as it allows, its admission gets stricter.
 
 How many it allows is its attainment. Judged are requests that were admitted since the last step down: those before them
-do not show what it did.
+do not show what it did. What is taken off a target is time that others may cost: a target below what an idle worker
+takes would refuse everybody, on an idle cluster, too, and nothing is quicker for it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MIN_SAMPLES = 20
 _NEAR = 0.95  # its target: where the quantile of the attainment is above it, admission gets stricter
 _FAR = 0.85  # of the target: where it is below it, there is room
 _TIGHTEN, _RELAX = 0.9, 1.02  # a step, an interval; down faster than up, so that it settles
-_LEAST = 0.5
+_MOST_TAKEN = 0.5  # of what a target leaves beside the time that its requests take alone
 _INTERVAL_S = 1.0
 _LONGEST_S = 60.0  # between two requests, in which it relaxes: then it is 1 in any case
 
@@ -34,6 +35,13 @@ class Targets:
 
     ttft_s: float | None
     tbt_s: float | None
+
+
+class Alone(NamedTuple):
+    """What a request would take with nobody else there, as predicted; 0 where nothing is known."""
+
+    ttft_s: float = 0.0
+    tbt_s: float = 0.0
 
 
 class Tightening(NamedTuple):
@@ -54,16 +62,20 @@ class Feedback:
     def __init__(self) -> None:
         self._scales: dict[tuple[str, TargetKind], _Scale] = {}
 
-    def add(self, qos: QosClass, ttft_s: float, tbt_s: float | None, entered_s: float, now_s: float) -> None:
+    def add(
+        self, qos: QosClass, ttft_s: float, tbt_s: float | None, alone: Alone, entered_s: float, now_s: float
+    ) -> None:
         """One ended request: its TTFT and its mean TBT, None for one token; `entered_s` is when it was admitted."""
-        told: tuple[tuple[TargetKind, float | None, float | None], ...]
-        told = (("ttft", ttft_s, qos.ttft_s), ("tbt", tbt_s, qos.tbt_s))
-        for kind, measured_s, target_s in told:
+        told: tuple[tuple[TargetKind, float | None, float, float | None], ...]
+        told = (("ttft", ttft_s, alone.ttft_s, qos.ttft_s), ("tbt", tbt_s, alone.tbt_s, qos.tbt_s))
+        for kind, measured_s, alone_s, target_s in told:
             if measured_s is not None and target_s is not None:
-                self._scales.setdefault((qos.name, kind), _Scale()).add(_Measured(entered_s, now_s, measured_s))
+                scale = self._scales.setdefault((qos.name, kind), _Scale())
+                scale.add(_Measured(entered_s, now_s, measured_s, alone_s))
 
     def targets(self, qos: QosClass, now_s: float) -> Targets:
-        """The class's targets as admission should see them now: at most its own, at least half of them."""
+        """The class's targets as admission should see them now: at most its own, and above what its
+        requests take alone by half of what its own leave, at least."""
         return Targets(self._scaled(qos, "ttft", qos.ttft_s, now_s), self._scaled(qos, "tbt", qos.tbt_s, now_s))
 
     def tightenings(self, qos: QosClass) -> dict[TargetKind, Tightening]:
@@ -84,6 +96,7 @@ class _Measured(NamedTuple):
     entered_s: float
     ended_s: float
     seconds: float
+    alone_s: float
 
 
 class _Scale:
@@ -121,10 +134,15 @@ class _Scale:
             return
         reached = float(np.quantile(counted, attainment)) / self._target_s
         if reached > _NEAR:
-            self._value, self._tightened_s = max(_LEAST, self._value * _TIGHTEN), now_s
+            self._value, self._tightened_s = max(self._least(attainment), self._value * _TIGHTEN), now_s
             self._reached_s = reached * self._target_s
         elif reached < _FAR:
             self._relax(self._adjusted_s, now_s)
+
+    def _least(self, attainment: float) -> float:
+        """As many of the latest requests as should be in time would be let in where nobody else is."""
+        alone_s = float(np.quantile([one.alone_s for one in self._measured], attainment))
+        return 1 - _MOST_TAKEN * max(1 - alone_s / self._target_s, 0.0)
 
     def _relax(self, from_s: float, now_s: float) -> None:
         """For the time since the last adjustment, not before `from_s`: who comes rarely finds what many would."""

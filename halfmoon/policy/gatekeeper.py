@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from halfmoon.policy.admission import AdmissionMode, Outlook, Refused, missed_target, over_target
 from halfmoon.policy.classes import ClassTable, Degradation, QosClass
 from halfmoon.policy.cluster_view import ClusterView
-from halfmoon.policy.feedback import Feedback, TargetKind, Targets, Tightening
+from halfmoon.policy.feedback import Alone, Feedback, TargetKind, Targets, Tightening
 from halfmoon.policy.output_lengths import OutputLengths
 from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules, decodes_more
 from halfmoon.policy.request_forecast import RequestForecast, RunningRequest
@@ -57,6 +57,7 @@ class _Inside:
     qos: QosClass
     work: RunningRequest
     reserved_tokens: int
+    alone: Alone
     entered_s: float
 
 
@@ -196,7 +197,8 @@ class Gatekeeper:
         self._reservations.take(admitted.qos.name, reserved)
         tbt_s = max(admitted.mean_tbt_s, admitted.placement.tbt_s)
         work = RunningRequest(num_prompt_tokens, admitted.num_output, tbt_s, admitted.priority)
-        self._inside[request_id] = _Inside(admitted.qos, work, reserved, now_s)
+        alone = self._forecast.alone(admitted.placement, num_prompt_tokens, admitted.num_output)
+        self._inside[request_id] = _Inside(admitted.qos, work, reserved, alone, now_s)
         self._idle_refusal_s = None
         self.move(request_id, view, admitted.placement, now_s)
 
@@ -223,7 +225,7 @@ class Gatekeeper:
         if ttft_s is not None:
             self.lengths.add(inside.qos.name, inside.work.num_prompt_tokens, num_output)
             telling_s = tbt_s if num_output >= _TELLING_TOKENS else None
-            self._feedback.add(inside.qos, ttft_s, telling_s, inside.entered_s, now_s)
+            self._feedback.add(inside.qos, ttft_s, telling_s, inside.alone, inside.entered_s, now_s)
 
     def _offers(
         self,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from halfmoon.policy.cluster_view import ClusterView
 from halfmoon.policy.decode_forecast import DecodeForecast, DecodeLoads
+from halfmoon.policy.feedback import Alone
 from halfmoon.policy.latency import Floats
 from halfmoon.policy.overheads import Overhead
 from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules, place
@@ -110,6 +111,11 @@ class RequestForecast:
         step_s = placement.decode.step_model.seconds(load.batch + 1, load.context_tokens + own_tokens)
         paced_s = self._courses.tbt_s(view, placement, step_s, max(num_output - 1, 1), now_s)
         return paced_s + self.handover_s(num_output)
+
+    def alone(self, placement: Placement, num_prompt_tokens: int, num_output: float) -> Alone:
+        """What the request would take there if nobody else were."""
+        step_s = placement.decode.step_model.seconds(1, num_prompt_tokens + num_output / 2)
+        return Alone(placement.work_s + placement.overhead_s, step_s + self.handover_s(num_output))
 
     def tbt_at(
         self, view: ClusterView, placement: Placement, num_prompt_tokens: int, at_s: float, now_s: float

@@ -291,13 +291,27 @@ def test_what_short_answers_owe_to_the_hand_over_refuses_nobody(num_output: int)
 
 @pytest.mark.parametrize(("ttft_s", "is_tightened"), [(0.9, False), (0.97, True)])
 def test_admission_gets_stricter_before_a_target_is_missed(ttft_s: float, is_tightened: bool) -> None:
-    qos, view = QosClass("x", ttft_s=1.0), ClusterView((P, D))
+    qos, view = QosClass("x", ttft_s=2.0), ClusterView((P, D))
     gate = keeper("predicted", qos)
     for number in range(30):
         enter(gate, view, f"r{number}", qos)
-        gate.leave(f"r{number}", 1.0, num_output=2, ttft_s=ttft_s, tbt_s=None)
+        gate.leave(f"r{number}", 1.0, num_output=2, ttft_s=2 * ttft_s, tbt_s=None)
     gate.decide(view, replace(REQUEST, num_prompt_tokens=1), qos, 2.0)
     assert bool(gate.tightenings(qos)) == is_tightened
+
+
+@pytest.mark.parametrize("mode", ["load", "predicted"])
+@pytest.mark.parametrize("promised", [{"ttft_s": 1.2}, {"tbt_s": 0.012}])
+def test_an_idle_cluster_serves_however_late_others_were(mode: AdmissionMode, promised: dict[str, float]) -> None:
+    """A prompt takes a second alone, a step 10 ms: half of either target is less."""
+    qos, view = QosClass("x", **promised), ClusterView((P, D))  # type: ignore[arg-type]
+    gate = keeper(mode, qos)
+    for minute in range(12):
+        for number in range(30):
+            enter(gate, view, f"r{number}", qos, 60.0 * minute)
+            gate.leave(f"r{number}", 60.0 * minute + 3, num_output=200, ttft_s=9.0, tbt_s=0.1)
+        gate.decide(view, REQUEST, qos, 60.0 * minute + 4)
+    assert gate.tightenings(qos)
 
 
 def test_most_answers_are_shorter_than_predicted() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.classes import Caller, ClassTable, MatchRule, QosClass
-from halfmoon.policy.feedback import Feedback, Targets
+from halfmoon.policy.feedback import Alone, Feedback, Targets
 from halfmoon.policy.output_lengths import OutputLengths
 from halfmoon.policy.reservations import Reservations
 
@@ -114,7 +114,7 @@ def test_an_owner_always_gets_its_share_and_borrowers_never_more_than_there_is(
 
 def fed(feedback: Feedback, qos: QosClass, ttft_s: Sequence[float], entered_s: float, ended_s: float) -> None:
     for one_s in ttft_s:
-        feedback.add(qos, one_s, 0.01, entered_s, ended_s)
+        feedback.add(qos, one_s, 0.01, Alone(), entered_s, ended_s)
 
 
 def test_targets_tighten_while_too_many_are_late_and_recover() -> None:
@@ -131,6 +131,27 @@ def test_targets_tighten_while_too_many_are_late_and_recover() -> None:
     assert feedback.targets(GOLD, 39.5) == Targets(0.5, None)  # once a second at most
     later = [feedback.targets(GOLD, 100.0 + 2 * step).ttft_s for step in range(60)]  # nothing was measured since
     assert later[-1] == 1.0
+
+
+@given(st.floats(0.0, 1.5), st.integers(1, 20))
+def test_no_target_is_tightened_to_what_nobody_could_meet_alone(alone_s: float, num_steps: int) -> None:
+    feedback, qos = Feedback(), QosClass("x", ttft_s=1.0, tbt_s=1.0)
+    for step in range(0, 2 * num_steps, 2):
+        for _ in range(20):
+            feedback.add(qos, 1.5, 1.5, Alone(alone_s, alone_s), step, step + 1.0)
+        feedback.targets(qos, step + 1.0)
+    found = feedback.targets(qos, 2.0 * num_steps)
+    least_s = min((1 + alone_s) / 2, 1.0)
+    assert (found.ttft_s, found.tbt_s) == pytest.approx((max(0.9**num_steps, least_s),) * 2)
+
+
+def test_the_slowest_few_set_no_limit() -> None:
+    feedback = Feedback()
+    for step in range(0, 40, 2):
+        for number in range(40):
+            feedback.add(GOLD, 1.05, None, Alone(0.9 if number == 0 else 0.2), step, step + 1.0)
+        feedback.targets(GOLD, step + 1.0)
+    assert feedback.targets(GOLD, 40.0).ttft_s == pytest.approx(0.6)
 
 
 def test_who_comes_rarely_finds_what_has_relaxed_meanwhile() -> None:
@@ -168,10 +189,10 @@ def test_a_step_down_waits_for_what_the_last_one_did() -> None:
 def test_fast_requests_loosen_what_was_tightened() -> None:
     feedback, tight = Feedback(), QosClass("tight", tbt_s=0.1)
     for _ in range(30):
-        feedback.add(tight, 9.0, 0.2, 0.0, 0.0)
+        feedback.add(tight, 9.0, 0.2, Alone(), 0.0, 0.0)
     assert (feedback.targets(tight, 1.0).tbt_s or 0) < 0.1
     for _ in range(30):
-        feedback.add(tight, 9.0, 0.01, 10.0, 61.5)
+        feedback.add(tight, 9.0, 0.01, Alone(), 10.0, 61.5)
     for step in range(40):
         feedback.targets(tight, 62.0 + step / 2)
     assert feedback.targets(tight, 83.0).tbt_s == 0.1
