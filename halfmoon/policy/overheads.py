@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from statistics import median
 
 import numpy as np
 
 _WINDOW = 64  # latest requests
 _MIN_SAMPLES = 3
 _REFRESH = 4  # samples after which the median is computed again
+_FIRST_GAPS = 4  # a decode worker that takes KV over is slow for so many steps
+
+
+def handover_s(gaps_s: Sequence[float]) -> float | None:
+    """What the first gaps between a request's tokens took more than as many of the next ones; None where there are too
+    few to tell."""
+    first, others = gaps_s[:_FIRST_GAPS], gaps_s[_FIRST_GAPS:]
+    return float(sum(first) - len(first) * median(others)) if len(others) >= _FIRST_GAPS else None
 
 
 class Overhead:

@@ -150,6 +150,11 @@ class ClusterSpec:
         )
 
     @property
+    def has_overheads(self) -> bool:
+        """Whether a request takes more than queue and work."""
+        return self.request_s > 0 or self.answer_s > 0
+
+    @property
     def nodes(self) -> list[int]:
         """The node of each worker, in the order of the groups."""
         nodes: list[int] = []

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.policy.cluster_view import Role
 
 if TYPE_CHECKING:
     from halfmoon.sim.worker import SimWorker
 
 Work = Literal["prefill", "decode"]
+
+_WORKS: Mapping[Role, tuple[Work, ...]] = MappingProxyType(
+    {"prefill": ("prefill",), "decode": ("decode",), "both": ("prefill", "decode")}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +43,18 @@ class Contention:
 
     def pace(self, work: Work, neighbours: Iterable[Work]) -> float:
         """Seconds that a second of `work` takes."""
-        slowdowns: list[float] = [getattr(self, f"{work}_beside_{one}") for one in neighbours]
+        slowdowns: list[float] = [self._slowdown(work, one) for one in neighbours]
         return 1.0 + sum(slowdowns) - len(slowdowns)
+
+    def added(self, work: Work, roles: Sequence[Role]) -> float:
+        """What a busy neighbour adds to `work` on average, as a share of its time alone: one figure is all that
+        policies have. Who does both does each half of the time. 0 without neighbours."""
+        slowdowns = [sum(self._slowdown(work, one) for one in _WORKS[role]) / len(_WORKS[role]) - 1 for role in roles]
+        return sum(slowdowns) / len(slowdowns) if slowdowns else 0.0
+
+    def _slowdown(self, work: Work, neighbour: Work) -> float:
+        found: float = getattr(self, f"{work}_beside_{neighbour}")
+        return found
 
 
 NO_CONTENTION = Contention()

@@ -13,10 +13,13 @@ from halfmoon.policy.classes import ClassTable, QosClass
 from halfmoon.policy.cluster_view import ClusterView, WorkerView
 from halfmoon.policy.gatekeeper import Gatekeeper
 from halfmoon.policy.key_table import Keys
+from halfmoon.policy.overheads import handover_s
 from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules
 from halfmoon.policy.restore import RestoreCosts, RestorePlan, plan_restore
 from halfmoon.sim.cluster import ClusterSpec
 from halfmoon.sim.job import Job
+from halfmoon.sim.neighbourhood import Neighbourhood
+from halfmoon.sim.token_times import in_order
 from halfmoon.sim.worker import SimWorker
 from halfmoon.sim.workload import Ints, Prefixes
 
@@ -84,6 +87,7 @@ class SimGateway:
         self._offsets = None if prefixes is None else prefixes.offsets
         self.index = BlockIndex()
         self.view = ClusterView()
+        self._neighbourhood = Neighbourhood(spec.contention, workers, self.view)
         self._members: dict[str, _Member] = {}
         targets = spec.targets
         self._qos = QosClass(_CLASS, ttft_s=targets.ttft_s, tbt_s=targets.tpot_s)
@@ -102,10 +106,11 @@ class SimGateway:
         latency = group.latency
         fetch_s = latency.kv_bytes_per_token * self._spec.network.kv_ratio / self._spec.network.bytes_per_s
         num_units = kv.num_pages // kv.unit_pages
+        beside = self._neighbourhood.known(worker)
         view = WorkerView(
             worker.name,
             group.role,
-            worker.name,
+            beside.address,
             context_tokens=kv.num_pages * worker.page_tokens,
             block_tokens=self._unit_tokens,
             total_blocks=num_units,
@@ -116,6 +121,8 @@ class SimGateway:
             step_model=latency.policy_step,
             holder=self.index.number(worker.name) if kv.is_cache else -1,
             fetch_s_per_token=fetch_s if self._spec.network.can_fetch and kv.is_cache else math.inf,
+            contention=beside.prefill,
+            step_contention=beside.step,
         )
         self.view.put(view)
         row = self.view.row(worker.name)
@@ -195,6 +202,7 @@ class SimGateway:
             placement = self._gatekeeper.place_again(self.view, wanted, self._qos, now_s, depths)
             self._gatekeeper.move(name, self.view, placement, now_s)
         self._note_placed(job, placement)
+        self._neighbourhood.placed(job, placement, now_s)
         return placement
 
     def _note_placed(self, job: Job, placement: Placement) -> None:
@@ -224,10 +232,12 @@ class SimGateway:
         member = self._members[worker.name]
         member.computed(job.index)
         self._show(member)
+        self._neighbourhood.prefilled(job, worker, now_s)
         self._gatekeeper.begin_decode(str(job.index), now_s)
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: Job, now_s: float) -> None:
         """This attempt is on none of its workers any more."""
+        self._neighbourhood.left(job, (job.prefill, job.decode), now_s)
         for worker in (job.prefill, job.decode):
             member = self._members.get(worker.name) if worker else None
             if member is not None:
@@ -242,9 +252,16 @@ class SimGateway:
         self._admitted.remove(job.index)
         ttft_s = tpot_s = None
         if job.outcome == "completed":
+            self._note_overheads(job)
             ttft_s = job.first_s + self._spec.answer_s - job.start_s
             tpot_s = (now_s - job.first_s) / (job.output - 1) if job.output > 1 else None
         self._gatekeeper.leave(str(job.index), now_s, num_output=job.generated, ttft_s=ttft_s, tbt_s=tpot_s)
+
+    def _note_overheads(self, job: Job) -> None:
+        """Of a request that needed one attempt, where a cluster has any: they are the same for all, and learned."""
+        if self._spec.has_overheads and not (job.num_refusals or job.num_failovers):
+            gaps_s = in_order(job.first_s, job.later_s).tolist() if job.later_s else ()
+            self._gatekeeper.note_overheads(self._spec.request_s + self._spec.answer_s, handover_s(gaps_s))
 
     def _depths(self, job: Job) -> NDArray[np.int64]:
         if self._keys is None or self._offsets is None or not job.units:

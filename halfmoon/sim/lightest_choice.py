@@ -34,7 +34,7 @@ class LightestChoice:
     def place(self, job: Job, exclude: tuple[str, ...], now_s: float) -> Placement:
         """As `SimGateway.place`."""
         self._capacities.check(job)
-        self.forget(job)
+        self.forget(job, now_s)
         decodes = [one for one in self._decodes if one.name not in exclude]
         if not decodes:
             raise Unavailable("every worker that could serve the request refused it")
@@ -49,7 +49,7 @@ class LightestChoice:
     def prefilled(self, job: Job, worker: SimWorker, now_s: float) -> None:
         """Nobody has to know."""
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: Job, now_s: float) -> None:
         """It is on none of its workers any more."""
         name = self._decodes_at.pop(job.index, None)
         if name is not None:

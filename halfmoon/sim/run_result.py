@@ -44,12 +44,15 @@ def run_result(
     end_s, outputs, outcome = ended.end_s[:num], ended.num_output[:num], ended.outcome[:num]
     with np.errstate(invalid="ignore", divide="ignore"):
         tpot_s = np.where(outputs > 1, (end_s - first_s) / (outputs - 1), np.nan)
+    longest_gap_s, tail_gap_s = ended.longest_gap_s[:num], ended.tail_gap_s[:num]
+    if not has_gaps:  # then they may be known all the same, and cost nothing
+        longest_gap_s, tail_gap_s = np.full(num, np.nan), np.full(num, np.nan)
     return SimResult(
         start_s,
         np.where(first_s >= 0, first_s + answer_s - start_s, np.nan),
         np.where(outcome == 0, tpot_s, np.nan),
-        ended.longest_gap_s[:num],
-        ended.tail_gap_s[:num],
+        longest_gap_s,
+        tail_gap_s,
         end_s + answer_s,
         np.where(begun_s >= 0, begun_s - start_s, np.nan),
         outcome,

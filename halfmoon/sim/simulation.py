@@ -84,9 +84,10 @@ class _Run:
         self._on_progress = on_progress
         self._misses = misses
         self._with_gaps = with_gaps
+        self._keeps_times = with_gaps or spec.has_overheads  # of tokens: gateways learn what hand-overs take
         prefixes = workload.prefixes
         self._unit_tokens = prefixes.block_tokens if prefixes else spec.block_tokens
-        self._workers = idle_workers(spec, self._unit_tokens, keeps_times=with_gaps)
+        self._workers = idle_workers(spec, self._unit_tokens, keeps_times=self._keeps_times)
         self._by_name = {worker.name: worker for worker in self._workers}
         self._links = Links(spec.network, max(spec.nodes) + 1)
         self._coders = Coders(spec.network, len(self._workers))
@@ -187,7 +188,7 @@ class _Run:
         job.num_refusals += 1
         assert job.decode is not None
         name = job.decode.name
-        self._gateway.forget(job)
+        self._gateway.forget(job, self._events.now_s)
         del self._inside[job.index]
         if job.num_refusals >= _MAX_REFUSALS:
             self.end(job, "refused")
@@ -224,7 +225,7 @@ class _Run:
         if job.first_s < 0:
             job.first_s = now_s
             self._misses.first(job, self._spec.answer_s)
-        elif self._with_gaps:
+        elif self._keeps_times:
             job.later_s.append(np.array([now_s]))
         if not job.is_prefilled:  # else it was preempted and computed again
             job.is_prefilled = True
@@ -282,11 +283,11 @@ class _Run:
         job.state = "ended"
         if outcome == "completed" and job.later_s:
             job.longest_gap_s, job.tail_gap_s = gaps(job.first_s, job.later_s)
-        job.later_s = []
         self._misses.end(job, self._spec.answer_s)
         if self._inside.pop(job.index, None) is not None:
-            self._gateway.forget(job)
+            self._gateway.forget(job, self._events.now_s)
         self._gateway.end(job, self._events.now_s)
+        job.later_s = []
         self._ended.add(job)
         del self._jobs[job.index]
         self._num_over += 1
@@ -323,7 +324,7 @@ class _Run:
             elif job in job.decode.backlog:
                 job.decode.backlog.remove(job)
             self._reports.note(job.decode)
-        self._gateway.forget(job)
+        self._gateway.forget(job, self._events.now_s)
         del self._inside[job.index]
         job.num_failovers += 1
         job.place()

@@ -38,7 +38,7 @@ class SoleChoice:
     def prefilled(self, job: Job, worker: SimWorker, now_s: float) -> None:
         """Nobody has to know."""
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: Job, now_s: float) -> None:
         """Nobody has to know."""
 
     def end(self, job: Job, now_s: float) -> None:

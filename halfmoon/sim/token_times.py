@@ -63,8 +63,14 @@ class Gaps(NamedTuple):
 
 def gaps(first_s: float, later: list[Floats]) -> Gaps:
     """Of a request whose first token came at `first_s`; `later` has the times of the others, at least one, in order."""
-    times_s = np.concatenate((np.array((first_s,)), *later))
-    found = times_s[1:] - times_s[:-1]
+    found = in_order(first_s, later)
     found.sort()
     num = -(-len(found) // 10)
     return Gaps(float(found[-1]), float(np.add.reduce(found[-num:])) / num)
+
+
+def in_order(first_s: float, later: list[Floats]) -> Floats:
+    """The gaps of such a request, as they came."""
+    times_s = np.concatenate((np.array((first_s,)), *later))
+    found: Floats = times_s[1:] - times_s[:-1]
+    return found

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, Phase
 from halfmoon.policy.admission import Refused
-
-_FIRST_GAPS = 4  # a decode worker that takes KV over is slow for so many steps
+from halfmoon.policy.overheads import handover_s
 
 
 class Progress:
@@ -69,9 +67,8 @@ class Progress:
 
     @property
     def handover_s(self) -> float | None:
-        """What the first gaps took more than as many of the next ones; None where there are too few to tell."""
-        first, others = self.gaps_s[:_FIRST_GAPS], self.gaps_s[_FIRST_GAPS:]
-        return sum(first) - len(first) * median(others) if len(others) >= _FIRST_GAPS else None
+        """As the gatekeeper takes it; None where there are too few tokens to tell."""
+        return handover_s(self.gaps_s)
 
     @property
     def max_tbt_s(self) -> float | None:
