@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from halfmoon.errors import InvalidRequest, Unavailable
 from halfmoon.ledger.sqlite import DriverThreads, OpenedFile, sqlite_engine
+from halfmoon.ledger.transaction import Result, Transaction, Work
 from halfmoon.ledger.upgrade import is_current, upgrade
 
-Result = TypeVar("Result")
-Work = Callable[[AsyncSession], Awaitable[Result]]
+GiveUp = Callable[[asyncio.Task[Any]], Any]
 
 DEADLINE_S = 5.0
 _OPEN_S = 20.0  # another gateway may be migrating
@@ -42,7 +42,7 @@ class Database:
         self._threads = DriverThreads(engine) if self.is_file else None
         self._is_current = False  # the tables are as this release has them
         self._file: OpenedFile | None = None  # of SQLite, once it is there
-        self._overdue: set[asyncio.Task[Any]] = set()  # cancelled, and not ended yet: a driver may take its time
+        self._overdue: set[asyncio.Task[Any]] = set()  # given up, and not ended yet: a driver may take its time
 
     @property
     def is_file(self) -> bool:
@@ -59,7 +59,8 @@ class Database:
             raise Unavailable("the ledger's database was not reached yet")
         if self._file is not None:
             self._file.check()
-        return await self._within(self._in_session(work), deadline_s)
+        transaction = Transaction(self._engine, work)
+        return await self._within(transaction.run(), deadline_s, transaction.give_up)
 
     async def upgrade(self) -> None:
         """Brings the tables to the newest revision: before that nothing can be done here. Nothing, where it was done.
@@ -74,7 +75,7 @@ class Database:
     async def close(self) -> None:
         """Closes the connections; those that do not answer are left to the operating system.
 
-        Transactions that were cancelled roll back first: one whose connection is closed meanwhile may wait for ever.
+        Transactions that were given up end first: one whose connection is closed meanwhile may wait for ever.
         """
         if self._overdue:
             await asyncio.wait(self._overdue, timeout=_CLOSE_S)
@@ -85,14 +86,16 @@ class Database:
         if self._threads is not None:
             await self._threads.ended()
 
-    async def _within(self, working: Awaitable[Result], deadline_s: float | None) -> Result:
+    async def _within(
+        self, working: Coroutine[Any, Any, Result], deadline_s: float | None, give_up: GiveUp = asyncio.Task.cancel
+    ) -> Result:
         """A driver that ignores cancellation holds nobody up: what does not end is left behind."""
-        task = asyncio.ensure_future(working)
+        task = asyncio.create_task(working)
         try:
             await asyncio.wait({task}, timeout=deadline_s)
         finally:
             if not task.done():
-                task.cancel()
+                give_up(task)
                 self._overdue.add(task)
                 task.add_done_callback(self._forget)
         if not task.done():
@@ -103,10 +106,6 @@ class Database:
         self._overdue.discard(task)
         if not task.cancelled():
             task.exception()  # nobody waits for it
-
-    async def _in_session(self, work: Work[Result]) -> Result:
-        async with AsyncSession(self._engine, expire_on_commit=False) as session, session.begin():
-            return await work(session)
 
     async def _upgrade(self) -> None:
         async with self._engine.connect() as connection:

@@ -39,13 +39,13 @@ class ConsoleEndpoints:
         ledger: Ledger,
         classes: ClassesInForce,
         observations: Observations,
-        store: StoreView,
+        stores: StoreView,
     ) -> None:
         self._cluster = cluster
         self._ledger = ledger
         self._classes = classes
         self._observations = observations
-        self._store = store
+        self._stores = stores
 
     async def series(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/series?minutes=10: figures over time, oldest first."""
@@ -72,7 +72,7 @@ class ConsoleEndpoints:
         return web.json_response({"request": row, "decision": decision, "timeline": spans})
 
     async def cache(self, request: web.Request) -> web.Response:
-        """GET /halfmoon/v1/cache?limit=20: what is cached where, and the hottest prefixes."""
+        """GET /halfmoon/v1/cache?limit=20: what workers have cached, and the hottest prefixes."""
         limit = query_number(request, "limit", 20, _MAX_PREFIXES)
         membership = self._cluster.membership
         workers = [
@@ -88,12 +88,11 @@ class ConsoleEndpoints:
         prefixes = self._observations.prefixes.hottest(limit, self._cluster.clock())
         layout = membership.kv_layout
         block_bytes = layout and layout.block_bytes  # as a worker has it
-        store = await self._store.shown()
-        return web.json_response({"workers": workers, "block_bytes": block_bytes, "prefixes": prefixes, "store": store})
+        return web.json_response({"workers": workers, "block_bytes": block_bytes, "prefixes": prefixes})
 
     async def stores(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/stores: the stores that workers use, and the gateway's own; each with its figures."""
-        return web.json_response(await self._store.all_shown())
+        return web.json_response(await self._stores.shown())
 
     async def class_edits(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/class_edits?limit=50: what was edited, newest first. Raises Unavailable."""

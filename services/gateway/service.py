@@ -90,7 +90,7 @@ async def running_gateway(
         relay = Relay(
             cluster, judge, settings.request_deadline_s, settings.failover_wait_s, settings.return_wait_s, codec
         )
-        store = StoreView(settings.kv_store, lambda: membership.stores)
+        stores = StoreView(settings.kv_store, lambda: membership.stores)
         classes = ClassesInForce(ledger.classes, judge.gatekeeper, KnownClasses(settings.state_dir, settings.ledger))
         admission = AdmissionInForce(ledger.admission, judge.gatekeeper, settings.admission)
         news = LedgerNews(ledger, classes, admission, judge.gatekeeper.lengths, membership, gateway_id)
@@ -101,7 +101,7 @@ async def running_gateway(
             ControlEndpoints(model, cluster, ledger, metrics, door, observations),
             ClassEndpoints(classes),
             AdmissionEndpoint(admission),
-            ConsoleEndpoints(cluster, ledger, classes, observations, store),
+            ConsoleEndpoints(cluster, ledger, classes, observations, stores),
             WorkloadEndpoint(ledger),
             Admittance(
                 ApiKeys(settings.api_key),
@@ -139,7 +139,7 @@ async def running_gateway(
                 yield RunningGateway(f"http://{_url_host(settings.host)}:{port}", address, cluster, judge, observations)
             finally:
                 await _stop(door, cluster, server, runner, settings.shutdown_grace_s)
-                await store.close()
+                await stores.close()
 
 
 async def _listen(runner: web.AppRunner, settings: GatewaySettings) -> int:

@@ -22,12 +22,8 @@ class StoreView:
         self._in_use = in_use
         self._peers: dict[str, Peer] = {}
 
-    async def shown(self) -> dict[str, Any]:
-        """Of the gateway's own: `state` is `none`, `away` (with the reason) or `there` (with each tier's figures)."""
-        return {"state": "none"} if self._own is None else await self._look(self._own)
-
-    async def all_shown(self) -> list[dict[str, Any]]:
-        """All of them, as `shown`."""
+    async def shown(self) -> list[dict[str, Any]]:
+        """Of each: `state` is `away` (with the reason) or `there` (with each tier's figures)."""
         addresses = self._in_use() | ({self._own} if self._own else set())
         for address in self._peers.keys() - addresses:
             await self._peers.pop(address).close()

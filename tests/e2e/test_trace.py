@@ -103,8 +103,8 @@ async def stored(http: aiohttp.ClientSession) -> None:
     """The prompt's blocks are in the store."""
     num_blocks = 0
     while num_blocks < 10:
-        async with http.get("/halfmoon/v1/cache") as response:
-            num_blocks = (await response.json())["store"]["num_stored_total"]
+        async with http.get("/halfmoon/v1/stores") as response:
+            num_blocks = sum(store["num_stored_total"] for store in await response.json())
         await asyncio.sleep(0.1)
 
 

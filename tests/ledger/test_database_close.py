@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Pool, event, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.ledger.database import open_database
@@ -31,6 +31,31 @@ async def test_cancelled_transactions_are_over_when_the_database_is_closed(ledge
         await reached.wait()
         using.cancel()
         await asyncio.wait({using})
+    assert asyncio.all_tasks() == before
+
+
+async def test_who_goes_while_a_connection_is_given_back_leaves_no_traceback(
+    ledger_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = asyncio.all_tasks()
+
+    async def work(session: AsyncSession) -> None:
+        await session.execute(text("SELECT 1"))
+
+    async with open_database(ledger_url) as database:
+        using = asyncio.create_task(database.run(work))
+
+        def goes(*_: Any) -> None:
+            using.cancel()
+
+        event.listen(Pool, "reset", goes)
+        try:
+            await asyncio.wait({using})
+        finally:
+            event.remove(Pool, "reset", goes)
+        assert using.cancelled()
+        await database.run(work)
+    assert caplog.records == []
     assert asyncio.all_tasks() == before
 
 

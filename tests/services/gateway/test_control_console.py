@@ -120,15 +120,15 @@ async def test_a_preview_replays_the_last_hour(tmp_path: Path) -> None:
         assert (await ask(fleet, "classes"))[1]["classes"][0]["ttft_s"] == 500.0  # nothing has changed
 
 
-async def test_a_cache_without_a_store(tmp_path: Path) -> None:
+async def test_what_workers_have_cached_and_stores_of_which_there_may_be_none(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         await fleet.pair()
         _, cache = await ask(fleet, "cache")
-        assert cache["store"] == {"state": "none"}
         assert {one["worker_id"]: one["cached_blocks"] for one in cache["workers"]} == {"p0": 0, "d0": 0}
+        assert (await ask(fleet, "stores"))[1] == []
     async with running_fleet(tmp_path, kv_store="127.0.0.1:1") as fleet:
-        _, cache = await ask(fleet, "cache")
-        assert (cache["store"]["state"], cache["store"]["address"]) == ("away", "127.0.0.1:1")
+        (store,) = (await ask(fleet, "stores"))[1]
+        assert (store["state"], store["address"]) == ("away", "127.0.0.1:1")
 
 
 async def test_the_operator_token(tmp_path: Path) -> None:
