@@ -107,7 +107,7 @@ def default_rules(
     measured = [one for one in sources.values() if isinstance(one, MeasuredProfile)]
     limits = BatchLimits(max_running=max_running)
     if measured:
-        limits = BatchLimits(**measured[0].limits.model_dump(exclude={"context_tokens"}))
+        limits = measured[0].batch_limits
     roles: tuple[Role, ...] = ("prefill", "decode", "both")
     networks = {one.gpu.name: _network(one, sources[one.gpu.name], network_bytes_per_s) for one in fleet.pools}
     return Rules(dict.fromkeys(roles, limits), networks)

@@ -24,7 +24,7 @@ _WORKS: tuple[Work, Work] = ("prefill", "decode")
 async def measured_slowdowns(one: WorkerProbe, other: WorkerProbe, on_progress: Progress) -> list[MeasuredSlowdown]:
     """Of each kind of work that the two can do at the same time, beside each: alone and beside it by turns.
 
-    Nobody is served meanwhile: see `served_slowdowns`, for which it must be known who does what.
+    Nobody is served meanwhile: see `served_slowdowns`, for which all workers have to share the host.
     """
     pairs = [
         (mine, its, neighbour, work)

@@ -13,11 +13,18 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.profiling.beside import measured_slowdowns
 from halfmoon.profiling.measuring import Progress, measured_transfers, measured_work
 from halfmoon.profiling.probe import WorkerProbe
-from halfmoon.profiling.request_time import measured_request_time
-from halfmoon.profiling.served_beside import served_slowdowns
+from halfmoon.profiling.request_time import RequestTime, measured_request_time
+from halfmoon.profiling.served_load import served_slowdowns
 from halfmoon.profiling.sweep import SweepLimits
-from halfmoon.profiling.target import Target, check_idle, chosen, seen_cluster
-from halfmoon.sim.profile import MeasuredLimits, MeasuredProfile, MeasuredSlowdown
+from halfmoon.profiling.target import Cluster, Target, check_idle, chosen, seen_cluster
+from halfmoon.sim.profile import (
+    MeasuredLimits,
+    MeasuredPrefill,
+    MeasuredProfile,
+    MeasuredSlowdown,
+    MeasuredStep,
+    MeasuredTransfer,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,8 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
         targets = chosen(cluster, options.workers)
         _check_one_kind(targets)
         neighbours = _neighbours(targets, cluster.workers, options.beside)
-        check_idle(neighbours)
+        is_one_host = _is_one_host(cluster.workers)
+        check_idle(cluster.workers if is_one_host else neighbours)
         made: dict[str, WorkerProbe] = {}
         for one in {one.worker_id: one for one in (*targets, *neighbours)}.values():
             made[one.worker_id] = await probes.enter_async_context(WorkerProbe(one, options.transports))
@@ -59,12 +67,23 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
         transfers = await measured_transfers(decode, options.limits, on_progress)
         beside_work = await measured_request_time(client, cluster, prefill, decode)
         slowdowns: list[MeasuredSlowdown] = []
-        if {one.role for one in neighbours} == {"prefill", "decode"}:
-            slowdowns = await served_slowdowns(client, cluster, prefill, beside_work, on_progress)
+        found = _profile(cluster, decode.target, prefills, steps, transfers, beside_work)
+        if neighbours and is_one_host:
+            slowdowns = await served_slowdowns(client, cluster, prefill, found, on_progress)
         elif neighbours:
             one, other = (made[each.worker_id] for each in neighbours)
             slowdowns = await measured_slowdowns(one, other, on_progress)
-    own = decode.target
+    return found.model_copy(update={"beside": tuple(slowdowns)})
+
+
+def _profile(
+    cluster: Cluster,
+    own: Target,
+    prefills: Sequence[MeasuredPrefill],
+    steps: Sequence[MeasuredStep],
+    transfers: Sequence[MeasuredTransfer],
+    beside_work: RequestTime,
+) -> MeasuredProfile:
     return MeasuredProfile(
         model=cluster.served_model,
         device=own.device,
@@ -81,9 +100,13 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
         prefill=tuple(prefills),
         step=tuple(steps),
         transfer=tuple(transfers),
-        beside=tuple(slowdowns),
         **beside_work._asdict(),
     )
+
+
+def _is_one_host(workers: Sequence[Target]) -> bool:
+    """Whether all of a cluster are of one kind and compute on the same cores."""
+    return len({(one.host, one.device, one.tensor_parallel, one.pipeline_parallel) for one in workers}) == 1
 
 
 def _check_one_kind(targets: Sequence[Target]) -> None:

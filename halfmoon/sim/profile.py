@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.latency import StepSample
+from halfmoon.sim.cluster import BatchLimits
 from halfmoon.sim.contention import Work
 from halfmoon.sim.interpolation import PromptsSample, prefill_pieces, step_pieces
 from halfmoon.sim.latency import FitError, LatencyModel, Piece
@@ -131,6 +132,11 @@ class MeasuredProfile(_Strict):
         """What `read_profile` takes."""
         found: dict[str, Any] = self.model_dump(mode="json", by_alias=True)
         return found
+
+    @property
+    def batch_limits(self) -> BatchLimits:
+        """Of its steps."""
+        return BatchLimits(**self.limits.model_dump(exclude={"context_tokens"}))
 
     @property
     def contention(self) -> dict[str, float]:

@@ -109,7 +109,7 @@ def read_cluster(
             contention = {**source.contention, **contention}
             request_s = source.request_s if request_s is None else request_s
             answer_s = source.answer_s if answer_s is None else answer_s
-            limits = BatchLimits(**source.limits.model_dump(exclude={"context_tokens"}))
+            limits = source.batch_limits
         groups.append(_group(one, source.model(one.gpu, one.tp, one.pp), limits))
     return ClusterSpec(
         tuple(groups),

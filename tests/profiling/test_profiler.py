@@ -10,7 +10,7 @@ import pytest
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, NoCapacity, Unavailable
 from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.profiling import beside
+from halfmoon.profiling import beside, profiler, served_load
 from halfmoon.profiling.measuring import Progress, usual_mean
 from halfmoon.profiling.profiler import ProfileOptions, profiled
 from halfmoon.profiling.sweep import SweepLimits
@@ -45,7 +45,7 @@ def test_the_usual_mean_counts_slow_ones_but_not_a_pause_of_the_machine() -> Non
 async def test_a_profile_has_all_parts_and_leaves_nothing(
     tmp_path: Path, roles: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "_ROUNDS", 1)  # of real time
+    monkeypatch.setattr(served_load, "_REQUESTS", 4)  # of real time
     told: list[tuple[str, int, int]] = []
     async with running_fleet(tmp_path, QUICK) as fleet:
         for role in roles:
@@ -62,12 +62,24 @@ async def test_a_profile_has_all_parts_and_leaves_nothing(
     works = {(one.work, one.neighbour) for one in found.beside}
     kinds = ("prefill", "decode")
     every = {(a, b) for a in kinds for b in kinds if "both" in roles or a != b}
-    assert works == every if "both" in roles else works <= every  # through a gateway quick work cannot be told
+    assert works == every
     assert (found.limits.max_running, found.limits.context_tokens, found.kv_tokens) == (8, 512, 4_096)
     assert found.whole.error.prefill is not None
     assert {what for what, done, total in told if done == total} == {
         "prompts", "decode batches", "transfers", "side by side",
     }  # fmt: skip
+
+
+async def test_workers_that_share_a_host_with_others_elsewhere_are_measured_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "_ROUNDS", 1)  # of real time
+    monkeypatch.setattr(profiler, "_is_one_host", lambda workers: False)
+    async with running_fleet(tmp_path, QUICK) as fleet:
+        await fleet.add(1, 1)
+        found = await profiled(options(fleet, beside=True), lambda *news: None)
+        await fleet.until_idle()
+    assert {(one.work, one.neighbour) for one in found.beside} == {("prefill", "decode"), ("decode", "prefill")}
 
 
 @pytest.mark.parametrize("stage", ["prompts", "decode batches", "transfers", "side by side"])

@@ -1,0 +1,89 @@
+"""How much workers of one host slow each other down: as much as makes a simulation take what was measured. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from halfmoon.policy.cluster_view import Role
+from halfmoon.sim.cluster import ClusterSpec, Network, WorkerGroup
+from halfmoon.sim.contention import Contention, Work
+from halfmoon.sim.profile import MeasuredProfile, MeasuredSlowdown
+from halfmoon.sim.simulation import simulate
+from halfmoon.sim.workload import Workload
+
+_MOST = 4.0  # times as long
+_HALVINGS = 8
+_ROUNDS = 3  # what slows prompts down delays decodes, and the other way round
+_WORKS: tuple[Work, Work] = ("prefill", "decode")
+
+
+class ServedMeans(NamedTuple):
+    """Of requests that were served, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+def fitted_slowdowns(
+    profile: MeasuredProfile, roles: Sequence[Role], workload: Workload, served: ServedMeans
+) -> list[MeasuredSlowdown]:
+    """Of prompts and of steps, beside whatever a neighbour can do; never below 1.
+
+    `roles` are those of all workers, on one host. `served` is what the workload took there, in all: gateway and clients
+    use the same cores, and whatever they cost is in it.
+    """
+    spec = _cluster(profile, roles)
+    prefill = decode = 1.0
+
+    def ttft_s(slowdown: float) -> float:
+        return _means(spec, workload, slowdown, decode).ttft_s
+
+    def tpot_s(slowdown: float) -> float:
+        return _means(spec, workload, prefill, slowdown).tpot_s
+
+    for _ in range(_ROUNDS):
+        prefill = _matching(ttft_s, served.ttft_s)
+        decode = _matching(tpot_s, served.tpot_s)
+    fitted = {"prefill": prefill, "decode": decode}
+    return [
+        MeasuredSlowdown(work=work, neighbour=its, slowdown=fitted[work])
+        for work in _WORKS
+        for its in _WORKS
+        if _meet(roles, work, its)
+    ]
+
+
+def _means(spec: ClusterSpec, workload: Workload, prefill: float, decode: float) -> ServedMeans:
+    found = simulate(replace(spec, contention=Contention(prefill, prefill, decode, decode)), workload)
+    return ServedMeans(float(np.nanmean(found.ttft_s)), float(np.nanmean(found.tpot_s)))
+
+
+def _matching(seconds_with: Callable[[float], float], seconds: float) -> float:
+    """The slowdown with which it takes so long; the nearest one where none does."""
+    low, high = 1.0, _MOST
+    if seconds_with(low) >= seconds:
+        return low
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds_with(middle) < seconds else (low, middle)
+    return (low + high) / 2
+
+
+def _cluster(profile: MeasuredProfile, roles: Sequence[Role]) -> ClusterSpec:
+    latency = profile.model(None, profile.tensor_parallel, profile.pipeline_parallel)
+    groups = [
+        WorkerGroup(role, roles.count(role), latency, profile.batch_limits, workers_per_node=len(roles), first_node=0)
+        for role in dict.fromkeys(roles)
+    ]
+    network = Network() if profile.link is None else Network(*profile.link, node_bytes_per_s=profile.link[0])
+    return ClusterSpec(tuple(groups), network, request_s=profile.request_s, answer_s=profile.answer_s)
+
+
+def _meet(roles: Sequence[Role], work: Work, neighbour: Work) -> bool:
+    """Whether one worker can do the one while another one does the other."""
+    able = [[at for at, role in enumerate(roles) if role in (one, "both")] for one in (work, neighbour)]
+    return any(one != other for one in able[0] for other in able[1])
