@@ -14,11 +14,12 @@ class KvMemory:
     `PrefixCache`, without the ids of pages.
     """
 
-    __slots__ = ("_idle", "_refs", "evicted", "free", "is_cache", "num_pages", "stored", "unit_pages")
+    __slots__ = ("_idle", "_refs", "evicted", "free", "is_cache", "num_pages", "peak_pages", "stored", "unit_pages")
 
     def __init__(self, num_pages: int, unit_pages: int, *, is_cache: bool) -> None:
         self.num_pages = num_pages
         self.free = num_pages
+        self.peak_pages = 0  # taken at once, those of idle units not among them
         self.unit_pages = unit_pages
         self.is_cache = is_cache
         self._refs: dict[int, int] = {}  # users of each unit that has any
@@ -55,6 +56,7 @@ class KvMemory:
             if self.stored.pop(unit, 0) == 0:
                 self.evicted[unit] = None
         self.free -= num_pages
+        self.peak_pages = max(self.peak_pages, self.num_pages - self.available)
 
     def give(self, num_pages: int) -> None:
         """Takes pages back."""
@@ -93,5 +95,7 @@ class KvMemory:
         return changes
 
     def clear(self) -> None:
-        """Everything is lost."""
-        self.__init__(self.num_pages, self.unit_pages, is_cache=self.is_cache)  # type: ignore[misc]
+        """Everything is lost, but for what the peak was."""
+        self.free = self.num_pages
+        for units in (self._refs, self._idle, self.stored, self.evicted):
+            units.clear()

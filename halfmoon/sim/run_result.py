@@ -71,5 +71,5 @@ def _figures(workers: Sequence[SimWorker]) -> WorkerFigures:
         np.array([worker.busy_s for worker in workers]),
         np.array([worker.num_steps for worker in workers]),
         np.array([worker.num_preempted for worker in workers]),
-        np.array([worker.peak_pages / worker.kv.num_pages for worker in workers]),
+        np.array([worker.kv.peak_pages / worker.kv.num_pages for worker in workers]),
     )

@@ -10,15 +10,14 @@ import numpy as np
 from halfmoon.errors import NoCapacity, Unavailable
 from halfmoon.policy.placement import ContextLengthExceeded, Placement
 from halfmoon.sim.cluster import ClusterSpec, Failure, Targets
-from halfmoon.sim.coders import Coders
 from halfmoon.sim.contention import SharedCores
 from halfmoon.sim.ended_requests import EndedRequests
 from halfmoon.sim.event_queue import EventQueue
 from halfmoon.sim.gateway import SimGateway
 from halfmoon.sim.idle_workers import idle_workers
 from halfmoon.sim.job import Job, Outcome
+from halfmoon.sim.kv_transfers import KvTransfers
 from halfmoon.sim.lightest_choice import LightestChoice
-from halfmoon.sim.links import Links
 from halfmoon.sim.load_reports import LoadReports
 from halfmoon.sim.misses import Misses
 from halfmoon.sim.result import SimResult
@@ -89,8 +88,6 @@ class _Run:
         self._unit_tokens = prefixes.block_tokens if prefixes else spec.block_tokens
         self._workers = idle_workers(spec, self._unit_tokens, keeps_times=self._keeps_times)
         self._by_name = {worker.name: worker for worker in self._workers}
-        self._links = Links(spec.network, max(spec.nodes) + 1)
-        self._coders = Coders(spec.network, len(self._workers))
         longest = int(workload.output_tokens.max(initial=1))
         self._policies = SimGateway(spec, self._workers, prefixes, longest, seed)
         self._gateway: SimGateway | SoleChoice | LightestChoice = self._policies
@@ -103,6 +100,7 @@ class _Run:
         self._reports = LoadReports(self._events, spec.report_s, listening)
         cores = None if spec.contention.is_none else SharedCores(spec.contention, self._workers)
         self._steps = WorkerSteps(self._events, self._reports, self._workers, cores, self)
+        self._transfers = KvTransfers(spec.network, self._workers, self._events, self._steps)
         self._inside: dict[int, Job] = {}
         self._parked: list[Job] = []  # until some worker comes back
         self._jobs: dict[int, Job] = {}  # that came and are not over
@@ -137,7 +135,7 @@ class _Run:
             self._ended,
             self._num_arrived,
             self._workers,
-            self._links.num_bytes,
+            self._transfers.num_bytes,
             has_gaps=self._with_gaps,
         )
 
@@ -180,7 +178,7 @@ class _Run:
                 self._refused_by(job, exclude)
                 return
         if placement.fetched_tokens:
-            self._fetch(job, placement)
+            self._fetch(job, job.prefill, placement)
         job.prefill.prompts.add(job)
         self._steps.poke(job.prefill)
 
@@ -196,28 +194,14 @@ class _Run:
             job.place()
             self._place(job, (*exclude, name))
 
-    def _fetch(self, job: Job, placement: Placement) -> None:
+    def _fetch(self, job: Job, target: SimWorker, placement: Placement) -> None:
         """The end of its prefix is fetched from who has it, while the beginning is computed."""
-        assert job.prefill is not None
-        target = job.prefill
         source = self._policies.best_holder(job)
-        wait_s = self._links.wait_s(source.node, target.node, self._events.now_s)
-        plan = self._policies.restore_plan(placement, wait_s)
+        plan = self._policies.restore_plan(placement, self._transfers.wait_s(source, target))
         num_tokens = plan.num_load_blocks * self._unit_tokens
-        if not num_tokens:
-            return
-        job.load_end = placement.cached_tokens + placement.fetched_tokens
-        job.front_end = job.load_end - num_tokens
-        job.is_loading = True
-        end_s = self._links.send(
-            source.node, target.node, self._kv_bytes(job, num_tokens), self._events.now_s, self._events.now_s
-        )
-        self._events.at(end_s, self._on_loaded, job, job.attempt)
-
-    def _on_loaded(self, job: Job, attempt: int) -> None:
-        if job.attempt == attempt and job.prefill is not None:
-            job.is_loading = False
-            self._steps.poke(job.prefill)
+        if num_tokens:
+            known_tokens = placement.cached_tokens + placement.fetched_tokens
+            self._transfers.fetch(job, source, target, known_tokens, num_tokens)
 
     def prefilled(self, job: Job, worker: SimWorker) -> None:
         """A prompt is computed, and a token drawn."""
@@ -231,51 +215,26 @@ class _Run:
             job.is_prefilled = True
             self._gateway.prefilled(job, worker, now_s)
         if not job.num_left:
-            worker.release(job)
+            worker.pages.release(job)
             self.end(job, "completed")
         elif worker is job.decode:
             worker.decode(job)
-        elif job.reserved:
-            self._send(job)
         else:
             assert job.decode is not None
-            job.decode.backlog.append(job)
-            self.pull(job.decode)
-
-    def _send(self, job: Job) -> None:
-        assert job.prefill is not None
-        assert job.decode is not None
-        is_pushed = self._spec.network.handover == "push"
-        ready_s = max(job.begun_s, 0.0) if is_pushed else self._events.now_s
-        num_bytes = self._kv_bytes(job, job.target)
-        end_s = self._links.send(job.prefill.node, job.decode.node, num_bytes, ready_s, self._events.now_s)
-        raw_bytes = num_bytes / self._spec.network.kv_ratio
-        coded_s = self._coders.code(job.prefill.number, job.decode.number, raw_bytes, ready_s, self._events.now_s)
-        self._events.at(max(end_s, coded_s), self._on_sent, job, job.attempt)
-
-    def _on_sent(self, job: Job, attempt: int) -> None:
-        """Its KV is where it decodes."""
-        if job.attempt != attempt:
-            return
-        assert job.prefill is not None
-        assert job.decode is not None
-        job.prefill.release(job)
-        job.decode.arrived.append(job)
-        job.at = job.decode
-        job.state = "arrived"
-        self._steps.poke(job.prefill)
-        self._steps.poke(job.decode)
+            if job.reserved:
+                self._transfers.hand_over(job, worker, job.decode)
+            else:
+                job.decode.backlog.append(job)
+                self.pull(job.decode)
 
     def pull(self, worker: SimWorker) -> None:
         """Takes over who has waited for room, first come first served."""
         while worker.backlog and worker.reserve(worker.backlog[0], self._events.now_s):
-            self._send(worker.backlog.popleft())
+            job = worker.backlog.popleft()
+            assert job.prefill is not None
+            self._transfers.hand_over(job, job.prefill, worker)
         self._steps.schedule(worker)
         self._reports.note(worker)
-
-    def _kv_bytes(self, job: Job, num_tokens: int) -> float:
-        assert job.prefill is not None
-        return num_tokens * job.prefill.group.latency.kv_bytes_per_token * self._spec.network.kv_ratio
 
     def end(self, job: Job, outcome: Outcome) -> None:
         job.outcome = outcome

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from halfmoon.sim.cluster import WorkerGroup
 from halfmoon.sim.decode_batch import DecodeBatch
 from halfmoon.sim.job import Job
+from halfmoon.sim.job_pages import JobPages
 from halfmoon.sim.kv_memory import KvMemory
 from halfmoon.sim.prompt_queue import Chunk, PromptQueue
 from halfmoon.sim.steps_under_way import StepsUnderWay
@@ -47,11 +48,11 @@ class SimWorker:
         kv_tokens = group.latency.kv_tokens if group.kv_tokens is None else group.kv_tokens
         can_cache = group.prefix_cache and group.role != "decode"
         self.kv = KvMemory(kv_tokens // page_tokens, unit_pages, is_cache=can_cache)
+        self.pages = JobPages(self.kv, page_tokens)
         self.is_alive = True
         self.busy_s = 0.0
         self.num_steps = 0
         self.num_preempted = 0
-        self.peak_pages = 0
         self.prompts = PromptQueue(self)
         self.decodes = DecodeBatch(page_tokens, keeps_times=keeps_times)
         self.backlog: deque[Job] = deque()  # their KV waits at a prefill worker for room here
@@ -65,7 +66,7 @@ class SimWorker:
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold so many tokens."""
-        return -(-num_tokens // self.page_tokens)
+        return self.pages.num_for(num_tokens)
 
     @property
     def places(self) -> int:
@@ -79,17 +80,8 @@ class SimWorker:
 
     def admit(self, job: Job) -> bool:
         """Takes memory for all that the job has to compute here, less what the prefix cache has."""
-        if self.places <= 0:
+        if self.places <= 0 or not self.pages.admit(job):
             return False
-        unit_tokens = self.kv.unit_pages * self.page_tokens
-        matched = self.kv.match(job.units, (job.target - 1) // unit_tokens)
-        num_pages = self.pages_for(job.target) - len(matched) * self.kv.unit_pages
-        if num_pages > self.kv.available:
-            self.kv.release(matched)
-            return False
-        self._take(num_pages)
-        job.cached_units, job.known_units, job.pages = matched, len(matched), num_pages
-        job.computed = len(matched) * unit_tokens
         if not job.generated:
             job.cached_tokens = job.computed
         if job.front_end >= 0:  # a prefix that is being fetched
@@ -102,11 +94,10 @@ class SimWorker:
         waiting = self.prompts.waiting
         if waiting and (self.prompts.is_short or any(one.generated for one in waiting)):
             return False
-        num_pages = self.pages_for(job.target + 1)
+        num_pages = self.pages.num_for(job.target + 1)
         if self.places <= 0 or (num_pages > self.kv.available and not self._has_after_interrupt(num_pages, now_s)):
             return False
-        self._take(num_pages)
-        job.reserved = num_pages
+        self.pages.reserve(job, num_pages)
         self.num_reserved += 1
         return True
 
@@ -114,21 +105,14 @@ class SimWorker:
         """Its KV does not come."""
         if job in self.arrived:
             self.arrived.remove(job)
-        self.kv.give(job.reserved)
-        job.reserved = 0
+        self.pages.unreserve(job)
         self.num_reserved -= 1
-
-    def release(self, job: Job) -> None:
-        """Gives back what a prompt holds that was computed here."""
-        self.kv.give(job.pages)
-        self.kv.release(job.cached_units)
-        job.pages, job.cached_units = 0, []
 
     def withdraw(self, job: Job) -> None:
         """A job that waits here, is computed here or is held here goes away."""
         if job.state != "held":
             self.prompts.remove(job)
-        self.release(job)
+        self.pages.release(job)
 
     @property
     def num_requests(self) -> int:
@@ -201,7 +185,7 @@ class SimWorker:
         if not num and self._does_decode:
             ended = self.decodes.advance(now_s)
         for job in ended:
-            self._leave(job)
+            self.pages.leave(job)
         chunks, self._chunks = self._chunks, []
         return Finished(self.computed(chunks), ended)
 
@@ -211,7 +195,7 @@ class SimWorker:
         for job, attempt, cached, num_tokens in chunks:
             if job.attempt != attempt or job.state != "prefilling":
                 continue
-            self._make_known(job, cached + num_tokens)
+            self.pages.make_known(job, cached + num_tokens)
             if cached + num_tokens == job.target:
                 self.prompts.remove(job)
                 job.generated += 1
@@ -240,10 +224,8 @@ class SimWorker:
     def _join(self) -> None:
         for job in self.arrived:
             self.num_reserved -= 1
-            job.pages, job.reserved = job.reserved, 0
+            self.pages.receive(job)
             job.state = "decoding"
-            if job.target % self.page_tokens == 0:  # its next token's page is taken with its step
-                self.kv.give(1)
             self.decodes.add(job, job.target + 1)
         self.arrived.clear()
 
@@ -251,7 +233,7 @@ class SimWorker:
         """Pages for one step of all that decode; the last in rank are preempted while there are not enough."""
         num_pages = self.decodes.new_pages(0, 1)
         if num_pages <= self.kv.available:
-            self._take(num_pages)
+            self.kv.take(num_pages)
             return
         served: set[int] = set()
         for rank in sorted(self.decodes.jobs):
@@ -261,7 +243,7 @@ class SimWorker:
             while not self.kv.available and rank in self.decodes.jobs:
                 self._preempt(served)
             if rank in self.decodes.jobs:
-                self._take(1)
+                self.kv.take(1)
                 served.add(rank)
 
     def _preempt(self, served: set[int]) -> None:
@@ -271,24 +253,18 @@ class SimWorker:
         if prefilling and prefilling[-1].index > last:
             job = prefilling[-1]
             self.prompts.remove(job)
-            self.release(job)
+            self.pages.release(job)
         else:
             job = self.decodes.jobs[last]
             self.decodes.drop(job)
             self.kv.give(1 if last in served else 0)
-            self._leave(job)
+            self.pages.leave(job)
             job.target = job.join_length
-        job.computed, job.known_units, job.front_end = 0, 0, -1
+        job.computed, job.front_end = 0, -1
         job.attempt += 1
         self.num_preempted += 1
         self.prompts.is_short = True
         self.prompts.add(job)
-
-    def _leave(self, job: Job) -> None:
-        """Gives back what a job holds that decoded here: pages for all tokens but the newest."""
-        self.kv.give(self.pages_for(job.join_length - 1) - len(job.cached_units) * self.kv.unit_pages)
-        self.kv.release(job.cached_units)
-        job.pages, job.cached_units = 0, []
 
     def _next_prompts(self, num_decodes: int, now_s: float) -> list[list[Chunk]]:
         """Chunks for the next step: one set for each group of decodes that is in a pipeline at a time."""
@@ -318,21 +294,8 @@ class SimWorker:
     def _begin_decodes(self, most: int, now_s: float) -> None:
         """At most so many steps, as far as there are pages for them; those of the first are taken."""
         num = self.decodes.affordable_steps(most, self.kv.available)
-        self._take(self.decodes.new_pages(1, num))
+        self.kv.take(self.decodes.new_pages(1, num))
         self.steps.begin_run(num, now_s)
-
-    def _make_known(self, job: Job, num_computed: int) -> None:
-        """Computed full units enter the prefix cache; their pages are the cache's from now on."""
-        full = min(num_computed // (self.kv.unit_pages * self.page_tokens), len(job.units))
-        if full > job.known_units:
-            new = self.kv.insert(job.units[job.known_units : full])
-            job.cached_units = job.cached_units + new
-            job.pages -= len(new) * self.kv.unit_pages
-            job.known_units = full
-
-    def _take(self, num_pages: int) -> None:
-        self.kv.take(num_pages)
-        self.peak_pages = max(self.peak_pages, self.kv.num_pages - self.kv.available)
 
     def _has_after_interrupt(self, num_pages: int, now_s: float) -> bool:
         """Pages of decode steps to come are nobody's yet."""

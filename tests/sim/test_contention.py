@@ -12,7 +12,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.sim.cluster import BatchLimits, ClusterSpec
 from halfmoon.sim.contention import NO_CONTENTION, Contention
 from halfmoon.sim.simulation import simulate
-from tests.sim.test_simulation import FAST, group, pair, work
+from tests.sim.small_clusters import FAST, group, pair, work
 
 FACTORS = st.floats(1, 4)
 

@@ -11,42 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.policy.latency import StepModel
 from halfmoon.policy.ranking import PlacementMode
 from halfmoon.sim.cluster import BatchLimits, ClusterSpec, Failure, Network, Targets, WorkerGroup
 from halfmoon.sim.decode_batch import DecodeBatch
 from halfmoon.sim.distserve import DistServeCoefficients
-from halfmoon.sim.latency import LatencyModel, PrefillPiece, StepPiece
+from halfmoon.sim.latency import StepPiece
 from halfmoon.sim.result import Attainment, SimResult
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.workload import Prefixes, Workload
-
-# a prompt token takes 1 ms, a step 10 ms and 1 ms for each sequence
-MODEL = LatencyModel(
-    (PrefillPiece(0, PrefillModel(0.0, 1e-3, 0.0)),),
-    (StepPiece(0, StepModel(0.01, 1e-3, 0.0)),),
-    kv_tokens=64 * 200,
-    kv_bytes_per_token=1e6,
-    source="test",
-)
-FAST = Network(bytes_per_s=1e15, node_bytes_per_s=1e15, latency_s=0.0)
-
-
-def group(role: str, count: int = 1, **changes: object) -> WorkerGroup:
-    return replace(WorkerGroup("both", count, MODEL), role=role, **changes)  # type: ignore[arg-type]
-
-
-def pair(network: Network = FAST, **changes: object) -> ClusterSpec:
-    return replace(ClusterSpec((group("prefill"), group("decode")), network), **changes)  # type: ignore[arg-type]
-
-
-def work(*rows: tuple[float, int, int], ids: list[list[int]] | None = None, unit: int = 64) -> Workload:
-    start_s, prompt, output = zip(*rows, strict=True)
-    prefixes = None
-    if ids is not None:
-        offsets = np.concatenate([[0], np.cumsum([len(one) for one in ids])])
-        prefixes = Prefixes(unit, np.array([one for some in ids for one in some], dtype=np.int64), offsets)
-    return Workload(np.array(start_s, dtype=float), np.array(prompt), np.array(output), prefixes)
+from halfmoon.sim.workload import Workload
+from tests.sim.small_clusters import FAST, MODEL, group, pair, work
 
 
 def test_two_requests_by_hand() -> None:
@@ -63,16 +37,6 @@ def test_two_requests_by_hand() -> None:
     assert found.tail_gap_s == pytest.approx(found.longest_gap_s)  # of fewer than eleven gaps, a tenth is one
 
 
-def test_a_transfer_that_waits_for_the_prefill_and_one_that_went_along() -> None:
-    """100 tokens are 100 MB: 100 ms at 1 GB/s, all of it behind the prefill, or all but the last frame beside it."""
-    slow = Network(bytes_per_s=1e9, latency_s=0.005)
-    pulled = simulate(pair(replace(slow, handover="pull")), work((0.0, 100, 2)))
-    pushed = simulate(pair(slow), work((0.0, 100, 2)))
-    assert pulled.end_s[0] == pytest.approx(0.1 + 0.1 + 0.005 + 0.011)
-    assert pushed.end_s[0] == pytest.approx(0.1 + 0.002097152 + 0.005 + 0.011)
-    assert pulled.ttft_s[0] == pushed.ttft_s[0] == pytest.approx(0.1)
-
-
 def test_the_way_there_is_before_the_queue_and_the_way_back_holds_nobody_up() -> None:
     """Prompts of 0.1 s that come 30 ms apart: the way of the second is over before the first is computed."""
     plain = simulate(pair(), work((0.0, 100, 9), (0.03, 100, 9)))
@@ -82,12 +46,6 @@ def test_the_way_there_is_before_the_queue_and_the_way_back_holds_nobody_up() ->
     assert found.tpot_s == pytest.approx(plain.tpot_s)
     met = simulate(pair(answer_s=0.5, targets=Targets(ttft_s=0.55)), work((0.0, 10, 2), (1.0, 100, 2)))
     assert met.attainment(Targets(ttft_s=0.55)).ttft == 0.5
-
-
-def test_transfers_share_the_port_of_the_receiver() -> None:
-    spec = ClusterSpec((group("prefill", 2), group("decode")), Network(bytes_per_s=1e9, latency_s=0.0, handover="pull"))
-    found = simulate(spec, work((0.0, 100, 2), (0.0, 100, 2)))
-    assert sorted(found.end_s) == pytest.approx([0.1 + 0.1 + 0.011, 0.1 + 0.2 + 0.011])
 
 
 def test_a_colocated_step_computes_a_chunk_beside_decodes() -> None:
@@ -144,18 +102,6 @@ def test_the_least_recently_used_prefix_is_evicted() -> None:
     assert found.cached_tokens.tolist() == [0, 0, 0, 0, 64]
     roomy = simulate(ClusterSpec((group("both", kv_tokens=64 * 9),), FAST), work(*rows, ids=ids))
     assert roomy.cached_tokens.tolist() == [0, 0, 0, 128, 128]
-
-
-def test_a_prefix_is_fetched_where_that_is_quicker() -> None:
-    """One worker is busy with a long prompt and has the prefix; the other one gets it over the network."""
-    ids = [[1, 2, 3, 4], [1, 2, 3, 4, 9], [1, 2, 3, 4]]
-    rows = work((0.0, 256, 1), (5.0, 5_000, 1), (5.1, 257, 1), ids=ids)
-    groups = (group("prefill", 2), group("decode"))
-    times = {}
-    for can_fetch in (False, True):
-        found = simulate(ClusterSpec(groups, replace(FAST, bytes_per_s=1e12, can_fetch=can_fetch)), rows, seed=3)
-        times[can_fetch] = found.ttft_s[2]
-    assert times[True] < 0.05 < times[False]
 
 
 def test_unequal_blocks_are_refused() -> None:
