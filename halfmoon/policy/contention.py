@@ -10,40 +10,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-_PRIOR_ALONE, _PRIOR_BESIDE = 2.0, 0.5  # steps that the start is worth: as predicted, and no slower
+_PRIOR = 0.5  # how much the start is worth: as a step beside neighbours against one alone
 _MOST = 8.0  # times slower, beside one neighbour
 _SURPRISE = math.log(2.0)  # a step that took twice or half of what was expected counts as that
 
 
-@dataclass(slots=True)
-class _Mean:
-    """A mean that forgets."""
-
-    forgetting: float  # weight of a step once there is a next one
-    weight: float
-    value: float = 0.0
-
-    def add(self, value: float, weight: float) -> None:
-        self.weight = self.weight * self.forgetting**weight + weight
-        self.value += (value - self.value) * weight / self.weight
-
-
 class Contention:
-    """Owns the contention of one worker: how long its steps took against the prediction for a worker alone,
-    apart for steps without and with busy neighbours. Both are means of logarithms, so that no single step counts much.
+    """Owns the contention of one worker: the slope of the logarithm of measured over predicted by busy neighbours.
+
+    Both count as they differ from their means over the last steps. So a machine that became slower is no neighbour, nor
+    is a model that is wrong; who always has busy neighbours, or never, tells nothing of them.
     """
 
-    def __init__(self, forgetting: float) -> None:
-        """`forgetting`: the weight of a step once there is a next one of its kind, alone or beside busy neighbours."""
-        self._alone = _Mean(forgetting, _PRIOR_ALONE)
-        self._beside = _Mean(forgetting, _PRIOR_BESIDE)
+    def __init__(self, forgetting: float, mean_forgetting: float) -> None:
+        """`forgetting`: the weight of a step once there is a next one that differs as much from the mean;
+        `mean_forgetting`: its weight in the means once there is any next one."""
+        self._forgetting = forgetting
+        self._mean_forgetting = mean_forgetting
+        self._num = 0.0  # steps that the means are of
+        self._mean_share = self._mean_log = 0.0
+        self._squares = self._products = 0.0  # of the differences from them
+        self._slope = 0.0
 
     @property
     def factor(self) -> float:
         """What one busy neighbour adds, as a share of the time alone."""
-        return min(max(math.exp(self._beside.value - self._alone.value) - 1, 0.0), _MOST)
+        return min(math.expm1(self._slope), _MOST)
 
     def slowdown(self, num_busy: float) -> float:
         """Times the time alone."""
@@ -52,10 +45,22 @@ class Contention:
     def observe(self, ratios: Sequence[float], num_busy: Sequence[float]) -> None:
         """Steps: measured over predicted for a worker alone, above 0, and how many neighbours were busy meanwhile."""
         for ratio, busy in zip(ratios, num_busy, strict=True):
-            factor, share = self.factor, min(busy, 1.0)
-            rest = math.log(ratio / (1 + factor * busy))
-            rest = min(max(rest, self._alone.value - _SURPRISE), self._alone.value + _SURPRISE)
-            if share < 1:
-                self._alone.add(rest, 1 - share)
-            if share > 0:
-                self._beside.add(rest + math.log1p(factor), share)
+            share, beside_one = min(busy, 1.0), math.log1p(self.factor)
+            log_ratio = math.log(ratio / (1 + self.factor * busy)) + beside_one * share  # as if that share of one was
+            if self._num:
+                expected = self._mean_log + beside_one * (share - self._mean_share)
+                log_ratio = min(max(log_ratio, expected - _SURPRISE), expected + _SURPRISE)
+                self._fit(share - self._mean_share, log_ratio - self._mean_log)
+            self._num = self._num * self._mean_forgetting + 1
+            self._mean_share += (share - self._mean_share) / self._num
+            self._mean_log += (log_ratio - self._mean_log) / self._num
+
+    def rescale(self, times: float) -> None:
+        """From now on predictions are so many times what they were."""
+        self._mean_log -= math.log(times)
+
+    def _fit(self, share: float, log_ratio: float) -> None:
+        kept = self._forgetting ** abs(share)
+        self._squares = self._squares * kept + share**2
+        self._products = self._products * kept + share * log_ratio
+        self._slope = max(self._products / (self._squares + _PRIOR), 0.0)

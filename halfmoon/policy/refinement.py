@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -30,7 +31,7 @@ from halfmoon.policy.latency import (
 # Weight of a measurement once there is a next one: about the last 10 prefill steps and the last 200 decode steps count,
 # seconds of them, for a machine that others use is as fast as it was a moment ago.
 _PREFILL_FORGETTING, _STEP_FORGETTING = 0.9, 0.995
-_PREFILL_CONTENTION, _STEP_CONTENTION = 0.98, 0.998  # the same of those alone, and of those beside neighbours
+_PREFILL_CONTENTION, _STEP_CONTENTION = (0.98, 0.9), (0.998, 0.98)  # `Contention`'s two
 _ERROR_WINDOW = 500
 _SURPRISE = 2.0  # times the prediction: what took longer counts as that; the typical one is predicted, not the mean
 _OUTLIER = 8.0  # times the prediction: what took longer may have been a pause of the machine
@@ -107,18 +108,19 @@ class RefinedModel:
     equations; the model is that of a worker whose neighbours do nothing."""
 
     def __init__(
-        self, start: PrefillModel | StepModel, shape: Shape, forgetting: float, contention_forgetting: float
+        self, start: PrefillModel | StepModel, shape: Shape, forgetting: float, contention: Contention
     ) -> None:
         self._fit = RecursiveFit(shape, forgetting)
         self.coefficients: tuple[float, float, float] = start
-        self.contention = Contention(contention_forgetting)
+        self.contention = contention
         self.errors = PredictionErrors()
         self._num_outliers = 0  # one after the other
 
     def observe(self, features: Floats, seconds: Floats, num_busy: Floats) -> None:
         """Measurements in their order: features [n, 3], seconds [n], all positive; busy neighbours meanwhile [n]."""
         slowdown = 1 + self.contention.factor * num_busy
-        predicted = slowdown * (features @ np.array(self.coefficients))
+        predicted_alone = features @ np.array(self.coefficients)
+        predicted = slowdown * predicted_alone
         for predicted_s, measured_s in zip(predicted.tolist(), seconds.tolist(), strict=True):
             if predicted_s > 0:  # a model without measurements has predicted nothing
                 self.errors.add(predicted_s, measured_s)
@@ -128,9 +130,10 @@ class RefinedModel:
         self._fit.add(features[real], (counted / slowdown)[real], (expected / slowdown)[real])
         self.coefficients = self._fit.coefficients()
         known = [index for index in real if predicted[index] > 0]
-        self.contention.observe(
-            (seconds[known] * slowdown[known] / predicted[known]).tolist(), num_busy[known].tolist()
-        )
+        self.contention.observe((seconds[known] / predicted_alone[known]).tolist(), num_busy[known].tolist())
+        changes = (features[known] @ np.array(self.coefficients)) / predicted_alone[known]
+        if known and changes.all():
+            self.contention.rescale(math.exp(np.log(changes).mean()))
 
     def _without_pauses(self, predicted: Floats, seconds: Floats) -> list[int]:
         """Which measurements count. After many that took far too long, all before them was wrong."""
@@ -152,8 +155,8 @@ class WorkerLatency:
     def __init__(self, prefill: PrefillModel = _UNKNOWN_PREFILL, step: StepModel = _UNKNOWN_STEP) -> None:
         tokens_are_free = any(prefill) and prefill.b <= 0  # measured too briefly to tell
         shape = prefill_shape(USUAL_PREFILL if tokens_are_free else prefill)
-        self._prefill = RefinedModel(prefill, shape, _PREFILL_FORGETTING, _PREFILL_CONTENTION)
-        self._step = RefinedModel(step, step_shape(step), _STEP_FORGETTING, _STEP_CONTENTION)
+        self._prefill = RefinedModel(prefill, shape, _PREFILL_FORGETTING, Contention(*_PREFILL_CONTENTION))
+        self._step = RefinedModel(step, step_shape(step), _STEP_FORGETTING, Contention(*_STEP_CONTENTION))
 
     @property
     def prefill(self) -> PrefillModel:

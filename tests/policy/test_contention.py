@@ -25,15 +25,43 @@ def measure(latency: WorkerLatency, num: int, busy: float, factor: float, slower
 
 
 def test_nothing_is_known_at_first_and_one_step_is_not_much() -> None:
-    contention = Contention(0.98)
+    contention = Contention(0.98, 0.9)
     assert contention.slowdown(3) == 1
     contention.observe([1.7], [1.0])
+    assert contention.factor == 0  # it may be the model that is wrong
+    contention.observe([1.0], [0.0])
     assert 0 < contention.factor < 0.7
+
+
+@pytest.mark.parametrize("wrong", [0.25, 0.5, 2.0, 4.0])
+@pytest.mark.parametrize("factor", [0.0, 0.5])
+def test_a_profile_that_is_wrong_is_no_neighbour(wrong: float, factor: float) -> None:
+    """Nine of ten prompts are computed beside somebody, the first ones all."""
+    latency, rng = WorkerLatency(PrefillModel(*(wrong * one for one in TRUE))), random.Random(0)
+    found = []
+    for number in range(60):
+        busy = 0.0 if number > 5 and rng.random() < 0.1 else rng.choice([0.5, 1.0, 2.0])
+        measure(latency, 1, busy, factor, seed=number)
+        found.append(latency.contention)
+    assert max(found) < factor + 0.2
+    assert latency.contention == pytest.approx(factor, abs=0.1)
+    assert latency.prefill.seconds(300) == pytest.approx(TRUE.seconds(300), rel=0.15)
+
+
+@pytest.mark.parametrize("slower", [0.5, 2.0])
+def test_a_speed_that_changes_is_no_neighbour(slower: float) -> None:
+    latency, rng = WorkerLatency(TRUE), random.Random(0)
+    for number in range(60):
+        measure(latency, 1, busy=rng.choice([0.0, 0.5, 1.0]), factor=0.0, seed=number)
+    for number in range(40):
+        measure(latency, 1, busy=float(number % 10 > 0), factor=0.0, slower=slower, seed=number)
+        assert latency.contention < 0.15
+    assert latency.prefill.seconds(300) == pytest.approx(slower * TRUE.seconds(300), rel=0.1)
 
 
 @given(st.floats(0, 3), st.lists(st.floats(0, 2), min_size=40, max_size=60))
 def test_the_factor_is_found(factor: float, num_busy: list[float]) -> None:
-    contention = Contention(0.98)
+    contention = Contention(0.98, 0.9)
     told = [0.0, 1.0] * 60 + num_busy
     contention.observe([1 + factor * busy for busy in told], told)
     assert contention.factor == pytest.approx(factor, abs=0.1 * (1 + factor))
@@ -76,7 +104,7 @@ def test_a_slower_machine_is_no_neighbour() -> None:
 
 
 def test_a_pause_is_no_contention() -> None:
-    contention = Contention(0.98)
+    contention = Contention(0.98, 0.9)
     contention.observe([1.0, 1.5] * 50, [0.0, 1.0] * 50)
     before = contention.factor
     contention.observe([1000.0], [1.0])
