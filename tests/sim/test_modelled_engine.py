@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
 from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.sim.coefficients import coefficients
-from halfmoon.sim.modelled_engine import ModelledEngine, ModelledRequest, ModelledToken, StepOutcome
+from halfmoon.sim.modelled_engine import ModelledEngine
+from halfmoon.sim.modelled_sequence import ModelledRequest, ModelledToken
+from halfmoon.sim.modelled_step import StepOutcome
 from halfmoon.sim.worker_profile import WorkerProfile
 
 BLOCK = 16
