@@ -19,7 +19,7 @@ from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.question import Question
 from halfmoon.plan.twins import grouped
 from halfmoon.plan.unit import layout_trial
-from halfmoon.plan.verdict import Verdict, held_verdict
+from halfmoon.plan.verdict import Verdict, held_verdict, verdict_if_open
 from halfmoon.sim.latency import LatencyModel
 
 _WAVE = 4  # simulated at once; fixed, so that plans do not depend on the number of cores
@@ -95,7 +95,8 @@ class Fewest:
         question, num = self._question, len(layouts)
         trials = [layout_trial(question, self._known, one) for one in layouts]
         rates, units = [question.rate_per_s or 0.0] * num, [one.num_units for one in layouts]
-        return self._pool.map(held_verdict, trials, rates, units, [question.num_first] * num)
+        verdict = held_verdict if question.is_thorough else verdict_if_open
+        return self._pool.map(verdict, trials, rates, units, [question.num_first] * num)
 
     def _least_workers(self, options: Sequence[Option], on_measured: Callable[[int], None]) -> dict[Option, int]:
         question, num = self._question, len(options)

@@ -15,9 +15,11 @@ from typing import Literal, NamedTuple
 
 from halfmoon.plan.edge import highest
 from halfmoon.sim.cluster import ClusterSpec, Targets
+from halfmoon.sim.lightest_choice import LightestChoice
 from halfmoon.sim.misses import Misses
 from halfmoon.sim.result import Criterion, SimResult
 from halfmoon.sim.simulation import PoliciesAsked, simulate
+from halfmoon.sim.sole_choice import SoleChoice
 from halfmoon.sim.workload import Workload
 
 MOST_OVERLOAD = 0.03  # of the requests of a pass, that may be inside after it beyond those inside before it
@@ -26,6 +28,9 @@ _MOST_PASSES = 64
 _MOST_UNDER_WAY = 0.01  # of a pass: the last ones take as long as all others, and count as they are
 _LOOK = 4  # times as long as a first look a pass has to be, for the look to pay
 _ROUNDING = 1e-9
+
+ESTIMATES_EXCEEDED = 1.05
+"""By which policies may hold more than an estimate says, where there are estimates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,16 @@ class Trial:
     goal: Goal
     seed: int = 0
 
+    @property
+    def is_of_one_way(self) -> bool:
+        """Whether there is nothing to choose: an estimate is what policies hold, and takes as long."""
+        return SoleChoice.is_enough(self.spec)
+
+    @property
+    def has_estimates(self) -> bool:
+        """Whether requests that go to the lightest worker tell about what policies hold: it knows no prefixes."""
+        return self.workload.prefixes is None and LightestChoice.is_possible(self.spec)
+
     def brief(self, num_requests: int) -> Trial:
         """The first requests alone; where these are not all, twice as many may miss the goal."""
         if num_requests >= len(self.workload):
@@ -102,13 +117,26 @@ def about_holds(trial: Trial, rate_per_s: float) -> bool:
     return _passes(trial, rate_per_s, trial.goal.most_misses(len(trial.workload)), policies="never").keeps_up
 
 
-def holds_at_first(trial: Trial, rate_per_s: float) -> bool:
+def may_hold(trial: Trial, rate_per_s: float) -> bool:
+    """Whether an estimate leaves open that policies hold a rate. Only asked where it is quicker than they are."""
+    is_estimated = trial.has_estimates and not trial.is_of_one_way
+    return not is_estimated or about_holds(trial, rate_per_s / ESTIMATES_EXCEEDED)
+
+
+def holds_at_first(trial: Trial, rate_per_s: float, policies: PoliciesAsked = "as needed") -> bool:
     """Whether the goal is met by requests that come once, to an empty cluster: what holds does so at first, too."""
     workload = trial.workload.at_rate(rate_per_s)
     goal, has_tbt = trial.goal, trial.goal.targets.tbt_s is not None
     misses = Misses(goal.targets, goal.criterion, goal.most_misses(len(workload)))
-    simulate(trial.spec, workload, trial.seed, misses=misses, with_gaps=has_tbt)
+    simulate(trial.spec, workload, trial.seed, misses=misses, with_gaps=has_tbt, policies=policies)
     return misses.full_pass is None
+
+
+def may_hold_at_first(trial: Trial, rate_per_s: float) -> bool:
+    """The same, or what an estimate leaves open where there is one."""
+    if trial.has_estimates and not trial.is_of_one_way:
+        return holds_at_first(trial, rate_per_s / ESTIMATES_EXCEEDED, "never")
+    return holds_at_first(trial, rate_per_s)
 
 
 def fails_at_first(trial: Trial, rate_per_s: float, num_first: int) -> bool:

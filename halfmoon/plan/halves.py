@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from halfmoon.plan.feasible import Option
-from halfmoon.plan.goodput import Trial, goodput_per_s, holds_at_first
+from halfmoon.plan.goodput import Trial, goodput_per_s, holds_at_first, may_hold_at_first
 from halfmoon.plan.layout import WorkerKind
 from halfmoon.plan.question import Question
 from halfmoon.policy.latency import PrefillModel
@@ -57,7 +57,7 @@ def least_workers(
 
     def is_enough(num: int) -> bool:
         trial = half_trial(question, known, option, num).brief(question.num_first)
-        return holds_at_first(trial, rate_per_s)
+        return holds_at_first(trial, rate_per_s) if question.is_thorough else may_hold_at_first(trial, rate_per_s)
 
     bounds = (option.bound.most_per_s, option.bound.typical_per_s)
     low, guess = (max(math.ceil(rate_per_s / one * (1 - _ROUNDING)), 1) if one else most + 1 for one in bounds)

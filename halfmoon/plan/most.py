@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
+from halfmoon.plan.candidate import Candidate
 from halfmoon.plan.combinations import Combination, Kinds, combinations, kinds_of, with_codecs
+from halfmoon.plan.estimates import Estimates
 from halfmoon.plan.feasible import Option
+from halfmoon.plan.goodput import ESTIMATES_EXCEEDED
 from halfmoon.plan.halves import Half, measured_half
-from halfmoon.plan.held_goodput import held_goodput
-from halfmoon.plan.layout import Layout, WorkerKind
+from halfmoon.plan.held_goodput import estimated_per_s, held_goodput, verified_per_s
+from halfmoon.plan.layout import WorkerKind
 from halfmoon.plan.question import Question
 from halfmoon.plan.ranking import Rated, loss, rank, worth, worth_at
 from halfmoon.plan.unit import layout_trial
@@ -20,17 +23,8 @@ from halfmoon.sim.latency import LatencyModel
 
 _WAVE = 3  # simulated at once; fixed, so that plans do not depend on the number of cores
 _MOST_WORKERS = 8  # of a role: larger numbers repeat the ratio
-_MARGIN = 1.15  # by which a layout may exceed its estimate, or what its halves promise, corrected by what others did
+_MARGIN = 1.15  # by which a layout may exceed what its halves promise, corrected by what others did
 _TOLERANCE = 1.06
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A layout with what its halves promise, and what it cannot exceed, in requests a second."""
-
-    layout: Layout
-    guess_per_s: float
-    bound_per_s: float
 
 
 class Most:
@@ -57,18 +51,48 @@ class Most:
         """Those whose halves hold something alone."""
         return list(combinations(self._question, list(self._halves)))
 
+    @property
+    def has_estimates(self) -> bool:
+        """Whether estimates may rule layouts out."""
+        return not self._question.is_thorough and self._question.workload.prefixes is None
+
+    def found_by_estimates(
+        self, among: Sequence[Combination], num: int, on_simulated: Callable[[int, int], None]
+    ) -> list[Rated]:
+        """The `num` best by their estimates, the best of either kind among them; and who may be better than that."""
+        ordered = self._ordered(among)
+        estimates = Estimates(self._question, self._known, self._pool, num, self._margin)
+        open_ = estimates.of(ordered, lambda done, total: on_simulated(done // 2, total))
+        self.num_ruled_out = len(ordered) - len(open_)
+        first = {one.layout.is_colocated: one for one in reversed(open_)}.values()
+        others = [one for one in open_ if one not in first]
+        wave = [*first, *others[: num - len(first)]]
+        rated: list[Rated] = []
+        while wave:
+            trials = [layout_trial(self._question, self._known, one.layout) for one in wave]
+            guesses = [verified_per_s(trial, one.guess_per_s) for trial, one in zip(trials, wave, strict=True)]
+            rated += self._rated(wave, [0.0] * len(wave), guesses, guesses)
+            others = [one for one in others if one not in wave and self._may_be_best_of_kind(one, rated)]
+            wave = others[:_WAVE]
+        on_simulated(len(ordered), len(ordered))
+        return rated
+
+    def _may_be_best_of_kind(self, one: Candidate, rated: Sequence[Rated]) -> bool:
+        same = [self._worth(each) for each in rated if each.layout.is_colocated == one.layout.is_colocated]
+        return worth_at(self._question, one.layout, ESTIMATES_EXCEEDED * one.guess_per_s) > max(same, default=0.0)
+
     def found(
         self, among: Sequence[Combination], num: int, others: Sequence[Rated], on_simulated: Callable[[int, int], None]
     ) -> list[Rated]:
         """The best of each combination that come among the `num` best of all, `others` too; and the best one."""
-        ordered = sorted((each for one in among for each in self._candidates(one)), key=self._promise)
+        ordered = self._ordered(among)
         best: dict[Kinds, Rated] = {}
         waiting = list(ordered)
         while waiting:
             least = self._least_worth([*best.values(), *others], list(best.values()), num)
             wave, waiting = self._wave(waiting, best, least)
             floors = [max(least, self._worth(best.get(kinds_of(one.layout)))) for one in wave]
-            for one in self._rated(wave, floors):
+            for one in self._rated(wave, floors, self._guesses(wave), [math.inf] * len(wave)):
                 known = best.get(kinds_of(one.layout))
                 if known is None or rank(self._question, one) < rank(self._question, known):
                     best[kinds_of(one.layout)] = one
@@ -97,7 +121,25 @@ class Most:
         """Corrected by what the last layouts of its kind held of what their halves promised."""
         return one.guess_per_s * self._kept[one.layout.is_colocated]
 
-    def _rated(self, wave: Sequence[Candidate], floors: Sequence[float]) -> Iterator[Rated]:
+    def _guesses(self, wave: Sequence[Candidate]) -> list[float]:
+        """Where policies are asked their edge is looked for from an estimate on."""
+        layouts = [one.layout for one in wave]
+        trials = [layout_trial(self._question, self._known, one) for one in layouts]
+        promised = [self._promised(one) for one in wave]
+        asked = [at for at, trial in enumerate(trials) if not trial.is_of_one_way]
+        units = [layouts[at].num_units for at in asked]
+        found = self._pool.map(estimated_per_s, [trials[at] for at in asked], [promised[at] for at in asked], units)
+        estimated = dict(zip(asked, found, strict=True))
+        return [estimated.get(at) or guess_per_s for at, guess_per_s in enumerate(promised)]
+
+    def _rated(
+        self,
+        wave: Sequence[Candidate],
+        floors: Sequence[float],
+        guesses: Sequence[float],
+        mosts: Sequence[float],
+    ) -> Iterator[Rated]:
+        """What they hold by policies, from these guesses on."""
         question = self._question
         self.num_simulated += len(wave)
         layouts = [one.layout for one in wave]
@@ -106,13 +148,12 @@ class Most:
         found = self._pool.map(
             held_goodput,
             trials,
-            [self._promised(one) for one in wave],
+            guesses,
             [one.num_units for one in layouts],
             [question.num_first] * num,
             [_TOLERANCE] * num,
             [floor * question.cost(one) * loss(one) for one, floor in zip(layouts, floors, strict=True)],
-            [None] * num,
-            [self._margin] * num,
+            mosts,
         )
         for one, edge in zip(wave, found, strict=True):
             if edge is not None:
@@ -136,6 +177,10 @@ class Most:
 
     def _promise(self, one: Candidate) -> tuple[float, ...]:
         return (-worth_at(self._question, one.layout, one.guess_per_s), one.layout.num_gpus)
+
+    def _ordered(self, among: Sequence[Combination]) -> list[Candidate]:
+        """The most promising first."""
+        return sorted((each for one in among for each in self._candidates(one)), key=self._promise)
 
     def _candidates(self, one: Combination) -> list[Candidate]:
         """All numbers of workers that fit or, unless the search is thorough, the most promising ones."""

@@ -15,7 +15,7 @@ from functools import partial
 from halfmoon.plan.combinations import Combination
 from halfmoon.plan.feasible import NoLayout, Option, TargetsBroken, models, options
 from halfmoon.plan.fewest import Fewest
-from halfmoon.plan.held_goodput import held_goodput
+from halfmoon.plan.held_goodput import estimated_per_s, held_goodput, verified_per_s
 from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.most import Most
 from halfmoon.plan.nearest import nearest_rate, nearest_targets
@@ -98,14 +98,18 @@ def _cheapest(
     cheapest = list(twins)
     kept = list(dict.fromkeys([*cheapest[:BEST], *_first_of_each_kind(cheapest)]))
     num, rate_per_s = len(kept), question.rate_per_s or 0.0
+    trials, units = [layout_trial(question, known, one) for one in kept], [one.num_units for one in kept]
+    estimates = pool.map(estimated_per_s, trials, [rate_per_s] * num, units)
+    guesses = [verified_per_s(trial, one or rate_per_s) for trial, one in zip(trials, estimates, strict=True)]
     found = pool.map(
         held_goodput,
-        [layout_trial(question, known, one) for one in kept],
-        [rate_per_s] * num,
-        [one.num_units for one in kept],
+        trials,
+        guesses,
+        units,
         [question.num_first] * num,
         [_TOLERANCE_AT_A_RATE] * num,
         [rate_per_s] * num,
+        [guess if trial.has_estimates else math.inf for guess, trial in zip(guesses, trials, strict=True)],
         [held[one] for one in kept],
     )
     rated = []
@@ -139,9 +143,12 @@ def _worthiest(
     """Those that hold most for their cost."""
     run = Most(question, known, choices, pool, on_measured)
     made = run.combinations
-    rated: list[Rated] = []
-    for what, among in _by_kind(made):
-        rated += run.found(among, BEST, rated, partial(on_progress, what))
+    if run.has_estimates:
+        rated = run.found_by_estimates(made, BEST, partial(on_progress, "layouts"))
+    else:
+        rated = []
+        for what, among in _by_kind(made):
+            rated += run.found(among, BEST, rated, partial(on_progress, what))
     return _Found(rated, bool(made), run.num_simulated, run.num_ruled_out)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from halfmoon.plan.goodput import Trial, fails_at_first, held_at, steady_at
+from halfmoon.plan.goodput import Trial, fails_at_first, held_at, may_hold, steady_at
 from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.question import Question
 from halfmoon.plan.unit import layout_trial
@@ -44,6 +44,12 @@ def held_verdict(trial: Trial, rate_per_s: float, num_units: int, num_first: int
         return None
     found = held_at(trial, rate_per_s / num_units)
     return None if found is None else _verdict(trial, rate_per_s, found, keeps_up=True)
+
+
+def verdict_if_open(trial: Trial, rate_per_s: float, num_units: int, num_first: int) -> Verdict | None:
+    """The same; None, too, where an estimate rules the rate out."""
+    is_open = may_hold(trial, rate_per_s / num_units)
+    return held_verdict(trial, rate_per_s, num_units, num_first) if is_open else None
 
 
 def _verdict(trial: Trial, rate_per_s: float, found: SimResult, keeps_up: bool) -> Verdict:

@@ -39,9 +39,10 @@ class LightestChoice:
         if not decodes:
             raise Unavailable("every worker that could serve the request refused it")
         if self._does_both:
-            prefill = decode = min(decodes, key=self._load_of_both)
+            prefill = decode = min(decodes, key=lambda worker: (_prompts_s(worker, now_s), self._step_s(worker)))
         else:
-            prefill, decode = min(self._prefills, key=_prompts_s), min(decodes, key=self._step_s)
+            prefill = min(self._prefills, key=lambda worker: _prompts_s(worker, now_s))
+            decode = min(decodes, key=self._step_s)
         self._decodes_at[job.index] = decode.name
         self._num_placed[decode.name] += 1
         return Placement(self._views[prefill.name], self._views[decode.name])
@@ -58,15 +59,14 @@ class LightestChoice:
     def end(self, job: Job, now_s: float) -> None:
         """It was forgotten before."""
 
-    def _load_of_both(self, worker: SimWorker) -> tuple[float, float]:
-        return _prompts_s(worker), self._step_s(worker)
-
     def _step_s(self, worker: SimWorker) -> float:
         """A step of all that were placed there and of one more."""
         step = worker.group.latency.policy_step
         return step.d + step.e * (self._num_placed[worker.name] + 1)
 
 
-def _prompts_s(worker: SimWorker) -> float:
-    """What it has to compute."""
-    return worker.group.latency.policy_prefill.b * worker.waiting_tokens()
+def _prompts_s(worker: SimWorker, now_s: float) -> float:
+    """What it has to compute: what is left of a step with prompts, and those that wait for the next one."""
+    ends_s = worker.steps.wake_s if worker.steps.work == "prefill" else None
+    under_way_s = 0.0 if ends_s is None else ends_s - now_s
+    return under_way_s + worker.group.latency.policy_prefill.b * worker.waiting_tokens()

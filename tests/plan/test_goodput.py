@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmoon.plan.goodput import Goal, Trial, about_holds, fails_at_first, goodput_per_s, held_at, holds, steady_at
+from halfmoon.plan.goodput import (
+    Goal,
+    Trial,
+    about_holds,
+    fails_at_first,
+    goodput_per_s,
+    held_at,
+    holds,
+    may_hold,
+    may_hold_at_first,
+    steady_at,
+)
+from halfmoon.policy.cluster_view import Role
 from halfmoon.sim.cluster import ClusterSpec, Targets, WorkerGroup
 from halfmoon.sim.distserve import DistServeCoefficients
 from halfmoon.sim.lengths import named_lengths
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.synthetic import synthetic_workload
+from halfmoon.sim.workload import Prefixes
 
 MODEL = DistServeCoefficients("opt-13b").model("a100-80g", 1, 1)
 WORKLOAD = synthetic_workload(named_lengths("chat"), 200, 1.0, seed=0, most_tokens=2048)
@@ -57,6 +72,25 @@ def test_an_estimate_is_near_what_policies_hold() -> None:
     about = goodput_per_s(asked, 2.0, 1.05, about_holds)
     assert holds(asked, about / 1.15)
     assert not holds(asked, about * 1.2)
+
+
+@pytest.mark.parametrize("roles", [("both",), ("prefill", "decode")])
+def test_no_estimate_rules_out_what_policies_hold(roles: tuple[Role, ...]) -> None:
+    asked = replace(trial(*(WorkerGroup(role, 2, MODEL) for role in roles)), workload=WORKLOAD.first(80))
+    most = goodput_per_s(asked, 2.0, 1.1)
+    assert may_hold(asked, most)
+    assert may_hold_at_first(asked, most)
+    assert not may_hold(asked, 1.5 * most)
+
+
+def test_what_nothing_estimates_is_left_to_policies() -> None:
+    """Who knows no prefixes says nothing about requests that share them."""
+    shared = replace(WORKLOAD, prefixes=Prefixes(64, np.zeros(200, np.int64), np.arange(201)))
+    asked = replace(trial(WorkerGroup("both", 2, MODEL)), workload=shared)
+    assert not asked.has_estimates
+    assert may_hold(asked, 1e6)
+    assert not may_hold_at_first(asked, 1e6)
+    assert may_hold(ONE, 1e6)  # one way: they are asked at once
 
 
 def test_a_first_look_is_not_taken_at_the_larger_part() -> None:

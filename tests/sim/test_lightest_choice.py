@@ -34,6 +34,15 @@ def test_where_there_is_one_way_to_go_it_is_gone(spec: ClusterSpec) -> None:
     np.testing.assert_array_equal(lightly.end_s, asked.end_s)
 
 
+@pytest.mark.parametrize("spec", [APART, BOTH])
+def test_a_prompt_goes_past_who_computes_one_to_who_is_idle(spec: ClusterSpec) -> None:
+    """As many at once as there are workers for prompts: none waits."""
+    two = replace(spec, groups=tuple(replace(group, count=2) for group in spec.groups))
+    pairs = WORKLOAD.first(2)
+    at_once = replace(pairs, start_s=np.array([0.0, 0.01]))
+    assert simulate(two, at_once, policies="never").wait_s.max() == pytest.approx(0.0)
+
+
 def test_who_is_too_long_is_refused_and_who_finds_no_room_is_placed_again() -> None:
     few = replace(BOTH, groups=(replace(BOTH.groups[0], kv_tokens=1024),))
     found = simulate(few, WORKLOAD, policies="never")
