@@ -11,8 +11,8 @@ from halfmoon.sim.contention import Contention
 from halfmoon.sim.gateway import SimGateway
 from halfmoon.sim.idle_workers import idle_workers
 from halfmoon.sim.simulation import simulate
-from tests.sim.test_contention import beside
 from tests.sim.small_clusters import FAST, group, pair, work
+from tests.sim.test_contention import beside
 
 SLOWED = Contention(
     prefill_beside_prefill=2.0, prefill_beside_decode=1.5, decode_beside_prefill=4.0, decode_beside_decode=3.0

@@ -222,7 +222,7 @@ async def test_an_engine_that_ends_is_told_as_such(
     async with listening(decode):
         call = begin(prefill, decode, tiny)
         await gate.reached.wait()
-        (prefill if which == "prefill" else decode).async_engine._commands.put(None)
+        await (prefill if which == "prefill" else decode).async_engine._thread.stop()
         await until(lambda: not (prefill if which == "prefill" else decode).num_used_blocks)
         gate.open.set()
         with pytest.raises(Unavailable):

@@ -1,0 +1,173 @@
+"""The thread of an engine: the one place where a thread meets the event loop.
+
+Between steps it runs commands from the loop; it steps while there is work and sleeps otherwise. Results go back in
+order, so a request's first output never overtakes the answer to its `add`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from halfmoon.engine.config import StepResult
+from halfmoon.engine.engine import Engine
+from halfmoon.errors import Unavailable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    call: Callable[[], Any]
+    answer: asyncio.Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckRanks:
+    """Another rank's process ended: the thread is to find out why, even if it has nothing to do."""
+
+
+class EngineThread:
+    """Owns the thread, the commands that wait for it, and whether it lives. Knows nothing of what commands do.
+
+    Made inside a running loop. `on_step` hears every step's result there; `on_death` that the thread died. Once it
+    ended, or died, every command is answered by Unavailable, and the engine holds nothing.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_step: Callable[[StepResult], None],
+        on_death: Callable[[BaseException], None] | None,
+    ) -> None:
+        self.failed: BaseException | None = None  # what killed it
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._on_step = on_step
+        self._on_death = on_death
+        self._commands: queue.SimpleQueue[_Command | _CheckRanks | None] = queue.SimpleQueue()  # None: stop
+        self._closed = True
+        self._gate = threading.Lock()  # orders the last command against closing
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Commands are taken from now on."""
+        self._closed = False
+        self._thread.start()
+        self._engine.call_on_failure(partial(self._commands.put, _CheckRanks()))
+
+    async def stop(self) -> None:
+        """Returns when it has ended, after the commands before this one."""
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def check_open(self) -> None:
+        """Raises Unavailable, with the reason, once nothing is computed any more."""
+        if self._closed:
+            raise self._unavailable()
+
+    async def call(self, call: Callable[[], T]) -> T:
+        """What `call` gives or raises there. A wait that is cancelled leaves the command as it is."""
+        answer = self.put(call)
+        if answer is None:
+            raise self._unavailable()
+        return await answer
+
+    def put(self, call: Callable[[], T]) -> asyncio.Future[T] | None:
+        """Hands over a command; None when there is no thread to hear it."""
+        with self._gate:
+            if self._closed:
+                return None
+            answer: asyncio.Future[T] = self._loop.create_future()
+            self._commands.put(_Command(call, answer))
+            return answer
+
+    def on_loop(self, listener: Callable[..., None]) -> Callable[..., None]:
+        """What the engine may call on its thread, or its device's, for `listener` to hear on the loop."""
+
+        def tell(*what: Any) -> None:
+            self._loop.call_soon_threadsafe(listener, *what)
+
+        return tell
+
+    def _unavailable(self) -> Unavailable:
+        return Unavailable(f"the engine died: {self.failed!r}" if self.failed else "the engine is closed")
+
+    # Everything below runs on the thread.
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            logger.exception("engine_thread_died")
+            self.failed = error
+        self._close()
+
+    def _serve(self) -> None:
+        idle = True
+        while True:
+            try:
+                command = self._commands.get(block=idle)
+            except queue.Empty:
+                idle = self._step()
+                continue
+            if command is None:
+                return
+            if isinstance(command, _CheckRanks):
+                self._engine.check_ranks()
+                continue
+            self._answer(command)
+            idle = not self._engine.has_work()
+
+    def _step(self) -> bool:
+        """One step; whether the next one must wait for a command: no work, or none that has blocks."""
+        result = self._engine.step()
+        did_something = not result.is_empty or result.num_preempted > 0
+        if did_something:
+            self._loop.call_soon_threadsafe(self._on_step, result)
+        return not did_something or not self._engine.has_work()
+
+    def _answer(self, command: _Command) -> None:
+        try:
+            result = command.call()
+        except Exception as error:
+            self._deliver(command.answer, None, error)
+        else:
+            self._deliver(command.answer, result, None)
+
+    def _deliver(self, answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+        self._loop.call_soon_threadsafe(_resolve, answer, result, error)
+
+    def _close(self) -> None:
+        """No new commands; those in the queue fail; every request's blocks are freed; a death is told in any case."""
+        with self._gate:
+            self._closed = True
+        while not self._commands.empty():
+            command = self._commands.get()
+            if isinstance(command, _Command):
+                self._deliver(command.answer, None, self._unavailable())
+        for end in (self._engine.cancel_all, self._engine.close):
+            try:
+                end()
+            except Exception as error:  # what killed the thread may break this, too
+                logger.exception("engine_close_failed")
+                self.failed = self.failed or error
+        if self.failed is not None and self._on_death is not None:
+            self._loop.call_soon_threadsafe(self._on_death, self.failed)
+
+
+def _resolve(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if answer.done():  # the one who waited was cancelled
+        return
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(result)

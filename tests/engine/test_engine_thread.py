@@ -1,0 +1,95 @@
+"""The engine's thread: commands in their order, answers and deaths on the loop, and nobody waits forever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from halfmoon.engine.config import StepResult
+from halfmoon.engine.engine import Engine
+from halfmoon.engine.engine_thread import EngineThread
+from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.errors import Unavailable
+
+MakeEngine = Callable[..., Engine]
+
+
+def request(name: str = "a") -> EngineRequest:
+    return EngineRequest(name, tuple(range(3, 23)), SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True))
+
+
+def ignore(result: StepResult) -> None:
+    """Nobody listens."""
+
+
+async def test_commands_run_in_their_order_on_one_thread(make_engine: MakeEngine) -> None:
+    ran: list[tuple[int, int]] = []
+    thread = EngineThread(make_engine(), ignore, None)
+    thread.start()
+    answers = [thread.put(lambda n=n: ran.append((n, threading.get_ident()))) for n in range(20)]  # type: ignore[misc]
+    await asyncio.gather(*(answer for answer in answers if answer is not None))
+    await thread.stop()
+    assert [number for number, _ in ran] == list(range(20))
+    assert {ident for _, ident in ran}.isdisjoint({threading.get_ident()})
+    assert thread.put(lambda: None) is None
+    with pytest.raises(Unavailable, match="closed"):
+        thread.check_open()
+
+
+async def test_what_is_told_there_is_heard_on_the_loop_behind_what_came_before(make_engine: MakeEngine) -> None:
+    heard: list[tuple[Any, int]] = []
+    thread = EngineThread(make_engine(), ignore, None)
+    tell = thread.on_loop(lambda what: heard.append((what, threading.get_ident())))
+    thread.start()
+    await thread.call(partial(tell, "first"))
+    assert heard == [("first", threading.get_ident())]
+    await thread.stop()
+
+
+async def test_its_death_is_told_to_everybody(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    died: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    def broken() -> StepResult:
+        raise MemoryError("gone")
+
+    engine.step = broken  # type: ignore[method-assign]
+    thread = EngineThread(engine, ignore, died.set_result)
+    thread.start()
+    await thread.call(partial(engine.add, request()))
+    assert isinstance(await died, MemoryError)
+    assert isinstance(thread.failed, MemoryError)
+    with pytest.raises(Unavailable, match="gone"):
+        await thread.call(partial(engine.add, request("b")))
+    await thread.stop()
+    assert engine.stats().num_free_blocks == engine.num_blocks
+
+
+async def test_a_death_is_told_even_if_nothing_can_be_freed(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    died: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    reached, go_on = threading.Event(), threading.Event()
+
+    def broken() -> StepResult:
+        reached.set()
+        go_on.wait()
+        raise AssertionError("block 3 is freed twice")
+
+    engine.step = broken  # type: ignore[method-assign]
+    engine.cancel_all = broken  # type: ignore[assignment,method-assign]
+    thread = EngineThread(engine, ignore, died.set_result)
+    thread.start()
+    await thread.call(partial(engine.add, request()))
+    await asyncio.to_thread(reached.wait)
+    late = asyncio.create_task(thread.call(engine.stats))
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(Unavailable, match="freed twice"):
+        await late
+    assert str(await died) == "block 3 is freed twice"
+    await thread.stop()
