@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from halfmoon.policy.own_decodes import Life
 
 _PAST_S, _MAX_JOINS = 60.0, 256  # of requests that joined are remembered
 _LEAST_PAST_S = 10.0  # of them tell about those to come
+_NO_SLOTS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 _OVERTIME = 0.25  # of its life so far: what a request that outlived its prediction is given
 
 
@@ -62,6 +64,31 @@ class _Joins:
         return DecodeLoad(batch, batch * num_tokens)
 
 
+class _Slots:
+    """Owns which slots are of one row."""
+
+    def __init__(self) -> None:
+        self._slots: list[int] = []  # ascending
+        self._column: NDArray[np.int64] | None = None  # the same, as long as nothing changed
+
+    def add(self, slot: int) -> None:
+        """It is of this row from now on."""
+        insort(self._slots, slot)
+        self._column = None
+
+    def remove(self, slot: int) -> None:
+        """It was, and is no more."""
+        del self._slots[bisect_left(self._slots, slot)]
+        self._column = None
+
+    @property
+    def ascending(self) -> NDArray[np.int64]:
+        """Not to be written to."""
+        if self._column is None:
+            self._column = np.array(self._slots, dtype=np.int64)
+        return self._column
+
+
 class DecodeForecast:
     """Owns when each request of this gateway joins and leaves its decode worker, as predicted. Knows rows, not names.
 
@@ -78,7 +105,7 @@ class DecodeForecast:
         self._outputs: Floats = np.zeros(64)  # tokens, predicted
         self._free.extend(range(63, -1, -1))
         self._num_used = 0  # slots from here on never had anybody
-        self._of_row: dict[int, set[int]] = {}  # slots
+        self._of_row: dict[int, _Slots] = {}
         self._joins: dict[int, _Joins] = {}  # by row
 
     def __len__(self) -> int:
@@ -93,7 +120,7 @@ class DecodeForecast:
         slot = self._slots[request_id] = self._free.pop()
         self._num_used = max(self._num_used, slot + 1)
         self._rows[slot] = row
-        self._of_row.setdefault(row, set()).add(slot)
+        self._of_row.setdefault(row, _Slots()).add(slot)
         self._joins_s[slot], self._leaves_s[slot] = joins_s, max(leaves_s, joins_s)
         self._prompts[slot], self._outputs[slot] = num_prompt, num_output
 
@@ -146,7 +173,7 @@ class DecodeForecast:
     def mean_load(self, row: int, from_s: float, until_s: float, now_s: float) -> DecodeLoad:
         """Sequences and tokens that `row` decodes on average between the two, beside who asks: those that are foreseen,
         and as many as usually join in that time."""
-        there = np.array(sorted(self._of_row.get(row, ())), dtype=np.int64)
+        there = self._slots_of(row)
         joins_s, ends_s = self._lives(there, now_s)
         length_s = max(until_s - from_s, 1e-9)
         shares = np.maximum(np.minimum(ends_s, until_s) - np.maximum(joins_s, from_s), 0.0) / length_s
@@ -159,7 +186,7 @@ class DecodeForecast:
         there = self._present(row, now_s, without)
         _, ends_s = self._lives(there, now_s)
         context = self._prompts[there] + 0.5 * self._outputs[there]
-        return list(map(Life, ends_s.tolist(), context.tolist()))
+        return list(zip(ends_s.tolist(), context.tolist(), strict=True))
 
     def present_load(self, row: int, now_s: float, without: Collection[str] = ()) -> DecodeLoad:
         """Those of `present` who do not leave at this very moment, as sums."""
@@ -169,9 +196,19 @@ class DecodeForecast:
         return DecodeLoad(len(there), float(np.add.reduce(context)))
 
     def _present(self, row: int, now_s: float, without: Collection[str]) -> NDArray[np.int64]:
-        others = {self._slots[one] for one in without if one in self._slots}
-        there = np.array(sorted(self._of_row.get(row, set()) - others), dtype=np.int64)
-        return there[self._joins_s[there] <= now_s]
+        there = self._slots_of(row)
+        there = there[self._joins_s[there] <= now_s]
+        others = [self._slots[one] for one in without if one in self._slots]
+        if not others:
+            return there
+        is_wanted = np.ones(self._num_used, dtype=np.bool_)
+        is_wanted[others] = False
+        return there[is_wanted[there]]
+
+    def _slots_of(self, row: int) -> NDArray[np.int64]:
+        """Ascending."""
+        slots = self._of_row.get(row)
+        return _NO_SLOTS if slots is None else slots.ascending
 
     def spans(self, beside: NDArray[np.bool_], now_s: float, without: Collection[str] = ()) -> Spans:
         """From when until when each request on rows of `beside` decodes, seen from now; `without` some of them. The

@@ -16,7 +16,10 @@ def at_one_speed(cost: Floats, alone_s: Floats, rows: Bools) -> Floats:
     alone_s: what each row takes for one and the same work by itself, 0 where that is not known.
     """
     among = rows.nonzero()[0]
-    best_s = alone_s[among[np.argmin(cost[among])]]
+    among_s = alone_s[among]
+    if np.logical_and.reduce(among_s == among_s[0]):  # most often: they cost what they cost
+        return cost
+    best_s = among_s[np.argmin(cost[among])]
     slower = np.divide(alone_s, best_s, out=np.zeros_like(alone_s), where=rows & (best_s > 0))
     is_about_one = (slower <= _LEARNING_ERROR) & (slower >= 1 / _LEARNING_ERROR)
     found: Floats = np.divide(cost, slower, out=cost.copy(), where=is_about_one)

@@ -15,7 +15,7 @@ from halfmoon.policy.cluster_view import Bools, ClusterView, WorkerView
 from halfmoon.policy.decode_forecast import DecodeLoads
 from halfmoon.policy.feedback import Targets
 from halfmoon.policy.latency import Floats
-from halfmoon.policy.ranking import PlacementMode, Ranking, predict_tbt
+from halfmoon.policy.ranking import PlacementMode, Ranking
 from halfmoon.policy.ttft import TtftPrediction, predict_ttft
 
 NO_TARGETS = Targets(None, None)
@@ -144,7 +144,8 @@ def place(
     chosen = exactly(chosen) if exactly else chosen
     loads = loads_at(now_s + chosen.ttft_s)
     decode = prefill if rows.both[prefill] else ranking.best_decode(loads, rows.decode, rng)
-    return replace(chosen, decode=view.worker(decode), tbt_s=float(predict_tbt(view, loads, num_tokens)[decode]))
+    worker, batch, context = view.worker(decode), float(loads.batch[decode]), float(loads.context_tokens[decode])
+    return replace(chosen, decode=worker, tbt_s=worker.step_model.seconds(batch + 1, context + num_tokens))
 
 
 def _prefilled(view: ClusterView, row: int, ttft: TtftPrediction) -> Placement:

@@ -6,13 +6,13 @@ import pytest
 
 from halfmoon.policy.latency import StepModel
 from halfmoon.policy.neighbours import Decoding
-from halfmoon.policy.own_decodes import Life, OwnDecodes
+from halfmoon.policy.own_decodes import OwnDecodes
 
 MODEL = StepModel(1.0, 0.1, 0.001)
 
 
 def test_steps_get_shorter_as_sequences_end() -> None:
-    own = OwnDecodes(3, [Life(9.0, 200.0), Life(5.0, 100.0)], MODEL)
+    own = OwnDecodes(3, [(9.0, 200.0), (5.0, 100.0)], MODEL)
     assert own.step_s(0.0) == pytest.approx(1.0 + 0.2 + 0.3)
     assert own.step_s(5.0) == pytest.approx(1.0 + 0.1 + 0.2)
     assert own.step_s(9.0) == 0

@@ -16,7 +16,7 @@ from halfmoon.engine.scheduler import Scheduler, SchedulerLimits
 from halfmoon.engine.sequence import Sequence
 from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.policy.neighbours import Decoding, Neighbours
-from halfmoon.policy.own_decodes import Life, OwnDecodes
+from halfmoon.policy.own_decodes import OwnDecodes
 from halfmoon.policy.prefill_course import Prefill, PrefillCourse, Speed
 from tests.policy.busy_host import beside
 
@@ -100,7 +100,7 @@ def test_no_prompt_is_done_before_the_earliest_moment(
     for number, one in enumerate(prompts):
         made.join(str(number), one, Decoding(1, 2.0, 10) if number % 2 else None, STEP, 0.0)
     made.advance(speed, 1.0, now_s)
-    own = OwnDecodes(1, [Life(2.0, 10)], StepModel(0.1, 0.1, 0.0)) if in_chunks else None
+    own = OwnDecodes(1, [(2.0, 10)], StepModel(0.1, 0.1, 0.0)) if in_chunks else None
     found = made.predict(wanted, speed, Neighbours({}), 1.0, ahead_s, now_s, own)
     assert found is not None
     assert made.earliest_s(least, speed, ahead_s, now_s) <= found.ends_s + 1e-9
@@ -229,7 +229,7 @@ def test_steps_beside_decoding_are_those_of_the_scheduler(prompts: list[tuple[in
     made = PrefillCourse()
     for number, (num_tokens, priority) in enumerate(prompts[:-1]):
         made.join(str(number), work(num_tokens, priority), None, CHUNK, 0.0)
-    own = OwnDecodes(0, [Life(math.inf, 1.0)], ONE_STEP)
+    own = OwnDecodes(0, [(math.inf, 1.0)], ONE_STEP)
     found = made.predict(work(*prompts[-1]), BOTH, NOBODY, 0.0, 0.0, 0.0, own)
     assert found is not None
     assert found.ends_s == pytest.approx(scheduled_until(prompts, decode_s=0.1))
@@ -241,9 +241,9 @@ ONE_STEP = StepModel(0.1, 0.0, 0.0)
 
 
 def test_a_worker_that_decodes_too_computes_chunks_beside_its_tokens() -> None:
-    found = PrefillCourse().predict(work(100), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, [Life(99.0, 1.0)], ONE_STEP))
+    found = PrefillCourse().predict(work(100), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, [(99.0, 1.0)], ONE_STEP))
     assert found == pytest.approx((0.05, 0.05 + 1.0 + 3 * 0.1, 0))  # half of a decode step, then three chunks
-    found = PrefillCourse().predict(work(100), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, [Life(0.4, 1.0)], ONE_STEP))
+    found = PrefillCourse().predict(work(100), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, [(0.4, 1.0)], ONE_STEP))
     assert found == pytest.approx((0.05, 0.05 + 0.5 + 0.6, 0))  # a chunk, and then all of the rest
 
 
