@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, NoCapacity, NotFound
+from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, NotFound
 from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.catalog import Catalog
 from services.kvstore.cold import ColdTier
@@ -23,6 +22,7 @@ from services.kvstore.copies import Copies
 from services.kvstore.counts import Counts
 from services.kvstore.disk import DiskTier
 from services.kvstore.dram import Block, Draft, DramTier
+from services.kvstore.dram_encoder import DramEncoder
 from services.kvstore.entry import Change, Entry, Tier
 from services.kvstore.events import EventKind, EventLog
 from services.kvstore.eviction import policy_named
@@ -31,10 +31,8 @@ from services.kvstore.loading import Loader
 from services.kvstore.options import PoolOptions
 from services.kvstore.record import Record
 from services.kvstore.replica_marks import ReplicaMarks
-from services.kvstore.residual import codec_for, left_behind
 from services.kvstore.upkeep import Upkeep
-
-log = logging.getLogger(__name__)
+from services.kvstore.verification import Verification
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +71,8 @@ class Pool:
         self.events = EventLog(lambda: [(entry.meta.id, tuple(sorted(entry.tiers))) for entry in self.catalog])
         self.replicas = ReplicaMarks()
         self._now_s = now_s
+        self._encoder = DramEncoder(self.options.dram_codec, self.dram, self.catalog)
+        self._verification = Verification(self.catalog, self.dram, disk, cold, self.counts)
         self._disk_breaker = CircuitBreaker(1, self.options.retry_pause_s)
         self._loader = Loader(
             self.catalog, self.dram, self.options.dram_codec, disk, self._disk_breaker, cold, self.counts
@@ -146,36 +146,20 @@ class Pool:
 
         known_digest: of these bytes, as they are now.
         """
-        await self._enter(draft, known_digest)
+        await self._encoder.commit(draft, known_digest)
         self.replicas.unmark(draft.meta.id)
         self.counts.num_stored += 1
         self._copies.enqueue(draft.meta)
-        await self._leave_behind(draft.meta)
+        await self._encoder.encode_left_behind(draft.meta)
 
     async def commit_replica(self, draft: Draft) -> None:
         """As `commit`, of a copy of what another store has: it goes no further down, and is dropped when it cools."""
-        was_here = await self._enter(draft)
+        was_here = await self._encoder.commit(draft)
         entry = self.catalog.get(draft.meta.id)
         if entry is not None and not was_here:  # what a worker brought meanwhile is this store's own
             self.replicas.mark(draft.meta.id, entry.usage.num_uses, self._now_s())
             self.counts.num_replicated += 1
-        await self._leave_behind(draft.meta)
-
-    async def _enter(self, draft: Draft, known_digest: int | None = None) -> bool:
-        """Makes the block visible as the last thing it does. Whether it was before."""
-        codec = codec_for(self.options.dram_codec, draft.meta, self.catalog)
-        payload = None if codec.is_plain else await asyncio.to_thread(codec.encode, draft.room.view, draft.layout)
-        was_here = draft.meta.id in self.catalog
-        if payload is None:
-            self.dram.commit(draft, known_digest)
-        else:
-            self.dram.commit_encoded(draft, codec, payload)
-        return was_here
-
-    async def _leave_behind(self, newest: BlockMeta) -> None:
-        behind = left_behind(self.options.dram_codec, newest, self.catalog)
-        if behind is not None:
-            await self._encode_anew(behind)
+        await self._encoder.encode_left_behind(draft.meta)
 
     def discard(self, draft: Draft) -> None:
         """Ends a draft that was not committed."""
@@ -209,14 +193,7 @@ class Pool:
 
     async def verify(self, tiers: Iterable[Tier]) -> dict[Tier, tuple[int, int]]:
         """Reads every block of the tiers; what is damaged is dropped. (number read, number damaged) of each."""
-        found = {}
-        for tier in sorted(tiers):
-            num_damaged = 0
-            held = [entry.meta for entry in self.catalog if tier in entry.tiers]
-            for meta in held:
-                num_damaged += not await self._is_whole(meta, tier)
-            found[tier] = len(held), num_damaged
-        return found
+        return await self._verification.verify(tiers)
 
     def budget_bytes(self, tier: Tier) -> int:
         """What the tier may take; 0 if there is none."""
@@ -254,36 +231,6 @@ class Pool:
             return _loan_of(self.dram.acquire(block, use=False))
         except HalfmoonError:  # there was no room for it
             return Loan(record, None)
-
-    async def _encode_anew(self, block: bytes) -> None:
-        """The prompt has gone on: a block in DRAM gets the tier's codec, if there is room for both for a moment."""
-        codec = self.options.dram_codec
-        with contextlib.suppress(NotFound, DataLoss, NoCapacity):
-            loan = _loan_of(self.dram.acquire(block, use=False))
-            try:
-                if loan.record.codec != codec and loan.record.meta.layout is not None:
-                    payload = await asyncio.to_thread(codec.encode, loan.cells(), loan.record.meta.layout)
-                    if self.catalog.is_in(block, Tier.DRAM):  # it may have been dropped meanwhile
-                        self.dram.insert(loan.record.meta, codec, payload)
-            finally:
-                self.give_back(loan)
-
-    async def _is_whole(self, meta: BlockMeta, tier: Tier) -> bool:
-        try:
-            if tier is Tier.DRAM:
-                self.dram.release(self.dram.acquire(meta.id, use=False))
-                await asyncio.sleep(0)
-            elif tier is Tier.DISK and self.disk is not None:
-                (await self.disk.read(meta.id)).cells()
-            elif self.cold is not None:
-                (await self.cold.get(meta)).cells()
-        except (DataLoss, NotFound):
-            if tier is not Tier.DRAM and not self.catalog.is_in(meta.id, tier):
-                return True  # it left meanwhile
-            self.counts.add(tier, "corrupted")
-            self.catalog.lose(meta.id, tier)
-            return False
-        return True
 
     def _changed(self, change: Change) -> None:
         if not change.held:

@@ -191,21 +191,6 @@ async def test_damage_everywhere_is_a_miss_and_takes_what_follows_along(tmp_path
         assert (it.counts.num_misses, it.counts.total("corrupted")) == (1, 1)
 
 
-async def test_verify_finds_and_drops_what_is_damaged(tmp_path: Path) -> None:
-    cold = ColdMemory()
-    async with pool(directory=tmp_path, cold=cold) as it:
-        await put_chain(it, KEYS[:2])
-        await put_chain(it, KEYS[2:4])
-        await it.settled()
-        assert await it.verify(list(Tier)) == dict.fromkeys(Tier, (4, 0))
-        block = it.dram.acquire(IDS[3])
-        block.room.view[3] ^= 1
-        it.dram.release(block)
-        cold.objects[object_name(meta(IDS[1], IDS[0], 1))] = b"?"
-        assert await it.verify(list(Tier)) == {Tier.DRAM: (4, 1), Tier.DISK: (4, 0), Tier.COLD: (4, 1)}
-        assert (tiers(it, IDS[3]), tiers(it, IDS[1])) == ([Tier.DISK, Tier.COLD], [Tier.DRAM, Tier.DISK])
-
-
 async def test_the_slow_tiers_keep_to_their_budgets(tmp_path: Path) -> None:
     cold = ColdMemory()
     size = 3 * LAYOUT.block_bytes

@@ -1,0 +1,59 @@
+"""Whether what the tiers hold is whole: every block is read, and what is damaged is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from halfmoon.errors import DataLoss, NotFound
+from services.kvstore.catalog import Catalog
+from services.kvstore.cold import ColdTier
+from services.kvstore.counts import Counts
+from services.kvstore.disk import DiskTier
+from services.kvstore.dram import DramTier
+from services.kvstore.entry import Tier
+from services.kvstore.identity import BlockMeta
+
+
+class Verification:
+    """Owns no state: it reads each tier as it is, beside whoever else does."""
+
+    def __init__(
+        self, catalog: Catalog, dram: DramTier, disk: DiskTier | None, cold: ColdTier | None, counts: Counts
+    ) -> None:
+        self._catalog = catalog
+        self._dram = dram
+        self._disk = disk
+        self._cold = cold
+        self._counts = counts
+
+    async def verify(self, tiers: Iterable[Tier]) -> dict[Tier, tuple[int, int]]:
+        """(number read, number damaged) of each tier. Raises what a tier that cannot be read does."""
+        found = {}
+        for tier in sorted(tiers):
+            num_damaged = 0
+            held = [entry.meta for entry in self._catalog if tier in entry.tiers]
+            for meta in held:
+                num_damaged += not await self._is_whole(meta, tier)
+            found[tier] = len(held), num_damaged
+        return found
+
+    async def _is_whole(self, meta: BlockMeta, tier: Tier) -> bool:
+        try:
+            await self._read(meta, tier)
+        except (DataLoss, NotFound):
+            if tier is not Tier.DRAM and not self._catalog.is_in(meta.id, tier):
+                return True  # it left meanwhile
+            self._counts.add(tier, "corrupted")
+            self._catalog.lose(meta.id, tier)
+            return False
+        return True
+
+    async def _read(self, meta: BlockMeta, tier: Tier) -> None:
+        if tier is Tier.DRAM:
+            self._dram.release(self._dram.acquire(meta.id, use=False))
+            await asyncio.sleep(0)
+        elif tier is Tier.DISK and self._disk is not None:
+            (await self._disk.read(meta.id)).cells()
+        elif self._cold is not None:
+            (await self._cold.get(meta)).cells()
