@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple
 
 from halfmoon.engine.piece_tokens import PieceTokens
@@ -28,7 +29,7 @@ class TextBeginning:
         self, text: str, pieces: PieceTokens | None, around: Around = NOTHING_AROUND, salt: bytes = b""
     ) -> None:
         """Without `pieces` it cannot be read."""
-        self.token_ids = list(around.before)
+        self.token_ids = array("I", around.before)
         self.is_whole = False
         self._text = text
         self._pieces = pieces
@@ -49,13 +50,13 @@ class TextBeginning:
             if found is None:
                 (found,) = self._pieces.learn([piece], self._salt)
                 num_tokens -= len(found)
-            self.token_ids += found
+            self.token_ids.extend(found)
             self._num_read += len(piece)
             if num_tokens <= 0 or len(self.token_ids) - num_before > _MOST_RECALLED:
                 return
         if not self.is_whole and self._num_read == len(self._text):
             self.is_whole = True
-            self.token_ids += self._after
+            self.token_ids.extend(self._after)
 
     def least_tokens(self) -> int:
         """The whole text has no fewer."""

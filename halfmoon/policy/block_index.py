@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.policy.holder_sets import HolderSets, SetIds
+from halfmoon.policy.holder_sets import EMPTY, HolderSets, SetIds
 from halfmoon.policy.key_table import Keys, KeyTable
 
 SHORT_KEY_BYTES = 8
@@ -112,6 +112,8 @@ class BlockIndex:
         if not len(keys):
             return np.zeros(self._sets.num_holders + 1, dtype=np.int64)
         ids = self._table.get(keys)
+        if ids[0] == EMPTY:  # most often, where prompts share little
+            return np.zeros(self._sets.num_holders + 1, dtype=np.int64)
         starts = _run_starts(ids)
         rows = np.bitwise_and.accumulate(self._sets.rows[ids[starts]], axis=0)  # who has all blocks so far
         shrinks = np.flatnonzero((rows[1:] != rows[:-1]).any(axis=1))

@@ -38,19 +38,13 @@ def ranked_candidates(
     present = view.can_prefill[:num_rows] | view.can_do_both[:num_rows]
     seconds = np.where(present, ttft.seconds, np.inf)
     best = np.argsort(seconds, kind="stable")[: min(limit, int(present.sum()))]
-    rows = dict.fromkeys([*map(int, best), *view.rows_of(chosen)])
+    rows = dict.fromkeys([*best.tolist(), *view.rows_of(chosen)])
     known = ttft.cached_tokens + ttft.fetched_tokens
     compute_s = prefill_seconds(view, known, float(num_prompt_tokens))
+    figures = np.stack((ttft.seconds, ttft.queue_s, compute_s, ttft.cached_tokens, ttft.fetched_tokens))
     found = [
-        Candidate(
-            view.worker(row).worker_id,
-            float(ttft.queue_s[row]),
-            float(max(ttft.seconds[row] - ttft.queue_s[row] - compute_s[row], 0.0)),
-            float(compute_s[row]),
-            int(ttft.cached_tokens[row]),
-            int(ttft.fetched_tokens[row]),
-        )
-        for row in rows
+        Candidate(view.worker(row).worker_id, queue_s, max(all_s - queue_s - own_s, 0.0), own_s, int(cached), int(more))
+        for row, (all_s, queue_s, own_s, cached, more) in zip(rows, figures[:, list(rows)].T.tolist(), strict=True)
     ]
     return found if placement is None else [_refined(one, placement) for one in found]
 

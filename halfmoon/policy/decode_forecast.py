@@ -165,9 +165,11 @@ class DecodeForecast:
         context = np.bincount(rows, weights=share, minlength=num_rows).astype(np.float64, copy=False)
         return DecodeLoads(batch[:num_rows], context[:num_rows])
 
-    def next_ends(self, row: int | None, now_s: float) -> Floats:
+    def next_ends(self, row: int | None, now_s: float, without: Collection[str] = ()) -> Floats:
         """When requests of `row`, or of all, are predicted to leave, soonest first; those overdue do so by and by."""
-        _, ends_s = self._lives(self._rows >= 0 if row is None else self._rows == row, now_s)
+        there = self._rows >= 0 if row is None else self._rows == row
+        there[[self._slots[one] for one in without if one in self._slots]] = False
+        _, ends_s = self._lives(there, now_s)
         return np.sort(ends_s)
 
     def mean_load(self, row: int, from_s: float, until_s: float, now_s: float) -> DecodeLoad:

@@ -77,6 +77,7 @@ class Gatekeeper:
         self._feedback = Feedback()
         self._usual_ttft_s: float | None = None  # mean of what was predicted for the latest requests
         self._inside: dict[str, _Inside] = {}
+        self._held: set[str] = set()  # of them, whose turn has not come: nobody is told to wait until they leave
         self._idle_refusal_s: float | None = None  # the first one since somebody ran, or was let in to see
         self._shedding = Shedding()
 
@@ -101,7 +102,7 @@ class Gatekeeper:
             missed = missed_target(outlook, targets)
             if missed is None and self._has_share(view, request, found, now_s):
                 return found
-        if missed is not None and self._is_probe(now_s):
+        if missed is not None and self.is_probe(now_s):
             return plain
         if missed is None:
             message = f"class {qos.name} has used its share of the cluster, and others need theirs"
@@ -148,7 +149,7 @@ class Gatekeeper:
 
     def refuse_least(self, refusal: Refused, qos: QosClass, now_s: float) -> None:
         """Raises it, unless the request is let in to see whether that is right."""
-        if not self._is_probe(now_s):
+        if not self.is_probe(now_s):
             self._note_ttft(refusal.ttft_s)
             self._shed_below(qos, refusal, now_s)
             raise refusal
@@ -192,15 +193,45 @@ class Gatekeeper:
     def enter(
         self, request_id: str, view: ClusterView, admitted: Admitted, num_prompt_tokens: int, now_s: float
     ) -> None:
-        """The request goes to its workers."""
+        """The request, held or not, goes to its workers."""
+        self._let_in(request_id, admitted, num_prompt_tokens, now_s)
+        self.move(request_id, view, admitted.placement, now_s)
+
+    def hold(
+        self, request_id: str, view: ClusterView, admitted: Admitted, num_prompt_tokens: int, now_s: float
+    ) -> None:
+        """The request will go there, once others of the same client can, too: those are judged beside it."""
+        work = self._let_in(request_id, admitted, num_prompt_tokens, now_s)
+        self._held.add(request_id)
+        self._forecast.hold(request_id, view, work, admitted.placement, now_s)
+
+    def call_up(self, request_id: str, now_s: float) -> None:
+        """A held request is placed next, and is not beside itself."""
+        self._forecast.leave(request_id, now_s)
+
+    def withdraw(self, request_id: str, now_s: float) -> None:
+        """A held request goes nowhere: it was never here."""
+        self._let_out(request_id, now_s)
+
+    def _let_in(self, request_id: str, admitted: Admitted, num_prompt_tokens: int, now_s: float) -> RunningRequest:
+        held = self._inside.get(request_id)
+        self._held.discard(request_id)
+        if held is not None:
+            self._reservations.give_back(held.qos.name, held.reserved_tokens)
         reserved = num_prompt_tokens + round(admitted.num_output)
         self._reservations.take(admitted.qos.name, reserved)
         tbt_s = max(admitted.mean_tbt_s, admitted.placement.tbt_s)
         work = RunningRequest(num_prompt_tokens, admitted.num_output, tbt_s, admitted.priority)
         alone = self._forecast.alone(admitted.placement, num_prompt_tokens, admitted.num_output)
         self._inside[request_id] = _Inside(admitted.qos, work, reserved, alone, now_s)
-        self._idle_refusal_s = None
-        self.move(request_id, view, admitted.placement, now_s)
+        return work
+
+    def _let_out(self, request_id: str, now_s: float) -> _Inside:
+        inside = self._inside.pop(request_id)
+        self._held.discard(request_id)
+        self._forecast.leave(request_id, now_s)
+        self._reservations.give_back(inside.qos.name, inside.reserved_tokens)
+        return inside
 
     def move(self, request_id: str, view: ClusterView, placement: Placement, now_s: float) -> None:
         """The request goes to these workers, from now on and nowhere else."""
@@ -219,9 +250,8 @@ class Gatekeeper:
         self, request_id: str, now_s: float, *, num_output: int, ttft_s: float | None, tbt_s: float | None
     ) -> None:
         """The request ended; `ttft_s` is None for one that did not end by itself, which teaches nothing."""
-        inside = self._inside.pop(request_id)
-        self._forecast.leave(request_id, now_s)
-        self._reservations.give_back(inside.qos.name, inside.reserved_tokens)
+        inside = self._let_out(request_id, now_s)
+        self._idle_refusal_s = None
         if ttft_s is not None:
             self.lengths.add(inside.qos.name, inside.work.num_prompt_tokens, num_output)
             telling_s = tbt_s if num_output >= _TELLING_TOKENS else None
@@ -297,11 +327,12 @@ class Gatekeeper:
         self, qos: QosClass, missed: TargetKind, outlook: Outlook, targets: Targets, row: int | None, now_s: float
     ) -> Refused:
         assert row is not None
-        ends_in_s = self._forecast.decodes.next_ends(None if self.mode == "load" else row, now_s) - now_s
+        of_row = None if self.mode == "load" else row
+        ends_in_s = self._forecast.decodes.next_ends(of_row, now_s, self._held) - now_s
         tightening = self._feedback.tightenings(qos).get(missed)
         return over_target(qos, missed, outlook, targets, tightening, ends_in_s)
 
-    def _is_probe(self, now_s: float) -> bool:
+    def is_probe(self, now_s: float) -> bool:
         """Whether a refused request is let in because nothing ran for long: what is predicted too high for all would
         else never be measured again."""
         if self._inside:

@@ -154,9 +154,18 @@ class RequestForecast:
         self._courses.leave(request_id, now_s)
         self._courses.join(request_id, view, placement, num_prompt, num_output, priority, now_s)
         joins_s = now_s + placement.ttft_s
-        self.decodes.leave(request_id)
+        self.decodes.leave(request_id)  # held or not
         leaves_s = joins_s + num_output * running.tbt_s
         self.decodes.join(request_id, row, joins_s, leaves_s, num_prompt, num_output)
+
+    def hold(
+        self, request_id: str, view: ClusterView, running: RunningRequest, placement: Placement, now_s: float
+    ) -> None:
+        """The request will decode there, it is not known from when on: it counts from now on, its prompt does not."""
+        row = view.row(placement.decode.worker_id)
+        assert row is not None
+        leaves_s = now_s + placement.ttft_s + running.num_output * running.tbt_s
+        self.decodes.join(request_id, row, now_s, leaves_s, running.num_prompt_tokens, running.num_output)
 
     def begin_decode(self, request_id: str, now_s: float) -> None:
         """Its first token is there."""

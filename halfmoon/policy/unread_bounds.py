@@ -16,7 +16,7 @@ from halfmoon.policy.placement import NOTHING_CACHED, PlacementRequest
 from halfmoon.policy.prefill_course import Prefill
 from halfmoon.policy.ranking import predict_tbt
 from halfmoon.policy.request_forecast import RequestForecast
-from halfmoon.policy.ttft import TtftPrediction
+from halfmoon.policy.ttft import TtftPrediction, prefill_seconds
 
 
 class LeastPrompt(NamedTuple):
@@ -82,7 +82,7 @@ def _least_ttft(
     """Seconds, and what they would be with nobody else there.
 
     With a worker that may meet the target nobody is refused for it, so none is looked at more closely than that needs:
-    then it is only what the prompt takes alone.
+    then it is only what the prompt takes alone. Nor is one where nobody else can be sooner.
     """
     num_rows = view.num_rows
     known_tokens = depths.max() * view.column("block_tokens")  # should it come by all that anybody has
@@ -91,11 +91,13 @@ def _least_ttft(
     least_s, alone_s = math.inf, overhead_s + float((ttft.seconds - ttft.queue_s)[rows].min())
     if target_s is None:
         return alone_s, alone_s
+    floors_s = np.minimum(ttft.seconds, prefill_seconds(view, known_tokens, float(request.num_prompt_tokens)))
+    enough_s = max(target_s, overhead_s + float(floors_s[rows].min()))
     for row in rows[np.argsort(ttft.seconds[rows])].tolist():
         known = int(known_tokens[row])
         work = Prefill(request.num_prompt_tokens - known, known, request.priority, -math.inf)
         exactly_s = forecast.earliest_s(view, row, work, now_s)
         least_s = min(least_s, overhead_s + min(float(ttft.seconds[row]), exactly_s))
-        if least_s <= target_s:
-            return alone_s, alone_s
-    return least_s, alone_s
+        if least_s <= enough_s:
+            break
+    return (alone_s if least_s <= target_s else least_s), alone_s

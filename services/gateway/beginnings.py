@@ -82,10 +82,13 @@ def held_blocks(beginning: Beginning, membership: Membership, tenant_salt: bytes
     if layout is None:
         return NOTHING_CACHED
     root, num_tokens = root_key(membership.model_fingerprint, layout, tenant_salt), layout.block_tokens
+    named: list[bytes] = []  # blocks
     while num_tokens <= _MOST_TOKENS and len(beginning.token_ids) <= _MOST_HELD_TOKENS:
         num_before = len(beginning.token_ids)
         beginning.read_on(num_tokens)
-        keys = short_keys(iter_block_keys(root, beginning.token_ids, layout.block_tokens))
+        more = beginning.token_ids[len(named) * layout.block_tokens :]
+        named += iter_block_keys(named[-1] if named else root, more, layout.block_tokens)
+        keys = short_keys(named)
         depths = membership.index.match(keys)
         if beginning.is_whole or depths.max() < len(keys):
             return np.minimum(depths, (beginning.least_tokens() - 1) // layout.block_tokens)

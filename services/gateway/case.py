@@ -50,6 +50,7 @@ class Case:
         copies: StoreCopies,
     ) -> None:
         self.request = request  # as admitted
+        self._asked = request
         self._name = name
         self._progress = progress
         self._gatekeeper = gatekeeper
@@ -58,6 +59,7 @@ class Case:
         self._observations = observations
         self._copies = copies
         self._admitted: Admitted | None = None
+        self._is_held = False  # admitted, and not under way
         self._waited_s = 0.0  # until it was admitted
         self._keys: tuple[KVLayout, Keys] | None = None
         self._block_keys: list[bytes] = []  # what `_keys` are short for
@@ -70,24 +72,50 @@ class Case:
             keys = block_keys(root, self.request.prompt_token_ids, layout.block_tokens)
             self._keys, self._block_keys = (layout, short_keys(keys)), keys
 
+    def share_blocks(self, other: Case) -> None:
+        """Takes the names of its blocks from one of the same prompt."""
+        self._keys, self._block_keys = other._keys, other._block_keys
+
+    def hold(self, *, is_probe: bool = False) -> None:
+        """Admits it before its turn has come: `place` refuses it no more. Raises Refused, which a probe is not by
+        targets, and what `place` raises."""
+        qos, now_s = self.request.qos, self._clock()
+        judged = replace(qos, ttft_s=None, tbt_s=None) if is_probe else qos
+        wanted = self._wanted(())
+        self._admit(self._decided(wanted, judged, now_s))
+        self._is_held = True
+        assert self._admitted is not None
+        self._gatekeeper.hold(self._name, self._membership.view(), self._admitted, wanted.num_prompt_tokens, now_s)
+
+    def withdraw(self) -> None:
+        """Takes `hold` back, if there was any."""
+        if self._is_held:
+            self._gatekeeper.withdraw(self._name, self._clock())
+            self._admitted, self._is_held, self.request = None, False, self._asked
+
     def place(self, exclude: Sequence[str]) -> Placement:
         """Where to try next. Raises Refused the first time, if the class forbids it, and what `place` raises."""
+        wanted, view, now_s = self._wanted(exclude), self._membership.view(), self._clock()
+        if self._admitted is None:
+            return self._begin(wanted, self._decided(wanted, self.request.qos, now_s), now_s)
+        if self._is_held:
+            self._gatekeeper.call_up(self._name, now_s)
+        placement = self._gatekeeper.place_again(view, wanted, self._admitted.qos, now_s, self._depths())
+        if self._is_held:
+            self._is_held = False
+            return self._begin(wanted, replace(self._admitted, placement=placement), now_s)
+        self._gatekeeper.move(self._name, view, placement, now_s)
+        move = Move(now_s, placement.prefill.worker_id, placement.decode.worker_id)
+        self._observations.decisions.note_move(self.request.request_id, move)
+        return placement
+
+    def _wanted(self, exclude: Sequence[str]) -> PlacementRequest:
         num_output = len(self._progress.output_token_ids)
         num_prompt = len(self.request.prompt_token_ids) + num_output
         sampling = self.request.sampling
         room = sampling.max_tokens - num_output
         least = room if sampling.ignore_eos else sampling.min_tokens - num_output
-        wanted = PlacementRequest(
-            num_prompt, room, tuple(exclude), priority=self._priority(), least_tokens=max(least, 0)
-        )
-        view, now_s = self._membership.view(), self._clock()
-        if self._admitted is None:
-            return self._enter(wanted, now_s)
-        placement = self._gatekeeper.place_again(view, wanted, self._admitted.qos, now_s, self._depths())
-        self._gatekeeper.move(self._name, view, placement, now_s)
-        move = Move(now_s, placement.prefill.worker_id, placement.decode.worker_id)
-        self._observations.decisions.note_move(self.request.request_id, move)
-        return placement
+        return PlacementRequest(num_prompt, room, tuple(exclude), priority=self._priority(), least_tokens=max(least, 0))
 
     def codec(self, usual: KVCodec.ValueType) -> KVCodec.ValueType:
         """How its KV travels."""
@@ -98,7 +126,7 @@ class Case:
         return _FirstToken(sink, lambda: self._gatekeeper.begin_decode(self._name, self._clock()))
 
     def close(self) -> None:
-        """It is over, in whatever way."""
+        """It is over, in whatever way; again, that is nothing."""
         if self._admitted is not None:
             progress = self._progress
             self._note_overheads()
@@ -107,6 +135,7 @@ class Case:
             self._gatekeeper.leave(
                 self._name, self._clock(), num_output=num_output, ttft_s=ttft_s, tbt_s=progress.mean_tbt_s
             )
+            self._admitted = None
 
     def _note_overheads(self) -> None:
         """Of a request that needed one attempt."""
@@ -117,17 +146,26 @@ class Case:
         before_token_s = (progress.ttft_s or 0.0) - self._waited_s - worker_s
         self._gatekeeper.note_overheads(before_token_s, progress.handover_s)
 
-    def _enter(self, wanted: PlacementRequest, now_s: float) -> Placement:
+    def _decided(self, wanted: PlacementRequest, judged: QosClass, now_s: float) -> Admitted:
+        """`judged` is its class, with the targets that count."""
         view, progress, qos = self._membership.view(), self._progress, self.request.qos
         progress.qos_class = qos.name
         depths = self._depths()
         try:
-            admitted = self._gatekeeper.decide(view, wanted, qos, now_s, depths)
+            return replace(self._gatekeeper.decide(view, wanted, judged, now_s, depths), qos=qos)
         except Refused as refusal:
             self._note(wanted, depths, now_s, refusal)
             trace_admission(progress, now_s, refusal)
             progress.note_refused(refusal)
             raise
+
+    def _admit(self, admitted: Admitted) -> None:
+        self._admitted = admitted
+        self.request = _as_admitted(self.request, admitted)
+
+    def _begin(self, wanted: PlacementRequest, admitted: Admitted, now_s: float) -> Placement:
+        """It goes to its workers."""
+        view, progress, depths = self._membership.view(), self._progress, self._depths()
         self._waited_s = now_s - progress.arrived_s
         trace_admission(progress, now_s)
         progress.predicted_ttft_s = self._waited_s + admitted.placement.ttft_s
@@ -135,8 +173,7 @@ class Case:
         progress.predicted_prefill_s = admitted.placement.prefill_s
         progress.predicted_tbt_s = admitted.mean_tbt_s if admitted.max_tokens > 1 else None
         self._note(wanted, depths, now_s, admitted.placement)
-        self.request = _as_admitted(self.request, admitted)
-        self._admitted = admitted
+        self._admit(admitted)
         self._gatekeeper.enter(self._name, view, admitted, wanted.num_prompt_tokens, now_s)
         if self._keys is not None:
             chain = PromptBlocks(self._block_keys, self._keys[0], self.request.tenant_salt)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from halfmoon.errors import HalfmoonError
 from halfmoon.policy.admission import AdmissionMode, Refused
 from halfmoon.policy.classes import Caller, QosClass
 from halfmoon.policy.gatekeeper import Gatekeeper
@@ -116,6 +117,25 @@ class Judge:
                 refusal=refusal.reason,
             )
             self._observations.decisions.note(decision)
+            raise
+
+    def hold_together(self, cases: Sequence[Case]) -> None:
+        """Admits all of these, the outputs of one HTTP request, or none. Raises Refused, and what `place` raises."""
+        try:
+            self._hold_each(cases)
+        except Refused as refusal:
+            is_by_targets = refusal.reason in ("ttft", "tbt")
+            if not is_by_targets or not self.gatekeeper.is_probe(self._clock()):
+                raise
+            self._hold_each(cases, is_probe=True)
+
+    def _hold_each(self, cases: Sequence[Case], *, is_probe: bool = False) -> None:
+        try:
+            for case in cases:
+                case.hold(is_probe=is_probe)
+        except HalfmoonError:
+            for case in cases:
+                case.withdraw()
             raise
 
     @contextmanager

@@ -8,8 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TypeVar
 
-from halfmoon.errors import DeadlineExceeded, NoCapacity, Unavailable
+from halfmoon.errors import DeadlineExceeded, HalfmoonError, NoCapacity, Unavailable
 from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.policy.placement import ContextLengthExceeded, Placement
 from halfmoon.rpc.context import request_scope
@@ -22,6 +26,8 @@ from services.gateway.token_flow import TokenSink
 from services.gateway.token_streams import GatewayStopping
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _MAX_REFUSALS = 3  # attempts in a row that gave no token
 _MAX_FAILOVERS = 2  # attempts that gave tokens, then failed
@@ -49,7 +55,20 @@ class Relay:
         self._failover_wait_s = failover_wait_s
         self._return_wait_s = return_wait_s
 
-    async def run(self, request: RelayRequest, progress: Progress, sink: TokenSink) -> None:
+    def case(self, request: RelayRequest, progress: Progress) -> AbstractContextManager[Case]:
+        """One request as long as it is here, for `run`."""
+        return self._judge.case(request, progress)
+
+    async def admit(self, by_prompt: Sequence[Sequence[Case]]) -> None:
+        """Admits all of these or none, before any of them begins. Raises Refused, or Unavailable without workers."""
+        for leader, *others in by_prompt:
+            await _name_blocks(leader)
+            for other in others:
+                other.share_blocks(leader)
+        cases = [case for of_prompt in by_prompt for case in of_prompt]
+        await self._within(partial(self._judge.hold_together, cases), self._patience_s(False, None))
+
+    async def run(self, case: Case, progress: Progress, sink: TokenSink) -> None:
         """Streams the request's tokens into `sink` until the last one, or until the sink has enough.
 
         Raises Refused when admission forbids it, NoCapacity or Unavailable when no worker took it, DeadlineExceeded, or
@@ -57,17 +76,17 @@ class Relay:
         Whatever ends it early, a cancellation included, is told to the workers.
         """
         try:
-            with request_scope(request.request_id, self._deadline_s):
+            with request_scope(case.request.request_id, self._deadline_s):
                 async with asyncio.timeout(self._deadline_s):
-                    with self._judge.case(request, progress) as case:
-                        await self._run(case, progress, case.noting(sink))
+                    await self._run(case, progress, case.noting(sink))
         except TimeoutError as error:
             raise DeadlineExceeded(f"the request was not done within {self._deadline_s:g} s") from error
+        finally:
+            case.close()
 
     async def _run(self, case: Case, progress: Progress, sink: TokenSink) -> None:
         failures = _Failures()
-        if len(case.request.prompt_token_ids) > _SLOW_PROMPT_TOKENS:
-            await asyncio.to_thread(case.name_blocks)
+        await _name_blocks(case)
         while True:
             placement = await self._placement(case, progress, failures)
             num_before = len(progress.output_token_ids)
@@ -98,25 +117,33 @@ class Relay:
         if failures.last is not None:
             wait_ms = min(failures.last.retry_after_ms or _DEFAULT_WAIT_MS, _MAX_WAIT_MS)
             await self._cluster.router.pause(wait_ms / 1000)
-        return await self._place_within(case, self._patience_s(progress, failures))
+        has_tokens = bool(progress.output_token_ids)
+        return await self._within(partial(case.place, ()), self._patience_s(has_tokens, failures.last))
 
-    def _patience_s(self, progress: Progress, failures: _Failures) -> float:
-        if progress.output_token_ids or isinstance(failures.last, Unavailable):
+    def _patience_s(self, has_tokens: bool, last: HalfmoonError | None) -> float:
+        if has_tokens or isinstance(last, Unavailable):
             return self._failover_wait_s
         if self._cluster.membership.expects_worker(self._cluster.clock()):
             return self._return_wait_s
         return 0.0
 
-    async def _place_within(self, case: Case, patience_s: float) -> Placement:
+    async def _within(self, placing: Callable[[], Result], patience_s: float) -> Result:
         give_up_s = time.monotonic() + patience_s
         while True:
             try:
-                return case.place(())
+                return placing()
             except (Unavailable, ContextLengthExceeded):
                 left_s = give_up_s - time.monotonic()
                 if left_s <= 0:
                     raise
             await self._cluster.router.pause(left_s, until=self._cluster.until_changed())
+
+
+async def _name_blocks(case: Case) -> None:
+    if len(case.request.prompt_token_ids) > _SLOW_PROMPT_TOKENS:
+        await asyncio.to_thread(case.name_blocks)
+    else:
+        case.name_blocks()
 
 
 class _Failures:

@@ -14,7 +14,9 @@ import pytest
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.ledger.ledger import open_ledger
+from halfmoon.pb.gateway_pb2 import LatencyProfile
 from halfmoon.pb.prefill_pb2 import PrefillEvent, PrefillRequest
+from halfmoon.policy.classes import ClassTable, QosClass
 
 from .fakes import MODEL, PATIENCE_S, FakeWorker, Fleet, Script, running_fleet, soon
 
@@ -163,6 +165,54 @@ async def test_one_failure_ends_all_choices(tmp_path: Path) -> None:
     async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
         (row,) = await ledger.recent(10)
     assert (row.status, row.prompt_tokens) == ("error", 8)
+
+
+def at_most_two(fleet: Fleet) -> None:
+    """A step takes 10 ms and 10 for each sequence: three are too many."""
+    fleet.gateway.judge.gatekeeper.classes = ClassTable((QosClass("default", tbt_s=0.035),))
+
+
+STEPS = LatencyProfile(kind="k", prefill=(0.001, 0.0, 0.0), step=(0.01, 0.01, 0.0))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("asked", [{"prompt": "x", "n": 3}, {"prompt": ["x", "y", "z"]}, {"prompt": "x", "best_of": 3}])
+async def test_outputs_that_would_miss_the_target_together_are_refused_before_any_begins(
+    tmp_path: Path, asked: dict[str, Any], *, stream: bool
+) -> None:
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        worker = await fleet.add("b0", "both", Script("hello"), profile=STEPS)
+        at_most_two(fleet)
+        body = {"model": MODEL, "max_tokens": 8, **asked, "stream": stream and "best_of" not in asked}
+        async with session.post("/v1/completions", json=body) as response:
+            answer = await response.json()
+            assert (response.status, answer["error"]["reason"]) == (429, "tbt")
+            assert response.headers["Retry-After"] == "60"  # nobody is there who would leave
+        assert worker.calls.prefills == []
+        for _ in range(2):  # nothing of them is left
+            fits = await fleet.client.completions.create(model=MODEL, prompt="x", n=2, max_tokens=8)
+            assert [one.text for one in fits.choices] == ["hello"] * 2
+
+
+async def test_outputs_that_wait_for_the_first_one_have_their_place(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    async def gated(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        await gate.wait()
+        async for event in worker.usual_prefill(request):
+            yield event
+
+    async with running_fleet(tmp_path) as fleet:
+        worker = await fleet.add("b0", "both", Script("hello"), profile=STEPS)
+        at_most_two(fleet)
+        worker.on_prefill = gated
+        asking = asyncio.ensure_future(fleet.client.completions.create(model=MODEL, prompt="x", n=2, max_tokens=8))
+        await soon(worker.calls.prefill_came.wait())
+        with pytest.raises(openai.RateLimitError, match="between tokens"):
+            await fleet.client.completions.create(model=MODEL, prompt="y", max_tokens=8)
+        gate.set()
+        assert [one.text for one in (await soon(asking)).choices] == ["hello"] * 2
+        assert len(worker.calls.prefills) == 2
 
 
 async def test_a_client_that_goes_away_takes_all_its_choices_along(tmp_path: Path) -> None:
