@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from halfmoon.policy.arrivals import ArrivalRate
 from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.policy.neighbours import Decoding, Neighbours
 from halfmoon.policy.own_decodes import OwnDecodes
+from halfmoon.policy.prompt_step import Chunk, Prompt, by_rank, form_step, work_s
 
 _MAX_STEPS = 512  # looked ahead; who is not computed by then waits as others predict it
 _MAX_LOOKS = 4_000  # at prompts, over all steps: about a millisecond, which every other request waits for, too
@@ -54,27 +53,6 @@ class Times(NamedTuple):
     behind_tokens: int = 0  # of others that are there, not computed by then
 
 
-@dataclass(slots=True, eq=False)
-class _Prompt:
-    request_id: str
-    order: int
-    new_tokens: int
-    known_tokens: int
-    priority: int
-    ready_s: float
-    decoding: Decoding | None
-
-    def without(self, num_tokens: int) -> _Prompt:
-        """What is left of it when so many tokens more are computed."""
-        left, known = self.new_tokens - num_tokens, self.known_tokens + num_tokens
-        return _Prompt(self.request_id, self.order, left, known, self.priority, self.ready_s, self.decoding)
-
-
-class _Chunk(NamedTuple):
-    prompt: _Prompt
-    num_tokens: int
-
-
 class PrefillCourse:
     """Owns the prompts of this gateway that one worker has not computed yet, and the step that it is at.
 
@@ -83,11 +61,11 @@ class PrefillCourse:
     """
 
     def __init__(self) -> None:
-        self._prompts: dict[str, _Prompt] = {}
+        self._prompts: dict[str, Prompt] = {}
         self._num_joined = 0
         self.num_tokens = 0  # still to be computed, as of the last step that ended
         self._arrivals = ArrivalRate()
-        self._step: list[_Chunk] = []
+        self._step: list[Chunk] = []
         self._step_began_s = 0.0
 
     def __len__(self) -> int:
@@ -112,7 +90,7 @@ class PrefillCourse:
         self._num_joined += 1
         self.num_tokens += work.new_tokens
         self._arrivals.add(work.new_tokens, now_s)
-        self._prompts[request_id] = _Prompt(request_id, self._num_joined, *work, decoding)
+        self._prompts[request_id] = Prompt(request_id, self._num_joined, *work, decoding)
         if not self._step:
             self._begin(now_s, step_tokens)
 
@@ -143,7 +121,7 @@ class PrefillCourse:
         step_tokens = speed.room(decode_s)
         self._begin_restored(step_tokens, now_s)
         while self._step and not any(chunk.num_tokens == chunk.prompt.new_tokens for chunk in self._step):
-            ends_s = self._step_began_s + slowdown * (_work_s(self._step, speed.model) + decode_s)
+            ends_s = self._step_began_s + slowdown * (work_s(self._step, speed.model) + decode_s)
             if ends_s > now_s:
                 return
             self._end_step()
@@ -152,7 +130,7 @@ class PrefillCourse:
 
     def is_in_step(self, speed: Speed, now_s: float) -> bool:
         """Whether `advance` would change nothing, whatever decoding and neighbours add."""
-        if now_s < self._step_began_s + _work_s(self._step, speed.model):
+        if now_s < self._step_began_s + work_s(self._step, speed.model):
             return True
         return any(chunk.num_tokens == chunk.prompt.new_tokens for chunk in self._step)
 
@@ -172,28 +150,28 @@ class PrefillCourse:
         decodes in the same steps, None where nobody ever does.
         """
         order = self._num_joined + 1
-        left, num_looks = _ranked([*self._prompts.values(), _Prompt("", order, *work, None)]), 0
+        left, num_looks = by_rank([*self._prompts.values(), Prompt("", order, *work, None)]), 0
         step, left_tokens = self._step, work.new_tokens
         behind_tokens = sum([one.new_tokens for one in self._prompts.values()]) - _num_of_others(step)
         begins_s, to_come = math.inf, None
         own = own or OwnDecodes(-1, (), StepModel())
         decode_s = own.step_s(now_s)
-        step_s = _work_s(step, speed.model) + decode_s
+        step_s = work_s(step, speed.model) + decode_s
         done_s = (now_s - self._step_began_s) / (1 + speed.contention * past_busy) if step else _UNKNOWN * step_s
         time_s = neighbours.after(max(step_s - done_s, _OVERDUE * step_s) + ahead_s, now_s, speed.contention)
         for _ in range(_MAX_STEPS):
             left = _after(step, left, neighbours, own, time_s)
             decode_s = own.step_s(time_s)
-            step = _formed(left, speed.room(decode_s), time_s)
+            step = form_step(left, speed.room(decode_s), time_s)
             if not step:  # all wait for what is restored
                 time_s = min(prompt.ready_s for prompt in left)
                 decode_s = own.step_s(time_s)
-                step = _formed(left, speed.room(decode_s), time_s)
+                step = form_step(left, speed.room(decode_s), time_s)
             num_mine = next((num_tokens for prompt, num_tokens in step if prompt.order == order), 0)
             if num_mine and begins_s == math.inf:
                 begins_s = time_s
             began_s = time_s
-            time_s = neighbours.after(_work_s(step, speed.model) + decode_s, time_s, speed.contention)
+            time_s = neighbours.after(work_s(step, speed.model) + decode_s, time_s, speed.contention)
             left_tokens -= num_mine
             behind_tokens -= _num_of_others(step)
             if not left_tokens:
@@ -202,8 +180,8 @@ class PrefillCourse:
                 to_come = self._arrivals.to_come(work.new_tokens, now_s)
             came = to_come.within(time_s - began_s)
             if came:
-                new = [_Prompt("", order + 1, num_tokens, 0, work.priority, -math.inf, None) for num_tokens in came]
-                left = [*left, *new] if left[-1].priority <= work.priority else _ranked([*left, *new])
+                new = [Prompt("", order + 1, num_tokens, 0, work.priority, -math.inf, None) for num_tokens in came]
+                left = [*left, *new] if left[-1].priority <= work.priority else by_rank([*left, *new])
             num_looks += len(left)
             if num_looks > _MAX_LOOKS:
                 break
@@ -215,7 +193,7 @@ class PrefillCourse:
         priority that are no longer: shares of a step go to the shortest first."""
         model, step_s, under_way = (
             speed.model,
-            _work_s(self._step, speed.model),
+            work_s(self._step, speed.model),
             {prompt.request_id: num for prompt, num in self._step},
         )
         begins_s = now_s + max(step_s - (now_s - self._step_began_s), _OVERDUE * step_s) + ahead_s
@@ -246,15 +224,15 @@ class PrefillCourse:
             self._begin(max(ready_s, self._step_began_s), step_tokens)
 
     def _begin(self, now_s: float, step_tokens: int) -> None:
-        self._step = _formed(_ranked(self._prompts.values()), step_tokens, now_s)
+        self._step = form_step(by_rank(self._prompts.values()), step_tokens, now_s)
         self._step_began_s = now_s
 
 
 def _after(
-    step: Sequence[_Chunk], prompts: list[_Prompt], neighbours: Neighbours, own: OwnDecodes, now_s: float
-) -> list[_Prompt]:
+    step: Sequence[Chunk], prompts: list[Prompt], neighbours: Neighbours, own: OwnDecodes, now_s: float
+) -> list[Prompt]:
     """Who is left when a step ended now. The prompts stay as they are: what is left of one is another one."""
-    changed: dict[_Prompt, _Prompt | None] = {}
+    changed: dict[Prompt, Prompt | None] = {}
     for prompt, num_tokens in step:
         if num_tokens < prompt.new_tokens:
             changed[prompt] = prompt.without(num_tokens)
@@ -265,54 +243,6 @@ def _after(
     return [left for prompt in prompts if (left := changed.get(prompt, prompt)) is not None]
 
 
-def _num_of_others(step: Sequence[_Chunk]) -> int:
+def _num_of_others(step: Sequence[Chunk]) -> int:
     """Tokens of a step that are of prompts that are there."""
     return sum([num_tokens for prompt, num_tokens in step if prompt.request_id])
-
-
-_rank = attrgetter("priority", "order")
-_length = attrgetter("new_tokens")
-
-
-def _ranked(prompts: Iterable[_Prompt]) -> list[_Prompt]:
-    return sorted(prompts, key=_rank)
-
-
-def _formed(ranked: Sequence[_Prompt], step_tokens: int, now_s: float) -> list[_Chunk]:
-    """The next step: by rank, until one is too long for what is left of it."""
-    step: list[_Chunk] = []
-    budget = step_tokens
-    for at, prompt in enumerate(ranked, start=1):
-        if prompt.ready_s > now_s:
-            continue
-        if prompt.new_tokens >= budget:
-            return step + _shared(prompt, ranked[at:], budget, now_s)
-        step.append(_Chunk(prompt, prompt.new_tokens))
-        budget -= prompt.new_tokens
-    return step
-
-
-def _shared(first: _Prompt, behind: Iterable[_Prompt], budget: int, now_s: float) -> list[_Chunk]:
-    """What is left of a step, for one that takes all of it: half goes to shorter ones of its priority at most."""
-    if first.new_tokens == budget:
-        return [_Chunk(first, budget)]
-    longest, priority = first.new_tokens, first.priority
-    shorter = [one for one in behind if one.new_tokens < longest and one.priority == priority and one.ready_s <= now_s]
-    left = min(sum([one.new_tokens for one in shorter]), budget // 2)
-    step = [_Chunk(first, budget - left)]
-    for one in sorted(shorter, key=_length):
-        if not left:
-            break
-        num_tokens = min(one.new_tokens, left)
-        left -= num_tokens
-        step.append(_Chunk(one, num_tokens))
-    return step
-
-
-def _work_s(step: Sequence[_Chunk], model: PrefillModel) -> float:
-    """Seconds of a step alone."""
-    num_tokens, num_pairs = 0, 0.0
-    for prompt, num_new in step:
-        num_tokens += num_new
-        num_pairs += num_new * (prompt.known_tokens + num_new / 2)
-    return model.a + model.b * num_tokens + model.c * num_pairs if num_tokens else 0.0
