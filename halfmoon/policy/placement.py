@@ -124,7 +124,8 @@ def place(
 ) -> Placement:
     """The best placement. `depths` is `BlockIndex.match` of the prompt; `loads_at` predicts decode loads at a moment.
     `ranked_by` is the prediction for this request where somebody made it already; `exactly` says what the prefill of
-    the chosen worker takes, before the decode worker for that moment is looked for.
+    the chosen worker takes, before the decode worker for that moment is looked for. Ranking knows nothing of busy
+    neighbours, `exactly` does: where it says that they cost more than another host would, it goes there.
 
     A decode worker with room for the prompt now goes before one without. Of workers that predict the same, chance
     takes one, so that equal workers share the load; of those that do both halves the one with the lighter load, before
@@ -141,7 +142,12 @@ def place(
     else:
         prefill = ranking.best_prefill(ttft, rows.prefill, rng)
     chosen = _prefilled(view, prefill, ttft)
-    chosen = exactly(chosen) if exactly else chosen
+    if exactly:
+        chosen = exactly(chosen)
+        elsewhere = None if chosen.prefill.contention <= 0 else ranking.best_elsewhere(ttft, rows.prefill, prefill, rng)
+        if elsewhere is not None and ttft.seconds[elsewhere] < chosen.ttft_s - chosen.overhead_s:
+            other = exactly(_prefilled(view, elsewhere, ttft))
+            prefill, chosen = (elsewhere, other) if other.ttft_s < chosen.ttft_s else (prefill, chosen)
     loads = loads_at(now_s + chosen.ttft_s)
     decode = prefill if rows.both[prefill] else ranking.best_decode(loads, rows.decode, rng)
     worker, batch, context = view.worker(decode), float(loads.batch[decode]), float(loads.context_tokens[decode])

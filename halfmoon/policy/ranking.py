@@ -38,6 +38,14 @@ class Ranking:
         """Of the rows that compute the prompt and hand it over."""
         return _least(self._prefill_cost(ttft), rows, rng)
 
+    def best_elsewhere(self, ttft: TtftPrediction, rows: Bools, row: int, rng: random.Random) -> int | None:
+        """Of those rows on other hosts than that of `row`, unless it does both halves, or the mode asks no predictions;
+        None where there is none."""
+        cost, hosts = self._prefill_cost(ttft), self.view.hosts[: self.view.num_rows]
+        others = rows & (hosts != hosts[row])
+        is_wanted = cost is ttft.seconds and rows[row] and np.logical_or.reduce(others)
+        return _least(cost, others, rng) if is_wanted else None
+
     def best_decode(self, loads: DecodeLoads, rows: Bools, rng: random.Random) -> int:
         """Of the rows that decode what others computed; of those with room for the prompt now, where there are any."""
         tbt_s = predict_tbt(self.view, loads, self.num_tokens)

@@ -15,10 +15,12 @@ from halfmoon.policy.cluster_view import ClusterView, WorkerView
 from halfmoon.policy.gatekeeper import Gatekeeper
 from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules
+from halfmoon.policy.ranking import PlacementMode
 from halfmoon.policy.request_forecast import RequestForecast, RunningRequest
 from halfmoon.policy.ttft import TtftPrediction
 
 P = WorkerView("p", "prefill", "a:1", 9000, 10, 900, 900, step_tokens=100, prefill_model=PrefillModel(0.0, 0.01, 0.0))
+SLOWER = PrefillModel(0.0, 0.012, 0.0)
 D = WorkerView("d", "decode", "b:1", 9000, 10, 900, 900, step_model=StepModel(0.0, 0.01, 0.0))
 
 
@@ -34,6 +36,35 @@ def test_the_decode_load_is_that_of_the_moment_when_the_steps_end() -> None:
     loads = [forecast.decodes.loads(at_s, 0.5, 2).batch[1] for at_s in moments_s]
     assert loads[0] != loads[1]  # or this would show nothing
     assert placed.tbt_s == pytest.approx(0.01 * (loads[1] + 1))
+
+
+@pytest.mark.parametrize(
+    ("mode", "busy_s", "cached", "goes_to"),
+    [
+        ("kvcache-centric", 9.0, 0, "q"),
+        ("kvcache-centric", 0.0, 0, "p"),  # 10 ms a token, 12 on q
+        ("kvcache-centric", 9.0, 80, "p"),  # what is left there is worth the neighbours
+        ("cache-aware", 9.0, 0, "q"),
+        ("least-loaded", 9.0, 0, "either"),
+    ],
+)
+def test_a_prompt_goes_where_neighbours_leave_it_time(
+    mode: PlacementMode, busy_s: float, cached: int, goes_to: str
+) -> None:
+    """Beside each busy one of two neighbours it takes half as long again."""
+    p, q = replace(P, contention=0.5, holder=0), replace(P, worker_id="q", address="c:1", prefill_model=SLOWER)
+    beside = [replace(D, worker_id=name, address=f"a:{name}") for name in ("d1", "d2")]
+    view, forecast = ClusterView((p, q, *beside, D)), RequestForecast(PlacementRules(mode), random.Random(0))
+    for one in beside:
+        row = view.row(one.worker_id)
+        assert row is not None
+        forecast.decodes.join(one.worker_id, row, 0.0, busy_s, 10, 900)
+    placed = [
+        forecast.place(view, PlacementRequest(100, 10), 1e-3 * number, np.array([cached // 10, 0]))
+        for number in range(20)
+    ]
+    names = {one.prefill.worker_id for one in placed}
+    assert names == ({"p", "q"} if goes_to == "either" else {goes_to})
 
 
 def test_an_answer_lasts_as_long_as_its_mean_gap_says() -> None:
