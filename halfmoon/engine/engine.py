@@ -13,9 +13,10 @@ from dataclasses import replace
 from functools import partial
 
 from halfmoon.engine.assembly import assemble, kv_layout, most_context_tokens
+from halfmoon.engine.block_chains import BlockChains
 from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.checkpoint import Checkpoint
-from halfmoon.engine.config import BlockChain, EngineConfig, EngineStats, StagedWork, StepResult
+from halfmoon.engine.config import EngineConfig, EngineStats, StagedWork, StepResult
 from halfmoon.engine.kv_access import KVAccess
 from halfmoon.engine.kv_watch import KVWatch, OnKV
 from halfmoon.engine.models.weights import Progress
@@ -25,7 +26,8 @@ from halfmoon.engine.parallel.runner import ParallelRunner
 from halfmoon.engine.prefix_cache import PrefixCache
 from halfmoon.engine.request import EngineRequest, TokenOutput
 from halfmoon.engine.request_check import RequestLimits
-from halfmoon.engine.restoring import OnProgress, Restore, RestoreOrder
+from halfmoon.engine.restore_watch import RestoreWatch
+from halfmoon.engine.restoring import Restore, RestoreOrder
 from halfmoon.engine.sampler import ERROR_TOKEN_ID, SampledToken
 from halfmoon.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerLimits
 from halfmoon.engine.sequence import Sequence
@@ -33,6 +35,7 @@ from halfmoon.engine.step_counts import step_counts
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, ServiceFailed
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.keys import root_key
+from halfmoon.policy.answer_pace import room_in_ms
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +65,8 @@ class Engine:
         self._scheduler = Scheduler(self._cache, config.block_tokens, limits)
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
-        self._restoring: dict[str, OnProgress] = {}  # who hears of requests that load a part of their prompt
-        self._chains: list[BlockChain] = []  # of the step that is being booked
+        self._restores = RestoreWatch(self.layout.block_tokens)
+        self._chains = BlockChains(self.layout.block_tokens)
         self._step_s = 0.0  # duration of the last step that computed something
 
     def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
@@ -76,7 +79,7 @@ class Engine:
         if on_kv is not None:
             self._kv_watch.add(request.request_id, on_kv)
         self._scheduler.add(sequence)
-        self._tell_progress(sequence)
+        self._restores.tell(sequence)
 
     def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
         """Blocks for a request whose KV comes from another worker: `kv_write` it all, then `start`.
@@ -160,29 +163,18 @@ class Engine:
         Where nobody waits for them any more it means nothing.
         """
         sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.restore is None:
+        if sequence is None or not self._restores.note_loaded(sequence, loaded, given_up):
             return
-        with sequence.kv_lock:
-            for block in loaded:
-                sequence.restore.note_loaded(block)
-            sequence.restore.give_up(given_up)
-            sequence.skip_loaded(self.layout.block_tokens)
         self._cache.insert(sequence)
         self._kv_watch.loaded(sequence)
-        self._tell_progress(sequence)
+        self._restores.tell(sequence)
 
     def move_fence(self, request_id: str, fence: int) -> int:
         """Blocks below `fence` are computed after all, the others waited for; gives where it is now.
 
         That is not below what is computed. Raises NotFound for a request that waits for nothing to be loaded.
         """
-        sequence = self._find(request_id)
-        if sequence.restore is None:
-            raise NotFound(f"request {request_id} waits for nothing to be loaded")
-        with sequence.kv_lock:
-            computed = -(-sequence.num_computed // self.layout.block_tokens)
-            sequence.restore.move_fence(max(fence, computed))
-            return sequence.restore.fence
+        return self._restores.move_fence(self._find(request_id), fence)
 
     def hold_cached(self, keys: SequenceOf[bytes]) -> list[int]:
         """Keeps the blocks of the leading keys that the prefix cache has, for `read_block`, until `let_cached_go`."""
@@ -221,7 +213,7 @@ class Engine:
             return StepResult(num_preempted=schedule.num_preempted)
         counts = step_counts(schedule)
         for item in schedule.scheduled:
-            self._tell_progress(item.sequence)  # it may just have got its blocks
+            self._restores.tell(item.sequence)  # it may just have got its blocks
         try:
             sampled = self._runner.run(schedule.scheduled, self._kv_watch.begin(schedule.scheduled))
         except ServiceFailed:
@@ -233,7 +225,6 @@ class Engine:
             outputs = self._advance(schedule, sampled)
         self._step_s = time.perf_counter() - started
         changes = self._cache.take_changes()
-        chains, self._chains = self._chains, []
         return replace(
             counts,
             outputs=tuple(outputs),
@@ -242,7 +233,7 @@ class Engine:
             stored_keys=changes.stored,
             evicted_keys=changes.evicted,
             staged=self._runner.take_work() if isinstance(self._runner, OffloadRunner) else StagedWork(),
-            chains=tuple(chains),
+            chains=self._chains.take(),
         )
 
     def stats(self) -> EngineStats:
@@ -284,7 +275,7 @@ class Engine:
         sequence = Sequence(request, self._num_added, None if order is None else Restore(order))
         self._limits.check(sequence)
         if order is not None:
-            self._restoring[request.request_id] = order.on_progress
+            self._restores.add(request.request_id, order.on_progress)
         self._num_added += 1
         self._sequences[request.request_id] = sequence
         return sequence
@@ -297,29 +288,15 @@ class Engine:
             samples = item.samples
             item.sequence.num_computed += item.num_tokens
             item.sequence.skip_loaded(self.layout.block_tokens)
-            self._tell_progress(item.sequence)
+            self._restores.tell(item.sequence)
             has_new = self._cache.insert(item.sequence)
             self._kv_watch.advance(item.sequence)
             if samples:
-                self._note_chain(item.sequence, has_new)
+                self._chains.note(item.sequence, has_new)
                 token = next(tokens)
                 failed = token.token_id == ERROR_TOKEN_ID
                 outputs.append(self._fail(item.sequence) if failed else self._append(item, token))
         return outputs
-
-    def _tell_progress(self, sequence: Sequence) -> None:
-        on_progress = self._restoring.get(sequence.request_id) if sequence.blocks else None
-        if on_progress is not None:
-            on_progress(sequence.num_computed, sequence.num_loaded)
-
-    def _note_chain(self, sequence: Sequence, has_new: bool) -> None:
-        """Of a prompt once, then with each block that was computed here."""
-        is_first = sequence.num_output == len(sequence.request.output_token_ids)
-        num_full = sequence.num_computed // self.layout.block_tokens
-        is_own = num_full * self.layout.block_tokens > sequence.num_received
-        if (is_first or has_new) and is_own and len(sequence.block_keys) >= num_full:
-            keys = tuple(sequence.block_keys[:num_full])
-            self._chains.append(BlockChain(sequence.request_id, keys, sequence.request.tenant_salt))
 
     def _append(self, item: ScheduledSequence, token: SampledToken) -> TokenOutput:
         sequence = item.sequence
@@ -343,7 +320,7 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
-        self._restoring.pop(sequence.request_id, None)
+        self._restores.forget(sequence.request_id)
         self._kv_watch.remove(sequence.request_id)
 
     def _find(self, request_id: str) -> Sequence:
@@ -360,5 +337,4 @@ class Engine:
 
     def _retry_after_ms(self) -> int:
         """When the first running request will have made room, at the pace of the last step."""
-        left = [s.sampling.max_tokens - s.num_output for s in self._scheduler.running]
-        return min(max(int(1000 * self._step_s * min(left, default=1)), 10), 10_000)
+        return room_in_ms(self._step_s, (one.sampling.max_tokens - one.num_output for one in self._scheduler.running))

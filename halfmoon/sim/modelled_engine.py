@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from heapq import merge
 
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
+from halfmoon.policy.answer_pace import room_in_ms
 from halfmoon.sim.modelled_sequence import ModelledRequest, ModelledSequence, ModelledToken, State
 from halfmoon.sim.modelled_step import Chunk, Step, StepOutcome
 from halfmoon.sim.prefix_blocks import PrefixBlocks
@@ -273,5 +274,4 @@ class ModelledEngine:
 
     def _retry_after_ms(self) -> int:
         """When the first of those that decode will have made room, at the pace of the last step."""
-        left = [one.num_output_left for one in self._queues.decoding]
-        return min(max(int(1000 * self._step_s * min(left, default=1)), 10), 10_000)
+        return room_in_ms(self._step_s, (one.num_output_left for one in self._queues.decoding))

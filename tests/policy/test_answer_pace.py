@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.answer_pace import pace_among_prompts, pace_beside
+from halfmoon.policy.answer_pace import pace_among_prompts, pace_beside, room_in_ms
 
 
 def test_prompts_in_its_steps_take_their_time() -> None:
@@ -34,3 +34,9 @@ def test_one_of_them_is_busy_all_the_time_at_most(
 ) -> None:
     least_s, most_s = step_s * (1 + contention * usual), step_s * (1 + contention * max(usual, 1.0))
     assert least_s <= pace_beside(step_s, contention, usual, behind_s, num_gaps) <= most_s * (1 + 1e-9)
+
+
+def test_room_is_there_when_the_first_answer_ends() -> None:
+    assert room_in_ms(0.05, [40, 7, 9]) == 350
+    assert room_in_ms(0.05, []) == 50
+    assert (room_in_ms(0.0, [3]), room_in_ms(0.5, [900])) == (10, 10_000)
