@@ -10,7 +10,8 @@ from halfmoon.policy.arrivals import ArrivalRate
 from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.policy.neighbours import Decoding, Neighbours
 from halfmoon.policy.own_decodes import OwnDecodes
-from halfmoon.policy.prompt_step import Chunk, Prompt, by_rank, form_step, work_s
+from halfmoon.policy.prompt_step import Chunk, Prompt, by_rank, form_step, sizes, work_s
+from halfmoon.policy.step_columns import StepUnderWay
 
 _MAX_STEPS = 512  # looked ahead; who is not computed by then waits as others predict it
 _MAX_LOOKS = 4_000  # at prompts, over all steps: about a millisecond, which every other request waits for, too
@@ -80,6 +81,11 @@ class PrefillCourse:
     def step_began_s(self) -> float:
         """When the step under way began."""
         return self._step_began_s
+
+    @property
+    def step(self) -> StepUnderWay:
+        """That step."""
+        return StepUnderWay(self._step_began_s, *sizes(self._step))
 
     def usual_work_s(self, speed: Speed, seconds: float, now_s: float) -> float:
         """Computing the prompts that usually come within so long a time, beside decoding."""

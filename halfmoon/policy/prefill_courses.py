@@ -10,10 +10,12 @@ import numpy as np
 from halfmoon.policy.answer_pace import pace_among_prompts, pace_beside
 from halfmoon.policy.cluster_view import Bools, ClusterView, WorkerView
 from halfmoon.policy.decode_forecast import DecodeForecast
+from halfmoon.policy.latency import Floats
 from halfmoon.policy.neighbours import Decoding, Neighbours, Spans
 from halfmoon.policy.own_decodes import OwnDecodes
 from halfmoon.policy.placement import Placement
 from halfmoon.policy.prefill_course import Prefill, PrefillCourse, Speed
+from halfmoon.policy.step_columns import StepColumns
 
 _LEAST_CONTENTION = 0.02  # below it neighbours do not matter
 _COME_BEFORE = 0.5  # of those that come while a prompt is computed: shorter ones share its steps
@@ -29,6 +31,7 @@ class PrefillCourses:
         self._decodes = decodes
         self._courses: dict[int, PrefillCourse] = {}
         self._rows: dict[str, tuple[int, WorkerView]] = {}  # by request
+        self._steps = StepColumns(lambda row: self._courses[row].step)
 
     def join(
         self,
@@ -56,12 +59,14 @@ class PrefillCourses:
         """Its first token is here."""
         found = self._rows.pop(request_id, None)
         if found is not None:
+            self._steps.note_changed(found[0])
             self._courses[found[0]].computed(request_id, self._room(*found, now_s), now_s)
 
     def leave(self, request_id: str, now_s: float) -> None:
         """It is on no worker, or on another one."""
         found = self._rows.pop(request_id, None)
         if found is not None:
+            self._steps.note_changed(found[0])
             self._courses[found[0]].remove(request_id, self._room(*found, now_s), now_s)
 
     def refined(
@@ -102,6 +107,10 @@ class PrefillCourses:
             course = self._advanced(row, view, worker, self._own_step_s(row, worker, now_s), now_s)
         return course.earliest_s(least, speed, _others_s(worker, course, now_s), now_s) - now_s
 
+    def steps_left_s(self, view: ClusterView, now_s: float) -> Floats:
+        """Of every row: `earliest_s` of a prompt is this and what it takes alone at least."""
+        return self._steps.left_s(view, now_s)
+
     def tbt_s(self, view: ClusterView, placement: Placement, step_s: float, num_gaps: float, now_s: float) -> float:
         """The mean of an answer whose decode steps alone take `step_s`: more beside busy neighbours, and where chunks
         of prompts are in them, too."""
@@ -128,6 +137,7 @@ class PrefillCourses:
         self, row: int, view: ClusterView, worker: WorkerView, own_step_s: float, now_s: float
     ) -> PrefillCourse:
         course = self._courses.setdefault(row, PrefillCourse())
+        self._steps.note_changed(row)
         past_busy = self._past_busy(view, worker, course, now_s)
         course.advance(_speed(worker), past_busy, now_s, own_step_s)
         return course

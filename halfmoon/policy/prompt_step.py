@@ -77,8 +77,14 @@ def _shared(first: Prompt, behind: Iterable[Prompt], budget: int, now_s: float) 
 
 def work_s(step: Sequence[Chunk], model: PrefillModel) -> float:
     """Seconds of a step alone."""
+    num_tokens, num_pairs = sizes(step)
+    return model.a + model.b * num_tokens + model.c * num_pairs if num_tokens else 0.0
+
+
+def sizes(step: Sequence[Chunk]) -> tuple[int, float]:
+    """Tokens, and pairs of each with those that it attends to."""
     num_tokens, num_pairs = 0, 0.0
     for prompt, num_new in step:
         num_tokens += num_new
         num_pairs += num_new * (prompt.known_tokens + num_new / 2)
-    return model.a + model.b * num_tokens + model.c * num_pairs if num_tokens else 0.0
+    return num_tokens, num_pairs

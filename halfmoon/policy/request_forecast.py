@@ -95,6 +95,10 @@ class RequestForecast:
         it changes nothing."""
         return self._courses.earliest_s(view, row, least, now_s)
 
+    def steps_left_s(self, view: ClusterView, now_s: float) -> Floats:
+        """Of every row: `earliest_s` of a prompt is this and what it takes alone at least."""
+        return self._courses.steps_left_s(view, now_s)
+
     def handover_s(self, num_output: float) -> float:
         """What the hand-over adds to the mean gap of an answer."""
         return self._handover.seconds / max(num_output - 1, 1)

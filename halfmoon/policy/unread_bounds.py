@@ -18,6 +18,8 @@ from halfmoon.policy.ranking import predict_tbt
 from halfmoon.policy.request_forecast import RequestForecast
 from halfmoon.policy.ttft import TtftPrediction, prefill_seconds
 
+_ROUNDING_S = 1e-9  # two sums of the same
+
 
 class LeastPrompt(NamedTuple):
     """What is known of a prompt that is not read to its end; of no prompt more than this is known: one token.
@@ -91,13 +93,14 @@ def _least_ttft(
     least_s, alone_s = math.inf, overhead_s + float((ttft.seconds - ttft.queue_s)[rows].min())
     if target_s is None:
         return alone_s, alone_s
-    floors_s = np.minimum(ttft.seconds, prefill_seconds(view, known_tokens, float(request.num_prompt_tokens)))
-    enough_s = max(target_s, overhead_s + float(floors_s[rows].min()))
-    for row in rows[np.argsort(ttft.seconds[rows])].tolist():
+    alone = prefill_seconds(view, known_tokens, float(request.num_prompt_tokens))
+    floors_s = overhead_s + np.minimum(ttft.seconds, forecast.steps_left_s(view, now_s) + alone)[rows]
+    order = np.argsort(floors_s)
+    for row, floor_s in zip(rows[order].tolist(), floors_s[order].tolist(), strict=True):
+        if least_s <= target_s or (floor_s > target_s and least_s <= floor_s + _ROUNDING_S):
+            break
         known = int(known_tokens[row])
         work = Prefill(request.num_prompt_tokens - known, known, request.priority, -math.inf)
         exactly_s = forecast.earliest_s(view, row, work, now_s)
         least_s = min(least_s, overhead_s + min(float(ttft.seconds[row]), exactly_s))
-        if least_s <= enough_s:
-            break
     return (alone_s if least_s <= target_s else least_s), alone_s
