@@ -20,6 +20,7 @@ _LOOK_AT_SEARCH_S = 0.5
 _PLANS_AGAIN_S = 30.0  # others make some, too
 _STAGES = {
     "workers alone": "Workers alone",
+    "layouts": "Layouts",
     "disaggregated": "Prefill and decode apart",
     "colocated": "Workers that do both",
     "curves": "Curves",

@@ -19,7 +19,7 @@ from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.question import Question
 from halfmoon.plan.twins import grouped
 from halfmoon.plan.unit import layout_trial
-from halfmoon.plan.verdict import Verdict, held_verdict, verdict_if_open
+from halfmoon.plan.verdict import Verdict, about_verdict, held_verdict
 from halfmoon.sim.latency import LatencyModel
 
 _WAVE = 4  # simulated at once; fixed, so that plans do not depend on the number of cores
@@ -41,6 +41,8 @@ class Fewest:
         self._pool = pool
         self._least = self._least_workers(options, on_measured)
         self._options = [one for one in options if one in self._least]
+        self._estimated: dict[Layout, Verdict] = {}  # of those that policies were asked about
+        self._verified: dict[Layout, Verdict | None] = {}  # the same by policies: what is held
         self.num_simulated = 0
 
     @property
@@ -52,16 +54,18 @@ class Fewest:
         self, among: Iterable[Combination], num: int, on_simulated: Callable[[int, int], None]
     ) -> dict[Layout, Verdict]:
         """The cheapest that hold the rate, of different combinations, cheapest first, and how they fare at it: `num`
-        of them, and those that fare as one of these does.
+        of them, those that fare as one of these does, and where `num` is above one the cheapest of either kind.
 
         Tells how many of them there are.
         """
+        among = list(among)
+        kinds = {one.is_colocated for one in among} if num > 1 else set()
         queue = _Queue(self._question)
         for one in among:
             queue.add(self._starts(one))
         held: dict[Layout, Verdict] = {}
         ended: set[Kinds] = set()
-        while wave := queue.wave(ended, self._limit(held, num)):
+        while wave := queue.wave(ended, self._limit(held, num), kinds - {one.is_colocated for one in held}):
             self.num_simulated += len(wave)
             for layout, verdict in zip(wave, self._verdicts(wave), strict=True):
                 if verdict is not None:
@@ -92,11 +96,28 @@ class Fewest:
                 yield from with_codecs(question, model, layout, question.rate_per_s or 0.0)
 
     def _verdicts(self, layouts: Sequence[Layout]) -> Iterable[Verdict | None]:
+        """Policies are asked where estimates leave it open, and once for those that are estimated to fare alike."""
+        trials = [layout_trial(self._question, self._known, one) for one in layouts]
+        at_once: list[Layout] = []
+        later: list[Layout] = []
+        for one, trial in zip(layouts, trials, strict=True):
+            has_estimate = trial.has_estimates and not trial.is_of_one_way and not self._question.is_thorough
+            (later if has_estimate else at_once).append(one)
+        estimates = self._judged(about_verdict, later)
+        self._estimated |= {one: found for one, found in zip(later, estimates, strict=True) if found is not None}
+        alike = {twin: first for first, twins in grouped(self._estimated.items()).items() for twin in (first, *twins)}
+        asked = [*at_once, *(one for one in later if alike.get(one) == one)]
+        self._verified |= dict(zip(asked, self._judged(held_verdict, asked, self._question.num_first), strict=True))
+        return [self._verified.get(alike.get(one, one)) for one in layouts]
+
+    def _judged(
+        self, judge: Callable[..., Verdict | None], layouts: Sequence[Layout], *more: int
+    ) -> Iterator[Verdict | None]:
+        """Each at the asked rate."""
         question, num = self._question, len(layouts)
         trials = [layout_trial(question, self._known, one) for one in layouts]
         rates, units = [question.rate_per_s or 0.0] * num, [one.num_units for one in layouts]
-        verdict = held_verdict if question.is_thorough else verdict_if_open
-        return self._pool.map(verdict, trials, rates, units, [question.num_first] * num)
+        return self._pool.map(judge, trials, rates, units, *([one] * num for one in more))
 
     def _least_workers(self, options: Sequence[Option], on_measured: Callable[[int], None]) -> dict[Option, int]:
         question, num = self._question, len(options)
@@ -137,16 +158,20 @@ class _Queue:
                 self._seen.add(one)
                 heapq.heappush(self._heap, (self.key(one), next(self._numbers), one))
 
-    def wave(self, ended: set[Kinds], limit: float | None) -> list[Layout]:
-        """The next few, each of another combination than those that ended, and cheaper than the limit."""
+    def wave(self, ended: set[Kinds], limit: float | None, missing: set[bool]) -> list[Layout]:
+        """The next few, each of another combination than those that ended, and cheaper than the limit or of a kind
+        that is missing yet: `is_colocated` of it."""
         found: list[Layout] = []
         later: list[tuple[tuple[float, ...], int, Layout]] = []
-        while self._heap and len(found) < _WAVE and (limit is None or self._heap[0][0][0] < limit):
+        while self._heap and len(found) < _WAVE:
             item = heapq.heappop(self._heap)
-            if kinds_of(item[2]) in {kinds_of(one) for one in found}:
+            (cost, *_), _, layout = item
+            if limit is not None and cost >= limit and layout.is_colocated not in missing:
+                continue
+            if kinds_of(layout) in {kinds_of(one) for one in found}:
                 later.append(item)
-            elif kinds_of(item[2]) not in ended:
-                found.append(item[2])
+            elif kinds_of(layout) not in ended:
+                found.append(layout)
         for item in later:
             heapq.heappush(self._heap, item)
         return found

@@ -100,10 +100,11 @@ def steady_at(trial: Trial, rate_per_s: float) -> Steady:
     return _passes(trial, rate_per_s, len(trial.workload) // 2, _MOST_UNDER_WAY)
 
 
-def held_at(trial: Trial, rate_per_s: float) -> SimResult | None:
+def held_at(trial: Trial, rate_per_s: float, policies: PoliciesAsked = "as needed") -> SimResult | None:
     """The requests of the pass that counts, if the goal is met at a rate, without end; None if not: it ends as soon as
     that is known."""
-    found, is_held = _passes(trial, rate_per_s, trial.goal.most_misses(len(trial.workload)), _MOST_UNDER_WAY)
+    most_misses = trial.goal.most_misses(len(trial.workload))
+    found, is_held = _passes(trial, rate_per_s, most_misses, _MOST_UNDER_WAY, policies)
     return found if is_held else None
 
 
@@ -115,12 +116,6 @@ def holds(trial: Trial, rate_per_s: float) -> bool:
 def about_holds(trial: Trial, rate_per_s: float) -> bool:
     """The same with requests that go to the lightest worker, whatever policies say: a tenth of the time."""
     return _passes(trial, rate_per_s, trial.goal.most_misses(len(trial.workload)), policies="never").keeps_up
-
-
-def may_hold(trial: Trial, rate_per_s: float) -> bool:
-    """Whether an estimate leaves open that policies hold a rate. Only asked where it is quicker than they are."""
-    is_estimated = trial.has_estimates and not trial.is_of_one_way
-    return not is_estimated or about_holds(trial, rate_per_s / ESTIMATES_EXCEEDED)
 
 
 def holds_at_first(trial: Trial, rate_per_s: float, policies: PoliciesAsked = "as needed") -> bool:

@@ -23,7 +23,6 @@ from halfmoon.plan.question import OF_A_RATE, Question
 from halfmoon.plan.ranking import Rated, rank
 from halfmoon.plan.twins import grouped
 from halfmoon.plan.unit import layout_trial
-from halfmoon.plan.verdict import Verdict
 from halfmoon.sim.latency import LatencyModel
 
 BEST = 5
@@ -91,9 +90,7 @@ def _cheapest(
     """Those of the lowest cost that hold the rate, and how much more they hold."""
     run = Fewest(question, known, choices, pool, on_measured)
     made = run.combinations
-    held: dict[Layout, Verdict] = {}
-    for what, among in _by_kind(made):
-        held |= run.found(among, BEST, partial(on_progress, what))
+    held = run.found(made, BEST, partial(on_progress, "layouts"))
     twins = grouped((one, held[one]) for one in sorted(held, key=question.cost))
     cheapest = list(twins)
     kept = list(dict.fromkeys([*cheapest[:BEST], *_first_of_each_kind(cheapest)]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from halfmoon.plan.goodput import Trial, fails_at_first, held_at, may_hold, steady_at
+from halfmoon.plan.goodput import ESTIMATES_EXCEEDED, Trial, fails_at_first, held_at, steady_at
 from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.question import Question
 from halfmoon.plan.unit import layout_trial
@@ -46,10 +46,12 @@ def held_verdict(trial: Trial, rate_per_s: float, num_units: int, num_first: int
     return None if found is None else _verdict(trial, rate_per_s, found, keeps_up=True)
 
 
-def verdict_if_open(trial: Trial, rate_per_s: float, num_units: int, num_first: int) -> Verdict | None:
-    """The same; None, too, where an estimate rules the rate out."""
-    is_open = may_hold(trial, rate_per_s / num_units)
-    return held_verdict(trial, rate_per_s, num_units, num_first) if is_open else None
+def about_verdict(trial: Trial, rate_per_s: float, num_units: int) -> Verdict | None:
+    """The same with requests that go to the lightest worker, at a rate that policies hold if they hold the asked one;
+    None where they do not."""
+    least_per_s = rate_per_s / ESTIMATES_EXCEEDED
+    found = held_at(trial, least_per_s / num_units, "never")
+    return None if found is None else _verdict(trial, least_per_s, found, keeps_up=True)
 
 
 def _verdict(trial: Trial, rate_per_s: float, found: SimResult, keeps_up: bool) -> Verdict:

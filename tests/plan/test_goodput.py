@@ -17,10 +17,10 @@ from halfmoon.plan.goodput import (
     goodput_per_s,
     held_at,
     holds,
-    may_hold,
     may_hold_at_first,
     steady_at,
 )
+from halfmoon.plan.verdict import about_verdict
 from halfmoon.policy.cluster_view import Role
 from halfmoon.sim.cluster import ClusterSpec, Targets, WorkerGroup
 from halfmoon.sim.distserve import DistServeCoefficients
@@ -78,9 +78,9 @@ def test_an_estimate_is_near_what_policies_hold() -> None:
 def test_no_estimate_rules_out_what_policies_hold(roles: tuple[Role, ...]) -> None:
     asked = replace(trial(*(WorkerGroup(role, 2, MODEL) for role in roles)), workload=WORKLOAD.first(80))
     most = goodput_per_s(asked, 2.0, 1.1)
-    assert may_hold(asked, most)
+    assert about_verdict(asked, most, 1) is not None
     assert may_hold_at_first(asked, most)
-    assert not may_hold(asked, 1.5 * most)
+    assert about_verdict(asked, 1.5 * most, 1) is None
 
 
 def test_what_nothing_estimates_is_left_to_policies() -> None:
@@ -88,9 +88,7 @@ def test_what_nothing_estimates_is_left_to_policies() -> None:
     shared = replace(WORKLOAD, prefixes=Prefixes(64, np.zeros(200, np.int64), np.arange(201)))
     asked = replace(trial(WorkerGroup("both", 2, MODEL)), workload=shared)
     assert not asked.has_estimates
-    assert may_hold(asked, 1e6)
     assert not may_hold_at_first(asked, 1e6)
-    assert may_hold(ONE, 1e6)  # one way: they are asked at once
 
 
 def test_a_first_look_is_not_taken_at_the_larger_part() -> None:
