@@ -42,7 +42,7 @@ def profile(
     longest_context: Annotated[int, typer.Option(min=64, help="of each sequence of a batch, tokens")] = (
         _LIMITS.longest_context
     ),
-    repeats: Annotated[int, typer.Option(min=1, help="of each prompt and transfer; the median counts")] = (
+    repeats: Annotated[int, typer.Option(min=1, help="of each prompt and transfer; the mean counts")] = (
         _LIMITS.repeats
     ),
     output: Annotated[Path | None, typer.Option(help="file besides; default: NAME.json")] = None,

@@ -94,6 +94,12 @@ def test_drawn_workloads_repeat_with_their_seed(tmp_path: Path) -> None:
         ([], CLUSTER.replace("role: decode", "role: prefill"), "workers that decode"),
         ([], CLUSTER.replace("role: decode", "role: baker"), "workers.1.role"),
         ([], "]", "cannot be read"),
+        ([], CLUSTER.replace("role: decode", "role: decode, kv_tokens: 10"), "holds no block of 64 tokens"),
+        ([], CLUSTER + "contention: {prefill_beside_decode: .nan}", "contention must be finite"),
+        (["--workload", "chat", "--rate", "1", "--seed", "-1"], CLUSTER, "a seed must not be negative, got -1"),
+        (["--workload", "chat", "--rate", "1e-300"], CLUSTER, "give a higher rate"),
+        (["--workload", "in=99999999999999999999,out=3", "--rate", "1"], CLUSTER, "is no workload"),
+        (["--workload", "in=9999999999,out=3", "--rate", "1"], CLUSTER, "is no workload"),
     ],
 )
 def test_bad_input_is_explained(tmp_path: Path, options: list[str], cluster: str, says: str) -> None:

@@ -24,8 +24,10 @@ from halfmoon.plan.verdict import Verdict, judged, what_ifs
 from halfmoon.policy.cluster_view import Role
 from halfmoon.sim.asked_workload import DRAWN_REQUESTS, asked_workload, is_trace
 from halfmoon.sim.cluster import Targets
+from halfmoon.sim.latency import LatencySource
 from halfmoon.sim.latency_sources import latency_source
 from halfmoon.sim.model_catalogue import known_shape, model_shape
+from halfmoon.sim.roofline import Roofline
 from halfmoon.sim.workload import Workload
 
 TRACE_REQUESTS = 4000  # of a trace, where nobody says how many
@@ -106,8 +108,10 @@ def _fleet(request: PlanRequest) -> Fleet:
 def asked(request: PlanRequest) -> tuple[Question, tuple[str, ...]]:
     """The request, checked and with what it names, and what is odd about it. Raises InvalidRequest."""
     fleet = _fleet(request)
+    if not request.model.strip():
+        raise InvalidRequest("no model is named: give --model", param="model")
     shape = known_shape(request.model) if request.latency else model_shape(request.model)
-    sources = {gpu: latency_source(text) for gpu, text in latency_texts(request).items()}
+    sources = {gpu: _source_of(gpu, text) for gpu, text in latency_texts(request).items()}
     workload, notes = _workload(request, request.context_tokens or (shape.context_tokens if shape else None))
     rate_per_s = request.rate_per_s
     if rate_per_s is None and request.objective in OF_A_RATE and is_trace(request.workload):
@@ -133,6 +137,17 @@ def asked(request: PlanRequest) -> tuple[Question, tuple[str, ...]]:
         request.is_thorough,
     )
     return question, notes
+
+
+def _source_of(gpu: str, text: str) -> LatencySource:
+    """Raises InvalidRequest for a roofline of other hardware than is planned for."""
+    found = latency_source(text)
+    if isinstance(found, Roofline) and found.default_gpu not in (None, gpu):
+        raise InvalidRequest(
+            f"the latency {text} is of {found.default_gpu}, and the GPUs are {gpu}: leave out @{found.default_gpu}",
+            param="latency",
+        )
+    return found
 
 
 def _workload(request: PlanRequest, context_tokens: int | None) -> tuple[Workload, tuple[str, ...]]:

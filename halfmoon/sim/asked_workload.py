@@ -12,6 +12,7 @@ from halfmoon.sim.traces import read_workload
 from halfmoon.sim.workload import Workload
 
 DRAWN_REQUESTS = 1000  # where nobody says how many
+_LONGEST_S = 1e11  # of a workload: later times are too coarse to tell microseconds
 
 
 def is_trace(text: str) -> bool:
@@ -22,7 +23,19 @@ def is_trace(text: str) -> bool:
 def asked_workload(
     text: str, rate_per_s: float | None, num: int | None, process: ArrivalProcess, cv: float, seed: int
 ) -> Workload:
-    """A trace's requests, or drawn ones. Raises InvalidRequest saying what is missing."""
+    """A trace's requests, or drawn ones. Raises InvalidRequest saying what is missing or makes no sense."""
+    found = _asked(text, rate_per_s, num, process, cv, seed)
+    if found.duration_s > _LONGEST_S:
+        raise InvalidRequest(
+            f"the requests come within {found.duration_s:.3g} s, and {_LONGEST_S:g} are the most: give a higher rate",
+            param="rate",
+        )
+    return found
+
+
+def _asked(
+    text: str, rate_per_s: float | None, num: int | None, process: ArrivalProcess, cv: float, seed: int
+) -> Workload:
     if is_trace(text):
         found = read_workload(Path(text))
         found = found if num is None else found.first(num)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from types import MappingProxyType
@@ -33,8 +34,8 @@ class Contention:
     decode_beside_decode: float = 1.0
 
     def __post_init__(self) -> None:
-        if min(astuple(self)) < 1:
-            raise InvalidRequest("a cluster's contention must not be below 1", param="contention")
+        if not all(1 <= one < math.inf for one in astuple(self)):
+            raise InvalidRequest("a cluster's contention must be finite, and not below 1", param="contention")
 
     @property
     def is_none(self) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from halfmoon.errors import InvalidRequest
 from halfmoon.sim.coefficients import Coefficients
 from halfmoon.sim.distserve import DistServeCoefficients
+from halfmoon.sim.hardware import device
 from halfmoon.sim.latency import LatencySource
 from halfmoon.sim.model_catalogue import model_shape
 from halfmoon.sim.profile import is_measured, read_profile
@@ -31,7 +32,9 @@ def latency_source(text: str) -> LatencySource:
         return DistServeCoefficients(rest, "vllm")
     if kind in ("roofline", "roofline-2023") and rest:
         name, _, gpu = rest.partition("@")
-        return Roofline(model_shape(name), Efficiency() if kind == "roofline" else OF_2023, gpu or None)
+        return Roofline(
+            model_shape(name), Efficiency() if kind == "roofline" else OF_2023, device(gpu).name if gpu else None
+        )
     if kind.endswith(".csv"):
         return read_splitwise(Path(kind), rest)
     path = Path(text)

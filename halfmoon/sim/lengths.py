@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.sim.workload import Ints
+from halfmoon.sim.workload import LONGEST_TOKENS, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ KNOWN_LENGTHS: MappingProxyType[str, Lengths] = MappingProxyType(
 )
 """By the name of the use."""
 
-_CONSTANT = re.compile(r"in=(\d+),out=(\d+)")
+_CONSTANT = re.compile(r"in=(\d{1,12}),out=(\d{1,12})")
 
 
 def named_lengths(text: str) -> Lengths:
@@ -79,7 +79,7 @@ def named_lengths(text: str) -> Lengths:
     if text in KNOWN_LENGTHS:
         return KNOWN_LENGTHS[text]
     constant = _CONSTANT.fullmatch(text)
-    if constant is None or not all(int(one) > 0 for one in constant.groups()):
+    if constant is None or not all(0 < int(one) <= LONGEST_TOKENS for one in constant.groups()):
         known = ", ".join(KNOWN_LENGTHS)
         raise InvalidRequest(f"{text!r} is no workload: known are {known}, and in=512,out=64", param="workload")
     return Lengths(Lognormal(int(constant[1])), Lognormal(int(constant[2])), "constant")

@@ -90,7 +90,7 @@ def model_shape(name: str) -> ModelShape:
     Blocks, for some seconds at most where the hub does not answer. Raises InvalidRequest naming the known ones.
     """
     path = Path(name).expanduser()
-    if path.exists() and name.lower() not in (*MODELS, *_ALIASES):
+    if name and path.exists() and name.lower() not in (*MODELS, *_ALIASES):
         return _read_file(path / "config.json" if path.is_dir() else path)
     known = known_shape(name)
     if known is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from halfmoon.errors import InvalidRequest
 from halfmoon.sim.arrivals import ArrivalProcess, arrivals
 from halfmoon.sim.lengths import Lengths
 from halfmoon.sim.workload import Workload
@@ -22,6 +23,8 @@ def synthetic_workload(
     most_tokens: int = MOST_TOKENS,
 ) -> Workload:
     """Drawn requests. Lengths and arrivals have generators of their own: another rate asks the same of the cluster."""
+    if seed < 0:
+        raise InvalidRequest(f"a seed must not be negative, got {seed}", param="seed")
     arrival_rng, prompt_rng, output_rng = (np.random.default_rng(one) for one in np.random.SeedSequence(seed).spawn(3))
     return Workload(
         arrivals(process, num_requests, rate_per_s, arrival_rng, cv),

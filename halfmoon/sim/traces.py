@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.sim.workload import Prefixes, Workload
+from halfmoon.sim.workload import LONGEST_TOKENS, Prefixes, Workload
 
 MOONCAKE_BLOCK_TOKENS = 512
-_MOST_TOKENS = 10**9  # of a prompt or an answer: what is more is no length
 _FORMATS = (
     "JSON rows with start_time (s), prompt_len and output_len, "
     "Mooncake JSON lines with timestamp (ms), input_length, output_length and hash_ids, "
@@ -96,8 +95,8 @@ def _figures(row: Mapping[str, Any]) -> tuple[float, int, int]:
 
 def _length(row: Mapping[str, Any], name: str, least: int) -> int:
     found = row[name]
-    if isinstance(found, bool) or int(found) != float(found) or not least <= int(found) <= _MOST_TOKENS:
-        raise ValueError(f"{name} is {found!r}, and must be a whole number from {least} to {_MOST_TOKENS:,}")
+    if isinstance(found, bool) or int(found) != float(found) or not least <= int(found) <= LONGEST_TOKENS:
+        raise ValueError(f"{name} is {found!r}, and must be a whole number from {least} to {LONGEST_TOKENS:,}")
     return int(found)
 
 

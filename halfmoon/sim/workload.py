@@ -14,6 +14,9 @@ Ints = NDArray[np.int64]
 
 _NO_IDS: Ints = np.zeros(0, dtype=np.int64)
 
+LONGEST_TOKENS = 10**9
+"""Of a prompt or an answer: what is more is no length."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefixes:
