@@ -15,7 +15,7 @@ from halfmoon.sim.cluster import BatchLimits, ClusterSpec, Failure, Network
 from halfmoon.sim.latency import PrefillPiece, StepPiece
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.workload import Workload
-from tests.sim.test_simulation import FAST, MODEL, group, pair, work
+from tests.sim.small_clusters import FAST, MODEL, group, pair, work
 
 ONE_AT_A_TIME = BatchLimits(max_running=1)
 STEADY_STEP = replace(MODEL, step=(StepPiece(0, StepModel(0.01, 0.0, 0.0)),), kv_tokens=64 * 100_000)
