@@ -25,8 +25,9 @@ import numpy as np
 from halfmoon.policy.admission import AdmissionMode, Refused
 from halfmoon.policy.classes import ClassTable, QosClass
 from halfmoon.policy.cluster_view import ClusterView, WorkerView
-from halfmoon.policy.gatekeeper import Admitted, Gatekeeper
+from halfmoon.policy.gatekeeper import Gatekeeper
 from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.policy.offers import Admitted
 from halfmoon.policy.placement import PlacementRequest, PlacementRules
 
 NUM_PREFILL, NUM_DECODE = 128, 4

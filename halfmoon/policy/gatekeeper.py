@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.policy.admission import AdmissionMode, Outlook, Refused, missed_target, over_target
-from halfmoon.policy.classes import ClassTable, Degradation, QosClass
+from halfmoon.policy.classes import ClassTable, QosClass
 from halfmoon.policy.cluster_view import ClusterView
 from halfmoon.policy.feedback import Alone, Feedback, TargetKind, Targets, Tightening
+from halfmoon.policy.offers import PRECISION_FACTOR, Admitted, Offers
 from halfmoon.policy.output_lengths import OutputLengths
-from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules, decodes_more
+from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules
 from halfmoon.policy.request_forecast import RequestForecast, RunningRequest
 from halfmoon.policy.reservations import Reservations
 from halfmoon.policy.shedding import Shedding
@@ -24,22 +24,7 @@ from halfmoon.policy.unread_bounds import ANY_PROMPT, LeastPrompt, least_outlook
 
 _USUAL_WEIGHT = 0.02  # of the latest request in the usual TTFT
 _PROBE_S = 10.0  # an idle cluster refuses everybody for so long; then one request shows whether it is right to
-_PRECISION_FACTOR = 0.5  # of the bytes of KV that are fetched, at the lower precision
-_LIKELY = 0.8  # of answers end within the predicted length: who is taken to have left and has not makes others late
 _TELLING_TOKENS = 20  # of fewer the mean gap is mostly the hand-over, which a stricter target does not shorten
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """A request that may go to its workers, as it is to be served."""
-
-    placement: Placement
-    qos: QosClass
-    max_tokens: int
-    lower_kv_precision: bool
-    num_output: float  # predicted
-    priority: int = 0  # smaller goes first
-    mean_tbt_s: float = 0.0  # predicted, over the whole answer
 
 
 class _Least(NamedTuple):
@@ -73,6 +58,7 @@ class Gatekeeper:
         self.lengths = OutputLengths()
         self.mode = mode
         self._forecast = RequestForecast(rules, rng)
+        self._offers = Offers(self._forecast, self.lengths)
         self._reservations = Reservations()
         self._feedback = Feedback()
         self._usual_ttft_s: float | None = None  # mean of what was predicted for the latest requests
@@ -90,15 +76,15 @@ class Gatekeeper:
         depths: NDArray[np.int64] = NOTHING_CACHED,
     ) -> Admitted:
         """Where the request goes. Raises Refused where its class forbids it, and what `place` raises."""
-        offers = self._offers(view, request, qos, now_s, depths)
+        offers = self._offers.of(view, replace(request, targets=self.applied(qos)), qos, now_s, depths)
         plain = next(offers)
         if self.mode == "off":
             return plain
         targets = self._feedback.targets(qos, now_s)
-        self._check_not_shed(qos, _outlook(plain, plain.placement.tbt_s), targets, now_s)
+        self._check_not_shed(qos, plain.outlook(plain.placement.tbt_s), targets, now_s)
         self._note_ttft(plain.placement.ttft_s)
         for found in itertools.chain((plain,), offers):
-            outlook = _outlook(found, self._judged_tbt_s(view, request, found.placement, now_s))
+            outlook = found.outlook(self._judged_tbt_s(view, request, found.placement, now_s))
             missed = missed_target(outlook, targets)
             if missed is None and self._has_share(view, request, found, now_s):
                 return found
@@ -159,7 +145,7 @@ class Gatekeeper:
     ) -> _Least:
         targets = self._feedback.targets(qos, now_s)
         if "lower_kv_precision" in qos.degradation:
-            prompt = prompt._replace(fetch_factor=_PRECISION_FACTOR)
+            prompt = prompt._replace(fetch_factor=PRECISION_FACTOR)
         outlook, row = least_outlook(self._forecast, view, prompt, priority, targets, self.mode, now_s)
         if not has_gaps or ("cap_max_tokens" in qos.degradation and qos.capped_tokens == 1):
             outlook = outlook._replace(tbt_s=None)
@@ -257,51 +243,6 @@ class Gatekeeper:
             telling_s = tbt_s if num_output >= _TELLING_TOKENS else None
             self._feedback.add(inside.qos, ttft_s, telling_s, inside.alone, inside.entered_s, now_s)
 
-    def _offers(
-        self,
-        view: ClusterView,
-        request: PlacementRequest,
-        qos: QosClass,
-        now_s: float,
-        depths: NDArray[np.int64],
-    ) -> Iterator[Admitted]:
-        """What the request may have: what it asks for, then less with each of its class's steps. A step that changes
-        nothing of what is predicted offers nothing; it is placed anew where another worker may serve it better."""
-        request = replace(request, targets=self.applied(qos))
-        placement = self._forecast.place(view, request, now_s, depths)
-        yield self._admitted(view, request, qos, placement, now_s)
-        for step in qos.degradation:
-            less = _degraded(request, qos, step)
-            if less == request:
-                continue
-            if self._may_go_elsewhere(view, less, request, placement):
-                same_prompt = less.fetch_factor == request.fetch_factor
-                placement = self._forecast.place(
-                    view, less, now_s, depths, placement.ranked_by if same_prompt else None
-                )
-            request = less
-            yield self._admitted(view, request, qos, placement, now_s)
-
-    def _may_go_elsewhere(
-        self, view: ClusterView, less: PlacementRequest, request: PlacementRequest, placement: Placement
-    ) -> bool:
-        if less.fetch_factor != request.fetch_factor:
-            return placement.ranked_by is None or placement.ranked_by.may_fetch
-        num_prompt = request.num_prompt_tokens
-        return decodes_more(view, num_prompt + request.max_tokens, num_prompt + less.max_tokens)
-
-    def _admitted(
-        self, view: ClusterView, asked: PlacementRequest, qos: QosClass, placement: Placement, now_s: float
-    ) -> Admitted:
-        num_output = self.lengths.predict(qos.name, asked.num_prompt_tokens, asked.max_tokens, _LIKELY)
-        num_output = max(num_output, min(asked.least_tokens, asked.max_tokens))
-        mean_tbt_s = self._forecast.mean_tbt_s(view, asked.num_prompt_tokens, placement, num_output, now_s)
-        handover_s = self._forecast.handover_s(num_output)
-        if handover_s:
-            placement = replace(placement, tbt_s=placement.tbt_s + handover_s)
-        lower = asked.fetch_factor < 1
-        return Admitted(placement, qos, asked.max_tokens, lower, num_output, asked.priority, mean_tbt_s)
-
     def _judged_tbt_s(self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float) -> float:
         """The TBT of the placement by which its mode judges.
 
@@ -356,18 +297,3 @@ class Gatekeeper:
         num_tokens = request.num_prompt_tokens + round(found.num_output)
         capacity, in_use = view.decode_tokens, view.decoding_tokens
         return self._reservations.may_use(found.qos, num_tokens, capacity, self.classes.classes, now_s, in_use)
-
-
-def _degraded(request: PlacementRequest, qos: QosClass, step: Degradation) -> PlacementRequest:
-    """The same where the step asks for nothing less of the cluster."""
-    if step == "cap_max_tokens" and request.max_tokens > qos.capped_tokens:
-        return replace(request, max_tokens=qos.capped_tokens)
-    return replace(request, fetch_factor=_PRECISION_FACTOR) if step == "lower_kv_precision" else request
-
-
-def _outlook(found: Admitted, tbt_s: float) -> Outlook:
-    """One token has no gap. Prompts of others that are computed in the same steps are waited for, too."""
-    placement = found.placement
-    tbt = tbt_s if found.max_tokens > 1 else None
-    by_others_s = max(placement.queue_s, placement.ttft_s - placement.overhead_s - placement.work_s)
-    return Outlook(placement.ttft_s, tbt, by_others_s, ranked_by=placement.ranked_by)

@@ -17,8 +17,9 @@ from halfmoon.policy.candidates import Candidate, ranked_candidates
 from halfmoon.policy.classes import QosClass
 from halfmoon.policy.cluster_view import ClusterView
 from halfmoon.policy.feedback import Targets
-from halfmoon.policy.gatekeeper import Admitted, Gatekeeper
+from halfmoon.policy.gatekeeper import Gatekeeper
 from halfmoon.policy.key_table import Keys
+from halfmoon.policy.offers import Admitted
 from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest
 from halfmoon.policy.ttft import TtftPrediction
 from halfmoon.rpc.spans import current_span

@@ -13,8 +13,9 @@ from halfmoon.policy.classes import ClassTable, QosClass
 from halfmoon.policy.cluster_view import ClusterView, WorkerView
 from halfmoon.policy.decode_forecast import DecodeForecast
 from halfmoon.policy.feedback import Targets
-from halfmoon.policy.gatekeeper import Admitted, Gatekeeper
+from halfmoon.policy.gatekeeper import Gatekeeper
 from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.policy.offers import Admitted
 from halfmoon.policy.placement import PlacementRequest, PlacementRules
 
 PREFILL, STEP = PrefillModel(0.0, 1e-2, 0.0), StepModel(0.0, 1e-2, 0.0)  # 100 tokens a second; 10 ms a sequence

@@ -7,17 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from halfmoon.policy.admission import Refused
-from halfmoon.policy.classes import Degradation, QosClass
 from halfmoon.policy.cluster_view import ClusterView, WorkerView
-from halfmoon.policy.gatekeeper import Gatekeeper
 from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules
+from halfmoon.policy.placement import PlacementRequest, PlacementRules
 from halfmoon.policy.ranking import PlacementMode
 from halfmoon.policy.request_forecast import RequestForecast, RunningRequest
-from halfmoon.policy.ttft import TtftPrediction
 
 P = WorkerView("p", "prefill", "a:1", 9000, 10, 900, 900, step_tokens=100, prefill_model=PrefillModel(0.0, 0.01, 0.0))
 SLOWER = PrefillModel(0.0, 0.012, 0.0)
@@ -74,43 +69,3 @@ def test_an_answer_lasts_as_long_as_its_mean_gap_says() -> None:
     forecast.move("r", view, RunningRequest(100, 100.0, 0.05, 0), placed, 0.0)
     forecast.begin_decode("r", 2.0)
     assert [forecast.decodes.loads(at_s, 2.0, 2).batch[1] for at_s in (3.5, 6.9, 7.1)] == [1, 1, 0]
-
-
-class Counting(RequestForecast):
-    """Knows how often somebody asked."""
-
-    def __init__(self) -> None:
-        super().__init__(PlacementRules(), random.Random(0))
-        self.num_placed = 0
-
-    def place(
-        self,
-        view: ClusterView,
-        request: PlacementRequest,
-        now_s: float,
-        depths: NDArray[np.int64] = NOTHING_CACHED,
-        ranked_by: TtftPrediction | None = None,
-    ) -> Placement:
-        self.num_placed += 1
-        return super().place(view, request, now_s, depths, ranked_by)
-
-
-@pytest.mark.parametrize(
-    ("workers", "depths", "num_placed"),
-    [
-        ((P, D), [0, 0], 1),
-        ((P, D, replace(D, worker_id="small", total_blocks=30)), [0, 0], 2),  # that one may serve a short answer
-        ((replace(P, holder=0, fetch_s_per_token=1e-3), D), [0, 9, 0], 2),  # fetching may be quicker
-    ],
-)
-def test_less_is_predicted_anew_only_where_another_worker_may_serve_it(
-    workers: tuple[WorkerView, ...], depths: list[int], num_placed: int
-) -> None:
-    gate, view = Gatekeeper("predicted", PlacementRules(), random.Random(0)), ClusterView(workers)
-    gate._forecast = forecast = Counting()
-    steps: tuple[Degradation, ...] = ("cap_max_tokens", "lower_kv_precision", "shed_lowest_class")
-    qos = QosClass("x", ttft_s=0.01, capped_tokens=100, degradation=steps)
-    with pytest.raises(Refused, match="first token would be") as caught:
-        gate.decide(view, PlacementRequest(200, 500), qos, 0.0, np.array(depths))
-    assert (caught.value.reason, forecast.num_placed) == ("ttft", num_placed)
-    assert caught.value.ranked_by is not None
