@@ -91,7 +91,7 @@ class Fewest:
         for num_units in range(1, most_units + 1):
             layout = one.layout([-(-num // num_units) for num in least], num_units)
             if question.fleet.is_mixed and not layout.fits(question.fleet):
-                layout = _cut(question, one, least)
+                layout = cut(question, one, least)
             if layout.fits(question.fleet):
                 yield from with_codecs(question, model, layout, question.rate_per_s or 0.0)
 
@@ -177,10 +177,10 @@ class _Queue:
         return found
 
 
-def _cut(question: Question, one: Combination, least: Sequence[int]) -> Layout:
+def cut(question: Question, one: Combination, least: Sequence[int]) -> Layout:
     """As many as fit, where several kinds of GPU make up for what is missing."""
     nums = list(least)
     while max(nums) > 1 and not one.layout(nums).fits(question.fleet):
-        largest = max(range(len(nums)), key=lambda at: nums[at] * one.options[at].kind.num_devices)
-        nums[largest] = max(nums[largest] - 1, 1)
+        several = (at for at, num in enumerate(nums) if num > 1)
+        nums[max(several, key=lambda at: nums[at] * one.options[at].kind.num_devices)] -= 1
     return one.layout(nums)

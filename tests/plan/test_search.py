@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.plan.feasible import NoLayout, models
+from halfmoon.plan.bounds import RateBound
+from halfmoon.plan.combinations import Combination
+from halfmoon.plan.feasible import NoLayout, Option, models
+from halfmoon.plan.fewest import cut
 from halfmoon.plan.goodput import Trial, goodput_per_s, holds, holds_at_first, steady_at
 from halfmoon.plan.halves import least
-from halfmoon.plan.layout import Layout, WorkerKind, WorkerSet
+from halfmoon.plan.layout import Layout, Parallelism, WorkerKind, WorkerSet
 from halfmoon.plan.planning import asked
 from halfmoon.plan.question import OF_A_RATE, Objective, Question
 from halfmoon.plan.request import PlanRequest
@@ -114,6 +117,15 @@ def test_what_holds_most_for_its_cost_is_found(fleet: str, workload: str, object
         for layout in everything(asked_for):
             if layout.is_colocated == one.layout.is_colocated:
                 assert not holds(trial_of(asked_for, layout), better * asked_for.cost(layout)), layout
+
+
+def test_few_large_workers_beside_many_small_ones_are_cut_to_what_fits() -> None:
+    """One that has more GPUs than all others together, and is the only one of its half."""
+    asked_for = question("h100:1x8,a100-80g:1x1", "in=300,out=60", "gpus", 25)
+    large, small = (WorkerKind("h100", Parallelism(num, 1)) for num in (8, 1))
+    bound = RateBound(1.0, 1.0)
+    pair = Combination((Option("prefill", large, bound), Option("decode", small, bound)), is_paired=True)
+    assert [one.num for one in cut(asked_for, pair, [1, 3]).sets] == [1, 1]
 
 
 def test_a_run_that_begins_with_an_empty_cluster_flatters_and_is_not_believed() -> None:
