@@ -3,7 +3,8 @@
     python -m benchmarks.judgement [--prompt-tokens 131072] [--requests 60]
 
 Clusters of several sizes and queues, each worker on its own host or all on one where neighbours slow each other down.
-Three kinds: admitted, refused by a class that gives nothing up, refused by one that gives up all three things first.
+Four kinds: admitted, refused by a class that gives nothing up, refused by it before the prompt is read, refused by one
+that gives up all three things first.
 Medians in milliseconds and, for machines that others use, 10th percentiles.
 """
 
@@ -12,9 +13,10 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +31,7 @@ from halfmoon.policy.placement import PlacementRequest, PlacementRules
 KINDS = {
     "admitted": QosClass("default"),
     "refused": QosClass("default", ttft_s=1e-3),
+    "unread": QosClass("default", ttft_s=1e-3),
     "refused, 3 steps": QosClass(
         "default",
         ttft_s=1e-3,
@@ -95,13 +98,13 @@ def fill(gate: Gatekeeper, view: ClusterView, scene: Scene) -> None:
         view.put(replace(prefill, prefill_free_s=prefill.prefill_free_s + admitted.placement.work_s))
 
 
-def time_decisions(gate: Gatekeeper, view: ClusterView, qos: QosClass, num_tokens: int, num: int) -> list[float]:
-    """Seconds of each, one every half millisecond."""
+def time_each(judge: Callable[[float], object], num: int) -> list[float]:
+    """Seconds of each judgement, one every half millisecond."""
     seconds = []
     for number in range(num):
         began_s = time.perf_counter()
         with suppress(Refused):
-            gate.decide(view, PlacementRequest(num_tokens, 1_000), qos, (number + 1) / 2_000)
+            judge((number + 1) / 2_000)
         seconds.append(time.perf_counter() - began_s)
     return seconds
 
@@ -117,9 +120,12 @@ def main() -> None:
         view, gate = ClusterView(workers(scene)), Gatekeeper("off", PlacementRules(), random.Random(0))
         fill(gate, view, scene)
         gate.mode = "predicted"
-        shown = []
-        for qos in KINDS.values():
-            seconds = time_decisions(gate, view, qos, args.prompt_tokens, args.requests)
+        shown, request = [], PlacementRequest(args.prompt_tokens, 1_000)
+        for kind, qos in KINDS.items():
+            unread = partial(gate.refuse_unread, view, 0, has_gaps=True, qos=qos)
+            decided = partial(gate.decide, view, request, qos)
+            judge = (lambda now_s, unread=unread: unread(now_s=now_s)) if kind == "unread" else decided
+            seconds = time_each(judge, args.requests)
             low, median = (1e3 * np.quantile(seconds, quantile) for quantile in (0.1, 0.5))
             shown.append(f"{median:11.2f} ({low:4.2f})")
         size, where = f"{scene.num_workers}+{scene.num_workers}", "yes" if scene.contention else "no"

@@ -150,4 +150,5 @@ class RequestRow(Base):
 
     def as_dict(self) -> dict[str, Any]:
         """Columns by name."""
-        return {column.key: getattr(self, column.key) for column in self.__table__.columns}
+        values = vars(self)  # what is not set is not there
+        return {name: values.get(name) for name in self.__table__.columns.keys()}  # noqa: SIM118 (it is no mapping)
