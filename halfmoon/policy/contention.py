@@ -16,7 +16,7 @@ _MOST = 8.0  # times slower, beside one neighbour
 _SURPRISE = math.log(2.0)  # a step that took twice or half of what was expected counts as that
 
 
-class Contention:
+class LearnedContention:
     """Owns the contention of one worker: the slope of the logarithm of measured over predicted by busy neighbours.
 
     Both count as they differ from their means over the last steps. So a machine that became slower is no neighbour, nor

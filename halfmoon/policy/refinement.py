@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from halfmoon.policy.contention import Contention
+from halfmoon.policy.contention import LearnedContention
 from halfmoon.policy.latency import (
     NUM_COEFFICIENTS,
     USUAL_PREFILL,
@@ -31,7 +31,7 @@ from halfmoon.policy.latency import (
 # Weight of a measurement once there is a next one: about the last 10 prefill steps and the last 200 decode steps count,
 # seconds of them, for a machine that others use is as fast as it was a moment ago.
 _PREFILL_FORGETTING, _STEP_FORGETTING = 0.9, 0.995
-_PREFILL_CONTENTION, _STEP_CONTENTION = (0.98, 0.9), (0.998, 0.98)  # `Contention`'s two
+_PREFILL_CONTENTION, _STEP_CONTENTION = (0.98, 0.9), (0.998, 0.98)  # `LearnedContention`'s two
 _ERROR_WINDOW = 500
 _SURPRISE = 2.0  # times the prediction: what took longer counts as that; the typical one is predicted, not the mean
 _OUTLIER = 8.0  # times the prediction: what took longer may have been a pause of the machine
@@ -108,7 +108,7 @@ class RefinedModel:
     equations; the model is that of a worker whose neighbours do nothing."""
 
     def __init__(
-        self, start: PrefillModel | StepModel, shape: Shape, forgetting: float, contention: Contention
+        self, start: PrefillModel | StepModel, shape: Shape, forgetting: float, contention: LearnedContention
     ) -> None:
         self._fit = RecursiveFit(shape, forgetting)
         self.coefficients: tuple[float, float, float] = start
@@ -155,8 +155,8 @@ class WorkerLatency:
     def __init__(self, prefill: PrefillModel = _UNKNOWN_PREFILL, step: StepModel = _UNKNOWN_STEP) -> None:
         tokens_are_free = any(prefill) and prefill.b <= 0  # measured too briefly to tell
         shape = prefill_shape(USUAL_PREFILL if tokens_are_free else prefill)
-        self._prefill = RefinedModel(prefill, shape, _PREFILL_FORGETTING, Contention(*_PREFILL_CONTENTION))
-        self._step = RefinedModel(step, step_shape(step), _STEP_FORGETTING, Contention(*_STEP_CONTENTION))
+        self._prefill = RefinedModel(prefill, shape, _PREFILL_FORGETTING, LearnedContention(*_PREFILL_CONTENTION))
+        self._step = RefinedModel(step, step_shape(step), _STEP_FORGETTING, LearnedContention(*_STEP_CONTENTION))
 
     @property
     def prefill(self) -> PrefillModel:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.contention import Contention
+from halfmoon.policy.contention import LearnedContention
 from halfmoon.policy.latency import PrefillModel, PrefillSample, StepModel, StepSample
 from halfmoon.policy.refinement import WorkerLatency
 
@@ -25,7 +25,7 @@ def measure(latency: WorkerLatency, num: int, busy: float, factor: float, slower
 
 
 def test_nothing_is_known_at_first_and_one_step_is_not_much() -> None:
-    contention = Contention(0.98, 0.9)
+    contention = LearnedContention(0.98, 0.9)
     assert contention.slowdown(3) == 1
     contention.observe([1.7], [1.0])
     assert contention.factor == 0  # it may be the model that is wrong
@@ -61,7 +61,7 @@ def test_a_speed_that_changes_is_no_neighbour(slower: float) -> None:
 
 @given(st.floats(0, 3), st.lists(st.floats(0, 2), min_size=40, max_size=60))
 def test_the_factor_is_found(factor: float, num_busy: list[float]) -> None:
-    contention = Contention(0.98, 0.9)
+    contention = LearnedContention(0.98, 0.9)
     told = [0.0, 1.0] * 60 + num_busy
     contention.observe([1 + factor * busy for busy in told], told)
     assert contention.factor == pytest.approx(factor, abs=0.1 * (1 + factor))
@@ -104,7 +104,7 @@ def test_a_slower_machine_is_no_neighbour() -> None:
 
 
 def test_a_pause_is_no_contention() -> None:
-    contention = Contention(0.98, 0.9)
+    contention = LearnedContention(0.98, 0.9)
     contention.observe([1.0, 1.5] * 50, [0.0, 1.0] * 50)
     before = contention.factor
     contention.observe([1000.0], [1.0])
