@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from halfmoon.plan.fleet import Fleet, NodePool
 from halfmoon.policy.cluster_view import Role
 from halfmoon.sim.cluster import BatchLimits, Network
 from halfmoon.sim.kv_codecs import KvCodecName
+
+One = TypeVar("One")
 
 
 class Parallelism(NamedTuple):
@@ -123,6 +125,11 @@ class Layout:
             text = f"{self.num_units} x ({text})"
         codec = "" if self.codec == "raw" else f", {self.codec} KV"
         return f"{text}, paired{codec}" if self.is_paired else text + codec
+
+
+def first_of_each_kind(ordered: Sequence[One], layout_of: Callable[[One], Layout]) -> dict[bool, One]:
+    """By whether its workers do both halves; a kind that is not among them is missing."""
+    return {layout_of(one).is_colocated: one for one in reversed(ordered)}
 
 
 def _sets_fit(sets: Sequence[WorkerSet], pool: NodePool) -> bool:

@@ -15,7 +15,7 @@ from halfmoon.plan.feasible import Option
 from halfmoon.plan.goodput import ESTIMATES_EXCEEDED
 from halfmoon.plan.halves import Half, measured_half
 from halfmoon.plan.held_goodput import estimated_per_s, held_goodput, verified_per_s
-from halfmoon.plan.layout import WorkerKind
+from halfmoon.plan.layout import WorkerKind, first_of_each_kind
 from halfmoon.plan.question import Question
 from halfmoon.plan.ranking import Rated, loss, rank, worth, worth_at
 from halfmoon.plan.unit import layout_trial
@@ -64,7 +64,7 @@ class Most:
         estimates = Estimates(self._question, self._known, self._pool, num, self._margin)
         open_ = estimates.of(ordered, lambda done, total: on_simulated(done // 2, total))
         self.num_ruled_out = len(ordered) - len(open_)
-        first = {one.layout.is_colocated: one for one in reversed(open_)}.values()
+        first = first_of_each_kind(open_, lambda one: one.layout).values()
         others = [one for one in open_ if one not in first]
         wave = [*first, *others[: num - len(first)]]
         rated: list[Rated] = []

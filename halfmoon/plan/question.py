@@ -114,8 +114,8 @@ def default_rules(
 
 
 def _network(pool: NodePool, source: LatencySource, bytes_per_s: float | None) -> Network:
-    link = source.link if isinstance(source, MeasuredProfile) else None
-    if link is not None:
-        return Network(bytes_per_s or link[0], link[1], link[0])
+    measured = source.network if isinstance(source, MeasuredProfile) else {}
+    if measured:
+        return Network(**{**measured, "bytes_per_s": bytes_per_s or measured["bytes_per_s"]})
     port = bytes_per_s or pool.gpu.network_bytes_per_s * pool.gpus_per_node
     return Network(port, node_bytes_per_s=pool.gpu.link_bytes_per_s)

@@ -16,7 +16,7 @@ from halfmoon.plan.combinations import Combination
 from halfmoon.plan.feasible import NoLayout, Option, TargetsBroken, models, options
 from halfmoon.plan.fewest import Fewest
 from halfmoon.plan.held_goodput import estimated_per_s, held_goodput, verified_per_s
-from halfmoon.plan.layout import Layout, WorkerKind
+from halfmoon.plan.layout import Layout, WorkerKind, first_of_each_kind
 from halfmoon.plan.most import Most
 from halfmoon.plan.nearest import nearest_rate, nearest_targets
 from halfmoon.plan.question import OF_A_RATE, Question
@@ -59,10 +59,8 @@ def search(question: Question, pool: Executor, on_progress: Progress = lambda wh
     ranked = _without_twins(sorted(found.rated, key=lambda one: rank(question, one)))
     if not ranked:
         raise NoLayout(_problem(question, known, found.can_halves, pool), param="rate")
-    disaggregated, colocated = (
-        next((one for one in ranked if one.layout.is_colocated == is_colocated), None) for is_colocated in (False, True)
-    )
-    return Plan(tuple(ranked[:BEST]), disaggregated, colocated, known, found.num_simulated, found.num_ruled_out)
+    best = first_of_each_kind(ranked, lambda one: one.layout)
+    return Plan(tuple(ranked[:BEST]), best.get(False), best.get(True), known, found.num_simulated, found.num_ruled_out)
 
 
 def _without_twins(ranked: Sequence[Rated]) -> list[Rated]:
@@ -93,7 +91,7 @@ def _cheapest(
     held = run.found(made, BEST, partial(on_progress, "layouts"))
     twins = grouped((one, held[one]) for one in sorted(held, key=question.cost))
     cheapest = list(twins)
-    kept = list(dict.fromkeys([*cheapest[:BEST], *_first_of_each_kind(cheapest)]))
+    kept = list(dict.fromkeys([*cheapest[:BEST], *first_of_each_kind(cheapest, lambda one: one).values()]))
     num, rate_per_s = len(kept), question.rate_per_s or 0.0
     trials, units = [layout_trial(question, known, one) for one in kept], [one.num_units for one in kept]
     estimates = pool.map(estimated_per_s, trials, [rate_per_s] * num, units)
@@ -122,11 +120,6 @@ def _by_kind(made: Sequence[Combination]) -> Iterator[tuple[str, list[Combinatio
     """What does both halves, the baseline, and what does not."""
     yield "colocated", [one for one in made if one.is_colocated]
     yield "disaggregated", [one for one in made if not one.is_colocated]
-
-
-def _first_of_each_kind(held: Sequence[Layout]) -> list[Layout]:
-    found = (next((one for one in held if one.is_colocated == is_colocated), None) for is_colocated in (True, False))
-    return [one for one in found if one is not None]
 
 
 def _worthiest(

@@ -79,8 +79,9 @@ def _cluster(profile: MeasuredProfile, roles: Sequence[Role]) -> ClusterSpec:
         WorkerGroup(role, roles.count(role), latency, profile.batch_limits, workers_per_node=len(roles), first_node=0)
         for role in dict.fromkeys(roles)
     ]
-    network = Network() if profile.link is None else Network(*profile.link, node_bytes_per_s=profile.link[0])
-    return ClusterSpec(tuple(groups), network, request_s=profile.request_s, answer_s=profile.answer_s)
+    return ClusterSpec(
+        tuple(groups), Network(**profile.network), request_s=profile.request_s, answer_s=profile.answer_s
+    )
 
 
 def _meet(roles: Sequence[Role], work: Work, neighbour: Work) -> bool:

@@ -56,8 +56,8 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
         targets = chosen(cluster, options.workers)
         _check_one_kind(targets)
         neighbours = _neighbours(targets, cluster.workers, options.beside)
-        is_one_host = _is_one_host(cluster.workers)
-        check_idle(cluster.workers if is_one_host else neighbours)
+        is_served = bool(neighbours) and _is_one_host(cluster.workers)
+        check_idle(cluster.workers if is_served else neighbours)
         made: dict[str, WorkerProbe] = {}
         for one in {one.worker_id: one for one in (*targets, *neighbours)}.values():
             made[one.worker_id] = await probes.enter_async_context(WorkerProbe(one, options.transports))
@@ -68,7 +68,7 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
         beside_work = await measured_request_time(client, cluster, prefill, decode)
         slowdowns: list[MeasuredSlowdown] = []
         found = _profile(cluster, decode.target, prefills, steps, transfers, beside_work)
-        if neighbours and is_one_host:
+        if is_served:
             slowdowns = await served_slowdowns(client, cluster, prefill, found, on_progress)
         elif neighbours:
             one, other = (made[each.worker_id] for each in neighbours)

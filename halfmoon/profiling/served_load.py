@@ -39,7 +39,7 @@ async def served_slowdowns(
     """
     workload = _workload(profile, len(cluster.workers))
     means = await _served(session, cluster, probe, workload, on_progress)
-    return fitted_slowdowns(profile, [one.role for one in cluster.workers], workload, means)
+    return await asyncio.to_thread(fitted_slowdowns, profile, [one.role for one in cluster.workers], workload, means)
 
 
 def _workload(profile: MeasuredProfile, num_workers: int) -> Workload:

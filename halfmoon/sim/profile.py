@@ -144,6 +144,14 @@ class MeasuredProfile(_Strict):
         return {f"{one.work}_beside_{one.neighbour}": max(one.slowdown, 1.0) for one in self.beside}
 
     @property
+    def network(self) -> dict[str, Any]:
+        """The fields of `Network` that were measured, if any."""
+        if self.link is None:
+            return {}
+        bytes_per_s, latency_s = self.link
+        return {"bytes_per_s": bytes_per_s, "node_bytes_per_s": bytes_per_s, "latency_s": latency_s}
+
+    @property
     def link(self) -> tuple[float, float] | None:
         """Bytes per second and latency in seconds of a hand-over, fitted; None where none was measured.
 

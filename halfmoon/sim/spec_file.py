@@ -105,7 +105,7 @@ def read_cluster(
         source = sources.get(text) or sources.setdefault(text, source_of(text))
         limits = _LIMITS
         if isinstance(source, MeasuredProfile):
-            network = {**_measured_link(source), **network}
+            network = {**source.network, **network}
             contention = {**source.contention, **contention}
             request_s = source.request_s if request_s is None else request_s
             answer_s = source.answer_s if answer_s is None else answer_s
@@ -125,13 +125,6 @@ def read_cluster(
         request_s or 0.0,
         answer_s or 0.0,
     )
-
-
-def _measured_link(profile: MeasuredProfile) -> dict[str, float]:
-    if profile.link is None:
-        return {}
-    bytes_per_s, latency_s = profile.link
-    return {"bytes_per_s": bytes_per_s, "node_bytes_per_s": bytes_per_s, "latency_s": latency_s}
 
 
 def _group(one: _Workers, model: LatencyModel, limits: BatchLimits) -> WorkerGroup:

@@ -111,6 +111,22 @@ async def test_a_busy_worker_is_not_measured(tmp_path: Path) -> None:
         asking.cancel()
 
 
+async def test_others_may_be_busy_where_no_load_is_served(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, QUICK) as fleet:
+        await fleet.add(1, 2)
+        asking = asyncio.create_task(fleet.text(480))
+        members = fleet.gateway.cluster.membership.members
+
+        def idle() -> list[str]:
+            return [one.worker_id for one in members() if not (one.load.num_running or one.load.num_held)]
+
+        await fleet.until(lambda: len(idle()) == 2 and any(one.load.num_running for one in members()))
+        found = await profiled(options(fleet, *idle(), beside=False), lambda *news: None)
+        asking.cancel()
+    assert found.prefill
+    assert not found.beside
+
+
 async def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     async with running_fleet(tmp_path, QUICK) as fleet:
         await fleet.add(1, 1)

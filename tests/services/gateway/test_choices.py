@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,15 @@ def events(text: str) -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
+def prefilling_behind(gate: asyncio.Event) -> Callable[[FakeWorker, PrefillRequest], AsyncIterator[PrefillEvent]]:
+    async def gated(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        await gate.wait()
+        async for event in worker.usual_prefill(request):
+            yield event
+
+    return gated
+
+
 async def test_n_choices_of_one_prompt(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         prefill, _ = await fleet.pair(Script("hello", cached_tokens=3))
@@ -54,14 +63,9 @@ async def test_n_choices_of_one_prompt(tmp_path: Path) -> None:
 async def test_other_choices_wait_until_the_prompt_of_the_first_is_computed(tmp_path: Path) -> None:
     gate = asyncio.Event()
 
-    async def gated(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
-        await gate.wait()
-        async for event in worker.usual_prefill(request):
-            yield event
-
     async with running_fleet(tmp_path) as fleet:
         prefill, _ = await fleet.pair(Script("a"))
-        prefill.on_prefill = gated
+        prefill.on_prefill = prefilling_behind(gate)
         asking = asyncio.ensure_future(fleet.client.completions.create(model=MODEL, prompt=["x", "y"], n=3))
         await soon(prefill.calls.prefill_came.wait())
         for _ in range(100):
@@ -197,15 +201,10 @@ async def test_outputs_that_would_miss_the_target_together_are_refused_before_an
 async def test_outputs_that_wait_for_the_first_one_have_their_place(tmp_path: Path) -> None:
     gate = asyncio.Event()
 
-    async def gated(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
-        await gate.wait()
-        async for event in worker.usual_prefill(request):
-            yield event
-
     async with running_fleet(tmp_path) as fleet:
         worker = await fleet.add("b0", "both", Script("hello"), profile=STEPS)
         at_most_two(fleet)
-        worker.on_prefill = gated
+        worker.on_prefill = prefilling_behind(gate)
         asking = asyncio.ensure_future(fleet.client.completions.create(model=MODEL, prompt="x", n=2, max_tokens=8))
         await soon(worker.calls.prefill_came.wait())
         with pytest.raises(openai.RateLimitError, match="between tokens"):
