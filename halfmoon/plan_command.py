@@ -76,7 +76,8 @@ def plan(
         typer.Option(
             "--latency",
             "--profile",
-            help="a profile's path, ledger:NAME, distserve:MODEL, or GPU=SOURCE,…; default: the model's roofline",
+            help="a profile's path, ledger:NAME, aiconfigurator:MODEL, distserve:MODEL, or GPU=SOURCE,…; "
+            "default: the model's roofline",
         ),
     ] = None,
     prefill_gpu: Annotated[str | None, typer.Option(help="the kind that prefill workers have")] = None,

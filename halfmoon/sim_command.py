@@ -49,7 +49,10 @@ def simulate(
     cluster: Annotated[Path, typer.Option(help="YAML or JSON: workers, network, policies")],
     workload: Annotated[str, typer.Option(help=f"a trace's path, or {'|'.join(KNOWN_LENGTHS)}|in=512,out=64")],
     latency: Annotated[
-        str | None, typer.Option(help="a profile's path, ledger:NAME, distserve:MODEL or roofline:MODEL@GPU")
+        str | None,
+        typer.Option(
+            help="a profile's path, ledger:NAME, roofline:MODEL@GPU, aiconfigurator:MODEL@GPU, distserve:MODEL"
+        ),
     ] = None,
     rate: Annotated[float | None, typer.Option(help="requests a second; a trace keeps its own without it")] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="how many; of a trace the first")] = None,

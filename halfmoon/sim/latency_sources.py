@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MappingProxyType
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.sim.aiconfigurator import BACKENDS, KernelTimes
 from halfmoon.sim.coefficients import Coefficients
 from halfmoon.sim.distserve import DistServeCoefficients
 from halfmoon.sim.hardware import device
@@ -18,8 +20,12 @@ from halfmoon.sim.worker_profile import PROFILES, load_profile
 
 _KNOWN = (
     "a profile's path (profile.json), Splitwise's table with a model (perf_model.csv:llama-2-70b), distserve:MODEL, "
-    "distserve-vllm:MODEL, roofline:MODEL[@GPU] or roofline-2023:MODEL[@GPU], where MODEL may be the path of a "
-    "config.json"
+    "distserve-vllm:MODEL, roofline:MODEL[@GPU], roofline-2023:MODEL[@GPU], aiconfigurator:MODEL[@GPU] or "
+    "aiconfigurator-BACKEND:MODEL[@GPU], where MODEL may be the path of a config.json"
+)
+
+_KERNEL_TIMES = MappingProxyType(
+    {"aiconfigurator": BACKENDS[0], **{f"aiconfigurator-{backend}": backend for backend in BACKENDS}}
 )
 
 
@@ -35,6 +41,9 @@ def latency_source(text: str) -> LatencySource:
         return Roofline(
             model_shape(name), Efficiency() if kind == "roofline" else OF_2023, device(gpu).name if gpu else None
         )
+    if kind in _KERNEL_TIMES and rest:
+        name, _, gpu = rest.partition("@")
+        return KernelTimes(model_shape(name), _KERNEL_TIMES[kind], device(gpu).name if gpu else None)
     if kind.endswith(".csv"):
         return read_splitwise(Path(kind), rest)
     path = Path(text)
