@@ -86,7 +86,7 @@ class PrefillCourses:
             _speed(worker),
             self._neighbours(view, worker, course, now_s),
             self._past_busy(view, worker, course, now_s),
-            _others_s(worker, course, now_s),
+            _others_s(view, row, course, now_s),
             now_s,
             own,
         )
@@ -105,7 +105,7 @@ class PrefillCourses:
         speed = _speed(worker)
         if course is None or not course.is_in_step(speed, now_s):
             course = self._advanced(row, view, worker, self._own_step_s(row, worker, now_s), now_s)
-        return course.earliest_s(least, speed, _others_s(worker, course, now_s), now_s) - now_s
+        return course.earliest_s(least, speed, _others_s(view, row, course, now_s), now_s) - now_s
 
     def steps_left_s(self, view: ClusterView, now_s: float) -> Floats:
         """Of every row: `earliest_s` of a prompt is this and what it takes alone at least."""
@@ -190,9 +190,10 @@ def _has_steps(worker: WorkerView) -> bool:
     return is_told and any(worker.prefill_model)
 
 
-def _others_s(worker: WorkerView, course: PrefillCourse, now_s: float) -> float:
+def _others_s(view: ClusterView, row: int, course: PrefillCourse, now_s: float) -> float:
     """What the worker has to do that is not of this gateway; less than a step of it may be ours already."""
-    others_s = max(worker.prefill_free_s - now_s - course.num_tokens * worker.prefill_model.b, 0.0)
+    worker, free_s = view.worker(row), float(view.column("prefill_free_s")[row])
+    others_s = max(free_s - now_s - course.num_tokens * worker.prefill_model.b, 0.0)
     return others_s if others_s > worker.prefill_model.seconds(worker.step_tokens) else 0.0
 
 

@@ -15,6 +15,7 @@ from halfmoon.policy.gatekeeper import Gatekeeper
 from halfmoon.policy.key_table import Keys
 from halfmoon.policy.overheads import handover_s
 from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules
+from halfmoon.policy.reported_prompts import ReportedPrompts
 from halfmoon.policy.restore import RestoreCosts, RestorePlan, plan_restore
 from halfmoon.sim.cluster import ClusterSpec
 from halfmoon.sim.job import Job
@@ -34,12 +35,9 @@ class _Member:
         "decoding",
         "evicted",
         "free_blocks",
-        "heard_s",
-        "prefilling",
+        "prompts",
         "reported_requests",
-        "reported_tokens",
         "row",
-        "sent_tokens",
         "sequence",
         "stored",
         "view",
@@ -48,26 +46,14 @@ class _Member:
     def __init__(self, view: WorkerView, row: int, now_s: float) -> None:
         self.view = view  # as it joined
         self.row = row
-        self.heard_s = now_s
+        self.prompts = ReportedPrompts(now_s)
         self.free_blocks = view.free_blocks
         self.context = 0
         self.reported_requests = 0  # running, waiting and reserved
-        self.reported_tokens = 0  # that waited for prefill
-        self.sent_tokens = 0  # of the prompts that were sent since
-        self.prefilling: dict[int, int] = {}  # the same, by request
         self.decoding: set[int] = set()  # placed since
         self.stored: dict[int, None] = {}  # prefix blocks that the index has not heard of
         self.evicted: dict[int, None] = {}
         self.sequence = 0  # of its block events
-
-    def computed(self, index: int) -> None:
-        """A prompt that was sent since is computed, or is elsewhere."""
-        self.sent_tokens -= self.prefilling.pop(index, 0)
-
-    @property
-    def free_s(self) -> float:
-        """When it will have computed the prompts that it said it has."""
-        return self.heard_s + self.view.prefill_model.b * self.reported_tokens
 
 
 class SimGateway:
@@ -142,13 +128,10 @@ class SimGateway:
     def report(self, worker: SimWorker, now_s: float) -> None:
         """A load report, with what changed in the worker's prefix cache."""
         member = self._members[worker.name]
-        member.heard_s = now_s
-        member.reported_tokens = worker.waiting_tokens()
+        member.prompts.report(worker.waiting_tokens(), now_s)
         member.reported_requests = worker.num_requests
         member.context, pages = worker.progress(now_s)
         member.free_blocks = pages // worker.kv.unit_pages
-        member.prefilling.clear()
-        member.sent_tokens = 0
         member.decoding.clear()
         self._note_blocks(worker, member)
         self._show(member)
@@ -180,9 +163,9 @@ class SimGateway:
             member.row,
             free_blocks=member.free_blocks,
             num_requests=member.reported_requests + len(member.decoding),
-            waiting_prefill_tokens=member.reported_tokens + member.sent_tokens,
+            waiting_prefill_tokens=member.prompts.num_waiting,
             context_in_use_tokens=member.context,
-            prefill_free_s=member.free_s,
+            prefill_free_s=member.prompts.free_s(member.view.prefill_model),
         )
 
     # requests
@@ -208,8 +191,7 @@ class SimGateway:
     def _note_placed(self, job: Job, placement: Placement) -> None:
         prefill, decode = placement.prefill, placement.decode
         sender, receiver = self._members[prefill.worker_id], self._members[decode.worker_id]
-        sender.prefilling[job.index] = job.target
-        sender.sent_tokens += job.target
+        sender.prompts.send(job.index, job.target)
         receiver.decoding.add(job.index)
         self._show(sender)
         if receiver is not sender:
@@ -230,7 +212,7 @@ class SimGateway:
     def prefilled(self, job: Job, worker: SimWorker, now_s: float) -> None:
         """Its first token in this attempt is here."""
         member = self._members[worker.name]
-        member.computed(job.index)
+        member.prompts.remove(job.index)
         self._show(member)
         self._neighbourhood.prefilled(job, worker, now_s)
         self._gatekeeper.begin_decode(str(job.index), now_s)
@@ -241,7 +223,7 @@ class SimGateway:
         for worker in (job.prefill, job.decode):
             member = self._members.get(worker.name) if worker else None
             if member is not None:
-                member.computed(job.index)
+                member.prompts.remove(job.index)
                 member.decoding.discard(job.index)
                 self._show(member)
 

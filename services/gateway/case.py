@@ -226,14 +226,11 @@ class _FirstToken:
     def __init__(self, sink: TokenSink, on_first: Callable[[], None]) -> None:
         self._sink = sink
         self._on_first = on_first
-        self._has_begun = False
         self.push = sink.push
 
     async def begin(self) -> None:
-        """Tells, the first time."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._on_first()
+        """Tells, in every attempt: each computes the prompt again."""
+        self._on_first()
         await self._sink.begin()
 
 

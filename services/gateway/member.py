@@ -10,6 +10,7 @@ from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL
 from halfmoon.pb.types_pb2 import Role as PbRole
 from halfmoon.policy.cluster_view import LinkView, Role, WorkerView
 from halfmoon.policy.refinement import WorkerLatency
+from halfmoon.policy.reported_prompts import ReportedPrompts
 from halfmoon.rpc.layout_message import layout_from
 from services.gateway.learned_models import BelievedModels
 
@@ -26,11 +27,10 @@ class Member:
     load: WorkerLoad
     latency: WorkerLatency
     holder: int  # its number in the block index
+    prompts: ReportedPrompts
     store_holder: int = -1  # that of the store that it uses; -1: it uses none
     listening: bool = False
-    prefilling: dict[str, int] = field(default_factory=dict)  # sent since the last report: prompt tokens by request
     decoding: set[str] = field(default_factory=set)  # placed since the last report
-    computed_tokens: int = 0  # since the last report, of prompts that were there then
 
     @property
     def worker_id(self) -> str:
@@ -62,7 +62,7 @@ class Member:
             num_waiting=load.num_waiting,
             num_reserved=load.num_reserved,
             num_placed=len(self.decoding),
-            waiting_prefill_tokens=load.waiting_prefill_tokens + sum(self.prefilling.values()),
+            waiting_prefill_tokens=self.prompts.num_waiting,
             draining=load.draining,
             listening=self.listening,
             links=tuple(
@@ -71,7 +71,7 @@ class Member:
                 if link.bandwidth_bytes_per_s > 0
             ),
             context_in_use_tokens=load.context_tokens,
-            prefill_free_s=self.heard_s + prefill.b * max(load.waiting_prefill_tokens - self.computed_tokens, 0),
+            prefill_free_s=self.prompts.free_s(prefill),
             step_tokens=identity.step_tokens,
             chunk_tokens=identity.chunk_tokens,
             prefill_model=prefill,

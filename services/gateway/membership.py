@@ -11,6 +11,7 @@ from halfmoon.policy.block_index import BlockEvents, BlockIndex, unpack_keys
 from halfmoon.policy.cluster_view import ClusterView
 from halfmoon.policy.latency import PrefillModel, PrefillSample, StepModel
 from halfmoon.policy.refinement import WorkerLatency
+from halfmoon.policy.reported_prompts import ReportedPrompts
 from halfmoon.rpc.layout_message import layout_from
 from services.gateway.learned_models import LearnedModels
 from services.gateway.member import Member
@@ -65,7 +66,7 @@ class Membership:
         holder = self.index.number(identity.worker_id)
         latency = WorkerLatency(PrefillModel(*identity.profile.prefill), StepModel(*identity.profile.step))
         store_holder = self.index.number(_store_name(identity.kv_store)) if identity.kv_store else -1
-        member = Member(identity, now_s, now_s, load, latency, holder, store_holder)
+        member = Member(identity, now_s, now_s, load, latency, holder, ReportedPrompts(now_s), store_holder)
         self._members[identity.worker_id] = member
         if before is not None:
             self._forget_store(before.identity.kv_store)
@@ -77,8 +78,7 @@ class Membership:
         """Takes a load report, which is also a heartbeat. What was sent before it is in its figures."""
         member.heard_s = now_s
         member.load = load
-        member.prefilling.clear()
-        member.computed_tokens = 0
+        member.prompts.report(load.waiting_prefill_tokens, now_s)
         member.decoding.clear()
         if self._members.get(member.worker_id) is member:
             self._models.report(member.worker_id, member.kind, member.latency, load.steps, self._view, now_s)
@@ -113,7 +113,7 @@ class Membership:
         self, request_id: str, prefill: Member, decode: Member, num_prompt_tokens: int, now_s: float
     ) -> None:
         """Counts a request against both its workers, its decoding and its tokens until their next report."""
-        prefill.prefilling[request_id] = num_prompt_tokens
+        prefill.prompts.send(request_id, num_prompt_tokens)
         decode.decoding.add(request_id)
         self._decoders[request_id] = decode.worker_id
         self._view.busy.begin(prefill.worker_id, request_id, now_s)
@@ -125,8 +125,7 @@ class Membership:
         """The prompt is computed. `sample` teaches only where the worker does not report its steps: others may have
         been computed in the same ones. Of a prompt that was restored it holds what loading took, and teaches nothing.
         """
-        if prefill.prefilling.pop(request_id, None) is None:
-            prefill.computed_tokens += round(sample.new_tokens)
+        prefill.prompts.remove(request_id)
         if not prefill.identity.step_tokens and not was_restored:
             self._models.note_prompt(prefill.worker_id, prefill.kind, prefill.latency, sample, now_s)
         self._view.busy.end(prefill.worker_id, request_id, now_s)
@@ -137,7 +136,7 @@ class Membership:
 
     def note_ended(self, request_id: str, prefill: Member, decode: Member, now_s: float) -> None:
         """The request is on none of its workers any more."""
-        prefill.prefilling.pop(request_id, None)
+        prefill.prompts.remove(request_id)
         decode.decoding.discard(request_id)
         self._decoders.pop(request_id, None)
         for member in (prefill, decode):

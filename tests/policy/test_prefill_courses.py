@@ -131,6 +131,11 @@ def test_what_others_sent_there_is_ahead() -> None:
     view, courses = ClusterView(), PrefillCourses(DecodeForecast())
     placement = at(view, replace(P, prefill_free_s=5.0), D)
     assert refined(courses, view, placement, 0.0) == (5.0, 1.0)
+    row = view.row("p")
+    assert row is not None
+    load = {"free_blocks": 9, "num_requests": 0, "waiting_prefill_tokens": 0, "context_in_use_tokens": 0}
+    view.note_load(row, **load, prefill_free_s=7.0)  # in the columns alone, as the simulator tells it
+    assert refined(courses, view, placement, 0.0) == (7.0, 1.0)
 
 
 def test_neighbours_are_the_members_of_one_host() -> None:

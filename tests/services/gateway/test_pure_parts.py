@@ -241,20 +241,6 @@ def test_speeds_follow_what_is_measured() -> None:
     assert shown(membership).prefill_free_s == pytest.approx(2.0 + 80 * shown(membership).prefill_model.b)
 
 
-def test_what_was_computed_since_a_report_waits_no_more() -> None:
-    membership = Membership(FINGERPRINT, 1.0)
-    member = membership.join(identity(profile=LatencyProfile(prefill=[0.0, 0.01, 0.0])), 0.0)
-    membership.note_placed("r1", member, member, 100, 1.0)
-    membership.report(member, WorkerLoad(waiting_prefill_tokens=130), 2.0)  # thirty are of another gateway
-    assert shown(membership).prefill_free_s == pytest.approx(3.3)
-    membership.note_placed("r2", member, member, 50, 2.5)
-    membership.note_prefilled("r1", member, PrefillSample(100, 0, 1.0), 3.0)
-    membership.note_prefilled("r2", member, PrefillSample(50, 0, 0.5), 3.5)  # the report does not speak of it
-    assert shown(membership).prefill_free_s == pytest.approx(2.3)
-    membership.report(member, WorkerLoad(waiting_prefill_tokens=30), 4.0)
-    assert shown(membership).prefill_free_s == pytest.approx(4.3)
-
-
 def test_steps_tell_what_prefills_take_where_a_worker_reports_them() -> None:
     membership = Membership(FINGERPRINT, 1.0)
     member = membership.join(identity(step_tokens=512), 0.0)
@@ -343,10 +329,15 @@ def test_whether_a_worker_may_be_ready_soon() -> None:
 
 def test_silence_that_is_ours_is_excused() -> None:
     membership = Membership(FINGERPRINT, 1.0)
-    member = membership.join(identity(), 0.0)
+    member = membership.join(identity(profile=LatencyProfile(prefill=[0.0, 0.01, 0.0])), 0.0)
     membership.excuse(1.5, 9.0)
     assert membership.overdue(12.0) == []
     assert membership.overdue(12.1) == [member]
+    membership.report(member, WorkerLoad(waiting_prefill_tokens=80), 13.0)
+    free_s = shown(membership).prefill_free_s
+    membership.excuse(1.5, 14.0)
+    membership.set_listening(member, True)
+    assert shown(membership).prefill_free_s == free_s  # the worker has gone on meanwhile
 
 
 def test_a_gateway_that_is_slow_all_the_time_takes_its_part_of_a_silence() -> None:

@@ -1,0 +1,29 @@
+"""What a worker said of its prompts, and what is known of them since."""
+
+from __future__ import annotations
+
+from halfmoon.policy.latency import PrefillModel
+from halfmoon.policy.reported_prompts import ReportedPrompts
+
+MODEL = PrefillModel(0.0, 0.01, 0.0)
+
+
+def test_what_was_sent_waits_until_it_is_computed_or_reported() -> None:
+    prompts = ReportedPrompts(1.0)
+    prompts.send("a", 100)
+    prompts.send("a", 100)  # on its way there once
+    prompts.send("b", 20)
+    assert (prompts.num_waiting, prompts.free_s(MODEL)) == (120, 1.0)
+    prompts.remove("b")
+    prompts.remove("b")
+    assert prompts.num_waiting == 100
+    prompts.report(70, 2.0)
+    assert (prompts.num_waiting, prompts.free_s(MODEL)) == (70, 2.7)
+
+
+def test_what_is_computed_after_a_report_is_told_by_the_time_alone() -> None:
+    prompts = ReportedPrompts(0.0)
+    prompts.send("a", 100)
+    prompts.report(130, 2.0)  # thirty are of another gateway
+    prompts.remove("a")
+    assert (prompts.num_waiting, prompts.free_s(MODEL)) == (130, 3.3)
