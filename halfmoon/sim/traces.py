@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -89,8 +90,15 @@ def _from_rows(path: Path, rows: Sequence[Any]) -> Workload:
 def _figures(row: Mapping[str, Any]) -> tuple[float, int, int]:
     """Seconds, prompt, output: of either kind of row."""
     if "timestamp" in row:
-        return row["timestamp"] / 1000, _length(row, "input_length", 1), _length(row, "output_length", 0)
-    return row["start_time"], _length(row, "prompt_len", 1), _length(row, "output_len", 0)
+        return _time(row, "timestamp") / 1000, _length(row, "input_length", 1), _length(row, "output_length", 0)
+    return _time(row, "start_time"), _length(row, "prompt_len", 1), _length(row, "output_len", 0)
+
+
+def _time(row: Mapping[str, Any], name: str) -> float:
+    found = row[name]
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
+        raise ValueError(f"{name} is {found!r}, and must be a finite number")
+    return found
 
 
 def _length(row: Mapping[str, Any], name: str, least: int) -> int:
@@ -104,15 +112,22 @@ def _prefixes(path: Path, rows: Sequence[Mapping[str, Any]]) -> Prefixes | None:
     if not any("hash_ids" in row for row in rows):
         return None
     sizes = {row.get("block_tokens", MOONCAKE_BLOCK_TOKENS) for row in rows}
-    if len(sizes) > 1 or not all(isinstance(one, int) and one > 0 for one in sizes):
+    if len(sizes) > 1 or not all(_is_whole(one) and one > 0 for one in sizes):
         raise InvalidRequest(f"the workload {path} has hash_ids of blocks of {sorted(map(str, sizes))} tokens")
     lists = [row.get("hash_ids", []) for row in rows]
     try:
-        ids = np.array([one for ids in lists for one in ids], dtype=np.int64)
+        all_ids = [one for ids in lists for one in ids]
+        if not all(map(_is_whole, all_ids)):
+            raise ValueError(f"there is {next(one for one in all_ids if not _is_whole(one))!r}")
+        ids = np.array(all_ids, dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"the workload {path} has hash_ids that are no whole numbers: {error}") from error
     offsets = np.concatenate([[0], np.cumsum([len(ids) for ids in lists])])
     return Prefixes(sizes.pop(), ids, offsets)
+
+
+def _is_whole(found: Any) -> bool:
+    return isinstance(found, int) and not isinstance(found, bool)
 
 
 def _wrong_row(path: Path, number: int, error: Exception) -> InvalidRequest:

@@ -102,11 +102,21 @@ def test_azure_rows(tmp_path: Path) -> None:
         ("w.json", '[{"start_time": 0, "prompt_len": 10.7, "output_len": 1}]', "prompt_len is 10.7"),
         ("w.json", '[{"start_time": 0, "prompt_len": 1e30, "output_len": 1}]', "prompt_len is 1e.30"),
         ("w.json", '[{"start_time": 0, "prompt_len": Infinity, "output_len": 1}]', "request 0"),
+        ("w.json", '[{"start_time": true, "prompt_len": 1, "output_len": 1}]', "request 0.*start_time is True"),
+        ("w.json", '[{"start_time": "5", "prompt_len": 1, "output_len": 1}]', "request 0.*start_time is '5'"),
+        ("w.jsonl", '{"timestamp": true, "input_length": 1, "output_length": 1}', "request 0.*timestamp is True"),
         ("w.json", "[]", "no requests"),
         ("w.json", "3", "should|is not JSON rows"),
         ("w.jsonl", '{"timestamp": 0, "input_length": 1, "output_length": 1}\n{', "request 1"),
         ("w.csv", "TIMESTAMP,ContextTokens\n2023-11-16,1\n", "request 0"),
         ("w.json", '[{"start_time": 0, "prompt_len": 1, "output_len": 1, "hash_ids": ["a"]}]', "whole numbers"),
+        ("w.json", '[{"start_time": 0, "prompt_len": 1, "output_len": 1, "hash_ids": [1.5]}]', "whole.*1.5"),
+        ("w.json", '[{"start_time": 0, "prompt_len": 1, "output_len": 1, "hash_ids": [true]}]', "whole.*True"),
+        (
+            "w.json",
+            '[{"start_time": 0, "prompt_len": 1, "output_len": 1, "hash_ids": [1], "block_tokens": true}]',
+            "blocks of .*True",
+        ),
     ],
 )
 def test_a_file_that_is_no_workload_says_where_it_is_wrong(tmp_path: Path, name: str, text: str, says: str) -> None:
