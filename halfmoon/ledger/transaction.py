@@ -12,9 +12,13 @@ Result = TypeVar("Result")
 Work = Callable[[AsyncSession], Awaitable[Result]]
 
 
+ENDING_S = 5.0
+
+
 class Transaction(Generic[Result]):
-    """Owns whether the work is done. What comes then, commit or rollback and the pool's reset, has to end by itself:
-    a cancellation there throws the connection away, with a traceback by the pool."""
+    """Owns whether the work is done. What comes then, commit or rollback and the pool's reset, should end by itself:
+    a cancellation there throws the connection away, with a traceback by the pool. A database that does not even do that
+    within `ENDING_S` is dead, and keeps no place in the pool."""
 
     def __init__(self, engine: AsyncEngine, work: Work[Result]) -> None:
         self._engine = engine
@@ -31,5 +35,8 @@ class Transaction(Generic[Result]):
 
     def give_up(self, running: asyncio.Task[Any]) -> None:
         """Nobody waits for `running`, which runs it."""
-        if not self._is_ending:
+        if self._is_ending:
+            last = running.get_loop().call_later(ENDING_S, running.cancel)
+            running.add_done_callback(lambda _: last.cancel())
+        else:
             running.cancel()

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Pool, event, text
+from sqlalchemy import Engine, Pool, event, text
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.util import await_only
 
+from halfmoon.errors import Unavailable
+from halfmoon.ledger import transaction
 from halfmoon.ledger.database import open_database
 
 
@@ -57,6 +60,31 @@ async def test_who_goes_while_a_connection_is_given_back_leaves_no_traceback(
         await database.run(work)
     assert caplog.records == []
     assert asyncio.all_tasks() == before
+
+
+async def test_a_commit_that_never_ends_keeps_no_connection(ledger_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transaction, "ENDING_S", 0.0)
+
+    async def work(session: AsyncSession) -> None:
+        await session.execute(text("SELECT 1"))
+
+    def hangs(*_: Any) -> None:
+        await_only(asyncio.Event().wait())
+
+    async with open_database(ledger_url) as database:
+        before = asyncio.all_tasks()
+        event.listen(Engine, "commit", hangs)
+        try:
+            for _ in range(5):  # one more than there are connections
+                with pytest.raises(Unavailable, match="did not answer"):
+                    await database.run(work, deadline_s=0.1)
+            left = asyncio.all_tasks() - before
+            if left:
+                await asyncio.wait(left, timeout=20)
+            assert asyncio.all_tasks() == before
+        finally:
+            event.remove(Engine, "commit", hangs)
+        await database.run(work)
 
 
 async def test_threads_of_connections_cancelled_while_opened_have_ended_when_the_database_is_closed(
