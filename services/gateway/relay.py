@@ -13,9 +13,10 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
 
-from halfmoon.errors import DeadlineExceeded, HalfmoonError, NoCapacity, Unavailable
+from halfmoon.errors import DeadlineExceeded, NoCapacity, Unavailable
 from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.policy.placement import ContextLengthExceeded, Placement
+from halfmoon.policy.retries import FailedAttempt, Reason, Retries
 from halfmoon.rpc.context import request_scope
 from services.gateway.attempt import Attempt, RelayRequest
 from services.gateway.case import Case
@@ -29,11 +30,7 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_MAX_REFUSALS = 3  # attempts in a row that gave no token
-_MAX_FAILOVERS = 2  # attempts that gave tokens, then failed
-_DEFAULT_WAIT_MS = 100
 _SLOW_PROMPT_TOKENS = 8_192  # whose blocks are hashed off the event loop
-_MAX_WAIT_MS = 1_000
 
 
 class Relay:
@@ -66,7 +63,7 @@ class Relay:
             for other in others:
                 other.share_blocks(leader)
         cases = [case for of_prompt in by_prompt for case in of_prompt]
-        await self._within(partial(self._judge.hold_together, cases), self._patience_s(False, None))
+        await self._within(partial(self._judge.hold_together, cases), self._patience_s(False))
 
     async def run(self, case: Case, progress: Progress, sink: TokenSink) -> None:
         """Streams the request's tokens into `sink` until the last one, or until the sink has enough.
@@ -85,10 +82,10 @@ class Relay:
             case.close()
 
     async def _run(self, case: Case, progress: Progress, sink: TokenSink) -> None:
-        failures = _Failures()
+        retries = Retries()
         await _name_blocks(case)
         while True:
-            placement = await self._placement(case, progress, failures)
+            placement = await self._placement(case, progress, retries)
             num_before = len(progress.output_token_ids)
             try:
                 codec = case.codec(self._kv_codec)
@@ -98,30 +95,31 @@ class Relay:
             except GatewayStopping:
                 raise
             except (NoCapacity, Unavailable) as error:
-                failures.add(error, placement, gave_tokens=len(progress.output_token_ids) > num_before)
+                if not retries.add(_failed(error, placement, len(progress.output_token_ids) > num_before)):
+                    raise
                 progress.num_retries += 1
                 fields = {"reason": error.message, "num_output_tokens": len(progress.output_token_ids)}
                 log.warning("request.retried", extra=fields)
 
-    async def _placement(self, case: Case, progress: Progress, failures: _Failures) -> Placement:
+    async def _placement(self, case: Case, progress: Progress, retries: Retries) -> Placement:
         """Where to try next: elsewhere if there is an elsewhere, else after a pause anywhere.
 
         A request whose worker is lost waits up to `failover_wait_s` for a worker to come, with tokens or without:
         so long a worker may need to start again. A new one waits up to `return_wait_s` where one was a moment ago.
         """
-        for exclude in failures.exclusions():
+        for exclude in retries.exclusions():
             try:
                 return case.place(exclude)
             except (Unavailable, ContextLengthExceeded):
                 continue
-        if failures.last is not None:
-            wait_ms = min(failures.last.retry_after_ms or _DEFAULT_WAIT_MS, _MAX_WAIT_MS)
-            await self._cluster.router.pause(wait_ms / 1000)
-        has_tokens = bool(progress.output_token_ids)
-        return await self._within(partial(case.place, ()), self._patience_s(has_tokens, failures.last))
+        if retries.last_reason is not None:
+            await self._cluster.router.pause(retries.pause_s)
+            retries.note_pause()
+        is_inside = bool(progress.output_token_ids) or retries.last_reason == "lost"
+        return await self._within(partial(case.place, ()), self._patience_s(is_inside))
 
-    def _patience_s(self, has_tokens: bool, last: HalfmoonError | None) -> float:
-        if has_tokens or isinstance(last, Unavailable):
+    def _patience_s(self, is_inside: bool) -> float:
+        if is_inside:
             return self._failover_wait_s
         if self._cluster.membership.expects_worker(self._cluster.clock()):
             return self._return_wait_s
@@ -139,37 +137,14 @@ class Relay:
             await self._cluster.router.pause(left_s, until=self._cluster.until_changed())
 
 
+def _failed(error: NoCapacity | Unavailable, placement: Placement, gave_tokens: bool) -> FailedAttempt:
+    reason: Reason = "no room" if isinstance(error, NoCapacity) else "lost"
+    prefill, decode = placement.prefill.worker_id, placement.decode.worker_id
+    return FailedAttempt(reason, prefill, decode, gave_tokens, error.retry_after_ms)
+
+
 async def _name_blocks(case: Case) -> None:
     if len(case.request.prompt_token_ids) > _SLOW_PROMPT_TOKENS:
         await asyncio.to_thread(case.name_blocks)
     else:
         case.name_blocks()
-
-
-class _Failures:
-    """Owns the attempts that failed, and when to give up."""
-
-    def __init__(self) -> None:
-        self.last: NoCapacity | Unavailable | None = None
-        self._refusals = 0
-        self._failovers = 0
-        self._refused_by: list[tuple[str, ...]] = []
-
-    def add(self, error: NoCapacity | Unavailable, placement: Placement, *, gave_tokens: bool) -> None:
-        """Notes a failed attempt. Raises its error when it was the last one."""
-        self._failovers += gave_tokens
-        self._refusals = 0 if gave_tokens else self._refusals + 1
-        if self._refusals >= _MAX_REFUSALS or self._failovers > _MAX_FAILOVERS:
-            raise error
-        self.last = error
-        ids = (placement.decode.worker_id, placement.prefill.worker_id)
-        self._refused_by.append(ids[:1] if isinstance(error, NoCapacity) else ids)
-
-    def exclusions(self) -> list[tuple[str, ...]]:
-        """Workers to avoid, most wary first. No capacity is the decode worker's; Unavailable may be either's."""
-        if not self._refused_by:
-            return [()]
-        both = tuple(name for ids in self._refused_by for name in ids)
-        decodes = tuple(ids[0] for ids in self._refused_by)
-        prefills = tuple(ids[1] for ids in self._refused_by if len(ids) > 1)
-        return [both, decodes, prefills] if prefills else [both]

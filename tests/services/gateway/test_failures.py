@@ -239,6 +239,18 @@ async def test_a_started_request_waits_for_a_new_worker(tmp_path: Path) -> None:
         assert await rest_of(stream) == "llo"
 
 
+async def test_a_started_request_waits_for_room(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill, first = await fleet.pair(Script("hello", asyncio.Event(), tokens_before_gate=1))
+        stream = await open_stream(fleet)
+        assert await text_until(stream, 2) == "he"
+        prefill.refuse = [NoCapacity("full", retry_after_ms=1) for _ in range(4)]  # a new one is refused after three
+        await fleet.add("d1", "decode")
+        first.end_registration.set()
+        assert await rest_of(stream) == "llo"
+        assert (await last_row(fleet, "ok"))["num_retries"] == 5
+
+
 async def test_a_broken_token_stream_moves_its_requests(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         prefill, decode = await fleet.pair(Script("hello", asyncio.Event(), tokens_before_gate=1))

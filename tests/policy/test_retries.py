@@ -1,0 +1,51 @@
+"""Who is tried next, and when a request is given up."""
+
+from __future__ import annotations
+
+import pytest
+
+from halfmoon.policy.retries import MAX_FAILOVERS, MAX_REFUSALS, FailedAttempt, Reason, Retries
+
+
+def failed(
+    reason: Reason, *, gave_tokens: bool = False, decode: str = "d", after_ms: int | None = None
+) -> FailedAttempt:
+    return FailedAttempt(reason, "p", decode, gave_tokens, after_ms)
+
+
+@pytest.mark.parametrize("reason", ["no room", "lost"])
+def test_who_has_no_token_is_given_up_after_three_refusals_in_a_row(reason: Reason) -> None:
+    retries = Retries()
+    assert [retries.add(failed(reason)) for _ in range(MAX_REFUSALS)] == [True, True, False]
+
+
+def test_whose_answer_has_begun_waits_for_room() -> None:
+    retries = Retries()
+    assert retries.add(failed("lost", gave_tokens=True))
+    assert retries.pause_s == 0.1
+    assert all(retries.add(failed("no room")) for _ in range(50))
+    assert retries.pause_s == 1.0  # nobody is asked ten times a second for minutes
+    assert [retries.add(failed("lost")) for _ in range(MAX_REFUSALS)] == [True, True, False]
+
+
+def test_tokens_end_a_row_of_refusals_and_are_not_got_for_ever() -> None:
+    retries = Retries()
+    for _ in range(MAX_FAILOVERS):
+        assert retries.add(failed("lost"))
+        assert retries.add(failed("lost"))
+        assert retries.add(failed("lost", gave_tokens=True))
+    assert not retries.add(failed("lost", gave_tokens=True))
+
+
+def test_the_next_attempt_is_elsewhere_until_nobody_is_left() -> None:
+    retries = Retries()
+    assert (retries.exclusions(), retries.last_reason, retries.pause_s) == ([()], None, 0.0)
+    retries.add(failed("no room", decode="a", after_ms=30))
+    assert (retries.exclusions(), retries.last_reason, retries.pause_s) == ([("a",)], "no room", 0.03)
+    retries.add(failed("lost", decode="b"))
+    assert retries.exclusions() == [("a", "b", "p"), ("a", "b"), ("p",)]
+    assert (retries.last_reason, retries.pause_s) == ("lost", 0.1)
+    retries.note_pause()
+    assert retries.exclusions() == [()]
+    retries.add(failed("no room", after_ms=60_000))
+    assert retries.pause_s == 1.0
