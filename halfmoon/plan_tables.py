@@ -49,7 +49,7 @@ def _fates(rows: list[tuple[str, dict[str, Any]]], summary: dict[str, Any]) -> T
     names = ["ttft", "tpot", *(["tbt"] if with_tbt else [])]
     table = _table("", f"met {' '.join(['all', *names]).upper().replace('ALL', 'all')} %")
     for name in names:
-        table.add_column(name.upper(), justify="right")
+        table.add_column(name.upper() if name != "tbt" else f"TBT ({summary['targets']['tbt_of']})", justify="right")
     for title, one in rows:
         shares = " ".join(f"{100 * one[f'attainment_{name}']:.1f}" for name in ("joint", *names))
         table.add_row(

@@ -61,3 +61,21 @@ def test_the_other_kind_of_layout_is_named(best: Any, disaggregated: Any, coloca
     text = StringIO()
     print_plan(summary, Console(file=text, width=200))
     assert says in text.getvalue()
+
+
+def test_what_the_tbt_target_is_held_against_is_named() -> None:
+    fate = FATE | {"attainment_tbt": 0.9, "tbt_s": QUANTILES}
+    summary = {
+        "targets": {"tbt_s": 0.05, "tbt_of": "longest-tenth"},
+        "criterion": "joint",
+        "layouts": [TOGETHER | fate],
+        "disaggregated": None,
+        "colocated": TOGETHER,
+        "over_colocated": 1.0,
+        "sensitivity": {},
+        "latency": [],
+        "notes": [],
+    }
+    text = StringIO()
+    print_plan(summary, Console(file=text, width=200))
+    assert "TBT (longest-tenth)" in text.getvalue()

@@ -49,6 +49,14 @@ def test_a_request_without_a_second_token_has_no_tpot(tmp_path: Path) -> None:
     assert json.loads(text)["requests"][0]["tpot_s"] is None
 
 
+def test_requests_are_told_in_the_order_of_their_file(tmp_path: Path) -> None:
+    rows = [{"start_time": at, "prompt_len": length, "output_len": 2} for at, length in ((9, 30), (-1, 10), (4, 20))]
+    found = json.loads(run(tmp_path, "--json", rows=rows)[1])["requests"]
+    assert [(row["start_time"], row["prompt_len"]) for row in found] == [(10.0, 30), (0.0, 10), (5.0, 20)]
+    earliest = json.loads(run(tmp_path, "--json", "--requests", "2", rows=rows)[1])["requests"]
+    assert [row["prompt_len"] for row in earliest] == [10, 20]
+
+
 def test_the_table_says_what_is_missed(tmp_path: Path) -> None:
     code, text, _ = run(tmp_path, "--ttft", "0.01")
     assert code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from halfmoon.plan.planning import PlanResult
@@ -21,7 +22,7 @@ def summary_of(result: PlanResult) -> dict[str, Any]:
         "criterion": question.goal.criterion,
         "attainment_asked": question.goal.attainment,
         "rate_asked_per_s": question.rate_per_s,
-        "targets": {"ttft_s": targets.ttft_s, "tpot_s": targets.tpot_s, "tbt_s": targets.tbt_s},
+        "targets": asdict(targets),
         "layouts": [{**_rated(question, one), **_judged(one.verdict)} for one in found.best],
         "disaggregated": None if found.disaggregated is None else _rated(question, found.disaggregated),
         "colocated": None if colocated is None else _rated(question, colocated),

@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from halfmoon.sim.cluster import ClusterSpec, Targets
 from halfmoon.sim.result import OUTCOMES, Criterion, SimResult, quantiles
 from halfmoon.sim.workload import Workload
@@ -60,7 +62,7 @@ def _columns(found: SimResult) -> tuple[Any, ...]:
 
 
 def request_rows(workload: Workload, found: SimResult) -> list[dict[str, Any]]:
-    """By arrival; null where there is no such time."""
+    """In the order of the workload's file, times from the first arrival on; null where there is no such time."""
     asked = {
         "start_time": workload.start_s,
         "prompt_len": workload.prompt_tokens,
@@ -68,7 +70,8 @@ def request_rows(workload: Workload, found: SimResult) -> list[dict[str, Any]]:
     }
     names = "ttft_s", "tpot_s", "longest_gap_s", "tail_gap_s", "end_s", "wait_s", "cached_tokens"
     columns = asked | {name: getattr(found, name) for name in names}
-    rows = zip(*(column.tolist() for column in columns.values()), found.outcome.tolist(), strict=True)
+    order = slice(None) if workload.file_rows is None else np.argsort(workload.file_rows)
+    rows = zip(*(column[order].tolist() for column in columns.values()), found.outcome[order].tolist(), strict=True)
     return [
         {**{name: _number(value) for name, value in zip(columns, row, strict=False)}, "outcome": OUTCOMES[row[-1]]}
         for row in rows

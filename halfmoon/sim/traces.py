@@ -84,7 +84,7 @@ def _from_rows(path: Path, rows: Sequence[Any]) -> Workload:
     start_s, prompt, output = figures[order].T
     prefixes = _prefixes(path, [rows[index] for index in order])
     lengths = prompt.astype(np.int64), np.maximum(output.astype(np.int64), 1)
-    return Workload(start_s - start_s[0], *lengths, prefixes, path.stem)
+    return Workload(start_s - start_s[0], *lengths, prefixes, path.stem, order)
 
 
 def _figures(row: Mapping[str, Any]) -> tuple[float, int, int]:

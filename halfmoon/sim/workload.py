@@ -59,6 +59,7 @@ class Workload:
     output_tokens: Ints  # [num_requests], at least 1
     prefixes: Prefixes | None = None
     name: str = field(default="workload")
+    file_rows: Ints | None = None  # [num_requests]: where each stands in the file that it is from; None: in this order
 
     def __post_init__(self) -> None:
         num = len(self.start_s)
@@ -110,6 +111,7 @@ class Workload:
             prompt_tokens=np.tile(self.prompt_tokens, times),
             output_tokens=np.tile(self.output_tokens, times),
             prefixes=None if self.prefixes is None else self.prefixes.repeated(times),
+            file_rows=None,
         )
 
     def arriving(self, start_s: Floats) -> Workload:
@@ -126,7 +128,9 @@ class Workload:
     def taken(self, rows: Ints) -> Workload:
         """The requests `rows`, which ascend."""
         prefixes = None if self.prefixes is None else self.prefixes.taken(rows)
-        return Workload(self.start_s[rows], self.prompt_tokens[rows], self.output_tokens[rows], prefixes, self.name)
+        file_rows = None if self.file_rows is None else self.file_rows[rows]
+        lengths = self.prompt_tokens[rows], self.output_tokens[rows]
+        return Workload(self.start_s[rows], *lengths, prefixes, self.name, file_rows)
 
     def first(self, num_requests: int) -> Workload:
         """The earliest `num_requests`, or all of them."""
