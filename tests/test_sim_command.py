@@ -108,6 +108,7 @@ def test_drawn_workloads_repeat_with_their_seed(tmp_path: Path) -> None:
         (["--workload", "chat", "--rate", "1e-300"], CLUSTER, "give a higher rate"),
         (["--workload", "in=99999999999999999999,out=3", "--rate", "1"], CLUSTER, "is no workload"),
         (["--workload", "in=9999999999,out=3", "--rate", "1"], CLUSTER, "is no workload"),
+        ([], CLUSTER.replace("role: decode", "role: decode, count: 100000000"), "less than or equal to 100000"),
     ],
 )
 def test_bad_input_is_explained(tmp_path: Path, options: list[str], cluster: str, says: str) -> None:

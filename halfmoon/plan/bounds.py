@@ -64,11 +64,15 @@ def _tokens_per_s(model: LatencyModel, context: float, gap_s: float, limits: Bat
             break
         after_s, after_slope_s = model.cycle(following)
         speeds = (
-            batch / (base_s + slope_s * batch * context),
-            following / (after_s + after_slope_s * following * context),
+            _speed(batch, base_s + slope_s * batch * context),
+            _speed(following, after_s + after_slope_s * following * context),
         )
         best_per_s = max(best_per_s, *speeds)
     return best_per_s
+
+
+def _speed(batch: int, step_s: float) -> float:
+    return batch / step_s if step_s > 0 else NO_LIMIT
 
 
 def _rate_per_s(busy_s: float, of: Floats) -> float:

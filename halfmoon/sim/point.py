@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halfmoon.errors import InvalidRequest
 from halfmoon.sim.arrivals import ArrivalProcess
 from halfmoon.sim.asked_workload import asked_workload
 from halfmoon.sim.cluster import ClusterSpec, Targets, TbtOf
@@ -62,6 +63,8 @@ def simulate_point(
     source_of: Callable[[str], LatencySource] = latency_source,
 ) -> Point:
     """`source_of` is as of `read_cluster`. Raises InvalidRequest for what makes no sense."""
+    if not 0 <= request.attainment <= 1:
+        raise InvalidRequest(f"attainment is a share, at most 1, got {request.attainment:g}", param="attainment")
     spec = read_cluster(Path(request.cluster), request.latency, source_of)
     kept = spec.targets
     targets = Targets(

@@ -31,6 +31,7 @@ from halfmoon.sim.latency_sources import latency_source
 from halfmoon.sim.profile import MeasuredProfile
 
 _LIMITS = BatchLimits()
+_MOST_WORKERS = 100_000  # of a group: each takes some kilobytes before anything is simulated
 _Kind = TypeVar("_Kind")
 
 
@@ -40,7 +41,7 @@ class _Strict(BaseModel):
 
 class _Workers(_Strict):
     role: Role
-    count: int = Field(default=1, ge=0)
+    count: int = Field(default=1, ge=0, le=_MOST_WORKERS)
     gpu: str | None = None
     tp: int = Field(default=1, ge=1)
     pp: int = Field(default=1, ge=1)

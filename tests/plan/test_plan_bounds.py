@@ -14,7 +14,9 @@ from halfmoon.plan.halves import half_trial
 from halfmoon.plan.layout import Parallelism, WorkerKind
 from halfmoon.plan.question import Question, default_rules
 from halfmoon.policy.cluster_view import Role
-from halfmoon.sim.cluster import ClusterSpec, Targets, TbtOf, WorkerGroup
+from halfmoon.policy.latency import PrefillModel, StepModel
+from halfmoon.sim.cluster import BatchLimits, ClusterSpec, Targets, TbtOf, WorkerGroup
+from halfmoon.sim.coefficients import coefficients
 from halfmoon.sim.distserve import DistServeCoefficients
 from halfmoon.sim.lengths import named_lengths
 from halfmoon.sim.result import Criterion
@@ -53,6 +55,13 @@ def test_nothing_simulated_exceeds_its_bound(
     rate_per_s = 1.05 * option.bound.most_per_s  # a cluster that falls behind by less is held to keep up
     if rate_per_s:
         assert not holds(trial, rate_per_s) or option.bound.most_per_s >= 1e6
+
+
+def test_steps_that_take_no_time_bound_nothing() -> None:
+    instant = coefficients("instant", PrefillModel(0, 0, 0), StepModel(0, 0, 0), 100_000, 1.0)
+    workload = synthetic_workload(named_lengths("chat"), 20, 1.0, seed=0)
+    bound = decode_bound_per_s(instant, workload, Goal(Targets(0.2, 0.1), 0.9), BatchLimits())
+    assert bound.most_per_s > 1000
 
 
 @pytest.mark.parametrize("guess_per_s", [0.05, 3.0, 500.0])

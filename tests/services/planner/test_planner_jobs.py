@@ -274,6 +274,16 @@ async def test_a_bad_cluster_is_refused(content: bytes, says: str) -> None:
     assert not bench.jobs
 
 
+async def test_a_share_above_one_is_no_attainment() -> None:
+    content = b"latency: roofline:llama-3-8b@h100\nworkers: [{role: both}]"
+    cluster = planner_pb2.File(name="cluster.yaml", content=content)
+    request = planner_pb2.SimulateRequest(cluster=cluster, workload="chat", rate_per_s=1, attainment=7)
+    async with planner(run_job) as stub:
+        with pytest.raises(InvalidRequest, match="a share") as caught:
+            await all_of(stub.Simulate(request, timeout=120))
+    assert caught.value.param == "attainment"
+
+
 async def test_what_the_job_refuses_is_told() -> None:
     request = planner_pb2.PlanRequest()
     request.CopyFrom(ASKED)
