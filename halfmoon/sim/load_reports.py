@@ -25,7 +25,7 @@ class LoadReports:
         self._changed[worker.number] = worker
         if not self._has_tick:
             self._has_tick = True
-            self._events.at((self._events.now_s // self._report_s + 1) * self._report_s, self._on_tick, self._gateway)
+            self._events.at(_next_multiple(self._report_s, self._events.now_s), self._on_tick, self._gateway)
 
     def _on_tick(self, gateway: SimGateway) -> None:
         self._has_tick = False
@@ -35,3 +35,10 @@ class LoadReports:
                 gateway.report(worker, self._events.now_s)
                 if worker.steps.wake_s is not None:
                     self.note(worker)
+
+
+def _next_multiple(interval_s: float, now_s: float) -> float:
+    """The first full interval after now; rounding makes 1.0 // 0.1 nine, and ten tenths would be now again."""
+    number = now_s // interval_s + 1
+    following_s = number * interval_s
+    return following_s if following_s > now_s else (number + 1) * interval_s
