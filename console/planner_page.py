@@ -18,12 +18,14 @@ from console.quantities import NOTHING
 
 _LOOK_AT_SEARCH_S = 0.5
 _PLANS_AGAIN_S = 30.0  # others make some, too
-_STAGES = {
+STAGES = {
     "workers alone": "Workers alone",
     "layouts": "Layouts",
     "disaggregated": "Prefill and decode apart",
     "colocated": "Workers that do both",
+    "goodputs": "Rates that are held",
     "curves": "Curves",
+    "what if": "What if",
 }
 
 
@@ -109,7 +111,7 @@ def _draw_progress(search: Search) -> None:
         if button.button("Cancel", width="stretch", key="plan-cancel"):
             search.cancel()
         for what, (done, total) in state.progress.items():
-            st.progress(min(done / total, 1.0) if total else 0.0, f"{_STAGES.get(what, what)}: {done} of {total}")
+            st.progress(min(done / total, 1.0) if total else 0.0, f"{STAGES.get(what, what)}: {done} of {total}")
 
 
 def _draw_plans(plans: list[Plan], search: Search | None, can_apply: bool) -> None:

@@ -16,8 +16,11 @@ from console.plan_charts import curve_rows, over_rate  # noqa: E402
 from console.plan_view import compared_to_colocated  # noqa: E402
 from console.planner_api import PlannerApi, PlannerError, SearchState  # noqa: E402
 from console.planner_form import measured_profile  # noqa: E402
+from console.planner_page import STAGES  # noqa: E402
 from console.settings import gateway_url, planner_address  # noqa: E402
 from halfmoon.pb import planner_pb2  # noqa: E402
+from halfmoon.plan.planning import make_plan  # noqa: E402
+from halfmoon.plan.request import PlanRequest  # noqa: E402
 
 from .fake_gateway import CACHE, CLUSTER, FakeGateway, running_fake_gateway  # noqa: E402
 from .fake_planner import APART, SUMMARY, FakePlanner, plan, running_fake_planner  # noqa: E402
@@ -273,3 +276,10 @@ def test_where_the_planner_is() -> None:
 def test_errors_are_for_people() -> None:
     with pytest.raises(PlannerError, match=r"no planner at 127\.0\.0\.1:1"):
         PlannerApi("127.0.0.1:1").plans()
+
+
+def test_every_stage_of_a_search_has_a_name() -> None:
+    said: set[str] = set()
+    request = PlanRequest("llama-3-8b", "h100", "chat", 0.5, 0.1, gpus_per_node=2, rate_per_s=2, num_requests=20)
+    make_plan(request, 1, lambda what, done, total: said.add(what), with_curves=True)
+    assert {"goodputs", "curves"} <= said <= STAGES.keys()
