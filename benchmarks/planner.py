@@ -5,10 +5,14 @@
     python -m benchmarks.planner placement --trace conversation_trace.jsonl [--requests N]
     python -m benchmarks.planner capacity  --trace conversation_trace.jsonl [--requests N]
     python -m benchmarks.planner ratio     --trace conversation_trace.jsonl [--requests N]
-    python -m benchmarks.planner bursts    --trace AzureLLMInferenceTrace_code.csv [--requests N]
+    python -m benchmarks.planner bursts    --trace AzureLLMInferenceTrace_code.csv [--requests N] [--latency \
+                                           aiconfigurator-vllm:llama-2-70b]
+    python -m benchmarks.planner kernels
 
 Llama-2-70B on 8 x A100-80G a worker, where Mooncake's paper had a model of that shape on 8 x A800: by the roofline, or
 by `--latency perf_model.csv:llama-2-70b` as Splitwise measured it. Rates are multiples of the trace's own.
+`kernels` needs `pip install aiconfigurator-core`; `bursts` by AIConfigurator's times asks its planner, too, which is in
+`pip install aiconfigurator`.
 """
 
 from __future__ import annotations
@@ -25,10 +29,13 @@ from typing import get_args
 import numpy as np
 
 from benchmarks.planner_bursts import show_bursts
+from benchmarks.planner_kernels import show_kernels
+from benchmarks.planner_peer import recommended
 from halfmoon.plan.fleet import read_fleet
 from halfmoon.plan.goodput import Goal
 from halfmoon.plan.question import Question, default_rules
 from halfmoon.policy.ranking import PlacementMode
+from halfmoon.sim.aiconfigurator import KernelTimes
 from halfmoon.sim.cluster import Batching, BatchLimits, ClusterSpec, Network, Targets, TbtOf, WorkerGroup
 from halfmoon.sim.distserve import DistServeCoefficients
 from halfmoon.sim.latency import LatencyModel, median_error
@@ -180,8 +187,9 @@ def show_averages_and_bursts(args: argparse.Namespace) -> None:
     goal = Goal(Targets(ttft_s=1.0, tpot_s=0.1), ATTAINMENT)
     rules = default_rules(fleet, sources, MAX_RUNNING)
     question = Question(sources, fleet, _trace(args), goal, rules, shape=MODELS["llama-2-70b"])
+    peers = {"aiconfigurator": recommended} if isinstance(sources["h100"], KernelTimes) else {}
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        show_bursts(question, pool)
+        show_bursts(question, pool, peers)
 
 
 def _trace(args: argparse.Namespace) -> Workload:
@@ -198,6 +206,7 @@ SHOWS: dict[str, Callable[[argparse.Namespace], None]] = {
     "capacity": show_capacity,
     "ratio": show_ratio,
     "bursts": show_averages_and_bursts,
+    "kernels": lambda args: show_kernels(),
 }
 
 

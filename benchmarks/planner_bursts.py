@@ -8,7 +8,7 @@ are simulated under the trace's own arrivals.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import product
@@ -28,17 +28,29 @@ from halfmoon.sim.workload import Workload
 
 _MINUTE_S = 60.0
 
+Peer = Callable[[Question, float], Mapping[str, Layout]]
+"""Another planner's layouts for a rate, by its kinds of them."""
 
-def show_bursts(question: Question, pool: Executor) -> None:
+
+def show_bursts(question: Question, pool: Executor, peers: Mapping[str, Peer]) -> None:
     """The rate is the trace's own; who plans by averages is told the mean rate, or that of the busiest minute."""
     trace, rate_per_s = question.workload, question.workload.rate_per_s
     question = replace(question, rate_per_s=rate_per_s, objective="gpus")
     known = models(question)
     smooth = trace.arriving(arrivals("poisson", len(trace), rate_per_s, np.random.default_rng(0)))
     busiest_per_s = float(np.bincount((trace.start_s // _MINUTE_S).astype(int)).max()) / _MINUTE_S
+    told = {
+        f"mean rate ({rate_per_s:.2f}/s)": rate_per_s,
+        f"busiest minute ({busiest_per_s:.2f}/s)": busiest_per_s,
+    }
     planned = {
-        f"averages, mean rate ({rate_per_s:.2f}/s)": by_averages(question, known, rate_per_s),
-        f"averages, busiest minute ({busiest_per_s:.2f}/s)": by_averages(question, known, busiest_per_s),
+        **{f"averages, {what}": by_averages(question, known, rate) for what, rate in told.items()},
+        **{
+            f"{name}{kind}, {what}": layout
+            for name, peer in peers.items()
+            for what, rate in told.items()
+            for kind, layout in peer(question, rate).items()
+        },
         "halfmoon plan, Poisson arrivals": search(replace(question, workload=smooth), pool).best[0].layout,
         "halfmoon plan, the trace": search(question, pool).best[0].layout,
     }

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.policy.latency import StepSample
@@ -22,7 +22,7 @@ from halfmoon.sim.hardware import Device, device
 from halfmoon.sim.interpolation import PromptsSample, prefill_pieces, step_pieces
 from halfmoon.sim.latency import FitError, LatencyModel
 from halfmoon.sim.model_shape import ModelShape
-from halfmoon.sim.roofline import Efficiency, kv_capacity_tokens
+from halfmoon.sim.roofline import Efficiency
 
 BACKENDS = ("trtllm", "vllm", "sglang")  # engines whose kernels it has; the first is its own default
 SYSTEMS: Mapping[str, str] = MappingProxyType(
@@ -30,6 +30,7 @@ SYSTEMS: Mapping[str, str] = MappingProxyType(
 )
 """Its names of the devices of our catalogue."""
 
+_ROOM = Efficiency()  # the share of memory and the largest step, as of the roofline
 _PROMPTS = (1, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _CONTEXTS = (256, 1024, 4096, 16384)  # of each sequence
@@ -50,6 +51,13 @@ class Engine(Protocol):
         ...
 
 
+class Compiled(NamedTuple):
+    """A model on so many devices."""
+
+    engine: Engine
+    kv_tokens: int  # that they hold beside the weights
+
+
 @dataclass(frozen=True, slots=True)
 class KernelTimes:
     """A model of known shape, as kernels of one engine compute it."""
@@ -59,7 +67,7 @@ class KernelTimes:
     default_gpu: str | None = None
 
     def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
-        """KV capacity is that of the roofline. Takes seconds the first time: tables are read.
+        """KV capacity is theirs, too. Takes seconds the first time: tables are read.
 
         Raises InvalidRequest where the package is absent, for hardware, shapes and parallelisms that it has no times
         of, and where the weights leave no room for KV.
@@ -72,25 +80,20 @@ class KernelTimes:
             self.shape.check(tensor_parallel, pipeline_parallel)
         except Incompatible as error:
             raise InvalidRequest(f"{self.shape.name}: {error.message}", param="tensor_parallel") from error
-        kv_tokens = kv_capacity_tokens(self.shape, on, tensor_parallel, pipeline_parallel, Efficiency())
-        if kv_tokens <= 0:
-            raise InvalidRequest(
-                f"{self.shape.name} does not fit on {tensor_parallel * pipeline_parallel} x {on.name}",
-                param="tensor_parallel",
-            )
         try:
-            engine = _compiled(self.shape, on, self.backend, tensor_parallel, pipeline_parallel)
-            return sampled(engine, self, on, kv_tokens, tensor_parallel, pipeline_parallel)
+            compiled = _compiled(self.shape, on, self.backend, tensor_parallel, pipeline_parallel)
+            return sampled(compiled, self, on, tensor_parallel, pipeline_parallel)
         except (ValueError, LookupError, RuntimeError) as error:  # as its own errors are
             raise InvalidRequest(
-                f"aiconfigurator has no times of {self.shape.name} on {on.name} with {self.backend}, "
+                f"aiconfigurator has no answer for {self.shape.name} on {on.name} with {self.backend}, "
                 f"TP{tensor_parallel} x PP{pipeline_parallel}: {error}",
                 param="latency",
             ) from error
 
 
-def sampled(engine: Engine, of: KernelTimes, on: Device, kv_tokens: int, tensor: int, pipeline: int) -> LatencyModel:
+def sampled(compiled: Compiled, of: KernelTimes, on: Device, tensor: int, pipeline: int) -> LatencyModel:
     """Pieces through what it says of a grid; the error is at points between those of the grid."""
+    engine, kv_tokens = compiled
     prefill, prefill_error = prefill_pieces(
         _prompts(engine, ((new, 0) for new in _PROMPTS), pipeline), _prompts(engine, _JUDGED_PROMPTS, pipeline)
     )
@@ -133,7 +136,7 @@ def _steps(
     ]
 
 
-def _compiled(shape: ModelShape, on: Device, backend: str, tensor: int, pipeline: int) -> Engine:
+def _compiled(shape: ModelShape, on: Device, backend: str, tensor: int, pipeline: int) -> Compiled:
     """It reads a model's shape from a config.json, and nothing else of it."""
     try:
         sdk = import_module("aiconfigurator_core.sdk")
@@ -141,19 +144,30 @@ def _compiled(shape: ModelShape, on: Device, backend: str, tensor: int, pipeline
         raise InvalidRequest(
             "these latencies need NVIDIA's package: pip install 'halfmoon[aiconfigurator]'", param="latency"
         ) from error
-    logging.getLogger("aiconfigurator_core").setLevel(
-        logging.ERROR
-    )  # it warns of tables that dense models have no use for
+    logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)  # it warns of tables that dense models never use
     with TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(_config(shape)))
-        engine: Engine = sdk.EngineHandle.compile(
-            directory, SYSTEMS[on.name], backend, tp_size=tensor, pp_size=pipeline
+        Path(directory, "config.json").write_text(json.dumps(llama_config(shape)))
+        kind = directory, SYSTEMS[on.name], backend
+        capacity = sdk.estimate_kv_cache(
+            *kind,
+            backend_version="current",
+            max_num_tokens=_ROOM.batch_tokens,
+            max_batch_size=max(_BATCHES),
+            memory_fraction_kind="of_free" if backend == "trtllm" else "of_total",
+            memory_fraction_value=_ROOM.kv_memory,
+            tp_size=tensor,
+            pp_size=pipeline,
         )
-    return engine
+        engine: Engine = sdk.EngineHandle.compile(*kind, backend_version="current", tp_size=tensor, pp_size=pipeline)
+    # its bytes for a token are those of all layers, whatever stage they are on
+    return Compiled(engine, int(capacity["total_kv_size_bytes"] // shape.device_kv_bytes_per_token(tensor, pipeline)))
 
 
-def _config(shape: ModelShape) -> dict[str, Any]:
-    """A Llama of this shape: what else Qwen and Mistral have (biases, norms of heads) takes no time to speak of."""
+def llama_config(shape: ModelShape) -> dict[str, Any]:
+    """The config.json of a Llama of this shape: what else Qwen has (biases, norms of heads) takes no time to speak of.
+
+    Raises InvalidRequest for models whose inner units have no gates.
+    """
     if shape.mlp_matrices != 3:
         raise InvalidRequest(f"aiconfigurator knows no models like {shape.name}, without gates", param="model")
     return {

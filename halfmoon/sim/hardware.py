@@ -23,8 +23,16 @@ class Device:
     network_bytes_per_s: float  # its share of the node's network
     price_per_hour: float  # US dollars, on demand
     source: str
+    host_bytes_per_s: float | None = None  # of all together, where more than two have only the host between them
+
+    def exchange_bytes_per_s(self, num_devices: int) -> float:
+        """Of each of so many devices of a node that exchange with each other, in one direction."""
+        if self.host_bytes_per_s is None or num_devices <= 2:
+            return self.link_bytes_per_s
+        return min(self.link_bytes_per_s, self.host_bytes_per_s / num_devices)
 
 
+_L40S = "NVIDIA L40S data sheet; PCIe 4 x16; 100 Gb/s; host by AIConfigurator's timed exchanges"
 DEVICES: MappingProxyType[str, Device] = MappingProxyType(
     {
         one.name: one
@@ -33,7 +41,7 @@ DEVICES: MappingProxyType[str, Device] = MappingProxyType(
             Device("h100", 989e12, 80e9, 3.35e12, 450e9, 50e9, 3.0, "NVIDIA H100 SXM data sheet; NDR 400"),
             Device("h200", 989e12, 141e9, 4.8e12, 450e9, 50e9, 3.8, "NVIDIA H200 SXM data sheet; NDR 400"),
             Device("b200", 2250e12, 180e9, 7.7e12, 900e9, 50e9, 5.0, "NVIDIA HGX B200 data sheet; NDR 400"),
-            Device("l40s", 362e12, 48e9, 0.864e12, 32e9, 12.5e9, 0.9, "NVIDIA L40S data sheet; PCIe 4 x16; 100 Gb/s"),
+            Device("l40s", 362e12, 48e9, 0.864e12, 32e9, 12.5e9, 0.9, _L40S, 22e9),
             Device("cpu", 30e12, 256e9, 0.3e12, 20e9, 3e9, 1.5, "a 32-core server with AMX and 8 DDR5-4800 channels"),
         )
     }

@@ -36,7 +36,16 @@ class Sdk:
         self.engines: list[Compiled] = []
         self.EngineHandle = SimpleNamespace(compile=self._compile)
 
-    def _compile(self, model_path: str, system: str, backend: str, *, tp_size: int, pp_size: int) -> Compiled:
+    def estimate_kv_cache(self, model_path: str, system: str, backend: str, **of: Any) -> dict[str, Any]:
+        """A step's tokens and a share of the memory decide, as there; TensorRT-LLM takes it of what is free."""
+        if of["tp_size"] < 2 and json.loads(Path(model_path, "config.json").read_text())["num_hidden_layers"] == 80:
+            raise ValueError("no KV budget")
+        assert of["memory_fraction_kind"] == ("of_free" if backend == "trtllm" else "of_total")
+        return {"total_kv_size_bytes": 8e9}
+
+    def _compile(
+        self, model_path: str, system: str, backend: str, *, backend_version: str, tp_size: int, pp_size: int
+    ) -> Compiled:
         if system == "l40s":
             raise ValueError("no gemm table")
         config = json.loads(Path(model_path, "config.json").read_text())
@@ -60,7 +69,13 @@ def test_its_times_are_those_of_the_model(sdk: Sdk) -> None:
     assert found.error == pytest.approx((0, 0), abs=1e-9)
     assert found.prefill_s(700, 300) == pytest.approx(0.004 + 0.007 + 2e-9 * 700 * 650)
     assert found.stage_s(0, 0, 5, 5000) == pytest.approx(0.005 + 1e-4 + 5e-5)
-    assert found.kv_tokens == model("roofline:llama-3.1-8b@h200").kv_tokens
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_each_of_more_devices_holds_less_of_a_token(sdk: Sdk, tp: int, pp: int) -> None:
+    kv_bytes = 2 * 32 * 8 * 128 * 2  # of a token
+    found = model("aiconfigurator:llama-3.1-8b@h200", tp=tp, pp=pp)
+    assert found.kv_tokens == 8_000_000_000 * tp * pp // kv_bytes
 
 
 def test_a_stage_has_its_share_of_a_pass(sdk: Sdk) -> None:
@@ -88,9 +103,9 @@ def test_it_is_asked_for_the_models_shape_the_device_and_the_engine(sdk: Sdk, ki
         ("aiconfigurator:llama-3.1-8b", None, 1, "has times of a100-80g, h100, h200, b200, l40s, not of None"),
         ("aiconfigurator:llama-3.1-8b", "cpu", 1, "not of cpu"),
         ("aiconfigurator:llama-3.1-8b", "h100", 3, "does not divide the model's 32"),
-        ("aiconfigurator:llama-3.1-70b", "h100", 1, "does not fit on 1 x h100"),
+        ("aiconfigurator:llama-3.1-70b", "h100", 1, "no answer for llama-3.1-70b .*: no KV budget"),
         ("aiconfigurator:opt-13b", "h100", 1, "no models like opt-13b"),
-        ("aiconfigurator:llama-3.1-8b", "l40s", 1, "has no times of llama-3.1-8b on l40s .*: no gemm table"),
+        ("aiconfigurator:llama-3.1-8b", "l40s", 1, "no answer for llama-3.1-8b on l40s .*: no gemm table"),
     ],
 )
 def test_what_it_has_no_times_of_is_told(sdk: Sdk, text: str, gpu: str | None, tp: int, says: str) -> None:

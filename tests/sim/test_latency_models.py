@@ -85,9 +85,19 @@ def test_a_prompt_on_a_roofline_by_hand() -> None:
     shape, gpu = MODELS["llama-3-8b"], DEVICES["h100"]
     model = Roofline(shape).model("h100", 1, 1)
     products_s = 4096 * 2 * (shape.layer_params + shape.head_params) / (0.6 * gpu.flops)
-    attention_s = 4096**2 / 2 * 4 * 32 * 32 * 128 / (0.3 * gpu.flops)
+    attention_s = 4096**2 / 2 * 4 * 32 * 32 * 128 / (0.5 * gpu.flops)
     assert model.prefill_s(4096) == pytest.approx(products_s + attention_s + 2e-3)
     assert shape.weight_bytes == pytest.approx(16.06e9, rel=0.01)
+
+
+def test_more_than_two_devices_without_a_link_of_their_own_share_the_hosts() -> None:
+    shape, gpu = MODELS["llama-3-8b"], DEVICES["l40s"]
+    rows_bytes = 4096 * 2 * shape.hidden * 2 * shape.num_layers  # of 4096 tokens, exchanged twice a layer
+    times = {tp: Roofline(shape).model("l40s", tp, 1).prefill_s(4096) for tp in (2, 4)}
+    exchanged = {2: 2 * 1 / 2 / (0.7 * gpu.link_bytes_per_s), 4: 2 * 3 / 4 / (0.7 * 22e9 / 4)}
+    computed = {tp: times[tp] - 2e-3 - 64 * 12e-6 - rows_bytes * exchanged[tp] for tp in times}
+    assert computed[2] == pytest.approx(2 * computed[4])
+    assert times[4] > times[2]
 
 
 @pytest.mark.parametrize("name", ["opt-13b", "opt-66b"])
