@@ -15,10 +15,11 @@ from typing import Literal, NamedTuple
 
 from halfmoon.plan.edge import highest
 from halfmoon.sim.cluster import ClusterSpec, Targets
+from halfmoon.sim.gateways import PoliciesAsked
 from halfmoon.sim.lightest_choice import LightestChoice
 from halfmoon.sim.misses import Misses
 from halfmoon.sim.result import Criterion, SimResult
-from halfmoon.sim.simulation import PoliciesAsked, simulate
+from halfmoon.sim.simulation import simulate
 from halfmoon.sim.sole_choice import SoleChoice
 from halfmoon.sim.workload import Workload
 
@@ -80,6 +81,11 @@ class Trial:
         """Whether requests that go to the lightest worker tell about what policies hold: it knows no prefixes."""
         return self.workload.prefixes is None and LightestChoice.is_possible(self.spec)
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether policies choose, and the lightest worker is about what they do: it fills the cluster for them."""
+        return self.has_estimates and not self.is_of_one_way
+
     def brief(self, num_requests: int) -> Trial:
         """The first requests alone; where these are not all, twice as many may miss the goal."""
         if num_requests >= len(self.workload):
@@ -89,33 +95,44 @@ class Trial:
 
 
 class Steady(NamedTuple):
-    """The requests of the pass that counts, and whether the cluster keeps up with what comes."""
+    """The requests of the pass that counts, and whether the cluster keeps up with what comes.
+
+    counts: whether any pass does; where the cluster was to be filled first, it may not be held even by estimates.
+    """
 
     result: SimResult
     keeps_up: bool
+    counts: bool
 
 
 def steady_at(trial: Trial, rate_per_s: float) -> Steady:
-    """The trial's requests at another rate, until the cluster is as full as it will be, or half of them are late."""
-    return _passes(trial, rate_per_s, len(trial.workload) // 2, _MOST_UNDER_WAY)
+    """The trial's requests at another rate, until the cluster is as full as it will be, or half of them are late.
+
+    What does not even fill at a little less than the rate is as estimated: policies are not asked.
+    """
+    num = len(trial.workload) // 2
+    if trial.has_choice:
+        found = _passes(trial, rate_per_s, num, _MOST_UNDER_WAY, "once full")
+        if found.counts or not _passes(trial, rate_per_s / ESTIMATES_EXCEEDED, num, policies="never").keeps_up:
+            return found
+    return _passes(trial, rate_per_s, num, _MOST_UNDER_WAY)
 
 
 def held_at(trial: Trial, rate_per_s: float, policies: PoliciesAsked = "as needed") -> SimResult | None:
     """The requests of the pass that counts, if the goal is met at a rate, without end; None if not: it ends as soon as
     that is known."""
-    most_misses = trial.goal.most_misses(len(trial.workload))
-    found, is_held = _passes(trial, rate_per_s, most_misses, _MOST_UNDER_WAY, policies)
-    return found if is_held else None
+    found = _held(trial, rate_per_s, _MOST_UNDER_WAY, policies)
+    return found.result if found.keeps_up else None
 
 
 def holds(trial: Trial, rate_per_s: float) -> bool:
     """Whether the goal is met at a rate, without end. The simulation ends as soon as that is known."""
-    return _passes(trial, rate_per_s, trial.goal.most_misses(len(trial.workload))).keeps_up
+    return _held(trial, rate_per_s, math.inf, "as needed").keeps_up
 
 
 def about_holds(trial: Trial, rate_per_s: float) -> bool:
     """The same with requests that go to the lightest worker, whatever policies say: a tenth of the time."""
-    return _passes(trial, rate_per_s, trial.goal.most_misses(len(trial.workload)), policies="never").keeps_up
+    return _held(trial, rate_per_s, math.inf, "never").keeps_up
 
 
 def holds_at_first(trial: Trial, rate_per_s: float, policies: PoliciesAsked = "as needed") -> bool:
@@ -129,7 +146,7 @@ def holds_at_first(trial: Trial, rate_per_s: float, policies: PoliciesAsked = "a
 
 def may_hold_at_first(trial: Trial, rate_per_s: float) -> bool:
     """The same, or what an estimate leaves open where there is one."""
-    if trial.has_estimates and not trial.is_of_one_way:
+    if trial.has_choice:
         return holds_at_first(trial, rate_per_s / ESTIMATES_EXCEEDED, "never")
     return holds_at_first(trial, rate_per_s)
 
@@ -140,6 +157,18 @@ def fails_at_first(trial: Trial, rate_per_s: float, num_first: int) -> bool:
     return _LOOK * len(first.workload) <= len(trial.workload) and not holds_at_first(first, rate_per_s)
 
 
+def _held(trial: Trial, rate_per_s: float, most_under_way: float, policies: PoliciesAsked) -> Steady:
+    """By policies in passes of a cluster that was filled without them, where there is a choice; what that does not
+    fill they have to fill themselves.
+    """
+    most_misses = trial.goal.most_misses(len(trial.workload))
+    if policies == "as needed" and trial.has_choice:
+        found = _passes(trial, rate_per_s, most_misses, most_under_way, "once full")
+        if found.counts:
+            return found
+    return _passes(trial, rate_per_s, most_misses, most_under_way, policies)
+
+
 def _passes(
     trial: Trial,
     rate_per_s: float,
@@ -147,23 +176,31 @@ def _passes(
     most_under_way: float = math.inf,
     policies: PoliciesAsked = "as needed",
 ) -> Steady:
-    """The first pass that counts, or where there is none the one that more requests than that missed, or the last.
+    """The first pass that counts and is steady, or where there is none the one that more requests than that missed, or
+    the last.
 
     It ends when at most that share of its requests is under way.
     """
     goal, once = trial.goal, trial.workload.at_rate(rate_per_s)
     num, length_s = len(once), once.duration_s + 1 / rate_per_s
     num_passes = min(2 + math.ceil(_STAYS * goal.stay_s(once) / length_s), _MOST_PASSES)
-    lasts_s = [once.duration_s + number * length_s for number in range(num_passes)]
-    most_more = max(MOST_OVERLOAD * num, 1.0)
-    misses = Misses(goal.targets, goal.criterion, most_misses, lasts_s, num, most_more, most_under_way * num)
-    has_tbt = goal.targets.tbt_s is not None
-    result = simulate(
-        trial.spec, once.repeated(num_passes), trial.seed, misses=misses, with_gaps=has_tbt, policies=policies
+    is_filled_first, has_tbt = policies == "once full", goal.targets.tbt_s is not None
+    misses = Misses(
+        goal.targets,
+        goal.criterion,
+        most_misses,
+        num_passes,
+        num,
+        max(MOST_OVERLOAD * num, 1.0),
+        most_under_way * num,
+        is_filled_first=is_filled_first,
     )
+    requests = once.repeated(2 * num_passes if is_filled_first else num_passes)
+    result = simulate(trial.spec, requests, trial.seed, misses=misses, with_gaps=has_tbt, policies=policies)
     steady = misses.steady_pass if misses.is_held else None
     number = next(one for one in (steady, misses.full_pass, (len(result.start_s) - 1) // num) if one is not None)
-    return Steady(result.rows(number * num, (number + 1) * num), steady is not None)
+    counts = misses.stage != "filling"
+    return Steady(result.rows(number * num, (number + 1) * num), steady is not None, counts)
 
 
 def goodput_per_s(

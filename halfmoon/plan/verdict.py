@@ -35,7 +35,8 @@ class Verdict:
 
 def judged(trial: Trial, rate_per_s: float, num_units: int = 1) -> Verdict:
     """`num_units` times the trial's cluster, each with its share of the rate."""
-    return _verdict(trial, rate_per_s, *steady_at(trial, rate_per_s / num_units))
+    found = steady_at(trial, rate_per_s / num_units)
+    return _verdict(trial, rate_per_s, found.result, found.keeps_up)
 
 
 def held_verdict(trial: Trial, rate_per_s: float, num_units: int, num_first: int) -> Verdict | None:

@@ -16,7 +16,7 @@ from halfmoon.policy.placement import Placement, PlacementRequest, decodes_more
 from halfmoon.policy.request_forecast import RequestForecast
 
 PRECISION_FACTOR = 0.5  # of the bytes of KV that are fetched, at the lower precision
-_LIKELY = 0.8  # of answers end within the predicted length: who is taken to have left and has not makes others late
+LIKELY = 0.8  # of answers end within the predicted length: who is taken to have left and has not makes others late
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Offers:
     def _admitted(
         self, view: ClusterView, asked: PlacementRequest, qos: QosClass, placement: Placement, now_s: float
     ) -> Admitted:
-        num_output = self._lengths.predict(qos.name, asked.num_prompt_tokens, asked.max_tokens, _LIKELY)
+        num_output = self._lengths.predict(qos.name, asked.num_prompt_tokens, asked.max_tokens, LIKELY)
         num_output = max(num_output, min(asked.least_tokens, asked.max_tokens))
         mean_tbt_s = self._forecast.mean_tbt_s(view, asked.num_prompt_tokens, placement, num_output, now_s)
         handover_s = self._forecast.handover_s(num_output)

@@ -13,6 +13,7 @@ from halfmoon.policy.classes import ClassTable, QosClass
 from halfmoon.policy.cluster_view import ClusterView, WorkerView
 from halfmoon.policy.gatekeeper import Gatekeeper
 from halfmoon.policy.key_table import Keys
+from halfmoon.policy.offers import LIKELY, Admitted
 from halfmoon.policy.overheads import handover_s
 from halfmoon.policy.placement import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules
 from halfmoon.policy.reported_prompts import ReportedPrompts
@@ -187,6 +188,26 @@ class SimGateway:
         self._note_placed(job, placement)
         self._neighbourhood.placed(job, placement, now_s)
         return placement
+
+    def adopt(self, job: Job, now_s: float) -> None:
+        """One that went to its workers then, and not by policies."""
+        assert job.prefill is not None
+        assert job.decode is not None
+        prefill, decode = (self._members[worker.name] for worker in (job.prefill, job.decode))
+        most = max(min(self._longest, self._most(job.prompt)), job.output)
+        work_s = prefill.view.prefill_model.seconds(job.prompt)
+        tbt_s = decode.view.step_model.seconds(max(decode.reported_requests, 1), decode.context)
+        num_output = self._gatekeeper.lengths.predict(_CLASS, job.prompt, most, LIKELY)
+        placement = Placement(prefill.view, decode.view, work_s, tbt_s, work_s=work_s)
+        self._admitted.add(job.index)
+        admitted = Admitted(placement, self._qos, most, False, num_output)
+        self._gatekeeper.enter(str(job.index), self.view, admitted, job.prompt, now_s)
+        self._neighbourhood.placed(job, placement, now_s)
+
+    def learn(self, job: Job) -> None:
+        """Of one that was never here: how long answers are."""
+        if job.outcome == "completed":
+            self._gatekeeper.lengths.add(_CLASS, job.prompt, job.generated)
 
     def _note_placed(self, job: Job, placement: Placement) -> None:
         prefill, decode = placement.prefill, placement.decode

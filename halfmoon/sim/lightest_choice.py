@@ -34,7 +34,7 @@ class LightestChoice:
     def place(self, job: Job, exclude: tuple[str, ...], now_s: float) -> Placement:
         """As `SimGateway.place`."""
         self._capacities.check(job)
-        self.forget(job, now_s)
+        self.forget(job, now_s)  # else it counts where it is
         decodes = [one for one in self._decodes if one.name not in exclude]
         if not decodes:
             raise Unavailable("every worker that could serve the request refused it")
@@ -43,9 +43,15 @@ class LightestChoice:
         else:
             prefill = min(self._prefills, key=lambda worker: _prompts_s(worker, now_s))
             decode = min(decodes, key=self._step_s)
-        self._decodes_at[job.index] = decode.name
-        self._num_placed[decode.name] += 1
-        return Placement(self._views[prefill.name], self._views[decode.name])
+        placement = Placement(self._views[prefill.name], self._views[decode.name])
+        self.note(job, placement)
+        return placement
+
+    def note(self, job: Job, placement: Placement) -> None:
+        """Somebody placed it."""
+        self.forget(job, job.start_s)
+        self._decodes_at[job.index] = placement.decode.worker_id
+        self._num_placed[placement.decode.worker_id] += 1
 
     def prefilled(self, job: Job, worker: SimWorker, now_s: float) -> None:
         """Nobody has to know."""

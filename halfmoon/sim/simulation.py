@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 
@@ -14,15 +13,14 @@ from halfmoon.sim.contention import SharedCores
 from halfmoon.sim.ended_requests import EndedRequests
 from halfmoon.sim.event_queue import EventQueue
 from halfmoon.sim.gateway import SimGateway
+from halfmoon.sim.gateways import PoliciesAsked, gateway_of
 from halfmoon.sim.idle_workers import idle_workers
 from halfmoon.sim.job import Job, Outcome
 from halfmoon.sim.kv_transfers import KvTransfers
-from halfmoon.sim.lightest_choice import LightestChoice
 from halfmoon.sim.load_reports import LoadReports
 from halfmoon.sim.misses import Misses
 from halfmoon.sim.result import SimResult
 from halfmoon.sim.run_result import end_so_far, run_result
-from halfmoon.sim.sole_choice import SoleChoice
 from halfmoon.sim.token_times import gaps
 from halfmoon.sim.worker import SimWorker
 from halfmoon.sim.worker_steps import WorkerSteps
@@ -32,8 +30,6 @@ _MAX_REFUSALS = 3  # by decode workers without room, in a row: then the request 
 _REFUSED_WAIT_S = 0.1
 _MAX_FAILOVERS = 2
 _PROGRESS_EVERY = 1_000
-
-PoliciesAsked = Literal["as needed", "always", "never"]
 
 Progress = Callable[[int, int], None]
 """Told how many requests are over, of how many."""
@@ -56,7 +52,7 @@ def simulate(
 
     Without gaps, which cost a third of the time where there are no policies to ask, nothing is known of TBT. Policies
     are asked where there is more than one way to go; to ask them `always` changes nothing but time, and `never` is for
-    estimates, with the lightest worker instead.
+    estimates, with the lightest worker instead. `once full`: the passes of `misses` that count, and no others.
     Raises InvalidRequest where the workload's prefix blocks are no multiple of the cluster's blocks.
     """
     on_progress = on_progress or (lambda done, total: None)
@@ -90,11 +86,7 @@ class _Run:
         self._by_name = {worker.name: worker for worker in self._workers}
         longest = int(workload.output_tokens.max(initial=1))
         self._policies = SimGateway(spec, self._workers, prefixes, longest, seed)
-        self._gateway: SimGateway | SoleChoice | LightestChoice = self._policies
-        if policies == "as needed" and SoleChoice.is_enough(spec):
-            self._gateway = SoleChoice(self._workers, longest)
-        elif policies == "never" and LightestChoice.is_possible(spec):
-            self._gateway = LightestChoice(self._workers, longest)
+        self._gateway = gateway_of(spec, self._workers, longest, policies, self._policies, misses)
         self._events = EventQueue()
         listening = self._policies if self._gateway.wants_reports else None
         self._reports = LoadReports(self._events, spec.report_s, listening)
@@ -149,6 +141,7 @@ class _Run:
         job = Job(index, self._events.now_s, prompt, int(workload.output_tokens[index]), units)
         self._jobs[index] = job
         self._num_arrived += 1
+        self._misses.came(index)
         if self._spec.request_s:
             self._events.at(self._events.now_s + self._spec.request_s, self._place, job, ())
         else:

@@ -68,7 +68,7 @@ def test_the_last_ones_count_as_they_are(tbt_s: float | None) -> None:
 
 
 def test_an_estimate_is_near_what_policies_hold() -> None:
-    asked = trial(WorkerGroup("both", 2, MODEL))
+    asked = trial(WorkerGroup("both", 2, MODEL), goal=Goal(Targets(0.4, 0.1)))
     about = goodput_per_s(asked, 2.0, 1.05, about_holds)
     assert holds(asked, about / 1.15)
     assert not holds(asked, about * 1.2)
@@ -96,3 +96,13 @@ def test_a_first_look_is_not_taken_at_the_larger_part() -> None:
     assert fails_at_first(ONE, 1000.0, 50)
     assert not fails_at_first(ONE, 0.5, 50)
     assert not steady_at(ONE, 1000.0).keeps_up
+
+
+def test_what_does_not_even_fill_a_cluster_is_as_estimated() -> None:
+    """Where there is a choice; else there is nothing to estimate."""
+    choosing = trial(WorkerGroup("both", 2, MODEL))
+    over, held = steady_at(choosing, 50.0), steady_at(choosing, 1.0)
+    assert (over.counts, over.keeps_up) == (False, False)
+    assert (held.counts, held.keeps_up) == (True, True)
+    assert len(over.result.start_s) == len(held.result.start_s) == len(WORKLOAD)
+    assert steady_at(ONE, 50.0).counts
