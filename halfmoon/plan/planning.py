@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from halfmoon.errors import InvalidRequest
@@ -20,6 +17,7 @@ from halfmoon.plan.question import OF_A_RATE, Question, default_rules
 from halfmoon.plan.ranking import Rated
 from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.search import Plan, Progress, search
+from halfmoon.plan.simulating_processes import simulating_processes
 from halfmoon.plan.verdict import Verdict, judged, what_ifs
 from halfmoon.policy.cluster_view import Role
 from halfmoon.sim.asked_workload import DRAWN_REQUESTS, asked_workload, is_trace
@@ -67,7 +65,7 @@ def make_plan(
     NoLayout, which is one, saying which target cannot be met and what could be.
     """
     question, notes = asked(request)
-    with _pool(num_processes or os.cpu_count() or 1) as pool:
+    with simulating_processes(num_processes or os.cpu_count() or 1) as pool:
         found = search(question, pool, on_progress)
         drawn = curves(question, found.models, _compared(found), pool, on_progress) if with_curves else []
         what_if = _what_if(question, found, pool, on_progress)
@@ -163,20 +161,6 @@ def _workload(request: PlanRequest, context_tokens: int | None) -> tuple[Workloa
         raise InvalidRequest(f"context: {problem}: give shorter ones, or --context", param="workload")
     note = f"{problem}: they are {'cut off there' if is_drawn else 'planned for as if it took them'}"
     return found.within(context_tokens) if is_drawn else found, (note,) if share else ()
-
-
-@contextmanager
-def _pool(num_processes: int) -> Iterator[Executor]:
-    """Processes, or this one alone. What waits is dropped when somebody interrupts."""
-    pool: Executor = (
-        ThreadPoolExecutor(1)
-        if num_processes == 1
-        else ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn"))
-    )
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _compared(found: Plan) -> list[Rated]:
