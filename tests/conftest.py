@@ -32,5 +32,6 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
 
 @pytest.hookimpl(wrapper=True)
 def pytest_timeout_cancel_timer(item: pytest.Item) -> Generator[None, object, object]:
-    item.stash[_LAST].cancel()
+    if _LAST in item.stash:  # a file that cannot be imported has none
+        item.stash[_LAST].cancel()
     return (yield)

@@ -150,9 +150,9 @@ class ClusterSpec:
         )
 
     @property
-    def has_overheads(self) -> bool:
-        """Whether a request takes more than queue and work."""
-        return self.request_s > 0 or self.answer_s > 0
+    def learns_overheads(self) -> bool:
+        """Whether what requests take beside queue and steps decides anything: live gateways always learn it."""
+        return self.request_s > 0 or self.answer_s > 0 or self.admission != "off"
 
     @property
     def nodes(self) -> list[int]:

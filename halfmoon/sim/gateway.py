@@ -261,8 +261,8 @@ class SimGateway:
         self._gatekeeper.leave(str(job.index), now_s, num_output=job.generated, ttft_s=ttft_s, tbt_s=tpot_s)
 
     def _note_overheads(self, job: Job) -> None:
-        """Of a request that needed one attempt, where a cluster has any: they are the same for all, and learned."""
-        if self._spec.has_overheads and not (job.num_refusals or job.num_failovers):
+        """Of a request that needed one attempt; beside the hand-over they are the same for all."""
+        if self._spec.learns_overheads and not (job.num_refusals or job.num_failovers):
             gaps_s = in_order(job.first_s, job.later_s).tolist() if job.later_s else ()
             self._gatekeeper.note_overheads(self._spec.request_s + self._spec.answer_s, handover_s(gaps_s))
 

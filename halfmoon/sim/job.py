@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
+from halfmoon.policy.retries import Retries
+
 if TYPE_CHECKING:
     from halfmoon.sim.worker import SimWorker
     from halfmoon.sim.workload import Floats
@@ -40,6 +42,7 @@ class Job:
         "later_s",
         "load_end",
         "longest_gap_s",
+        "num_before",
         "num_failovers",
         "num_refusals",
         "outcome",
@@ -48,6 +51,7 @@ class Job:
         "prefill",
         "prompt",
         "reserved",
+        "retries",
         "start_s",
         "state",
         "tail_gap_s",
@@ -62,6 +66,7 @@ class Job:
         self.output = output
         self.units = units  # ids of the full blocks of the prompt that the prefix cache can know
         self.attempt = 0  # events of an earlier one are stale
+        self.retries: Retries | None = None  # None: every attempt goes well so far
         self.num_refusals = 0
         self.num_failovers = 0
         self.generated = 0
@@ -81,6 +86,7 @@ class Job:
         """It begins anew, with the tokens that it has."""
         self.attempt += 1
         self.state: JobState = "placed"
+        self.num_before = self.generated  # tokens that earlier attempts gave
         self.target = self.prompt + self.generated
         self.computed = 0
         self.cached_units: list[int] = []  # of the prefix cache of the worker where it is, that it refers to

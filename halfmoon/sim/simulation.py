@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from halfmoon.errors import NoCapacity, Unavailable
-from halfmoon.policy.placement import ContextLengthExceeded, Placement
+from halfmoon.policy.placement import Placement
+from halfmoon.sim.attempts import Attempts
 from halfmoon.sim.cluster import ClusterSpec, Failure, Targets
 from halfmoon.sim.contention import SharedCores
 from halfmoon.sim.ended_requests import EndedRequests
@@ -26,9 +26,6 @@ from halfmoon.sim.worker import SimWorker
 from halfmoon.sim.worker_steps import WorkerSteps
 from halfmoon.sim.workload import Workload
 
-_MAX_REFUSALS = 3  # by decode workers without room, in a row: then the request is refused
-_REFUSED_WAIT_S = 0.1
-_MAX_FAILOVERS = 2
 _PROGRESS_EVERY = 1_000
 
 Progress = Callable[[int, int], None]
@@ -79,7 +76,7 @@ class _Run:
         self._on_progress = on_progress
         self._misses = misses
         self._with_gaps = with_gaps
-        self._keeps_times = with_gaps or spec.has_overheads  # of tokens: gateways learn what hand-overs take
+        self._keeps_times = with_gaps or spec.learns_overheads  # of tokens: gateways learn what hand-overs take
         prefixes = workload.prefixes
         self._unit_tokens = prefixes.block_tokens if prefixes else spec.block_tokens
         self._workers = idle_workers(spec, self._unit_tokens, keeps_times=self._keeps_times)
@@ -93,8 +90,8 @@ class _Run:
         cores = None if spec.contention.is_none else SharedCores(spec.contention, self._workers)
         self._steps = WorkerSteps(self._events, self._reports, self._workers, cores, self)
         self._transfers = KvTransfers(spec.network, self._workers, self._events, self._steps)
+        self._attempts = Attempts(self._events, self._gateway, longest, self._begin, self.end)
         self._inside: dict[int, Job] = {}
-        self._parked: list[Job] = []  # until some worker comes back
         self._jobs: dict[int, Job] = {}  # that came and are not over
         self._num_arrived = 0
         self._ended = EndedRequests(len(workload))
@@ -114,7 +111,7 @@ class _Run:
                 following += 1
             else:
                 events.run_next()
-        for job in self._parked:
+        for job in self._attempts.waiting:
             self.end(job, "failed")
         self._on_progress(num, num)
         if misses.is_held:
@@ -143,23 +140,12 @@ class _Run:
         self._num_arrived += 1
         self._misses.came(index)
         if self._spec.request_s:
-            self._events.at(self._events.now_s + self._spec.request_s, self._place, job, ())
+            self._events.at(self._events.now_s + self._spec.request_s, self._attempts.place, job)
         else:
-            self._place(job, ())
+            self._attempts.place(job)
 
-    def _place(self, job: Job, exclude: tuple[str, ...]) -> None:
-        """Puts it on its workers; one that no worker can take waits, is refused, or is placed again elsewhere."""
-        try:
-            placement = self._gateway.place(job, exclude, self._events.now_s)
-        except (ContextLengthExceeded, NoCapacity):
-            self.end(job, "refused")
-            return
-        except Unavailable:
-            if exclude:
-                self._events.at(self._events.now_s + _REFUSED_WAIT_S, self._place, job, ())
-            else:
-                self._parked.append(job)
-            return
+    def _begin(self, job: Job, placement: Placement) -> bool:
+        """Puts it on its workers; False where the decode worker has no room."""
         self._inside[job.index] = job
         job.prefill, job.decode = self._by_name[placement.prefill.worker_id], self._by_name[placement.decode.worker_id]
         job.at = job.prefill
@@ -168,24 +154,18 @@ class _Run:
             self._steps.schedule(job.decode)
             self._reports.note(job.decode)
             if not reserved:
-                self._refused_by(job, exclude)
-                return
+                job.num_refusals += 1
+                self._forget(job)
+                return False
         if placement.fetched_tokens:
             self._fetch(job, job.prefill, placement)
         job.prefill.prompts.add(job)
         self._steps.poke(job.prefill)
+        return True
 
-    def _refused_by(self, job: Job, exclude: tuple[str, ...]) -> None:
-        job.num_refusals += 1
-        assert job.decode is not None
-        name = job.decode.name
+    def _forget(self, job: Job) -> None:
         self._gateway.forget(job, self._events.now_s)
         del self._inside[job.index]
-        if job.num_refusals >= _MAX_REFUSALS:
-            self.end(job, "refused")
-        else:
-            job.place()
-            self._place(job, (*exclude, name))
 
     def _fetch(self, job: Job, target: SimWorker, placement: Placement) -> None:
         """The end of its prefix is fetched from who has it, while the beginning is computed."""
@@ -255,6 +235,7 @@ class _Run:
         worker.die(self._events.now_s)
         self._steps.schedule(worker)
         self._policies.leave(worker)
+        self._attempts.note_left()
         for job in [one for one in self._inside.values() if worker in (one.at, one.decode)]:
             self._fail_over(job)
         for other in self._workers:
@@ -276,18 +257,11 @@ class _Run:
             elif job in job.decode.backlog:
                 job.decode.backlog.remove(job)
             self._reports.note(job.decode)
-        self._gateway.forget(job, self._events.now_s)
-        del self._inside[job.index]
+        self._forget(job)
         job.num_failovers += 1
-        job.place()
-        if job.num_failovers > _MAX_FAILOVERS:
-            self.end(job, "failed")
-        else:
-            self._place(job, ())
+        self._attempts.lost(job)
 
     def _on_return(self, worker: SimWorker) -> None:
         worker.is_alive = True
         self._policies.join(worker, self._events.now_s)
-        parked, self._parked = self._parked, []
-        for job in parked:
-            self._place(job, ())
+        self._attempts.note_joined()

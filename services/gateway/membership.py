@@ -10,6 +10,7 @@ from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
 from halfmoon.policy.block_index import BlockEvents, BlockIndex, unpack_keys
 from halfmoon.policy.cluster_view import ClusterView
 from halfmoon.policy.latency import PrefillModel, PrefillSample, StepModel
+from halfmoon.policy.patience import MAY_RETURN_S
 from halfmoon.policy.refinement import WorkerLatency
 from halfmoon.policy.reported_prompts import ReportedPrompts
 from halfmoon.rpc.layout_message import layout_from
@@ -19,7 +20,6 @@ from services.gateway.worker_check import check_identity
 
 MISSED_HEARTBEATS = 3
 _LATE_HEARTBEATS = 1.8  # nearly the second one that is not there
-_MAY_RETURN_S = 5.0  # a worker that lost its connection, or was started again, is back within these
 
 
 class Membership:
@@ -174,7 +174,7 @@ class Membership:
 
     def expects_worker(self, now_s: float) -> bool:
         """Whether there may soon be a worker that is not ready now: one is a member, or was one a moment ago."""
-        if self._last_left_s is not None and now_s - self._last_left_s <= _MAY_RETURN_S:
+        if self._last_left_s is not None and now_s - self._last_left_s <= MAY_RETURN_S:
             return True
         return any(not worker.is_ready for worker in self._view.workers)
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from halfmoon.errors import DeadlineExceeded, NoCapacity, Unavailable
 from halfmoon.pb.prefill_pb2 import KVCodec
+from halfmoon.policy.patience import Patience
 from halfmoon.policy.placement import ContextLengthExceeded, Placement
 from halfmoon.policy.retries import FailedAttempt, Reason, Retries
 from halfmoon.rpc.context import request_scope
@@ -41,16 +42,14 @@ class Relay:
         cluster: Cluster,
         judge: Judge,
         deadline_s: float,
-        failover_wait_s: float,
-        return_wait_s: float,
+        patience: Patience,
         kv_codec: KVCodec.ValueType,
     ) -> None:
         self._cluster = cluster
         self._judge = judge
         self._kv_codec = kv_codec
         self._deadline_s = deadline_s
-        self._failover_wait_s = failover_wait_s
-        self._return_wait_s = return_wait_s
+        self._patience = patience
 
     def case(self, request: RelayRequest, progress: Progress) -> AbstractContextManager[Case]:
         """One request as long as it is here, for `run`."""
@@ -104,8 +103,8 @@ class Relay:
     async def _placement(self, case: Case, progress: Progress, retries: Retries) -> Placement:
         """Where to try next: elsewhere if there is an elsewhere, else after a pause anywhere.
 
-        A request whose worker is lost waits up to `failover_wait_s` for a worker to come, with tokens or without:
-        so long a worker may need to start again. A new one waits up to `return_wait_s` where one was a moment ago.
+        A request whose worker is lost waits up to `Patience.failover_s` for a worker to come, with tokens or without:
+        so long a worker may need to start again. A new one waits up to `return_s` where one was a moment ago.
         """
         for exclude in retries.exclusions():
             try:
@@ -119,11 +118,8 @@ class Relay:
         return await self._within(partial(case.place, ()), self._patience_s(is_inside))
 
     def _patience_s(self, is_inside: bool) -> float:
-        if is_inside:
-            return self._failover_wait_s
-        if self._cluster.membership.expects_worker(self._cluster.clock()):
-            return self._return_wait_s
-        return 0.0
+        expects_worker = self._cluster.membership.expects_worker(self._cluster.clock())
+        return self._patience.seconds(is_inside=is_inside, expects_worker=expects_worker)
 
     async def _within(self, placing: Callable[[], Result], patience_s: float) -> Result:
         give_up_s = time.monotonic() + patience_s

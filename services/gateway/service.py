@@ -17,6 +17,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2_grpc import add_ClusterServicer_to_server
 from halfmoon.pb.prefill_pb2 import KVCodec
+from halfmoon.policy.patience import Patience
 from halfmoon.policy.placement import PlacementRules
 from halfmoon.rpc.server import RunningServer, advertised_address, running_server
 from halfmoon.rpc.spans import NO_TRACER, Tracer
@@ -87,9 +88,8 @@ async def running_gateway(
         judge = Judge(membership, settings.admission, rules, cluster.clock, observations, copies)
         metrics = GatewayMetrics(membership, ledger, judge, model.name)
         codec = KVCodec.Value(settings.handover_codec.upper())
-        relay = Relay(
-            cluster, judge, settings.request_deadline_s, settings.failover_wait_s, settings.return_wait_s, codec
-        )
+        patience = Patience(settings.failover_wait_s, settings.return_wait_s)
+        relay = Relay(cluster, judge, settings.request_deadline_s, patience, codec)
         stores = StoreView(settings.kv_store, lambda: membership.stores)
         classes = ClassesInForce(ledger.classes, judge.gatekeeper, KnownClasses(settings.state_dir, settings.ledger))
         admission = AdmissionInForce(ledger.admission, judge.gatekeeper, settings.admission)

@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings
 
 from halfmoon.ledger.database import mask_password
 from halfmoon.policy.admission import AdmissionMode
+from halfmoon.policy.patience import Patience
 from halfmoon.policy.ranking import PlacementMode
 from halfmoon.rpc.service import service_config
 from halfmoon.rpc.tracing import OTLP_HELP
@@ -48,9 +49,11 @@ class GatewaySettings(BaseSettings):
     heartbeat_interval_s: float = Field(1.0, gt=0, description="workers report at least this often; 3 missed is dead")
     request_deadline_s: float = Field(600.0, gt=0, description="total time of one request")
     failover_wait_s: float = Field(
-        60.0, ge=0, description="how long a request whose worker is lost waits for another one"
+        Patience().failover_s, ge=0, description="how long a request whose worker is lost waits for another one"
     )
-    return_wait_s: float = Field(3.0, ge=0, description="how long a new request waits for a worker to come back")
+    return_wait_s: float = Field(
+        Patience().return_s, ge=0, description="how long a new request waits for a worker to come back"
+    )
     handover_codec: Literal["raw", "int8", "int4", "fp8"] = Field(
         "raw",
         description="how KV travels from prefill to decode: raw as it is; int8 and fp8 in half of 16 bits, int4 in "

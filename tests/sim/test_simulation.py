@@ -154,6 +154,15 @@ def test_admission_refuses_before_anything_is_computed() -> None:
     assert found.ttft_s[~refused].max() < 0.6
 
 
+def test_admission_learns_what_the_hand_over_takes() -> None:
+    """The first gap is 0.95 s longer by it, the mean of nineteen 50 ms: after three such answers that is known."""
+    slow = Network(bytes_per_s=1e11, latency_s=0.95)
+    spec = pair(slow, admission="predicted", targets=Targets(tpot_s=0.04))
+    found = simulate(spec, work(*((3.0 * number, 100, 20) for number in range(4))))
+    assert found.tpot_s[:3] == pytest.approx([0.011 + 0.95 / 19] * 3, rel=0.02)
+    assert found.outcome.tolist() == [0, 0, 0, 1]
+
+
 @pytest.mark.parametrize(("chunk_tokens", "outcome"), [(512, 0), (16, 1)])
 def test_admission_knows_that_prompts_go_in_chunks_beside_decodes(chunk_tokens: int, outcome: int) -> None:
     """Of 200 tokens: one step of 211 ms, or 13 steps, of which each takes the decode's 11 ms, too."""
