@@ -11,12 +11,13 @@ from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-from halfmoon.engine.config import EngineStats, StepResult
 from halfmoon.engine.engine import Engine
+from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.engine_thread import EngineThread
 from halfmoon.engine.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
 from halfmoon.engine.restoring import RestoreOrder
+from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Incompatible
 from halfmoon.kv.codec import Codec, decode, encode
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from halfmoon.engine.config import BlockChain
 from halfmoon.engine.sequence import Sequence
+from halfmoon.engine.step_result import BlockChain
 
 
 class BlockChains:

@@ -16,7 +16,8 @@ from halfmoon.engine.assembly import assemble, kv_layout, most_context_tokens
 from halfmoon.engine.block_chains import BlockChains
 from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.checkpoint import Checkpoint
-from halfmoon.engine.config import EngineConfig, EngineStats, StagedWork, StepResult
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.kv_access import KVAccess
 from halfmoon.engine.kv_watch import KVWatch, OnKV
 from halfmoon.engine.models.weights import Progress
@@ -32,6 +33,7 @@ from halfmoon.engine.sampler import ERROR_TOKEN_ID, SampledToken
 from halfmoon.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerLimits
 from halfmoon.engine.sequence import Sequence
 from halfmoon.engine.step_counts import step_counts
+from halfmoon.engine.step_result import StagedWork, StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, ServiceFailed
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.keys import root_key

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from halfmoon.engine.config import StepResult
 from halfmoon.engine.engine import Engine
+from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Unavailable
 
 logger = logging.getLogger(__name__)

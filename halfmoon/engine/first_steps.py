@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import count
 
-from halfmoon.engine.config import StepResult
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.step_result import StepResult
 
 _SHARES = (1 / 8, 1 / 8, 1 / 4, 1 / 2)  # of a whole step's tokens; the first one wakes everything up and does not count
 _SALT = b"halfmoon first steps"  # nobody finds these prompts in the prefix cache

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from halfmoon.engine.config import StepResult
 from halfmoon.engine.scheduler import Schedule
+from halfmoon.engine.step_result import StepResult
 
 
 def step_counts(schedule: Schedule) -> StepResult:

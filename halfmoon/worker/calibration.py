@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 import halfmoon
-from halfmoon.engine.config import StepResult
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.step_result import StepResult
 from halfmoon.policy.latency import (
     PrefillModel,
     PrefillSample,

@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from halfmoon.engine.config import BlockChain
+from halfmoon.engine.step_result import BlockChain
 
 MAX_WAITING = 256
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from halfmoon.engine.config import StepResult
+from halfmoon.engine.step_result import StepResult
 from halfmoon.policy.latency import PrefillModel, PrefillSample
 from halfmoon.policy.refinement import WorkerLatency
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from halfmoon.engine.config import EngineStats, StepResult
+from halfmoon.engine.engine_stats import EngineStats
+from halfmoon.engine.step_result import StepResult
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.worker.store_metrics import StoreMetrics
 

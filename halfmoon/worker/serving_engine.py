@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from halfmoon.engine.config import EngineStats
+from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
 from halfmoon.kv.codec import Codec

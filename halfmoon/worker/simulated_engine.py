@@ -13,12 +13,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from halfmoon.beside import beside
-from halfmoon.engine.config import EngineStats, StepResult
+from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.kv_access import NotWritten
 from halfmoon.engine.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest, FinishReason, TokenLogprobs, TokenOutput
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.sequence import Sequence
+from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Incompatible, InvalidRequest, NotFound
 from halfmoon.kv.codec import Codec, encoded_bytes
 from halfmoon.kv.device_bytes import KVPlace, KVSource

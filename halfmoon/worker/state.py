@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 
-from halfmoon.engine.config import StepResult
+from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Cancelled, Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.layout import KVLayout
 from halfmoon.pb import gateway_pb2, types_pb2

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from halfmoon.engine.async_engine import AsyncEngine
-from halfmoon.engine.config import BlockChain
+from halfmoon.engine.step_result import BlockChain
 from halfmoon.errors import HalfmoonError
 from halfmoon.policy.latency import PrefillModel
 from halfmoon.rpc.chain import Chain

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from halfmoon.engine.async_engine import AsyncEngine
-from halfmoon.engine.config import StepResult
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams, TokenOutput
+from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, Unavailable
 
 MakeEngine = Callable[..., Engine]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from halfmoon.engine.block_chains import BlockChains
-from halfmoon.engine.config import BlockChain
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.sequence import Sequence
+from halfmoon.engine.step_result import BlockChain
 
 BLOCK = 16
 KEYS = [bytes([number]) for number in range(4)]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from halfmoon.engine.config import StepResult
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.engine_thread import EngineThread
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Unavailable
 
 MakeEngine = Callable[..., Engine]

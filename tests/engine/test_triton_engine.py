@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from halfmoon.engine.config import EngineConfig, StepResult
+from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.step_result import StepResult
 
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
 from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from halfmoon.engine.checkpoint import Checkpoint
-from halfmoon.engine.config import BlockChain
+from halfmoon.engine.step_result import BlockChain
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.pb import prefill_pb2
 from halfmoon.rpc.kvstore_client import KVStoreClient

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.engine.attention_backend import AttentionBackend, Span
-from halfmoon.engine.config import OffloadSchedule, StagedWork
+from halfmoon.engine.config import OffloadSchedule
 from halfmoon.engine.kv_watch import LayerWatch
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.offload.attention import ColdRows, OffloadedAttention, Replacement, Stores
@@ -22,6 +22,7 @@ from halfmoon.engine.offload.staging import Pipeline, Staging, Task
 from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.engine.sampler import SampledToken
 from halfmoon.engine.scheduler import ScheduledSequence
+from halfmoon.engine.step_result import StagedWork
 
 
 class OffloadRunner:

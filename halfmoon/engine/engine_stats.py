@@ -1,0 +1,19 @@
+"""What an engine holds and has to do at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts of blocks and requests. Free blocks include cached ones that nobody uses."""
+
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_running: int
+    num_waiting: int
+    num_reserved: int
+    num_held: int
+    num_waiting_tokens: int  # not computed yet, of waiting and running requests
