@@ -1,4 +1,4 @@
-"""Times the Triton kernels at Llama-3.1-8B shapes on this machine's GPU: `python benchmarks/kernels.py [--json]`.
+"""Times the Triton kernels at Llama-3.1-8B shapes on this machine's GPU: `python -m benchmarks.kernels [--json]`.
 
 A kernel's bytes are what it must read and write once; its share is its GB/s over those of a large device copy, measured
 in the same run. Times are medians over CUDA-graph replays, timed by events, with the L2 cache replaced before each,
@@ -12,51 +12,21 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 if TYPE_CHECKING:
-    from halfmoon.engine.kernels.paged_kv import PagedKV
+    pass
+from benchmarks.kernel_cases import Case, Shapes, cases
 
-BLOCK_TOKENS = 64
 FLUSH_BYTES = 512 << 20  # several times any L2
+
+
 COPY_BYTES = 2 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Shapes:
-    """Of one model; the defaults are Llama-3.1-8B's."""
-
-    num_q_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    hidden_size: int = 4096
-    intermediate_size: int = 14336
-    num_layers: int = 32
-    dtype: torch.dtype = torch.bfloat16
-    device: str = "cuda"
-
-    def randn(self, *shape: int) -> Tensor:
-        return torch.randn(shape, dtype=self.dtype, device=self.device)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One measurement. `flops` and `peer`, torch's kernel for the job, where arithmetic and not memory is the limit."""
-
-    kernel: str
-    shape: str
-    num_bytes: int
-    run: Callable[[], Any]
-    flops: float = 0.0
-    peer: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,162 +40,6 @@ class Result:
     tflop_per_s: float | None = None
     peer_time_us: float | None = None
     speed_over_peer: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """K and V of equally long sequences in scattered blocks."""
-
-    kv: PagedKV
-    block_table: Tensor  # [num_seqs, max_blocks] int32
-    context_lens: Tensor  # [num_seqs] int32
-
-
-def make_sequences(shapes: Shapes, num_seqs: int, context: int, kv_dtype: torch.dtype) -> Sequences:
-    from halfmoon.engine.kernels.paged_kv import QUANTISED, PagedKV
-
-    per_seq = -(-context // BLOCK_TOKENS)
-    size = (shapes.num_kv_heads, num_seqs * per_seq * BLOCK_TOKENS, shapes.head_dim)
-    k, v = (torch.empty(size, dtype=kv_dtype, device=shapes.device) for _ in range(2))
-    for tensor in (k, v):
-        for head in tensor:  # a head at a time: the random numbers are wider than what is kept
-            values = torch.randn(head.shape, device=shapes.device)
-            head.copy_(values * 20 if kv_dtype in QUANTISED else values)
-    scales = [torch.full(size[:2], 0.05, device=shapes.device) if kv_dtype in QUANTISED else None for _ in range(2)]
-    table = torch.randperm(num_seqs * per_seq, device=shapes.device).int().view(num_seqs, per_seq)
-    lens = torch.full((num_seqs,), context, dtype=torch.int32, device=shapes.device)
-    return Sequences(PagedKV(k, v, BLOCK_TOKENS, scales[0], scales[1]), table, lens)
-
-
-def kv_bytes(kv: PagedKV, num_tokens: int) -> int:
-    """K and V (and scales) of so many tokens in one layer."""
-    scale_bytes = 4 if kv.quantised else 0
-    return 2 * num_tokens * kv.k.shape[0] * (kv.k.shape[2] * kv.k.element_size() + scale_bytes)
-
-
-def decode_case(shapes: Shapes, num_seqs: int, context: int, kv_dtype: torch.dtype, num_sms: int) -> Case:
-    from halfmoon.engine.kernels.decode_attention import choose_num_splits, decode_attention
-
-    seqs = make_sequences(shapes, num_seqs, context, kv_dtype)
-    q = shapes.randn(num_seqs, shapes.num_q_heads, shapes.head_dim)
-    num_splits = choose_num_splits(num_seqs, shapes.num_kv_heads, context, num_sms)
-    moved = kv_bytes(seqs.kv, num_seqs * context) + 2 * q.nbytes + seqs.block_table.nbytes
-    scale = shapes.head_dim**-0.5
-    return Case(
-        "decode_attention",
-        f"batch {num_seqs}, context {context}, {str(kv_dtype).removeprefix('torch.')}, {num_splits} splits",
-        moved,
-        lambda: decode_attention(q, seqs.kv, seqs.block_table, seqs.context_lens, scale, num_splits),
-    )
-
-
-def prefill_case(shapes: Shapes, num_cached: int, num_new: int) -> Case:
-    from halfmoon.engine.kernels.prefill_attention import prefill_attention
-
-    seqs = make_sequences(shapes, 1, num_cached + num_new, shapes.dtype)
-    q = shapes.randn(num_new, shapes.num_q_heads, shapes.head_dim)
-    starts = torch.tensor([0, num_new], dtype=torch.int32, device=shapes.device)
-    scale = shapes.head_dim**-0.5
-    context = num_cached + num_new
-    dense_q = q.transpose(0, 1).unsqueeze(0)  # [1, num_q_heads, num_new, head_dim]
-    k, v = (shapes.randn(1, shapes.num_kv_heads, context, shapes.head_dim) for _ in range(2))
-
-    def peer() -> Tensor:
-        if num_cached == 0:
-            return functional.scaled_dot_product_attention(dense_q, k, v, is_causal=True, enable_gqa=True)
-        mask = causal_lower_right(num_new, context)
-        return functional.scaled_dot_product_attention(dense_q, k, v, attn_mask=mask, enable_gqa=True)
-
-    return Case(
-        "prefill_attention",
-        f"{num_new} new after {num_cached} cached",
-        kv_bytes(seqs.kv, context) + 2 * q.nbytes,
-        lambda: prefill_attention(q, seqs.kv, seqs.block_table, starts, seqs.context_lens, num_new, scale),
-        flops=4.0 * shapes.num_q_heads * shapes.head_dim * num_new * (num_cached + (num_new + 1) / 2),
-        peer=peer,
-    )
-
-
-def store_case(shapes: Shapes, num_tokens: int, kv_dtype: torch.dtype) -> Case:
-    from halfmoon.engine.kernels.kv_store import kv_store
-
-    seqs = make_sequences(shapes, 1, 4 * num_tokens, kv_dtype)
-    heads = shapes.num_q_heads + 2 * shapes.num_kv_heads
-    qkv = shapes.randn(num_tokens, heads, shapes.head_dim)
-    k, v = qkv[:, shapes.num_q_heads :].chunk(2, dim=1)
-    blocks = seqs.block_table[0].long()
-    positions = torch.arange(num_tokens, device=shapes.device)
-    slots = blocks[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
-    moved = 2 * k.numel() * k.element_size() + kv_bytes(seqs.kv, num_tokens) + slots.nbytes
-    name = str(kv_dtype).removeprefix("torch.")
-    return Case("kv_store", f"{num_tokens} tokens, {name}", moved, lambda: kv_store(k, v, seqs.kv, slots))
-
-
-def norm_cases(shapes: Shapes, num_tokens: int) -> Iterator[Case]:
-    from halfmoon.engine.kernels.rms_norm import add_rms_norm, rms_norm
-
-    x, residual = (shapes.randn(num_tokens, shapes.hidden_size) for _ in range(2))
-    weight = shapes.randn(shapes.hidden_size)
-    yield Case("rms_norm", f"{num_tokens} tokens", 2 * x.nbytes, lambda: rms_norm(x, weight, 1e-5))
-    yield Case("add_rms_norm", f"{num_tokens} tokens", 4 * x.nbytes, lambda: add_rms_norm(x, residual, weight, 1e-5))
-
-
-def rotary_case(shapes: Shapes, num_tokens: int) -> Case:
-    from halfmoon.engine.kernels.rotary import rotary
-
-    qkv = shapes.randn(num_tokens, shapes.num_q_heads + 2 * shapes.num_kv_heads, shapes.head_dim)
-    q, k = qkv[:, : shapes.num_q_heads], qkv[:, shapes.num_q_heads : shapes.num_q_heads + shapes.num_kv_heads]
-    cos, sin = (torch.rand(num_tokens, shapes.head_dim // 2, device=shapes.device) for _ in range(2))
-    positions = torch.arange(num_tokens, device=shapes.device)
-    moved = 2 * (q.numel() + k.numel()) * q.element_size() + cos.nbytes + sin.nbytes
-    return Case("rotary", f"{num_tokens} tokens", moved, lambda: rotary(q, k, positions, cos, sin))
-
-
-def silu_mul_case(shapes: Shapes, num_tokens: int) -> Case:
-    from halfmoon.engine.kernels.silu_mul import silu_mul
-
-    gate_up = shapes.randn(num_tokens, 2 * shapes.intermediate_size)
-    return Case("silu_mul", f"{num_tokens} tokens", gate_up.nbytes * 3 // 2, lambda: silu_mul(gate_up))
-
-
-def copy_cases(shapes: Shapes, num_tokens: int) -> Iterator[Case]:
-    from halfmoon.engine.kernels.block_copy import gather_blocks, scatter_blocks
-
-    num_blocks = 4 * -(-num_tokens // BLOCK_TOKENS)
-    size = (shapes.num_layers, 2, shapes.num_kv_heads, num_blocks * BLOCK_TOKENS, shapes.head_dim)
-    arena = torch.zeros(size, dtype=shapes.dtype, device=shapes.device)
-    ids = torch.randperm(num_blocks, device=shapes.device).int()
-    span = (ids, BLOCK_TOKENS)
-    buffer = gather_blocks(arena, *span, 0, shapes.num_layers, 0, num_tokens)
-    text = f"{num_tokens} tokens, {shapes.num_layers} layers"
-    yield Case(
-        "gather_blocks",
-        text,
-        2 * buffer.nbytes,
-        lambda: gather_blocks(arena, *span, 0, shapes.num_layers, 0, num_tokens),
-    )
-    yield Case("scatter_blocks", text, 2 * buffer.nbytes, lambda: scatter_blocks(buffer, arena, *span, 0, 0))
-
-
-def cases(shapes: Shapes, num_sms: int) -> Iterator[tuple[str, Callable[[], Case | Iterator[Case]]]]:
-    """What to measure, by kernel file; a case's tensors are made when it is called."""
-    quantised = (torch.float8_e4m3fn, torch.int8)
-    for num_seqs in (1, 8, 64):
-        for context in (1024, 8192, 32768):
-            yield "decode_attention", partial(decode_case, shapes, num_seqs, context, shapes.dtype, num_sms)
-    for dtype in quantised:
-        for num_seqs in (8, 64):
-            yield "decode_attention", partial(decode_case, shapes, num_seqs, 8192, dtype, num_sms)
-    for num_cached, num_new in ((0, 512), (0, 2048), (0, 8192), (8192, 512), (8192, 2048), (32768, 2048)):
-        yield "prefill_attention", partial(prefill_case, shapes, num_cached, num_new)
-    for dtype in (shapes.dtype, *quantised):
-        yield "kv_store", partial(store_case, shapes, 8192, dtype)
-    for num_tokens in (64, 8192):
-        yield "rms_norm", partial(norm_cases, shapes, num_tokens)
-        yield "rotary", partial(rotary_case, shapes, num_tokens)
-        yield "silu_mul", partial(silu_mul_case, shapes, num_tokens)
-    for num_tokens in (64, 1024):
-        yield "block_copy", partial(copy_cases, shapes, num_tokens)
 
 
 def median_us(run: Callable[[], Any], repeats: int, flush: Tensor) -> float:

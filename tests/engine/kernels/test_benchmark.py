@@ -12,10 +12,11 @@ ROOT = Path(__file__).parents[3]
 
 def test_without_a_gpu_it_says_so_and_exits_2() -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/kernels.py", "--json"],
+        [sys.executable, "-m", "benchmarks.kernels", "--json"],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")

@@ -15,7 +15,7 @@ from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.request import EngineRequest, TokenOutput
 from halfmoon.errors import Incompatible
 from halfmoon.policy.offload import Kind, OffloadCosts, Recompute
-from tests.engine.test_engine import MakeEngine, finish, generate, request, tokens
+from tests.engine.engine_runs import MakeEngine, finish, generate, request, tokens
 
 SCHEDULES: tuple[OffloadSchedule, ...] = ("latency", "throughput")
 NEVER = Recompute(1.0, 1e9)

@@ -16,7 +16,7 @@ from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.request import EngineRequest
 from halfmoon.errors import NoCapacity
 from halfmoon.policy.offload import OffloadCosts, Recompute
-from tests.engine.test_engine import MakeEngine, finish, generate, request, tokens
+from tests.engine.engine_runs import MakeEngine, finish, generate, request, tokens
 
 BLOCK_BYTES = 8 * 3 * 2 * 64 * 4
 CHEAP, DEAR = Recompute(0.5, 0.1), Recompute(0.5, 500.0)
