@@ -7,12 +7,12 @@
     python -m benchmarks.planner ratio     --trace conversation_trace.jsonl [--requests N]
     python -m benchmarks.planner bursts    --trace AzureLLMInferenceTrace_code.csv [--requests N] [--latency \
                                            aiconfigurator-vllm:llama-2-70b]
-    python -m benchmarks.planner kernels
+    python -m benchmarks.planner kernels | steady
 
 Llama-2-70B on 8 x A100-80G a worker, where Mooncake's paper had a model of that shape on 8 x A800: by the roofline, or
 by `--latency perf_model.csv:llama-2-70b` as Splitwise measured it. Rates are multiples of the trace's own.
-`kernels` needs `pip install aiconfigurator-core`; `bursts` by AIConfigurator's times asks its planner, too, which is in
-`pip install aiconfigurator`.
+`kernels` needs `pip install aiconfigurator-core`; `steady`, and `bursts` by AIConfigurator's times, ask its planner,
+which is in `pip install aiconfigurator`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import numpy as np
 from benchmarks.planner_bursts import show_bursts
 from benchmarks.planner_kernels import show_kernels
 from benchmarks.planner_peer import recommended
+from benchmarks.planner_steady import show_steady
 from halfmoon.plan.fleet import read_fleet
 from halfmoon.plan.goodput import Goal
 from halfmoon.plan.question import Question, default_rules
@@ -192,6 +193,12 @@ def show_averages_and_bursts(args: argparse.Namespace) -> None:
         show_bursts(question, pool, peers)
 
 
+def show_steady_questions(args: argparse.Namespace) -> None:
+    """Llama-3.1-8B on up to eight H100 or H200."""
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        show_steady(pool)
+
+
 def _trace(args: argparse.Namespace) -> Workload:
     if args.trace is None:
         raise SystemExit("this table needs --trace")
@@ -207,6 +214,7 @@ SHOWS: dict[str, Callable[[argparse.Namespace], None]] = {
     "ratio": show_ratio,
     "bursts": show_averages_and_bursts,
     "kernels": lambda args: show_kernels(),
+    "steady": show_steady_questions,
 }
 
 

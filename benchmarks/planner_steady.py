@@ -1,0 +1,80 @@
+"""What AIConfigurator's planner and ours choose where nothing bursts: `python -m benchmarks.planner steady`.
+
+Llama-3.1-8B on up to eight GPUs, constant lengths, Poisson arrivals, both by AIConfigurator's times of vLLM; every
+layout is simulated at the rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+from benchmarks.planner_peer import recommended
+from halfmoon.plan.feasible import models
+from halfmoon.plan.fleet import read_fleet
+from halfmoon.plan.goodput import Goal
+from halfmoon.plan.layout import Layout, first_of_each_kind
+from halfmoon.plan.question import Question, default_rules
+from halfmoon.plan.search import search
+from halfmoon.plan.unit import layout_trial
+from halfmoon.plan.verdict import judged
+from halfmoon.sim.cluster import Targets
+from halfmoon.sim.latency_sources import latency_source
+from halfmoon.sim.lengths import named_lengths
+from halfmoon.sim.model_catalogue import MODELS
+from halfmoon.sim.synthetic import synthetic_workload
+
+_MODEL = "llama-3.1-8b"
+_MAX_RUNNING = 256
+
+
+class _Asked(NamedTuple):
+    gpu: str
+    lengths: str
+    rate_per_s: float
+    targets: Targets
+
+
+_QUESTIONS = (
+    _Asked("h200", "in=1024,out=256", 40.0, Targets(ttft_s=0.3, tpot_s=0.02)),
+    _Asked("h200", "in=4096,out=256", 8.0, Targets(ttft_s=0.5, tpot_s=0.02)),
+    _Asked("h100", "in=512,out=512", 30.0, Targets(ttft_s=0.3, tpot_s=0.015)),
+)
+
+
+def show_steady(pool: Executor) -> None:
+    """The cheapest layout of either kind, by either planner."""
+    print("| question (TTFT / TPOT, s) | planned by | layout | GPUs | attainment | TTFT p50 / p99, TPOT p50 (ms) |")
+    print("|---|---|---|---|---|---|")
+    for asked in _QUESTIONS:
+        question = _question(asked)
+        known, targets = models(question), asked.targets
+        text = f"{asked.gpu}, {asked.lengths}, {asked.rate_per_s:g}/s, {targets.ttft_s} / {targets.tpot_s}"
+        for who, layout in _answers(question, pool):
+            found = judged(layout_trial(question, known, layout), asked.rate_per_s)
+            times = f"{_ms(found.ttft_s['p50'])} / {_ms(found.ttft_s['p99'])}, {_ms(found.tpot_s['p50'])}"
+            share = f"{found.attainment.joint:.1%}"
+            print(f"| {text} | {who} | {layout} | {layout.num_gpus} | {share} | {times} |", flush=True)
+
+
+def _question(asked: _Asked) -> Question:
+    fleet = read_fleet(asked.gpu, 1, 8, {})
+    sources = {asked.gpu: latency_source(f"aiconfigurator-vllm:{_MODEL}")}
+    workload = synthetic_workload(named_lengths(asked.lengths), 1000, asked.rate_per_s, seed=1)
+    goal, rules = Goal(asked.targets, 0.9), default_rules(fleet, sources, _MAX_RUNNING)
+    return Question(
+        sources, fleet, workload, goal, rules, shape=MODELS[_MODEL], rate_per_s=asked.rate_per_s, objective="gpus"
+    )
+
+
+def _answers(question: Question, pool: Executor) -> Iterator[tuple[str, Layout]]:
+    best = [one.layout for one in search(question, pool).best]
+    for together, layout in first_of_each_kind(best, lambda one: one).items():
+        yield f"halfmoon plan, {'together' if together else 'apart'}", layout
+    for kind, layout in recommended(question, question.rate_per_s or 0.0).items():
+        yield f"aiconfigurator,{kind}", layout
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.1f}"
