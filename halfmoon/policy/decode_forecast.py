@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from halfmoon.policy.latency import Floats
 from halfmoon.policy.neighbours import Spans
-from halfmoon.policy.own_decodes import Life
+from halfmoon.policy.own_decodes import Lives
 
 _PAST_S, _MAX_JOINS = 60.0, 256  # of requests that joined are remembered
 _LEAST_PAST_S = 10.0  # of them tell about those to come
@@ -103,6 +103,7 @@ class DecodeForecast:
         self._leaves_s: Floats = np.full(64, np.inf)
         self._prompts: Floats = np.zeros(64)  # tokens
         self._outputs: Floats = np.zeros(64)  # tokens, predicted
+        self._mean_contexts: Floats = np.zeros(64)  # tokens, over its life
         self._free.extend(range(63, -1, -1))
         self._num_used = 0  # slots from here on never had anybody
         self._of_row: dict[int, _Slots] = {}
@@ -123,6 +124,7 @@ class DecodeForecast:
         self._of_row.setdefault(row, _Slots()).add(slot)
         self._joins_s[slot], self._leaves_s[slot] = joins_s, max(leaves_s, joins_s)
         self._prompts[slot], self._outputs[slot] = num_prompt, num_output
+        self._mean_contexts[slot] = num_prompt + 0.5 * num_output
 
     def begin(self, request_id: str, now_s: float) -> None:
         """Its prefill ended now: it decodes as long as predicted from here."""
@@ -179,23 +181,21 @@ class DecodeForecast:
         joins_s, ends_s = self._lives(there, now_s)
         length_s = max(until_s - from_s, 1e-9)
         shares = np.maximum(np.minimum(ends_s, until_s) - np.maximum(joins_s, from_s), 0.0) / length_s
-        context = self._prompts[there] + 0.5 * self._outputs[there]
+        context = self._mean_contexts[there]
         extra = self._joins[row].mean_present(length_s, now_s) if row in self._joins else DecodeLoad(0.0, 0.0)
         return DecodeLoad(float(np.add.reduce(shares)) + extra.batch, float(shares @ context) + extra.context_tokens)
 
-    def present(self, row: int, now_s: float, without: Collection[str] = ()) -> list[Life]:
+    def present(self, row: int, now_s: float, without: Collection[str] = ()) -> Lives:
         """Who decodes on `row` now, were those in `without` not there."""
         there = self._present(row, now_s, without)
         _, ends_s = self._lives(there, now_s)
-        context = self._prompts[there] + 0.5 * self._outputs[there]
-        return list(zip(ends_s.tolist(), context.tolist(), strict=True))
+        return Lives(ends_s, self._mean_contexts[there])
 
     def present_load(self, row: int, now_s: float, without: Collection[str] = ()) -> DecodeLoad:
         """Those of `present` who do not leave at this very moment, as sums."""
         there = self._present(row, now_s, without)
         there = there[self._leaves_s[there] != now_s]
-        context = self._prompts[there] + 0.5 * self._outputs[there]
-        return DecodeLoad(len(there), float(np.add.reduce(context)))
+        return DecodeLoad(len(there), float(np.add.reduce(self._mean_contexts[there])))
 
     def _present(self, row: int, now_s: float, without: Collection[str]) -> NDArray[np.int64]:
         there = self._slots_of(row)
@@ -233,6 +233,7 @@ class DecodeForecast:
         self._leaves_s = np.concatenate([self._leaves_s, np.full(num, np.inf)])
         self._prompts = np.concatenate([self._prompts, np.zeros(num)])
         self._outputs = np.concatenate([self._outputs, np.zeros(num)])
+        self._mean_contexts = np.concatenate([self._mean_contexts, np.zeros(num)])
         self._free.extend(range(2 * num - 1, num - 1, -1))
 
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 from halfmoon.policy.arrivals import ArrivalRate
 from halfmoon.policy.latency import PrefillModel, StepModel
 from halfmoon.policy.neighbours import Decoding, Neighbours
-from halfmoon.policy.own_decodes import OwnDecodes
+from halfmoon.policy.own_decodes import NO_LIVES, OwnDecodes
 from halfmoon.policy.prompt_step import Chunk, Prompt, by_rank, form_step, sizes, work_s
+from halfmoon.policy.prompts_ahead import PromptsAhead
 from halfmoon.policy.step_columns import StepUnderWay
 
 _MAX_STEPS = 512  # looked ahead; who is not computed by then waits as others predict it
@@ -87,12 +88,17 @@ class PrefillCourse:
         """That step."""
         return StepUnderWay(self._step_began_s, *sizes(self._step))
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a step is under way."""
+        return bool(self._step)
+
     def usual_work_s(self, speed: Speed, seconds: float, now_s: float) -> float:
         """Computing the prompts that usually come within so long a time, beside decoding."""
         return self._arrivals.work_s(speed, seconds, now_s)
 
     def join(self, request_id: str, work: Prefill, decoding: Decoding | None, step_tokens: int, now_s: float) -> None:
-        """A prompt is sent there."""
+        """A prompt is sent there. `step_tokens` counts where no step is under way."""
         self._num_joined += 1
         self.num_tokens += work.new_tokens
         self._arrivals.add(work.new_tokens, now_s)
@@ -101,7 +107,7 @@ class PrefillCourse:
             self._begin(now_s, step_tokens)
 
     def computed(self, request_id: str, step_tokens: int, now_s: float) -> None:
-        """Its first token is here: a step ended."""
+        """Its first token is here: a step ended. `step_tokens` counts where others wait."""
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return
@@ -136,7 +142,7 @@ class PrefillCourse:
 
     def is_in_step(self, speed: Speed, now_s: float) -> bool:
         """Whether `advance` would change nothing, whatever decoding and neighbours add."""
-        if now_s < self._step_began_s + work_s(self._step, speed.model):
+        if not self._prompts or now_s < self._step_began_s + work_s(self._step, speed.model):
             return True
         return any(chunk.num_tokens == chunk.prompt.new_tokens for chunk in self._step)
 
@@ -155,25 +161,27 @@ class PrefillCourse:
         `past_busy` is as for `advance`; `ahead_s` is what the worker has to do for others first, alone; `own` is who
         decodes in the same steps, None where nobody ever does.
         """
-        order = self._num_joined + 1
-        left, num_looks = by_rank([*self._prompts.values(), Prompt("", order, *work, None)]), 0
-        step, left_tokens = self._step, work.new_tokens
-        behind_tokens = sum([one.new_tokens for one in self._prompts.values()]) - _num_of_others(step)
+        mine = order = self._num_joined + 1
+        queue = PromptsAhead([*self._prompts.values(), Prompt("", order, *work, None)])
+        step, left_tokens, num_looks = self._step, work.new_tokens, 0
+        behind_tokens = self.num_tokens - _num_of_others(step)
         begins_s, to_come = math.inf, None
-        own = own or OwnDecodes(-1, (), StepModel())
+        own = own or OwnDecodes(-1, NO_LIVES, StepModel())
         decode_s = own.step_s(now_s)
         step_s = work_s(step, speed.model) + decode_s
         done_s = (now_s - self._step_began_s) / (1 + speed.contention * past_busy) if step else _UNKNOWN * step_s
         time_s = neighbours.after(max(step_s - done_s, _OVERDUE * step_s) + ahead_s, now_s, speed.contention)
         for _ in range(_MAX_STEPS):
-            left = _after(step, left, neighbours, own, time_s)
+            for computed in queue.end(step):
+                neighbours.decode(computed.decoding, time_s)
+                own.decode(computed.decoding, time_s)
             decode_s = own.step_s(time_s)
-            step = form_step(left, speed.room(decode_s), time_s)
+            step = queue.next_step(speed.room(decode_s), time_s)
             if not step:  # all wait for what is restored
-                time_s = min(prompt.ready_s for prompt in left)
+                time_s = queue.ready_s
                 decode_s = own.step_s(time_s)
-                step = form_step(left, speed.room(decode_s), time_s)
-            num_mine = next((num_tokens for prompt, num_tokens in step if prompt.order == order), 0)
+                step = queue.next_step(speed.room(decode_s), time_s)
+            num_mine = next((num_tokens for prompt, num_tokens in step if prompt.order == mine), 0)
             if num_mine and begins_s == math.inf:
                 begins_s = time_s
             began_s = time_s
@@ -184,11 +192,10 @@ class PrefillCourse:
                 return Times(begins_s, time_s, behind_tokens)
             if to_come is None:  # most are computed with the first step
                 to_come = self._arrivals.to_come(work.new_tokens, now_s)
-            came = to_come.within(time_s - began_s)
-            if came:
-                new = [Prompt("", order + 1, num_tokens, 0, work.priority, -math.inf, None) for num_tokens in came]
-                left = [*left, *new] if left[-1].priority <= work.priority else by_rank([*left, *new])
-            num_looks += len(left)
+            for num_tokens in to_come.within(time_s - began_s):
+                order += 1
+                queue.add(Prompt("", order, num_tokens, 0, work.priority, -math.inf, None))
+            num_looks += len(queue)
             if num_looks > _MAX_LOOKS:
                 break
         return None
@@ -232,21 +239,6 @@ class PrefillCourse:
     def _begin(self, now_s: float, step_tokens: int) -> None:
         self._step = form_step(by_rank(self._prompts.values()), step_tokens, now_s)
         self._step_began_s = now_s
-
-
-def _after(
-    step: Sequence[Chunk], prompts: list[Prompt], neighbours: Neighbours, own: OwnDecodes, now_s: float
-) -> list[Prompt]:
-    """Who is left when a step ended now. The prompts stay as they are: what is left of one is another one."""
-    changed: dict[Prompt, Prompt | None] = {}
-    for prompt, num_tokens in step:
-        if num_tokens < prompt.new_tokens:
-            changed[prompt] = prompt.without(num_tokens)
-        else:
-            changed[prompt] = None
-            neighbours.decode(prompt.decoding, now_s)
-            own.decode(prompt.decoding, now_s)
-    return [left for prompt in prompts if (left := changed.get(prompt, prompt)) is not None]
 
 
 def _num_of_others(step: Sequence[Chunk]) -> int:

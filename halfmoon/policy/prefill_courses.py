@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from halfmoon.policy.cluster_view import Bools, ClusterView, WorkerView
 from halfmoon.policy.decode_forecast import DecodeForecast
 from halfmoon.policy.latency import Floats
 from halfmoon.policy.neighbours import Decoding, Neighbours, Spans
-from halfmoon.policy.own_decodes import OwnDecodes
+from halfmoon.policy.own_decodes import NO_LIVES, OwnDecodes
 from halfmoon.policy.placement import Placement
 from halfmoon.policy.prefill_course import Prefill, PrefillCourse, Speed
 from halfmoon.policy.step_columns import StepColumns
@@ -48,19 +49,22 @@ class PrefillCourses:
         decode_row = view.row(placement.decode.worker_id)
         if row is None or decode_row is None or not _has_steps(worker):
             return
-        own_step_s = self._own_step_s(row, worker, now_s)
-        course = self._advanced(row, view, worker, own_step_s, now_s)
+        course = self._advanced(row, view, worker, now_s)
         decoding = Decoding(decode_row, num_output * placement.tbt_s, num_prompt_tokens + num_output / 2)
         self._rows[request_id] = (row, worker)
         work = _work(placement, num_prompt_tokens, priority, now_s)
-        course.join(request_id, work, decoding, _speed(worker).room(own_step_s), now_s)
+        step_tokens = 0 if course.is_computing else self._room(row, worker, now_s)
+        course.join(request_id, work, decoding, step_tokens, now_s)
+        self._steps.note_changed(row)
 
     def computed(self, request_id: str, now_s: float) -> None:
         """Its first token is here."""
         found = self._rows.pop(request_id, None)
         if found is not None:
             self._steps.note_changed(found[0])
-            self._courses[found[0]].computed(request_id, self._room(*found, now_s), now_s)
+            course = self._courses[found[0]]
+            step_tokens = self._room(*found, now_s) if len(course) > 1 else 0
+            course.computed(request_id, step_tokens, now_s)
 
     def leave(self, request_id: str, now_s: float) -> None:
         """It is on no worker, or on another one."""
@@ -78,7 +82,7 @@ class PrefillCourses:
             return placement
         own = self._own(row, worker, now_s)
         own_step_s = own.step_s(now_s)
-        course = self._advanced(row, view, worker, own_step_s, now_s)
+        course = self._advanced(row, view, worker, now_s)
         if not len(course) and worker.contention < _LEAST_CONTENTION and not own_step_s:
             return placement
         times = course.predict(
@@ -102,10 +106,8 @@ class PrefillCourses:
         is_alone = worker.role != "both" and worker.contention < _LEAST_CONTENTION
         if not _has_steps(worker) or (not course and is_alone):
             return math.inf
-        speed = _speed(worker)
-        if course is None or not course.is_in_step(speed, now_s):
-            course = self._advanced(row, view, worker, self._own_step_s(row, worker, now_s), now_s)
-        return course.earliest_s(least, speed, _others_s(view, row, course, now_s), now_s) - now_s
+        course = self._advanced(row, view, worker, now_s)
+        return course.earliest_s(least, _speed(worker), _others_s(view, row, course, now_s), now_s) - now_s
 
     def steps_left_s(self, view: ClusterView, now_s: float) -> Floats:
         """Of every row: `earliest_s` of a prompt is this and what it takes alone at least."""
@@ -133,29 +135,34 @@ class PrefillCourses:
             behind_s = (1 + prefill.contention) * placement.behind_s
         return pace_beside(step_s, worker.step_contention, usual, behind_s, num_gaps)
 
-    def _advanced(
-        self, row: int, view: ClusterView, worker: WorkerView, own_step_s: float, now_s: float
-    ) -> PrefillCourse:
-        course = self._courses.setdefault(row, PrefillCourse())
-        self._steps.note_changed(row)
-        past_busy = self._past_busy(view, worker, course, now_s)
-        course.advance(_speed(worker), past_busy, now_s, own_step_s)
+    def _advanced(self, row: int, view: ClusterView, worker: WorkerView, now_s: float) -> PrefillCourse:
+        """What decoding and neighbours add to a step is asked for where a step may be over."""
+        course, speed = self._courses.get(row), _speed(worker)
+        if course is None:
+            course = self._courses[row] = PrefillCourse()
+        if not course.is_in_step(speed, now_s):
+            past_busy = self._past_busy(view, worker, course, now_s)
+            course.advance(speed, past_busy, now_s, self._own_step_s(row, worker, now_s))
+            self._steps.note_changed(row)
         return course
 
     def _own(self, row: int, worker: WorkerView, now_s: float) -> OwnDecodes:
         """Who decodes in the steps of a worker that does both."""
-        course = self._courses.get(row)
-        without = () if course is None else course.request_ids
-        lives = self._decodes.present(row, now_s, without) if worker.role == "both" else ()
-        return OwnDecodes(row, lives, worker.step_model)
+        if worker.role != "both":
+            return OwnDecodes(row, NO_LIVES, worker.step_model)
+        return OwnDecodes(row, self._decodes.present(row, now_s, self._queued(row)), worker.step_model)
 
     def _own_step_s(self, row: int, worker: WorkerView, now_s: float) -> float:
         """What they take of a step that begins now."""
         if worker.role != "both":
             return 0.0
-        course = self._courses.get(row)
-        load = self._decodes.present_load(row, now_s, () if course is None else course.request_ids)
+        load = self._decodes.present_load(row, now_s, self._queued(row))
         return worker.step_model.seconds(load.batch, load.context_tokens) if load.batch else 0.0
+
+    def _queued(self, row: int) -> Collection[str]:
+        """Whose prompts are on the course of a row."""
+        course = self._courses.get(row)
+        return () if course is None else course.request_ids
 
     def _room(self, row: int, worker: WorkerView, now_s: float) -> int:
         """Prompt tokens of a step that begins now."""

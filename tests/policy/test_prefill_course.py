@@ -19,6 +19,7 @@ from halfmoon.policy.neighbours import Decoding, Neighbours
 from halfmoon.policy.own_decodes import OwnDecodes
 from halfmoon.policy.prefill_course import Prefill, PrefillCourse, Speed
 from tests.policy.busy_host import beside
+from tests.policy.sequences import lives
 
 STEP = 100
 SPEED = Speed(PrefillModel(0.0, 0.01, 0.0), STEP)  # a second a full step
@@ -100,7 +101,7 @@ def test_no_prompt_is_done_before_the_earliest_moment(
     for number, one in enumerate(prompts):
         made.join(str(number), one, Decoding(1, 2.0, 10) if number % 2 else None, STEP, 0.0)
     made.advance(speed, 1.0, now_s)
-    own = OwnDecodes(1, [(2.0, 10)], StepModel(0.1, 0.1, 0.0)) if in_chunks else None
+    own = OwnDecodes(1, lives((2.0, 10)), StepModel(0.1, 0.1, 0.0)) if in_chunks else None
     found = made.predict(wanted, speed, Neighbours({}), 1.0, ahead_s, now_s, own)
     assert found is not None
     assert made.earliest_s(least, speed, ahead_s, now_s) <= found.ends_s + 1e-9
@@ -229,7 +230,7 @@ def test_steps_beside_decoding_are_those_of_the_scheduler(prompts: list[tuple[in
     made = PrefillCourse()
     for number, (num_tokens, priority) in enumerate(prompts[:-1]):
         made.join(str(number), work(num_tokens, priority), None, CHUNK, 0.0)
-    own = OwnDecodes(0, [(math.inf, 1.0)], ONE_STEP)
+    own = OwnDecodes(0, lives((math.inf, 1.0)), ONE_STEP)
     found = made.predict(work(*prompts[-1]), BOTH, NOBODY, 0.0, 0.0, 0.0, own)
     assert found is not None
     assert found.ends_s == pytest.approx(scheduled_until(prompts, decode_s=0.1))
@@ -241,16 +242,16 @@ ONE_STEP = StepModel(0.1, 0.0, 0.0)
 
 
 def test_a_worker_that_decodes_too_computes_chunks_beside_its_tokens() -> None:
-    found = PrefillCourse().predict(work(100), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, [(99.0, 1.0)], ONE_STEP))
+    found = PrefillCourse().predict(work(100), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, lives((99.0, 1.0)), ONE_STEP))
     assert found == pytest.approx((0.05, 0.05 + 1.0 + 3 * 0.1, 0))  # half of a decode step, then three chunks
-    found = PrefillCourse().predict(work(100), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, [(0.4, 1.0)], ONE_STEP))
+    found = PrefillCourse().predict(work(100), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, lives((0.4, 1.0)), ONE_STEP))
     assert found == pytest.approx((0.05, 0.05 + 0.5 + 0.6, 0))  # a chunk, and then all of the rest
 
 
 def test_what_it_computed_before_decodes_beside_a_prompt() -> None:
     made = course(100)
     made.join("second", work(100), Decoding(0, 99.0, 1.0), STEP, 0.0)
-    found = made.predict(work(30), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, (), ONE_STEP))
+    found = made.predict(work(30), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, lives(), ONE_STEP))
     assert found == pytest.approx((2.0, 2.4, 0))
 
 

@@ -1,0 +1,13 @@
+"""Sequences that decode on a worker, for who computes prompts beside them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from halfmoon.policy.own_decodes import Lives
+
+
+def lives(*each: tuple[float, float]) -> Lives:
+    """Of each when it ends, and its tokens."""
+    ends_s, context_tokens = np.array(each, dtype=np.float64).reshape(-1, 2).T
+    return Lives(ends_s, context_tokens)
