@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from halfmoon.policy.busy_times import BusyTimes
 from halfmoon.policy.latency import NUM_COEFFICIENTS, Floats, PrefillModel, StepModel
-
-Bools = NDArray[np.bool_]
+from halfmoon.policy.roster import Bools, Halves, Roster, roster
 
 UNKNOWN_PREFILL, UNKNOWN_STEP = PrefillModel(), StepModel()
 
@@ -99,6 +98,13 @@ class WorkerView:
         """Whether a sequence of `num_tokens` fits on it when it is empty."""
         return num_tokens <= self.capacity_tokens
 
+    def is_another(self, other: WorkerView) -> bool:
+        """Whether the same worker's next view differs in what it can do, not only in its load."""
+        if (self.role, self.draining, self.listening) != (other.role, other.draining, other.listening):
+            return True
+        models = self.prefill_model != other.prefill_model or self.step_model != other.step_model
+        return models or self.capacity_tokens != other.capacity_tokens
+
     def transfer_s(self, address: str, num_bytes: int) -> float | None:
         """How long KV of `num_bytes` takes from here to `address` alone on the link; None before the first transfer."""
         for link in self.links:
@@ -123,6 +129,7 @@ class ClusterView:
         self._ids: list[str] = []  # of each row; the last one there where nobody is now
         self._free_rows: list[int] = []
         self._hosts: dict[str, int] = {}  # numbers
+        self._roster: Roster | None = None  # None: to be called again
         self.busy = BusyTimes()  # of the members
         self._resize(16)
         for worker in workers:
@@ -137,6 +144,16 @@ class ClusterView:
     def num_rows(self) -> int:
         """Rows with or without a member; the columns are longer."""
         return len(self._ids)
+
+    @property
+    def roster(self) -> Roster:
+        """Who can do what, as of the last `put` or `remove`."""
+        if self._roster is None:
+            rows = slice(self.num_rows)
+            present = Halves(self.can_prefill[rows], self.can_decode[rows], self.can_do_both[rows])
+            models = self.prefill_coefficients[rows], self.step_coefficients[rows]
+            self._roster = roster(present, self.column("capacity_tokens"), *models)
+        return self._roster
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -192,6 +209,9 @@ class ClusterView:
         if row is None:
             row = self._new_row(worker.worker_id)
             self.busy.join(worker.worker_id, worker.host)
+        before = self._views.get(worker.worker_id)
+        if before is None or before.is_another(worker):
+            self._roster = None
         self._views[worker.worker_id] = worker
         self.can_prefill[row] = worker.can_prefill
         self.can_decode[row] = worker.can_decode
@@ -234,6 +254,7 @@ class ClusterView:
         """Takes a member out, if it is one."""
         row = self._rows.pop(worker_id, None)
         if row is not None:
+            self._roster = None
             del self._views[worker_id]
             self.busy.forget(worker_id)
             self.can_prefill[row] = self.can_decode[row] = self.can_do_both[row] = False
@@ -263,6 +284,7 @@ class ClusterView:
 
     def _resize(self, num_rows: int) -> None:
         """New columns, filled again: it happens with every doubling of the cluster."""
+        self._roster = None
         self.can_prefill: Bools = np.zeros(num_rows, dtype=np.bool_)
         self.can_decode: Bools = np.zeros(num_rows, dtype=np.bool_)
         self.can_do_both: Bools = np.zeros(num_rows, dtype=np.bool_)

@@ -167,6 +167,15 @@ class DecodeForecast:
         context = np.bincount(rows, weights=share, minlength=num_rows).astype(np.float64, copy=False)
         return DecodeLoads(batch[:num_rows], context[:num_rows])
 
+    def load(self, row: int, at_s: float, now_s: float) -> DecodeLoad:
+        """The same of one row."""
+        there = self._slots_of(row)
+        joins_s, ends_s = self._lives(there, now_s)
+        is_there = (joins_s <= at_s) & (ends_s >= at_s)
+        share = (at_s - joins_s) / np.maximum(ends_s - joins_s, 1e-9)
+        context = self._prompts[there] + self._outputs[there] * np.minimum(share, 1.0)
+        return DecodeLoad(int(np.count_nonzero(is_there)), float(np.add.reduce(context[is_there])))
+
     def next_ends(self, row: int | None, now_s: float, without: Collection[str] = ()) -> Floats:
         """When requests of `row`, or of all, are predicted to leave, soonest first; those overdue do so by and by."""
         there = self._rows >= 0 if row is None else self._rows == row

@@ -5,17 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.errors import InvalidRequest, Unavailable
-from halfmoon.policy.cluster_view import Bools, ClusterView, WorkerView
-from halfmoon.policy.decode_forecast import DecodeLoads
+from halfmoon.policy.cluster_view import ClusterView, WorkerView
+from halfmoon.policy.decode_forecast import DecodeLoad, DecodeLoads
 from halfmoon.policy.feedback import Targets
 from halfmoon.policy.latency import Floats
 from halfmoon.policy.ranking import PlacementMode, Ranking
+from halfmoon.policy.roster import Halves
 from halfmoon.policy.ttft import TtftPrediction, predict_ttft
 
 NO_TARGETS = Targets(None, None)
@@ -98,19 +97,6 @@ class PlacementRequest:
         return self.targets if self.max_tokens > 1 else replace(self.targets, tbt_s=None)
 
 
-class _Candidates(NamedTuple):
-    """Rows that can be each half."""
-
-    prefill: Bools
-    decode: Bools
-    both: Bools
-
-    @property
-    def is_any(self) -> bool:
-        is_any = np.logical_or.reduce
-        return bool(is_any(self.both) or (is_any(self.prefill) and is_any(self.decode)))
-
-
 def place(
     view: ClusterView,
     request: PlacementRequest,
@@ -121,8 +107,10 @@ def place(
     loads_at: Callable[[float], DecodeLoads] | None = None,
     ranked_by: TtftPrediction | None = None,
     exactly: Callable[[Placement], Placement] | None = None,
+    load_at: Callable[[int, float], DecodeLoad] | None = None,
 ) -> Placement:
-    """The best placement. `depths` is `BlockIndex.match` of the prompt; `loads_at` predicts decode loads at a moment.
+    """The best placement. `depths` is `BlockIndex.match` of the prompt; `loads_at` predicts decode loads at a moment,
+    `load_at` that of one row.
     `ranked_by` is the prediction for this request where somebody made it already; `exactly` says what the prefill of
     the chosen worker takes, before the decode worker for that moment is looked for. Ranking knows nothing of busy
     neighbours, `exactly` does: where it says that they cost more than another host would, it goes there.
@@ -148,10 +136,16 @@ def place(
         if elsewhere is not None and ttft.seconds[elsewhere] < chosen.ttft_s - chosen.overhead_s:
             other = exactly(_prefilled(view, elsewhere, ttft))
             prefill, chosen = (elsewhere, other) if other.ttft_s < chosen.ttft_s else (prefill, chosen)
-    loads = loads_at(now_s + chosen.ttft_s)
-    decode = prefill if rows.both[prefill] else ranking.best_decode(loads, rows.decode, rng)
-    worker, batch, context = view.worker(decode), float(loads.batch[decode]), float(loads.context_tokens[decode])
-    return replace(chosen, decode=worker, tbt_s=worker.step_model.seconds(batch + 1, context + num_tokens))
+    begins_s = now_s + chosen.ttft_s
+    if rows.both[prefill] and load_at:
+        decode, load = prefill, load_at(prefill, begins_s)
+    else:
+        loads = loads_at(begins_s)
+        decode = prefill if rows.both[prefill] else ranking.best_decode(loads, rows.decode, rng)
+        load = DecodeLoad(float(loads.batch[decode]), float(loads.context_tokens[decode]))
+    worker = view.worker(decode)
+    tbt_s = worker.step_model.seconds(load.batch + 1, load.context_tokens + num_tokens)
+    return replace(chosen, decode=worker, tbt_s=tbt_s)
 
 
 def _prefilled(view: ClusterView, row: int, ttft: TtftPrediction) -> Placement:
@@ -176,12 +170,15 @@ def decodes_more(view: ClusterView, num_tokens: int, fewer_tokens: int) -> bool:
     return bool((decodes & (capacity >= fewer_tokens) & (capacity < num_tokens)).any())
 
 
-def _candidates(view: ClusterView, request: PlacementRequest) -> _Candidates:
-    num_rows, capacity = view.num_rows, view.column("capacity_tokens")
-    present = _Candidates(view.can_prefill[:num_rows], view.can_decode[:num_rows], view.can_do_both[:num_rows])
+def _candidates(view: ClusterView, request: PlacementRequest) -> Halves:
+    known = view.roster
+    num_most = request.num_prompt_tokens + max(request.max_tokens, 1)
+    if num_most <= known.least_capacity_tokens and known.is_complete and not request.exclude:  # most often
+        return known.useful
+    present, capacity = known.present, view.column("capacity_tokens")
     holds_prompt = capacity >= request.num_prompt_tokens + 1
     holds_all = capacity >= request.num_prompt_tokens + request.max_tokens
-    fitting = _Candidates(present.prefill & holds_prompt, present.decode & holds_all, present.both & holds_all)
+    fitting = Halves(present.prefill & holds_prompt, present.decode & holds_all, present.both & holds_all)
     if not fitting.is_any:
         if view.missing:
             raise Unavailable(f"no {' and no '.join(view.missing)} is ready", retry_after_ms=_RETRY_AFTER_MS)
@@ -190,19 +187,19 @@ def _candidates(view: ClusterView, request: PlacementRequest) -> _Candidates:
             f"worker can hold: together at most {_most(present, capacity)} tokens fit"
         )
     left = _without(fitting, view.rows_of(request.exclude)) if request.exclude else fitting
-    return left if np.logical_or.reduce(left.decode) else left._replace(prefill=np.zeros_like(left.prefill))
+    return left.useful
 
 
-def _without(fitting: _Candidates, rows: list[int]) -> _Candidates:
+def _without(fitting: Halves, rows: list[int]) -> Halves:
     allowed = np.ones(len(fitting.both), dtype=np.bool_)
     allowed[rows] = False
-    left = _Candidates(fitting.prefill & allowed, fitting.decode & allowed, fitting.both & allowed)
+    left = Halves(fitting.prefill & allowed, fitting.decode & allowed, fitting.both & allowed)
     if not left.is_any:
         raise Unavailable("every worker that could serve the request refused it", retry_after_ms=_RETRY_AFTER_MS)
     return left
 
 
-def _most(present: _Candidates, capacity: Floats) -> int:
+def _most(present: Halves, capacity: Floats) -> int:
     """The longest sequence that any pair holds."""
     prefill, decode, both = (float(capacity[rows].max(initial=0.0)) for rows in present)
     return int(max(min(prefill, decode), both))

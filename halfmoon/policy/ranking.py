@@ -53,7 +53,8 @@ class Ranking:
         rows = self._with_room(rows)
         if cost is tbt_s:
             rows = _among(rows, _within(tbt_s, self.targets.tbt_s))
-            cost = self._at_one_step_time(tbt_s, rows)
+            known = self.view.roster
+            cost = cost if known.is_one_step_time_of_decode else self._at_one_step_time(tbt_s, rows)
         return _least(cost, rows, rng)
 
     def best_of_any(
@@ -61,15 +62,15 @@ class Ranking:
     ) -> int:
         """The row for the prompt where those of `both` would keep the request: their TBT is known with it, that of
         `prefill` is the best decode worker's. Of about equal TTFTs the least TBT counts."""
-        tbt_s = predict_tbt(self.view, loads, self.num_tokens)
+        known, tbt_s = self.view.roster, predict_tbt(self.view, loads, self.num_tokens)
         cost, weight, rows = self._prefill_cost(ttft), self._decode_cost(tbt_s, loads), prefill | both
         if cost is ttft.seconds:
-            cost = at_one_speed(cost, self._prefill_s(), both)
+            cost = cost if known.is_one_speed else at_one_speed(cost, self._prefill_s(), both)
             elsewhere_s = _of_request(tbt_s, decode, both)
             in_time = _within(ttft.seconds, self.targets.ttft_s) & _within(elsewhere_s, self.targets.tbt_s)
             rows = _among(rows, in_time)
         if weight is tbt_s:
-            weight = self._at_one_step_time(tbt_s, both)
+            weight = weight if known.is_one_step_time_of_both else self._at_one_step_time(tbt_s, both)
         equal = np.zeros_like(rows)
         equal[_about_least(cost, rows)] = True
         return _least(_of_request(weight, decode, both), equal, rng)
@@ -80,14 +81,14 @@ class Ranking:
         waiting = self.view.column("waiting_prefill_tokens")
         if self.mode == "least-loaded":
             return waiting
-        if not self.view.prefill_coefficients[: self.view.num_rows].any():  # nothing is known of anybody's speed
+        if not self.view.roster.knows_prefills:  # nothing is known of anybody's speed
             return waiting - ttft.cached_tokens
         return ttft.seconds
 
     def _decode_cost(self, tbt_s: Floats, loads: DecodeLoads) -> Floats:
         if self.mode == "random":
             return np.zeros(self.view.num_rows)
-        if self.mode == "least-loaded" or not self.view.step_coefficients[: self.view.num_rows].any():
+        if self.mode == "least-loaded" or not self.view.roster.knows_steps:
             return loads.batch
         return tbt_s
 

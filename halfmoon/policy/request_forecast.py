@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.policy.cluster_view import ClusterView
-from halfmoon.policy.decode_forecast import DecodeForecast, DecodeLoads
+from halfmoon.policy.decode_forecast import DecodeForecast, DecodeLoad, DecodeLoads
 from halfmoon.policy.feedback import Alone
 from halfmoon.policy.latency import Floats
 from halfmoon.policy.overheads import Overhead
@@ -67,10 +67,16 @@ class RequestForecast:
         def loads_at(at_s: float) -> DecodeLoads:
             return self.decodes.loads(at_s, now_s, view.num_rows)
 
+        def load_at(row: int, at_s: float) -> DecodeLoad:
+            return self.decodes.load(row, at_s, now_s)
+
         def exactly(chosen: Placement) -> Placement:
             return self.exactly(view, chosen, request.num_prompt_tokens, request.priority, now_s)
 
-        found = place(view, request, self._rules, now_s, self._rng, ranked_by=ttft, loads_at=loads_at, exactly=exactly)
+        rules, rng = self._rules, self._rng
+        found = place(
+            view, request, rules, now_s, rng, ranked_by=ttft, loads_at=loads_at, exactly=exactly, load_at=load_at
+        )
         tbt_s = self._courses.tbt_s(view, found, found.tbt_s, _MANY, now_s)
         return replace(found, tbt_s=tbt_s) if tbt_s != found.tbt_s else found
 
@@ -127,8 +133,8 @@ class RequestForecast:
         """On the decode worker of the placement, should the answer begin then."""
         row = view.row(placement.decode.worker_id)
         assert row is not None
-        batch, context = self.decodes.loads(at_s, now_s, view.num_rows)
-        step_s = placement.decode.step_model.seconds(batch[row] + 1, context[row] + num_prompt_tokens)
+        load = self.decodes.load(row, at_s, now_s)
+        step_s = placement.decode.step_model.seconds(load.batch + 1, load.context_tokens + num_prompt_tokens)
         return self._courses.tbt_s(view, placement, step_s, _MANY, now_s)
 
     def tbt_of_equal_part(self, view: ClusterView, placement: Placement, num_prompt_tokens: int, now_s: float) -> float:
