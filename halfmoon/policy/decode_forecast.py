@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -71,6 +71,9 @@ class _Slots:
         self._slots: list[int] = []  # ascending
         self._column: NDArray[np.int64] | None = None  # the same, as long as nothing changed
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._slots)
+
     def add(self, slot: int) -> None:
         """It is of this row from now on."""
         insort(self._slots, slot)
@@ -106,6 +109,7 @@ class DecodeForecast:
         self._mean_contexts: Floats = np.zeros(64)  # tokens, over its life
         self._free.extend(range(63, -1, -1))
         self._num_used = 0  # slots from here on never had anybody
+        self._seen: tuple[float, Floats] | None = None  # when `_ends_s` was asked last, and its answer
         self._of_row: dict[int, _Slots] = {}
         self._joins: dict[int, _Joins] = {}  # by row
 
@@ -116,6 +120,7 @@ class DecodeForecast:
         self, request_id: str, row: int, joins_s: float, leaves_s: float, num_prompt: int, num_output: float
     ) -> None:
         """A request placed on `row`: decodes from `joins_s` to `leaves_s` and adds `num_output` tokens meanwhile."""
+        self._seen = None
         if not self._free:
             self._double()
         slot = self._slots[request_id] = self._free.pop()
@@ -130,6 +135,7 @@ class DecodeForecast:
         """Its prefill ended now: it decodes as long as predicted from here."""
         slot = self._slots.get(request_id)
         if slot is not None:
+            self._seen = None
             joins_s, leaves_s = float(self._joins_s[slot]), float(self._leaves_s[slot])
             self._joins_s[slot], self._leaves_s[slot] = now_s, now_s + leaves_s - joins_s
             joins = self._joins.setdefault(int(self._rows[slot]), _Joins())
@@ -139,6 +145,7 @@ class DecodeForecast:
         """It is gone; nothing where it never was."""
         slot = self._slots.pop(request_id, None)
         if slot is not None:
+            self._seen = None
             self._of_row[int(self._rows[slot])].remove(slot)
             self._rows[slot] = -1
             self._joins_s[slot] = self._leaves_s[slot] = np.inf
@@ -150,8 +157,7 @@ class DecodeForecast:
 
     def least_loads(self, from_s: float, until_s: float, now_s: float, num_rows: int) -> DecodeLoads:
         """What each row decodes at least, at any moment between the two: that of `from_s`, of those who stay."""
-        joins_s, leaves_s = self._joins_s[: self._num_used], self._leaves_s[: self._num_used]
-        ends_s = np.where(leaves_s < now_s, _overtime_ends(joins_s, now_s), leaves_s)
+        joins_s, ends_s = self._joins_s[: self._num_used], self._ends_s(now_s)
         is_there = joins_s <= from_s
         is_there &= ends_s >= until_s
         there = is_there.nonzero()[0]
@@ -170,7 +176,7 @@ class DecodeForecast:
     def load(self, row: int, at_s: float, now_s: float) -> DecodeLoad:
         """The same of one row."""
         there = self._slots_of(row)
-        joins_s, ends_s = self._lives(there, now_s)
+        joins_s, ends_s = self._joins_s[there], self._ends_s(now_s)[there]
         is_there = (joins_s <= at_s) & (ends_s >= at_s)
         share = (at_s - joins_s) / np.maximum(ends_s - joins_s, 1e-9)
         context = self._prompts[there] + self._outputs[there] * np.minimum(share, 1.0)
@@ -178,16 +184,16 @@ class DecodeForecast:
 
     def next_ends(self, row: int | None, now_s: float, without: Collection[str] = ()) -> Floats:
         """When requests of `row`, or of all, are predicted to leave, soonest first; those overdue do so by and by."""
-        there = self._rows >= 0 if row is None else self._rows == row
+        rows = self._rows[: self._num_used]
+        there = rows >= 0 if row is None else rows == row
         there[[self._slots[one] for one in without if one in self._slots]] = False
-        _, ends_s = self._lives(there, now_s)
-        return np.sort(ends_s)
+        return np.sort(self._ends_s(now_s)[there])
 
     def mean_load(self, row: int, from_s: float, until_s: float, now_s: float) -> DecodeLoad:
         """Sequences and tokens that `row` decodes on average between the two, beside who asks: those that are foreseen,
         and as many as usually join in that time."""
         there = self._slots_of(row)
-        joins_s, ends_s = self._lives(there, now_s)
+        joins_s, ends_s = self._joins_s[there], self._ends_s(now_s)[there]
         length_s = max(until_s - from_s, 1e-9)
         shares = np.maximum(np.minimum(ends_s, until_s) - np.maximum(joins_s, from_s), 0.0) / length_s
         context = self._mean_contexts[there]
@@ -197,8 +203,16 @@ class DecodeForecast:
     def present(self, row: int, now_s: float, without: Collection[str] = ()) -> Lives:
         """Who decodes on `row` now, were those in `without` not there."""
         there = self._present(row, now_s, without)
-        _, ends_s = self._lives(there, now_s)
-        return Lives(ends_s, self._mean_contexts[there])
+        return Lives(self._ends_s(now_s)[there], self._mean_contexts[there])
+
+    def is_anybody_present(self, row: int, now_s: float, without: Collection[str] = ()) -> bool:
+        """Whether `present_load` is of somebody."""
+        slots = self._of_row.get(row)
+        if slots is None:
+            return False
+        others = {self._slots.get(one) for one in without}
+        joins_s, leaves_s = self._joins_s, self._leaves_s
+        return any(joins_s[slot] <= now_s != leaves_s[slot] and slot not in others for slot in slots)
 
     def present_load(self, row: int, now_s: float, without: Collection[str] = ()) -> DecodeLoad:
         """Those of `present` who do not leave at this very moment, as sums."""
@@ -224,16 +238,18 @@ class DecodeForecast:
     def spans(self, beside: NDArray[np.bool_], now_s: float, without: Collection[str] = ()) -> Spans:
         """From when until when each request on rows of `beside` decodes, seen from now; `without` some of them. The
         last row there is nobody's."""
-        there = beside[self._rows]
+        there = beside[self._rows[: self._num_used]]
         there[[self._slots[one] for one in without if one in self._slots]] = False
         slots = np.flatnonzero(there)
-        joins_s, ends_s = self._lives(slots, now_s)
-        return Spans(self._rows[slots], joins_s, ends_s)
+        return Spans(self._rows[slots], self._joins_s[slots], self._ends_s(now_s)[slots])
 
-    def _lives(self, slots: NDArray[np.int64] | NDArray[np.bool_], now_s: float) -> tuple[Floats, Floats]:
-        """When the requests in these slots join, and when they end."""
-        joins_s, leaves_s = self._joins_s[slots], self._leaves_s[slots]
-        return joins_s, np.where(leaves_s < now_s, _overtime_ends(joins_s, now_s), leaves_s)
+    def _ends_s(self, now_s: float) -> Floats:
+        """When the request in each used slot ends, seen from now; not to be written to. Decisions ask several times at
+        one moment: the answer holds until somebody joins, begins or leaves."""
+        if self._seen is None or self._seen[0] != now_s:
+            joins_s, leaves_s = self._joins_s[: self._num_used], self._leaves_s[: self._num_used]
+            self._seen = now_s, np.where(leaves_s < now_s, _overtime_ends(joins_s, now_s), leaves_s)
+        return self._seen[1]
 
     def _double(self) -> None:
         num = len(self._rows)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from halfmoon.policy.cluster_view import Bools
 from halfmoon.policy.latency import Floats
+from halfmoon.policy.roster import Bools
 
 _LEARNING_ERROR = 1.15  # two workers of one host were believed 0.23 and 0.26 s a prompt: 13 % apart, and equal
 

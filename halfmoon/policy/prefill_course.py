@@ -181,7 +181,7 @@ class PrefillCourse:
                 time_s = queue.ready_s
                 decode_s = own.step_s(time_s)
                 step = queue.next_step(speed.room(decode_s), time_s)
-            num_mine = next((num_tokens for prompt, num_tokens in step if prompt.order == mine), 0)
+            num_mine = _num_of(mine, step)
             if num_mine and begins_s == math.inf:
                 begins_s = time_s
             began_s = time_s
@@ -239,6 +239,14 @@ class PrefillCourse:
     def _begin(self, now_s: float, step_tokens: int) -> None:
         self._step = form_step(by_rank(self._prompts.values()), step_tokens, now_s)
         self._step_began_s = now_s
+
+
+def _num_of(order: int, step: Sequence[Chunk]) -> int:
+    """Tokens of a step that are of that prompt."""
+    for prompt, num_tokens in step:
+        if prompt.order == order:
+            return num_tokens
+    return 0
 
 
 def _num_of_others(step: Sequence[Chunk]) -> int:

@@ -9,13 +9,14 @@ from dataclasses import replace
 import numpy as np
 
 from halfmoon.policy.answer_pace import pace_among_prompts, pace_beside
-from halfmoon.policy.cluster_view import Bools, ClusterView, WorkerView
+from halfmoon.policy.cluster_view import ClusterView, WorkerView
 from halfmoon.policy.decode_forecast import DecodeForecast
 from halfmoon.policy.latency import Floats
 from halfmoon.policy.neighbours import Decoding, Neighbours, Spans
 from halfmoon.policy.own_decodes import NO_LIVES, OwnDecodes
 from halfmoon.policy.placement import Placement
 from halfmoon.policy.prefill_course import Prefill, PrefillCourse, Speed
+from halfmoon.policy.roster import Bools
 from halfmoon.policy.step_columns import StepColumns
 
 _LEAST_CONTENTION = 0.02  # below it neighbours do not matter
@@ -166,7 +167,9 @@ class PrefillCourses:
 
     def _room(self, row: int, worker: WorkerView, now_s: float) -> int:
         """Prompt tokens of a step that begins now."""
-        return _speed(worker).room(self._own_step_s(row, worker, now_s))
+        is_shared = worker.role == "both" and any(worker.step_model)
+        is_shared = is_shared and self._decodes.is_anybody_present(row, now_s, self._queued(row))
+        return worker.chunk_tokens if is_shared else worker.step_tokens
 
     def _past_busy(self, view: ClusterView, worker: WorkerView, course: PrefillCourse, now_s: float) -> float:
         if worker.contention < _LEAST_CONTENTION or not len(course):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
@@ -55,7 +55,7 @@ class PromptsAhead:
         """The step is over: the prompts that are computed, and so left."""
         computed = []
         for prompt, num_tokens in step:
-            at = self._at(prompt)
+            at = self._queue.index(prompt)  # mostly among the first
             if num_tokens < prompt.new_tokens:
                 left = self._queue[at] = prompt.without(num_tokens)
                 self._replace(prompt, left)
@@ -86,12 +86,8 @@ class PromptsAhead:
             self._by_length = sorted(self._queue, key=_length)
         return self._by_length
 
-    def _at(self, prompt: Prompt) -> int:
-        """Its place in the queue: mostly among the first."""
-        return 0 if self._queue[0] is prompt else bisect_left(self._queue, _rank(prompt), key=_rank)
-
     def _replace(self, prompt: Prompt, left: Prompt | None) -> None:
         if self._by_length is not None:
-            del self._by_length[bisect_left(self._by_length, _length(prompt), key=_length)]
+            self._by_length.remove(prompt)
             if left is not None:
                 insort(self._by_length, left, key=_length)

@@ -9,11 +9,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.policy.cluster_view import Bools, ClusterView
+from halfmoon.policy.cluster_view import ClusterView
 from halfmoon.policy.decode_forecast import DecodeLoads
 from halfmoon.policy.feedback import Targets
 from halfmoon.policy.latency import Floats
 from halfmoon.policy.one_speed import at_one_speed
+from halfmoon.policy.roster import Bools
 from halfmoon.policy.ttft import TtftPrediction, prefill_seconds
 
 PlacementMode = Literal["kvcache-centric", "cache-aware", "least-loaded", "random"]

@@ -44,6 +44,7 @@ class Roster(NamedTuple):
     useful: Halves  # of them
     is_complete: bool  # somebody is there for each half
     least_capacity_tokens: float  # of those present; infinite of nobody
+    most_capacity_tokens: float  # of all members that there were; 0 of nobody
     knows_prefills: bool  # somebody's speed
     knows_steps: bool
     is_one_speed: bool  # those that do both compute prompts equally fast
@@ -59,6 +60,7 @@ def roster(present: Halves, capacity_tokens: Floats, prefill_coefficients: Float
         present.useful,
         present.is_any,
         float(capacity_tokens[anybody].min(initial=math.inf)),
+        float(capacity_tokens.max(initial=0.0)),
         bool(prefill_coefficients.any()),
         bool(step_coefficients.any()),
         _are_equal(prefill_coefficients[present.both]),

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.policy.cluster_view import Bools, ClusterView
+from halfmoon.policy.cluster_view import ClusterView
 from halfmoon.policy.latency import Floats
+from halfmoon.policy.roster import Bools
 
 
 class TtftPrediction(NamedTuple):

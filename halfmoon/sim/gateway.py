@@ -241,7 +241,7 @@ class SimGateway:
     def forget(self, job: Job, now_s: float) -> None:
         """This attempt is on none of its workers any more."""
         self._neighbourhood.left(job, (job.prefill, job.decode), now_s)
-        for worker in (job.prefill, job.decode):
+        for worker in dict.fromkeys((job.prefill, job.decode)):
             member = self._members.get(worker.name) if worker else None
             if member is not None:
                 member.prompts.remove(job.index)
@@ -275,7 +275,7 @@ class SimGateway:
 
     def _most(self, num_prompt: int) -> int:
         """Output tokens that some worker has memory for."""
-        return int(self.view.column("capacity_tokens").max()) - num_prompt
+        return int(self.view.roster.most_capacity_tokens) - num_prompt
 
 
 def _keys(ids: Ints) -> Keys:
