@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.policy.busy_times import BusyTimes
+from halfmoon.policy.figures import FIGURES, LOAD
 from halfmoon.policy.latency import NUM_COEFFICIENTS, Floats, PrefillModel, StepModel
 from halfmoon.policy.roster import Bools, Halves, Roster, roster
 
@@ -248,7 +249,7 @@ class ClusterView:
         For who has many members report often; `put` says the same, and more.
         """
         load = (free_blocks, num_requests, waiting_prefill_tokens, context_in_use_tokens, prefill_free_s)
-        self.figures[row, _LOAD] = load
+        self.figures[row, LOAD] = load
 
     def remove(self, worker_id: str) -> None:
         """Takes a member out, if it is one."""
@@ -296,24 +297,3 @@ class ClusterView:
         self.store_holders: NDArray[np.int64] = np.full(num_rows, -1)
         for worker in tuple(self._views.values()):
             self.put(worker)
-
-
-FIGURES = {
-    name: index
-    for index, name in enumerate(
-        (
-            "capacity_tokens",
-            "block_tokens",
-            "free_blocks",
-            "num_requests",
-            "waiting_prefill_tokens",
-            "context_in_use_tokens",
-            "prefill_free_s",
-            "fetch_s_per_token",
-            "total_tokens",
-        )
-    )
-}
-"""Columns of `ClusterView.figures`, named as in `WorkerView`, and the tokens of all its blocks."""
-
-_LOAD = slice(FIGURES["free_blocks"], FIGURES["prefill_free_s"] + 1)
