@@ -125,6 +125,8 @@ class BlockIndex:
 
     def _change(self, number: int, keys: Keys, *, is_held: bool) -> int:
         """Puts the holder into the sets of `keys`, or takes it out; how many that changed."""
+        if not len(keys):  # most often one of the two: nothing is evicted while there is room
+            return 0
         ids = self._table.get(keys)
         changing = np.flatnonzero(self._sets.holds(ids, number) != is_held)
         if not len(changing):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -52,9 +53,7 @@ class PrefillForecast:
         self._num_joined += 1
         self._rows[slot], self._orders[slot], self._priorities[slot] = row, self._num_joined, priority
         self._left_s[slot], self._steps_s[slot] = takes_s, step_s
-        slots = self._of_row.setdefault(row, [])
-        slots.append(slot)
-        slots.sort(key=lambda one: self._priorities[one])  # stable: equal ones stay as they came
+        insort(self._of_row.setdefault(row, []), slot, key=lambda one: int(self._priorities[one]))  # behind equal ones
 
     def leave(self, request_id: str, now_s: float) -> None:
         """It is computed, or will not be; nothing where it never was."""

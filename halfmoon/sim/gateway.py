@@ -26,6 +26,7 @@ from halfmoon.sim.worker import SimWorker
 from halfmoon.sim.workload import Ints, Prefixes
 
 _CLASS = "simulated"
+_NO_KEYS: Keys = np.zeros(0, dtype=np.uint64)
 
 
 class _Member:
@@ -280,6 +281,8 @@ class SimGateway:
 
 def _keys(ids: Ints) -> Keys:
     """Uniformly distributed and never 0, as block keys are (the finalizer of splitmix64, which is a bijection)."""
+    if not len(ids):
+        return _NO_KEYS
     keys = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
