@@ -16,8 +16,13 @@ _ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 
 def planned_options(options: UpOptions, path: Path, model: str | None) -> UpOptions:
-    """`options` with the plan's workers, and its model unless one is given. Raises InvalidRequest for no plan."""
+    """`options` with the plan's workers, and its model unless one is given. Raises InvalidRequest for no plan.
+
+    Simulated workers need a tokenizer only, and a name of the catalogue has none: the demo model's is taken then.
+    """
     planned = read_plan(path)
+    if model is None and options.simulation is not None and known_shape(planned.model_name) is not None:
+        model = "demo"
     codec = planned.handover_codec if options.handover_codec == "raw" else options.handover_codec
     return _with_workers(replace(options, model=model or planned.model_name, handover_codec=codec), planned)
 

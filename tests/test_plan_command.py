@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.summary import summary_of
 from halfmoon.planned_up import planned_options
 from halfmoon.sim.spec_file import read_cluster
+from halfmoon.simulated_up import SimulatedWorkers
 from halfmoon.up_services import PreparedModel, UpOptions, other_specs
 
 BASE = {
@@ -201,3 +203,15 @@ def test_workers_of_several_gpus_have_their_own() -> None:
     assert whole_gpus((), [2, 1]) == [{}, {}]
     with pytest.raises(InvalidRequest, match="need 4 GPUs, and this host has 3"):
         whole_gpus(("a", "b", "c"), [2, 2])
+
+
+def test_simulated_workers_of_a_plan_need_no_files_of_its_model(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "model: llama-3-8b\ncluster: {workers: [{role: both, count: 3, gpu: h100, latency: 'roofline:llama-3-8b'}]}\n"
+    )
+    simulated = UpOptions(device="cpu", console=False, simulation=SimulatedWorkers())
+    assert planned_options(simulated, path, None).model == "demo"
+    assert planned_options(simulated, path, "./mine").model == "./mine"
+    assert planned_options(simulated, path, None).num_both == 3
+    assert planned_options(replace(simulated, simulation=None), path, None).model == "llama-3-8b"
