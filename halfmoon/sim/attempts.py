@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from halfmoon.errors import NoCapacity, Unavailable
 from halfmoon.policy.answer_pace import room_in_ms
@@ -13,11 +13,15 @@ from halfmoon.policy.patience import MAY_RETURN_S, Patience
 from halfmoon.policy.placement import ContextLengthExceeded, Placement
 from halfmoon.policy.retries import FailedAttempt, Reason, Retries
 from halfmoon.sim.event_queue import EventQueue
-from halfmoon.sim.gateway import SimGateway
 from halfmoon.sim.job import Job, Outcome
-from halfmoon.sim.lightest_choice import LightestChoice
-from halfmoon.sim.sole_choice import SoleChoice
 from halfmoon.sim.worker import SimWorker
+
+
+class Places(Protocol):
+    """Who says where a request goes."""
+
+    def place(self, job: Job, exclude: tuple[str, ...], now_s: float) -> Placement:
+        """Raises Refused, ContextLengthExceeded or Unavailable."""
 
 
 class _Waiting(NamedTuple):
@@ -37,7 +41,7 @@ class Attempts:
     def __init__(
         self,
         events: EventQueue,
-        gateway: SimGateway | SoleChoice | LightestChoice,
+        gateway: Places,
         longest_output: int,
         begin: Callable[[Job, Placement], bool],
         end: Callable[[Job, Outcome], None],
