@@ -88,7 +88,9 @@ def plan(
     kv_codec: Annotated[KvCodecs, typer.Option(help="of KV between nodes")] = KvCodecs.AUTO,
     network: Annotated[float | None, typer.Option(help="Gbit/s of each node; default: the catalogue's")] = None,
     context: Annotated[int | None, typer.Option(min=2, help="tokens of a sequence; default: the model's")] = None,
-    max_running: Annotated[int, typer.Option(min=1, help="sequences of one worker")] = 256,
+    max_running: Annotated[
+        int | None, typer.Option(min=1, help="sequences of one worker; default: the profile's, or 256")
+    ] = None,
     requests: Annotated[
         int | None,
         typer.Option(min=2, help="of one pass; of a trace the first; default: 1000, or 4000 of a trace"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from halfmoon.errors import InvalidRequest
@@ -23,6 +23,7 @@ Objective = Literal["gpus", "price", "goodput-per-gpu", "goodput-per-dollar"]
 Affinity = Literal["auto", "high", "low"]
 
 FIRST_REQUESTS = 400
+MAX_RUNNING = 256  # sequences of a worker, where nobody says how many
 
 OF_A_RATE: tuple[Objective, ...] = ("gpus", "price")
 """Objectives that need a rate to hold."""
@@ -100,14 +101,15 @@ class Question:
 def default_rules(
     fleet: Fleet,
     sources: Mapping[str, LatencySource],
-    max_running: int = 256,
+    max_running: int | None = None,
     network_bytes_per_s: float | None = None,
 ) -> Rules:
-    """The engine's batching, or the measured one; links as given, else as measured, else the catalogue's."""
+    """Batching as measured, else the engine's, with as many sequences as are given; links as given, else as measured,
+    else the catalogue's."""
     measured = [one for one in sources.values() if isinstance(one, MeasuredProfile)]
-    limits = BatchLimits(max_running=max_running)
-    if measured:
-        limits = measured[0].batch_limits
+    limits = measured[0].batch_limits if measured else BatchLimits(max_running=MAX_RUNNING)
+    if max_running is not None:
+        limits = replace(limits, max_running=max_running)
     roles: tuple[Role, ...] = ("prefill", "decode", "both")
     networks = {one.gpu.name: _network(one, sources[one.gpu.name], network_bytes_per_s) for one in fleet.pools}
     return Rules(dict.fromkeys(roles, limits), networks)

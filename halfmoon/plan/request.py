@@ -42,7 +42,7 @@ class PlanRequest:
     objective: Objective | None = None
     affinity: Affinity = "auto"
     latency: str | None = None
-    max_running: int = 256
+    max_running: int | None = None
     num_requests: int | None = None
     seed: int = 0
     prefill_gpu: str | None = None

@@ -16,6 +16,7 @@ from halfmoon.sim.cluster import Targets
 from halfmoon.sim.distserve import DistServeCoefficients
 from halfmoon.sim.hardware import device
 from halfmoon.sim.lengths import named_lengths
+from halfmoon.sim.profile import MeasuredLimits, MeasuredPrefill, MeasuredProfile, MeasuredStep
 from halfmoon.sim.synthetic import synthetic_workload
 
 
@@ -105,3 +106,18 @@ def test_a_codec_sends_fewer_bytes_and_works_for_it() -> None:
     assert (plain.kv_ratio, plain.encode_bytes_per_s) == (1.0, None)
     assert coded.kv_ratio < 0.6
     assert coded.encode_bytes_per_s is not None
+
+
+def test_sequences_that_are_asked_for_are_planned_with_measured_times_too() -> None:
+    fleet = read_fleet("cpu", 1, 2, {})
+    measured = MeasuredProfile(
+        kv_tokens=65_536,
+        kv_bytes_per_token=23_040,
+        limits=MeasuredLimits(max_batch_tokens=512, chunk_tokens=128, max_running=32),
+        prefill=tuple(MeasuredPrefill(new_tokens=one, seconds=0.001 * one) for one in (16, 256, 512)),
+        step=tuple(MeasuredStep(batch=one, context_tokens=256 * one, seconds=0.01 * one) for one in (1, 2, 4)),
+    )
+    for asked, most, chunk in ((None, 32, 128), (8, 8, 128)):
+        limits = default_rules(fleet, {"cpu": measured}, asked).limits["both"]
+        assert (limits.max_running, limits.chunk_tokens) == (most, chunk)
+    assert default_rules(fleet, {"cpu": DistServeCoefficients("opt-13b")}).limits["both"].max_running == 256
