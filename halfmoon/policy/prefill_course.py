@@ -66,6 +66,8 @@ class PrefillCourse:
         self._prompts: dict[str, Prompt] = {}
         self._num_joined = 0
         self.num_tokens = 0  # still to be computed, as of the last step that ended
+        self._cached: dict[str, int] = {}  # tokens that need no computing, of prompts that no step had
+        self._num_cached = 0
         self._arrivals = ArrivalRate()
         self._step: list[Chunk] = []
         self._step_began_s = 0.0
@@ -77,6 +79,11 @@ class PrefillCourse:
     def request_ids(self) -> Collection[str]:
         """Whose prompts are here."""
         return self._prompts.keys()
+
+    @property
+    def num_reported(self) -> int:
+        """Tokens of these prompts that the worker says wait there: whole prompts, until it looks what caches have."""
+        return self.num_tokens + self._num_cached
 
     @property
     def step_began_s(self) -> float:
@@ -101,6 +108,8 @@ class PrefillCourse:
         """A prompt is sent there. `step_tokens` counts where no step is under way."""
         self._num_joined += 1
         self.num_tokens += work.new_tokens
+        self._cached[request_id] = work.known_tokens
+        self._num_cached += work.known_tokens
         self._arrivals.add(work.new_tokens, now_s)
         self._prompts[request_id] = Prompt(request_id, self._num_joined, *work, decoding)
         if not self._step:
@@ -115,6 +124,7 @@ class PrefillCourse:
             self._end_step()
         if self._prompts.pop(request_id, None) is not None:
             self.num_tokens -= prompt.new_tokens
+            self._is_looked_at(request_id)
         self._begin(now_s, step_tokens)
 
     def remove(self, request_id: str, step_tokens: int, now_s: float) -> None:
@@ -122,6 +132,7 @@ class PrefillCourse:
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
             self.num_tokens -= prompt.new_tokens
+            self._is_looked_at(request_id)
             self._step = [chunk for chunk in self._step if chunk.prompt.request_id != request_id]
             if not self._step:
                 self._begin(now_s, step_tokens)
@@ -222,8 +233,12 @@ class PrefillCourse:
         num_steps = math.ceil(num_tokens / max(speed.step_tokens, speed.chunk_tokens))
         return begins_s + model.a * num_steps + model.b * num_tokens + model.c * num_pairs
 
+    def _is_looked_at(self, request_id: str) -> None:
+        self._num_cached -= self._cached.pop(request_id, 0)
+
     def _end_step(self) -> None:
         for prompt, num_tokens in self._step:
+            self._is_looked_at(prompt.request_id)
             prompt.new_tokens -= num_tokens
             prompt.known_tokens += num_tokens
             self.num_tokens -= num_tokens

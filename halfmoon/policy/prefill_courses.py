@@ -203,7 +203,7 @@ def _has_steps(worker: WorkerView) -> bool:
 def _others_s(view: ClusterView, row: int, course: PrefillCourse, now_s: float) -> float:
     """What the worker has to do that is not of this gateway; less than a step of it may be ours already."""
     worker, free_s = view.worker(row), float(view.column("prefill_free_s")[row])
-    others_s = max(free_s - now_s - course.num_tokens * worker.prefill_model.b, 0.0)
+    others_s = max(free_s - now_s - course.num_reported * worker.prefill_model.b, 0.0)
     return others_s if others_s > worker.prefill_model.seconds(worker.step_tokens) else 0.0
 
 

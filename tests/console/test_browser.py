@@ -126,6 +126,7 @@ async def test_a_day_of_an_operator(tmp_path: Path) -> None:
         await an_edit_changes_the_next_requests(page, system)
         await the_edit_is_undone(page, system)
         await a_search_is_begun_and_cancelled(page)
+        await a_search_ends_with_a_plan(page)
         await a_dead_worker_is_red(page, system)
         await a_dead_gateway_is_told_and_comes_back(page, system)
         assert errors == []
@@ -227,14 +228,25 @@ async def a_search_is_begun_and_cancelled(page: Any) -> None:
     await page.get_by_text("More", exact=True).click()
     await page.get_by_label("Requests of each simulation").fill("20000")  # it is not over before it is cancelled
     await page.get_by_label("Requests of each simulation").press("Enter")
-    search = page.get_by_test_id("stMainBlockContainer").locator("button", has_text="Search")
     cancel = page.get_by_role("button", name="Cancel")
-    while not await cancel.is_visible():  # a page that is just being drawn anew may lose a click
+    await search_until(page, cancel)
+    await cancel.click()
+    await page.get_by_text("The search was cancelled").wait_for()
+
+
+async def a_search_ends_with_a_plan(page: Any) -> None:
+    await page.get_by_label("Requests of each simulation").fill("20")
+    await page.get_by_label("Requests of each simulation").press("Enter")
+    await search_until(page, page.get_by_text("the best had to bear more"))
+    await page.get_by_role("button", name="Download plan.yaml").wait_for()
+
+
+async def search_until(page: Any, sign: Any) -> None:
+    search = page.get_by_test_id("stMainBlockContainer").locator("button", has_text="Search")
+    while not await sign.is_visible():  # a page that is just being drawn anew may lose a click
         if await search.is_enabled():
             await search.click()
         await page.wait_for_timeout(1000)
-    await cancel.click()
-    await page.get_by_text("The search was cancelled").wait_for()
 
 
 async def the_edit_is_undone(page: Any, system: System) -> None:

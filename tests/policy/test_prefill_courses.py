@@ -138,6 +138,13 @@ def test_what_others_sent_there_is_ahead() -> None:
     assert refined(courses, view, placement, 0.0) == (7.0, 1.0)
 
 
+def test_what_caches_have_of_its_own_prompts_is_not_the_work_of_others() -> None:
+    view, courses = ClusterView(), PrefillCourses(DecodeForecast())
+    placement = at(view, replace(P, contention=0.0, prefill_free_s=10.0), D)  # says that 1,000 tokens wait
+    courses.join("own", view, replace(placement, cached_tokens=900), 1000, 10, 0, 0.0)
+    assert refined(courses, view, placement, 0.0) == (1.0, 1.0)
+
+
 def test_neighbours_are_the_members_of_one_host() -> None:
     view = ClusterView((P, D, ELSEWHERE))
     assert view.beside("p").tolist() == [False, True, False, False]
