@@ -14,7 +14,9 @@ def print_plan(summary: dict[str, Any], console: Console) -> None:
     console.print(_layouts(summary))
     rates = {one["rate_per_s"] for one in summary["layouts"]}
     at = f"{rates.pop():.4g} req/s" if len(rates) == 1 else "the rate that each holds"
-    console.print(f"[bold]At {at}[/bold] ({summary['criterion']} criterion; times in ms, p50 / p90 / p99)")
+    targets = summary["targets"]
+    of_tbt = "" if targets["tbt_s"] is None else f"; TBT of the {targets['tbt_of'].replace('-', ' ')}"
+    console.print(f"[bold]At {at}[/bold] ({summary['criterion']} criterion{of_tbt}; times in ms, p50 / p90 / p99)")
     console.print(_fates([(f"{number}", one) for number, one in enumerate(summary["layouts"], start=1)], summary))
     console.print("[bold]What if[/bold] (layout 1)")
     console.print(_fates(list(summary["sensitivity"].items()), summary))
@@ -49,7 +51,7 @@ def _fates(rows: list[tuple[str, dict[str, Any]]], summary: dict[str, Any]) -> T
     names = ["ttft", "tpot", *(["tbt"] if with_tbt else [])]
     table = _table("", f"met {' '.join(['all', *names]).upper().replace('ALL', 'all')} %")
     for name in names:
-        table.add_column(name.upper() if name != "tbt" else f"TBT ({summary['targets']['tbt_of']})", justify="right")
+        table.add_column(name.upper(), justify="right")
     for title, one in rows:
         shares = " ".join(f"{100 * one[f'attainment_{name}']:.1f}" for name in ("joint", *names))
         table.add_row(

@@ -78,4 +78,4 @@ def test_what_the_tbt_target_is_held_against_is_named() -> None:
     }
     text = StringIO()
     print_plan(summary, Console(file=text, width=200))
-    assert "TBT (longest-tenth)" in text.getvalue()
+    assert "joint criterion; TBT of the longest tenth; times" in text.getvalue()
