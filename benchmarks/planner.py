@@ -5,6 +5,7 @@
     python -m benchmarks.planner placement --trace conversation_trace.jsonl [--requests N]
     python -m benchmarks.planner capacity  --trace conversation_trace.jsonl [--requests N]
     python -m benchmarks.planner ratio     --trace conversation_trace.jsonl [--requests N]
+    python -m benchmarks.planner effective --trace conversation_trace.jsonl [--requests N]
     python -m benchmarks.planner bursts    --trace AzureLLMInferenceTrace_code.csv [--requests N] [--latency \
                                            aiconfigurator-vllm:llama-2-70b]
     python -m benchmarks.planner kernels | steady
@@ -29,6 +30,7 @@ from typing import get_args
 import numpy as np
 
 from benchmarks.planner_bursts import show_bursts
+from benchmarks.planner_effective import show_effective
 from benchmarks.planner_kernels import show_kernels
 from benchmarks.planner_peer import recommended
 from benchmarks.planner_steady import show_steady
@@ -181,6 +183,25 @@ def show_ratio(args: argparse.Namespace) -> None:
         print(f"| {num_prefill} : {16 - num_prefill} | {cells} |", flush=True)
 
 
+def show_effective_requests(args: argparse.Namespace) -> None:
+    """Eight workers of each half against sixteen as vLLM 0.5.1 ran them, its options one at a time as in the paper."""
+    model = big_worker(args.latency)
+    pushed = replace(split(model, 8, 8), network=replace(NETWORK, handover="push"))
+    engines = {
+        "16 both, prompts first": _without_fetches(colocated(model, 16, "prefill-first", 1 << 17), has_cache=False),
+        "the same, prefix caches": _without_fetches(colocated(model, 16, "prefill-first", 1 << 17), has_cache=True),
+        "16 both, chunks of 512": _without_fetches(colocated(model, 16, "chunked", 512), has_cache=False),
+    }
+    show_effective({"8P + 8D, pushed": pushed, **engines}, _trace(args), TTFT_S)
+
+
+def _without_fetches(spec: ClusterSpec, *, has_cache: bool) -> ClusterSpec:
+    """Engines that know nothing of each other, behind a balancer that does not know their caches."""
+    groups = tuple(replace(group, prefix_cache=has_cache) for group in spec.groups)
+    network = replace(spec.network, can_fetch=False)
+    return replace(spec, groups=groups, network=network, placement="least-loaded")
+
+
 def show_averages_and_bursts(args: argparse.Namespace) -> None:
     """Llama-2-70B on up to 32 H100."""
     fleet = read_fleet("h100", 4, 8, {})
@@ -212,6 +233,7 @@ SHOWS: dict[str, Callable[[argparse.Namespace], None]] = {
     "placement": show_placement,
     "capacity": show_capacity,
     "ratio": show_ratio,
+    "effective": show_effective_requests,
     "bursts": show_averages_and_bursts,
     "kernels": lambda args: show_kernels(),
     "steady": show_steady_questions,
