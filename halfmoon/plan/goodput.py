@@ -108,12 +108,12 @@ class Steady(NamedTuple):
 def steady_at(trial: Trial, rate_per_s: float) -> Steady:
     """The trial's requests at another rate, until the cluster is as full as it will be, or half of them are late.
 
-    What does not even fill at a little less than the rate is as estimated: policies are not asked.
+    What does not fill, and does not hold a little less than the rate either, is as estimated: policies are not asked.
     """
     num = len(trial.workload) // 2
     if trial.has_choice:
         found = _passes(trial, rate_per_s, num, _MOST_UNDER_WAY, "once full")
-        if found.counts or not _passes(trial, rate_per_s / ESTIMATES_EXCEEDED, num, policies="never").keeps_up:
+        if found.counts or not about_holds(trial, rate_per_s / ESTIMATES_EXCEEDED):
             return found
     return _passes(trial, rate_per_s, num, _MOST_UNDER_WAY)
 

@@ -50,6 +50,7 @@ class WorkerView:
     links: tuple[LinkView, ...] = ()  # to the workers that it has sent KV to
     context_in_use_tokens: int = 0  # of the requests that it decodes
     prefill_free_s: float = 0.0  # when it will have computed the prompts that it said it has
+    others_prefill_s: float = math.inf  # of them those that are surely not of this gateway; infinite: not told
     step_tokens: int = 0  # prompt tokens that it computes together; 0: not known
     chunk_tokens: int = 0  # the same where it also decodes; 0: not known
     prefill_model: PrefillModel = UNKNOWN_PREFILL
@@ -225,6 +226,7 @@ class ClusterView:
             worker.waiting_prefill_tokens,
             worker.context_in_use_tokens,
             worker.prefill_free_s,
+            worker.others_prefill_s,
             worker.fetch_s_per_token,
             worker.total_blocks * worker.block_tokens,
         )
@@ -243,13 +245,20 @@ class ClusterView:
         waiting_prefill_tokens: float,
         context_in_use_tokens: float,
         prefill_free_s: float,
+        others_prefill_s: float = math.inf,
     ) -> None:
         """A member's load in the columns, which decisions read, without a new `WorkerView`: its view stays older.
 
         For who has many members report often; `put` says the same, and more.
         """
-        load = (free_blocks, num_requests, waiting_prefill_tokens, context_in_use_tokens, prefill_free_s)
-        self.figures[row, LOAD] = load
+        self.figures[row, LOAD] = (
+            free_blocks,
+            num_requests,
+            waiting_prefill_tokens,
+            context_in_use_tokens,
+            prefill_free_s,
+            others_prefill_s,
+        )
 
     def remove(self, worker_id: str) -> None:
         """Takes a member out, if it is one."""

@@ -13,6 +13,7 @@ FIGURES = {
             "waiting_prefill_tokens",
             "context_in_use_tokens",
             "prefill_free_s",
+            "others_prefill_s",
             "fetch_s_per_token",
             "total_tokens",
         )
@@ -20,5 +21,5 @@ FIGURES = {
 }
 """Columns of `ClusterView.figures`, named as in `WorkerView`, and the tokens of all its blocks."""
 
-LOAD = slice(FIGURES["free_blocks"], FIGURES["prefill_free_s"] + 1)
+LOAD = slice(FIGURES["free_blocks"], FIGURES["others_prefill_s"] + 1)
 """Of them those that load reports bring."""

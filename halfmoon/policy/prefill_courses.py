@@ -202,8 +202,11 @@ def _has_steps(worker: WorkerView) -> bool:
 
 def _others_s(view: ClusterView, row: int, course: PrefillCourse, now_s: float) -> float:
     """What the worker has to do that is not of this gateway; less than a step of it may be ours already."""
+    others_s = float(view.column("others_prefill_s")[row])
+    if others_s <= 0:
+        return 0.0
     worker, free_s = view.worker(row), float(view.column("prefill_free_s")[row])
-    others_s = max(free_s - now_s - course.num_reported * worker.prefill_model.b, 0.0)
+    others_s = min(max(free_s - now_s - course.num_reported * worker.prefill_model.b, 0.0), others_s)
     return others_s if others_s > worker.prefill_model.seconds(worker.step_tokens) else 0.0
 
 

@@ -168,6 +168,7 @@ class SimGateway:
             waiting_prefill_tokens=member.prompts.num_waiting,
             context_in_use_tokens=member.context,
             prefill_free_s=member.prompts.free_s(member.view.prefill_model),
+            others_prefill_s=member.prompts.others_s(member.view.prefill_model),
         )
 
     # requests

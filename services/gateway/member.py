@@ -72,6 +72,7 @@ class Member:
             ),
             context_in_use_tokens=load.context_tokens,
             prefill_free_s=self.prompts.free_s(prefill),
+            others_prefill_s=self.prompts.others_s(prefill),
             step_tokens=identity.step_tokens,
             chunk_tokens=identity.chunk_tokens,
             prefill_model=prefill,
