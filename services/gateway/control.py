@@ -48,8 +48,7 @@ class ControlEndpoints:
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
-        names = (self._model.name, *self._model.aliases)
-        return web.json_response({"object": "list", "data": [self._model_card(name) for name in names]})
+        return web.json_response({"object": "list", "data": [self._model_card(name) for name in self._model.names]})
 
     async def model(self, request: web.Request) -> web.Response:
         """GET /v1/models/{id}. Raises UnknownModel."""

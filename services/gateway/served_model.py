@@ -91,6 +91,11 @@ class ServedModel:
     aliases: tuple[str, ...] = ()  # other names that requests may give it
     tool_format: ToolFormat | None = None  # None: its chat template takes no tools that we know to read
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that requests may give it, each once, its own first."""
+        return tuple(dict.fromkeys((self.name, *self.aliases)))
+
     def check_name(self, name: str) -> None:
         """Raises UnknownModel for any name but those under which the model is served."""
         if name != self.name and name not in self.aliases:

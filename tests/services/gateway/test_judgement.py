@@ -110,7 +110,7 @@ async def test_the_row_of_a_batch_has_the_predictions_of_the_prompt_that_was_ref
 
 
 async def test_a_class_goes_by_a_name_of_the_model(tmp_path: Path) -> None:
-    async with running_fleet(tmp_path, model_alias=("bytes-strict",)) as fleet:
+    async with running_fleet(tmp_path, model_alias=(MODEL, "bytes-strict")) as fleet:
         prefill, _ = await fleet.pair()
         measured(fleet, prefill, 1.0)
         strict = QosClass("strict", ttft_s=5.0, rules=(MatchRule("model", "bytes-strict"),))
