@@ -31,7 +31,7 @@ from typing import Any
 import aiohttp
 from playwright.async_api import Browser, Page, async_playwright
 
-from halfmoon.supervisor import ServiceSpec, Supervisor
+from halfmoon.up.supervisor import ServiceSpec, Supervisor
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("Placements", "Cache", "SLO", "Planner", "Try it", "Overview")
@@ -102,7 +102,7 @@ async def running_gateway(num_workers: int, port: int) -> AsyncIterator[str]:
         which = ("--engine", "sim", "--prefill", half, "--decode", half, "--sim-processes", "2", "--no-console")
         url = f"http://127.0.0.1:{port}"
         try:
-            up = ("-m", "halfmoon.cli", "up", *which, "--port", str(port), "--state-dir", state)
+            up = ("-m", "halfmoon.cli.app", "up", *which, "--port", str(port), "--state-dir", state)
             await supervisor.start(ServiceSpec("up", up, {}))
             await _until(f"{url}/halfmoon/v1/cluster", lambda status, body: len(body.get("workers", ())) >= num_workers)
             async with aiohttp.ClientSession(url) as session:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Literal, NamedTuple
 
-from halfmoon.beside import beside
+from halfmoon.background import running
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
@@ -95,7 +95,7 @@ class Worker:
         """Computes `prompt` and puts its blocks into the store."""
         async with (
             aclosing(StoreLink(store_client(store, None))) as link,
-            beside(store_writer(self.engine, self.state, link, self._metrics).run()),
+            running(store_writer(self.engine, self.state, link, self._metrics).run()),
         ):
             first = await self.prefill(prompt, None)
             await self.state.chains.settled()

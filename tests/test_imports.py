@@ -14,36 +14,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SERVICES = ("gateway", "prefill", "decode", "kvstore", "planner", "simulation")
-COMMAND_LINE = (
-    "cli",
-    "kv_commands",
-    "sim_command",
-    "plan_command",
-    "plan_tables",
-    "planned_up",
-    "profile_command",
-    "profile_store",
-    "up",
-    "up_services",
-    "simulated_up",
-    "top",
-    "store_up",
-    "reserved_ports",
-    "stage_bars",
-    "replay",
-    "supervisor",
-    "gpus",
-    "worker_change",
-    "worker_fleet",
-    "fleet_server",
-)  # one room, `halfmoon.cli`, in several files
-ROOMS = ("errors", "beside", "pb", "kv", "engine", "policy", "sim", "plan", "rpc", "ledger", "worker", "profiling")
+ROOMS = ("errors", "background", "pb", "kv", "engine", "policy", "sim", "plan", "rpc", "ledger", "worker", "profiling")
 
 # A room may import itself, `halfmoon` (the version) and the rooms named here.
 ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon": frozenset(),
     "halfmoon.errors": frozenset(),
-    "halfmoon.beside": frozenset(),
+    "halfmoon.background": frozenset(),
     "halfmoon.pb": frozenset(),
     "halfmoon.kv": frozenset({"halfmoon.errors"}),
     "halfmoon.policy": frozenset({"halfmoon.errors"}),
@@ -53,12 +30,14 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.sim": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
     "halfmoon.plan": frozenset({"halfmoon.errors", "halfmoon.policy", "halfmoon.sim"}),
     "halfmoon.worker": frozenset(
-        f"halfmoon.{room}" for room in ("engine", "kv", "rpc", "pb", "policy", "sim", "beside", "errors")
+        f"halfmoon.{room}" for room in ("engine", "kv", "rpc", "pb", "policy", "sim", "background", "errors")
     ),
     "halfmoon.profiling": frozenset(
-        f"halfmoon.{room}" for room in ("kv", "rpc", "pb", "policy", "sim", "beside", "errors")
+        f"halfmoon.{room}" for room in ("kv", "rpc", "pb", "policy", "sim", "background", "errors")
     ),
-    "halfmoon.cli": frozenset(f"halfmoon.{room}" for room in ROOMS),
+    "halfmoon.up": frozenset(f"halfmoon.{room}" for room in ROOMS),
+    "halfmoon.replay": frozenset(f"halfmoon.{room}" for room in (*ROOMS, "up")),
+    "halfmoon.cli": frozenset(f"halfmoon.{room}" for room in (*ROOMS, "up", "replay")),
     **{f"services.{name}": frozenset(f"halfmoon.{room}" for room in ROOMS) for name in SERVICES},
     "services": frozenset(),
     "console": frozenset({"halfmoon.rpc", "halfmoon.pb"}),
@@ -69,7 +48,7 @@ TORCH_FREE_PACKAGES = (
 )
 TORCH_FREE_FILES = (
     "halfmoon/errors.py",
-    "halfmoon/beside.py",
+    "halfmoon/background.py",
     *(
         f"halfmoon/engine/{name}.py"
         for name in (
@@ -106,7 +85,7 @@ def room_of(module: str) -> str | None:
         return None
     if parts[0] == "console" or len(parts) == 1:
         return parts[0]
-    return "halfmoon.cli" if parts[1] in COMMAND_LINE else ".".join(parts[:2])
+    return ".".join(parts[:2])
 
 
 def imported_modules(module: str, source: str, is_package: bool = False) -> Iterator[str]:
@@ -177,14 +156,14 @@ def test_imports_follow_the_arrows(file: Path) -> None:
         ("services.gateway.app", "from services import kvstore", True),
         ("services.gateway.app", "from .relay import Relay", False),
         ("services.gateway.app", "from ..kvstore import store", True),
-        ("services.gateway.app", "from halfmoon.cli import app", True),
+        ("services.gateway.app", "from halfmoon.cli.app import app", True),
         ("services.prefill.__main__", "from halfmoon.worker.main import run", False),
         ("console.app", "from halfmoon.rpc.context import request_id", False),
         ("console.app", "from halfmoon.errors import NotFound", True),
-        ("halfmoon.cli", "from halfmoon.sim import clock", False),
-        ("halfmoon.cli", "from halfmoon.up import Up", False),
-        ("halfmoon.cli", "import services.gateway", True),
-        ("halfmoon.rpc.peer", "from halfmoon.supervisor import X", True),
+        ("halfmoon.cli.app", "from halfmoon.sim import clock", False),
+        ("halfmoon.cli.app", "from halfmoon.up.run import Up", False),
+        ("halfmoon.cli.app", "import services.gateway", True),
+        ("halfmoon.rpc.peer", "from halfmoon.up.supervisor import X", True),
     ],
 )
 def test_the_checker_can_fail(module: str, source: str, is_violation: bool) -> None:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple, Self
 from uuid import uuid4
 
-from halfmoon.beside import beside
+from halfmoon.background import running
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.kv.frame import KVRange, plan_frames
 from halfmoon.kv.layout import Shard
@@ -186,7 +186,7 @@ class WorkerProbe:
                 if not is_open.done():
                     is_open.set_exception(error)
 
-        async with beside(read()):
+        async with running(read()):
             await is_open
             yield watch
 

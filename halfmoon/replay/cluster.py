@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from halfmoon.beside import beside, first_of
+from halfmoon.background import first_result, running
 from halfmoon.errors import Unavailable
 from halfmoon.replay.client import Gateway
 from halfmoon.replay.outcome import Targets
-from halfmoon.simulated_up import simulated_model, simulation_specs
-from halfmoon.supervisor import Supervisor, children_ready
-from halfmoon.up_services import PreparedModel, UpOptions, gateway_spec
+from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec
+from halfmoon.up.simulated import simulated_model, simulation_specs
+from halfmoon.up.supervisor import Supervisor, children_ready
 
 _POLL_S = 0.1
 _START_S = 60.0
@@ -54,8 +54,8 @@ class SimulatedCluster:
 
     async def while_well(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` gives. Raises ServiceFailed as soon as a process ends."""
-        async with beside(work) as working, beside(self._supervisor.until_one_ends()) as watching:
-            return await first_of(working, watching)
+        async with running(work) as working, running(self._supervisor.until_one_ends()) as watching:
+            return await first_result(working, watching)
 
     async def stop(self) -> None:
         """No process is left."""

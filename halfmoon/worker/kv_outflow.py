@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from halfmoon.beside import beside
+from halfmoon.background import running
 from halfmoon.engine.kv_access import NotWritten
 from halfmoon.errors import NotFound
 from halfmoon.kv.codec import Codec, encoded_bytes, gainful
@@ -62,7 +62,7 @@ class KVOutflow:
         It raises what the transfer raises. `gone` tells, also after that, when the engine has dropped the request.
         """
         try:
-            async with beside(self._run()) as sending:
+            async with running(self._run()) as sending:
                 yield sending
         finally:
             self.gone.close()

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import grpc
 
-from halfmoon.beside import beside, cancelled, first_of
+from halfmoon.background import cancelled, first_result, running
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import KVRange
 from halfmoon.pb import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
@@ -114,18 +114,18 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                         called_s=called_s,
                         span=prefill,
                     ) as prefilling,
-                    beside(_keep_lease(transfer)) as lease,
+                    running(_keep_lease(transfer)) as lease,
                     outflow.running() as sending,
                 ):
-                    first = await first_of(prefilling.first, sending, lease, outflow.gone.told)
+                    first = await first_result(prefilling.first, sending, lease, outflow.gone.told)
                     yield prefilling.event(first)
                     if first.output.finish_reason is not None:
                         return
-                    await first_of(sending, lease, outflow.gone.told)
+                    await first_result(sending, lease, outflow.gone.told)
                     await cancelled(lease)
                     commit = decode_pb2.HandoverCommit(first_token_id=first.output.token_id)
-                    async with beside(transfer.commit(commit.SerializeToString())) as done:
-                        await first_of(done, outflow.gone.told)
+                    async with running(transfer.commit(commit.SerializeToString())) as done:
+                        await first_result(done, outflow.gone.told)
                     done_s = now_s()
             phase = Phase("transfer", called_s, done_s, num_bytes=outflow.num_bytes)
             phase.end(span)
@@ -163,7 +163,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
 async def _keep_lease(transfer: TransferSender) -> None:
     """Renews the decode worker's reservation until that is lost: then it raises why."""
-    async with beside(transfer.until_broken()) as broken:
+    async with running(transfer.until_broken()) as broken:
         while True:
             done, _ = await asyncio.wait({broken}, timeout=RENEW_S)
             if done:

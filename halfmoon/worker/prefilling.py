@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from halfmoon.beside import cancelled
+from halfmoon.background import cancelled
 from halfmoon.engine.kv_watch import OnKV
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb import prefill_pb2, types_pb2

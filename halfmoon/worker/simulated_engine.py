@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from halfmoon.beside import beside
+from halfmoon.background import running
 from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.kv_access import NotWritten
 from halfmoon.engine.kv_watch import OnKV
@@ -80,7 +80,7 @@ class SimulatedEngine:
     async def running(self) -> AsyncIterator[asyncio.Future[BaseException]]:
         """Steps while inside. What is given resolves to what killed the stepping, if anything does."""
         death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        async with beside(self._run()) as stepping:
+        async with running(self._run()) as stepping:
             stepping.add_done_callback(lambda task: _note_death(task, death))
             yield death
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from halfmoon.beside import beside, logged
+from halfmoon.background import logged, running
 from halfmoon.errors import HalfmoonError, InvalidRequest, Unavailable
 from halfmoon.pb.decode_pb2 import CancelRequest, TokensRequest
 from halfmoon.pb.decode_pb2_grpc import DecodeStub
@@ -190,9 +190,9 @@ class Cluster(ClusterServicer):
         self, worker: Worker, messages: AsyncIterator[WorkerMessage]
     ) -> AsyncGenerator[GatewayMessage, None]:
         """Takes reports until the stream ends, and answers. Raises Unavailable when the membership ended first."""
-        async with beside(self._read_reports(worker, messages)) as reading:
+        async with running(self._read_reports(worker, messages)) as reading:
             while True:
-                async with beside(worker.missed_blocks.wait()) as missed:
+                async with running(worker.missed_blocks.wait()) as missed:
                     first: set[asyncio.Future[Any]] = {reading, worker.gone, missed}
                     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
                 if worker.gone.done():

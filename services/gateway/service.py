@@ -12,7 +12,7 @@ from functools import partial
 
 from aiohttp import web
 
-from halfmoon.beside import beside, logged
+from halfmoon.background import logged, running
 from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2_grpc import add_ClusterServicer_to_server
@@ -112,11 +112,11 @@ async def running_gateway(
         )
         add = partial(add_ClusterServicer_to_server, cluster)
         async with (
-            beside(logged(copies.ask_all())),
-            beside(logged(StoreWatch(cluster).follow_members())),
-            beside(news.follow(settings.ledger_poll_s)),
-            beside(ledger.retention.keep(settings.ledger_keep_days)),
-            beside(logged(observations.follow(membership, cluster.clock))),
+            running(logged(copies.ask_all())),
+            running(logged(StoreWatch(cluster).follow_members())),
+            running(news.follow(settings.ledger_poll_s)),
+            running(ledger.retention.keep(settings.ledger_keep_days)),
+            running(logged(observations.follow(membership, cluster.clock))),
             running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2, tracer=tracer) as server,
         ):
             runner = web.AppRunner(

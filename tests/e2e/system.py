@@ -43,7 +43,7 @@ async def start_up(state_dir: Path, *options: str) -> asyncio.subprocess.Process
     """`halfmoon up` on a free port, without waiting for anything."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "halfmoon.cli", "up", "--port", "0", "--no-console", "--state-dir", str(state_dir), *options),
+        *("-m", "halfmoon.cli.app", "up", "--port", "0", "--no-console", "--state-dir", str(state_dir), *options),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         cwd=ROOT,

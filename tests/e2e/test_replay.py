@@ -22,7 +22,7 @@ async def test_a_trace_against_simulated_workers(tmp_path: Path) -> None:
     trace, figures = tmp_path / "trace.jsonl", tmp_path / "figures.json"
     trace.write_text("\n".join(map(json.dumps, rows)))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "halfmoon.cli", "replay", str(trace), "--prefill", "1", "--decode", "1"),
+        *(sys.executable, "-m", "halfmoon.cli.app", "replay", str(trace), "--prefill", "1", "--decode", "1"),
         *("--speed", "1", "--admission", "off", "--state-dir", str(tmp_path / "state"), "--json", str(figures)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.rpc.kvstore_client import KVStoreClient
-from halfmoon.store_up import known_stores
+from halfmoon.up.stores import known_stores
 from tests.e2e.system import System, running_system
 
 pytestmark = pytest.mark.e2e

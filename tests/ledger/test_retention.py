@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime, timedelta
 
-from halfmoon.beside import beside
+from halfmoon.background import running
 from halfmoon.ledger.database import open_database
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.ledger.retention import Retention
@@ -45,7 +45,7 @@ async def test_several_at_once_delete_each_row_once(ledger_url: str) -> None:
 
 async def test_rows_are_deleted_while_the_ledger_is_in_use(ledger_url: str) -> None:
     await filled(ledger_url, 5, 0)
-    async with open_ledger(ledger_url) as ledger, beside(ledger.retention.keep(30)):
+    async with open_ledger(ledger_url) as ledger, running(ledger.retention.keep(30)):
         ledger.record(row(7, created_at=datetime.now(UTC)))
         async with asyncio.timeout(20):
             while [one.request_id for one in await ledger.recent(9)] != ["r7"]:  # nobody tells of it

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from halfmoon.beside import beside
+from halfmoon.background import running
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
@@ -135,7 +135,7 @@ async def _worker(
         if store is not None:
             link = await stack.enter_async_context(aclosing(StoreLink(store_client(store, link_mbps))))
             restorer = Restorer(async_engine, state, link, metrics.store, ask_at_most_s=60)
-            await stack.enter_async_context(beside(store_writer(async_engine, state, link, metrics).run()))
+            await stack.enter_async_context(running(store_writer(async_engine, state, link, metrics).run()))
         prefill = PrefillServicer(async_engine, state, metrics, link_settings, device, restorer=restorer)
         decode = DecodeServicer(async_engine, state, metrics, lease_s, device)
         services = worker_services(prefill, decode)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from halfmoon.errors import InvalidRequest, NotFound, Unavailable
-from halfmoon.reserved_ports import ReservedPorts
 from halfmoon.rpc.breaker import CircuitBreaker
+from halfmoon.up.reserved_ports import ReservedPorts
 from services.kvstore.assembly import cold_client, running_store
 from services.kvstore.cold import PREFIX, ColdClient, ColdTier
 from services.kvstore.entry import Tier

@@ -1,0 +1,195 @@
+"""`halfmoon kv …`: an operator's look into a running store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from halfmoon.errors import HalfmoonError
+from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
+from halfmoon.rpc.peer import Peer
+from halfmoon.up.stores import known_stores
+
+app = typer.Typer(no_args_is_help=True, help="Looks into a running kvstore, and changes what it holds.")
+
+_ID_BYTES = 24  # 8 of the tenant's tag, 16 of the key
+_COLUMNS = 120
+_DEADLINE_S = 30.0
+_VERIFY_DEADLINE_S = 24 * 3600.0  # it reads everything
+
+
+class TierName(StrEnum):
+    """From fast to slow."""
+
+    DRAM = "dram"
+    DISK = "disk"
+    COLD = "cold"
+
+
+Address = Annotated[
+    str | None,
+    typer.Option(
+        envvar="HALFMOON_STORE", help="host:port of the store; default: the one that `halfmoon up` started here"
+    ),
+]
+Ids = Annotated[list[str], typer.Argument(help="block ids as `halfmoon kv ls` shows them")]
+Tiers = Annotated[list[TierName] | None, typer.Option("--tier", help="only this tier; may be given several times")]
+StateDir = Annotated[Path, typer.Option(help="that of the `halfmoon up` that started the store")]
+_STATE_DIR = Path(".halfmoon")  # the default of `halfmoon up`
+
+
+@app.command()
+def stats(address: Address = None, state_dir: StateDir = _STATE_DIR) -> None:
+    """What each tier holds, and what happened since the store started."""
+    response = _ask(_address(address, state_dir), _control("Stats"), kvstore_pb2.StatsRequest())
+    columns = ("blocks", "used", "budget", "waiting", "hits", "evicted", "damaged", "failed", "written", "skipped")
+    table = Table("tier", *columns, box=None)
+    for tier in response.tiers:
+        sizes = (_size(tier.used_bytes), _size(tier.budget_bytes))
+        counts = ("waiting", "hits_total", "evicted_total", "corrupted_total", "failed_total", "written_total")
+        numbers = [str(getattr(tier, f"num_{name}")) for name in (*counts, "skipped_total")]
+        table.add_row(_name(tier.tier), str(tier.num_blocks), *sizes, *numbers)
+    console = _console()
+    console.print(table)
+    console.print(
+        f"stored {response.num_stored_total}, missed {response.num_misses_total}, "
+        f"expired {response.num_expired_total}, arriving {_size(response.reserved_bytes)}"
+    )
+
+
+@app.command()
+def ls(
+    address: Address = None,
+    state_dir: StateDir = _STATE_DIR,
+    tier: Tiers = None,
+    limit: Annotated[int, typer.Option(min=1, help="how many at most")] = 50,
+    after: Annotated[str, typer.Option(help="begin behind this id")] = "",
+) -> None:
+    """Blocks by id: the tenant's tag, then the key."""
+    request = kvstore_pb2.ListRequest(limit=limit, after=_id(after) if after else b"", tiers=_tiers(tier))
+    table = Table("id", "depth", "tiers", "bytes", "uses", "pinned", "expires", box=None)
+    for block in _ask(_address(address, state_dir), _admin("List"), request).blocks:
+        expires = datetime.fromtimestamp(block.expires_at_s).isoformat(" ", "seconds") if block.expires_at_s else ""
+        where = " ".join(_name(place) for place in block.tiers)
+        table.add_row(
+            block.id.hex(), str(block.depth), where, _size(block.used_bytes), str(block.num_uses),
+            "yes" if block.pinned else "", expires,
+        )  # fmt: skip
+    _console().print(table)
+
+
+@app.command()
+def pin(
+    ids: Ids,
+    address: Address = None,
+    state_dir: StateDir = _STATE_DIR,
+    unpin: Annotated[bool, typer.Option("--unpin", help="let them go again")] = False,
+) -> None:
+    """Keeps blocks, and what comes before them, from eviction and expiry."""
+    request = kvstore_pb2.PinRequest(ids=[_id(text) for text in ids], unpin=unpin)
+    response = _ask(_address(address, state_dir), _admin("Pin"), request)
+    print(f"{'unpinned' if unpin else 'pinned'} {response.num_blocks} of {len(ids)}")
+    raise typer.Exit(0 if response.num_blocks == len(ids) else 1)
+
+
+@app.command()
+def drop(ids: Ids, address: Address = None, state_dir: StateDir = _STATE_DIR) -> None:
+    """Forgets blocks, and all that follow them, in every tier."""
+    response = _ask(
+        _address(address, state_dir), _admin("Drop"), kvstore_pb2.DropRequest(ids=[_id(text) for text in ids])
+    )
+    print(f"dropped {response.num_dropped}")
+
+
+@app.command()
+def verify(address: Address = None, state_dir: StateDir = _STATE_DIR, tier: Tiers = None) -> None:
+    """Reads every block (of memory and disk, if no tier is named) and drops what is damaged; 1 if anything was."""
+    request = kvstore_pb2.VerifyRequest(tiers=_tiers(tier))
+    verdicts = _ask(_address(address, state_dir), _admin("Verify"), request, _VERIFY_DEADLINE_S).tiers
+    for verdict in verdicts:
+        print(f"{_name(verdict.tier)}: {verdict.num_blocks} read, {verdict.num_damaged} damaged and dropped")
+    raise typer.Exit(1 if any(verdict.num_damaged for verdict in verdicts) else 0)
+
+
+Method = Callable[[Peer], Callable[..., Any]]
+
+
+def _control(name: str) -> Method:
+    return lambda peer: getattr(kvstore_pb2_grpc.KVStoreStub(peer.channel), name)
+
+
+def _admin(name: str) -> Method:
+    return lambda peer: getattr(kvstore_pb2_grpc.KVStoreAdminStub(peer.channel), name)
+
+
+def _ask(address: str, method: Method, request: Any, deadline_s: float = _DEADLINE_S) -> Any:
+    """One call; ends the program with its reason if it fails."""
+
+    async def asking() -> Any:
+        async with Peer(address) as peer:
+            return await peer.call(method(peer), request, deadline_s=deadline_s)
+
+    work: Coroutine[Any, Any, Any] = asking()
+    try:
+        return asyncio.run(work)
+    except HalfmoonError as err:
+        Console(stderr=True).print(f"[red]{address}: {err.message}[/red]", highlight=False)
+        raise typer.Exit(1) from None
+
+
+def _address(given: str | None, state_dir: Path) -> str:
+    """Raises BadParameter if it is none, or not given and not known."""
+    known = known_stores(state_dir)
+    address = given or (known[0] if len(known) == 1 else "")
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and int(port) < 65536:
+        return address
+    if given:
+        raise typer.BadParameter(f"--address {given!r} is not host:port")
+    if known:
+        raise typer.BadParameter(f"there are several stores: say --address with one of {', '.join(known)}")
+    raise typer.BadParameter(
+        f"no store is known in {state_dir}: say where it is with --address host:port, or --state-dir"
+    )
+
+
+def _id(text: str) -> bytes:
+    try:
+        block = bytes.fromhex(text)
+    except ValueError:
+        block = b""
+    if len(block) != _ID_BYTES:
+        raise typer.BadParameter(
+            f"{text!r} is not a block id: {2 * _ID_BYTES} hexadecimal digits, as `kv ls` shows them"
+        )
+    return block
+
+
+def _tiers(names: Sequence[TierName] | None) -> list[kvstore_pb2.KVTier.ValueType]:
+    return [kvstore_pb2.KVTier.Value(name.value.upper()) for name in names or ()]
+
+
+def _name(tier: kvstore_pb2.KVTier.ValueType) -> str:
+    return kvstore_pb2.KVTier.Name(tier).lower()
+
+
+def _console() -> Console:
+    """Wide enough for its tables, also where nobody looks: an id that is cut short is of no use."""
+    return Console(highlight=False, width=max(Console().width, _COLUMNS))
+
+
+def _size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

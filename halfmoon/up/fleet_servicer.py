@@ -1,0 +1,104 @@
+"""halfmoon.Fleet on the wire: what `halfmoon up` answers to its own planner."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from halfmoon.pb import planner_pb2, planner_pb2_grpc
+from halfmoon.rpc.metrics import RpcMetrics
+from halfmoon.rpc.server import running_server
+from halfmoon.up.fleet import WorkerFleet
+from halfmoon.up.fleet_diff import WantedWorker, WorkerChange
+from halfmoon.up.service_specs import UpOptions
+
+
+@contextmanager
+def fleet_address() -> Iterator[str]:
+    """A Unix socket's, in a directory that only this user can enter. Its path is short, as the system wants it."""
+    with tempfile.TemporaryDirectory(prefix="halfmoon-") as directory:
+        yield f"unix:{Path(directory) / 'fleet'}"
+
+
+@asynccontextmanager
+async def fleet_server(
+    address: str,
+    fleet: WorkerFleet,
+    planned: Callable[[str], UpOptions],
+    on_end: Callable[[asyncio.Task[WorkerChange]], None],
+) -> AsyncIterator[None]:
+    """Answers at `address` while inside. `planned` reads a plan's text, and may block; `on_end` hears of changes."""
+    servicer = FleetServicer(fleet, planned, on_end)
+    try:
+        async with running_server(address, [servicer.register], RpcMetrics(CollectorRegistry()), grace_s=0.0):
+            yield
+    finally:
+        await fleet.close()
+
+
+class FleetServicer(planner_pb2_grpc.FleetServicer):
+    """Owns nothing: a change is the fleet's, and goes on when who asked for it leaves."""
+
+    def __init__(
+        self,
+        fleet: WorkerFleet,
+        planned: Callable[[str], UpOptions],
+        on_end: Callable[[asyncio.Task[WorkerChange]], None],
+    ) -> None:
+        self._fleet = fleet
+        self._planned = planned
+        self._on_end = on_end
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the service to a server."""
+        planner_pb2_grpc.add_FleetServicer_to_server(self, server)
+
+    async def Preview(
+        self, request: planner_pb2.FleetRequest, context: grpc.aio.ServicerContext
+    ) -> planner_pb2.WorkerChange:
+        """See planner.proto."""
+        change, why_not = self._fleet.preview(await asyncio.to_thread(self._planned, request.plan_yaml))
+        return change_message(change, why_not)
+
+    async def Change(
+        self, request: planner_pb2.FleetRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[planner_pb2.ApplyUpdate]:
+        """See planner.proto."""
+        planned = await asyncio.to_thread(self._planned, request.plan_yaml)
+        said: asyncio.Queue[planner_pb2.Progress | None] = asyncio.Queue()
+
+        def note(what: str, done: int, total: int) -> None:
+            said.put_nowait(planner_pb2.Progress(what=what, done=done, total=total))
+
+        change = self._fleet.begin(planned, request.stop_first, note)
+        change.add_done_callback(lambda _: said.put_nowait(None))
+        change.add_done_callback(self._on_end)
+        while (progress := await said.get()) is not None:
+            yield planner_pb2.ApplyUpdate(progress=progress)
+        yield planner_pb2.ApplyUpdate(applied=change_message(await asyncio.shield(change)))
+
+
+def change_message(change: WorkerChange, why_not: str = "") -> planner_pb2.WorkerChange:
+    """As it is told."""
+    return planner_pb2.WorkerChange(
+        now=_groups(change.now),
+        then=_groups(change.then),
+        num_kept=len(change.kept),
+        num_started=len(change.started),
+        num_stopped=len(change.stopped),
+        needs_stop_first=why_not,
+    )
+
+
+def _groups(workers: Sequence[WantedWorker]) -> list[planner_pb2.WorkerGroup]:
+    return [
+        planner_pb2.WorkerGroup(role=role, count=count, options=" ".join(start.arguments))
+        for (role, start), count in sorted(Counter(workers).items())
+    ]

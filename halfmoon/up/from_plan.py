@@ -1,0 +1,71 @@
+"""`halfmoon up --plan`, and a plan that is applied to what runs: the workers of a plan's file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from halfmoon.errors import Incompatible
+from halfmoon.plan.plan_file import PlannedCluster, parse_plan, read_plan
+from halfmoon.policy.cluster_view import Role
+from halfmoon.sim.model_catalogue import known_shape, model_shape
+from halfmoon.sim.model_shape import ModelShape
+from halfmoon.up.service_specs import PreparedModel, UpOptions, WorkerStart
+
+_ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
+
+
+def planned_options(options: UpOptions, path: Path, model: str | None) -> UpOptions:
+    """`options` with the plan's workers, and its model unless one is given. Raises InvalidRequest for no plan.
+
+    Simulated workers need a tokenizer only, and a name of the catalogue has none: the demo model's is taken then.
+    """
+    planned = read_plan(path)
+    if model is None and options.simulation is not None and known_shape(planned.model_name) is not None:
+        model = "demo"
+    codec = planned.handover_codec if options.handover_codec == "raw" else options.handover_codec
+    return _with_workers(replace(options, model=model or planned.model_name, handover_codec=codec), planned)
+
+
+def applied_options(options: UpOptions, model: PreparedModel, plan_yaml: str) -> UpOptions:
+    """Of the system that runs with `options` and serves `model`, with the plan's workers instead of its own.
+
+    Blocks, to read the model's config. Raises InvalidRequest for no plan, Incompatible for one that needs more than
+    other workers.
+    """
+    planned = parse_plan(plan_yaml, Path("plan.yaml"))
+    if not _is_served(planned.model_name, options, model):
+        raise Incompatible(
+            f"the plan is for {planned.model_name!r}, and {model.name!r} is served here: search for a plan of that, or "
+            "download this one and start it with `halfmoon up --plan plan.yaml --model MODEL`"
+        )
+    if planned.handover_codec not in ("raw", options.handover_codec):
+        raise Incompatible(
+            f"the plan hands KV over as {planned.handover_codec}, and the gateway was started with "
+            f"{options.handover_codec}, which it keeps: start again with `halfmoon up --plan plan.yaml`"
+        )
+    return _with_workers(options, planned)
+
+
+def _with_workers(options: UpOptions, planned: PlannedCluster) -> UpOptions:
+    return replace(
+        options,
+        num_prefill=len(planned.workers("prefill")),
+        num_decode=len(planned.workers("decode")),
+        num_both=len(planned.workers("both")),
+        worker_starts={
+            role: [WorkerStart(one.arguments, one.tp * one.pp) for one in planned.workers(role)] for role in _ROLES
+        },
+    )
+
+
+def _is_served(name: str, options: UpOptions, model: PreparedModel) -> bool:
+    """By name, or as a model of the catalogue with the same shape."""
+    if name in (options.model, model.name):
+        return True
+    known = known_shape(name)
+    return known is not None and _nameless(known) == _nameless(model_shape(model.path))
+
+
+def _nameless(shape: ModelShape) -> ModelShape:
+    return replace(shape, name="", context_tokens=None)

@@ -1,0 +1,233 @@
+"""`halfmoon up`: the whole system on this host, as one command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+
+from halfmoon.background import running
+from halfmoon.errors import HalfmoonError, UnknownModel, leaf_errors
+from halfmoon.policy.cluster_view import Role
+from halfmoon.rpc.loopback import is_loopback
+from halfmoon.up.fleet import WorkerFleet
+from halfmoon.up.fleet_diff import WorkerChange
+from halfmoon.up.fleet_servicer import fleet_address, fleet_server
+from halfmoon.up.from_plan import applied_options
+from halfmoon.up.gpus import visible_gpus
+from halfmoon.up.reserved_ports import ReservedPorts
+from halfmoon.up.service_specs import (
+    PreparedModel,
+    UpOptions,
+    WorkerSpec,
+    WorkerStart,
+    gateway_spec,
+    other_specs,
+    reachable,
+    traced,
+    worker_spec,
+)
+from halfmoon.up.simulated import simulated_model
+from halfmoon.up.stores import idle_directories, remember_stores
+from halfmoon.up.supervisor import Child, Supervisor, children_ready
+
+_HEALTH_POLL_S = 0.1
+
+
+async def up(options: UpOptions, terminal: Console) -> None:
+    """Runs until Ctrl-C or SIGTERM. Raises ServiceFailed when a service ends on its own."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    with _bars(terminal) as bars:
+        supervisor = Supervisor(options.state_dir / "logs", _Display(bars).on_event, partial(_print_restart, terminal))
+        try:
+            async with running(stopping.wait()) as stop, running(_run(options, supervisor, terminal, bars)) as run:
+                await asyncio.wait({stop, run}, return_when=asyncio.FIRST_COMPLETED)
+                if run.done():
+                    await run
+                terminal.print("halfmoon is stopping")
+        finally:
+            await supervisor.stop()
+
+
+class _Started(NamedTuple):
+    """What runs, and all that more workers of it need."""
+
+    options: UpOptions
+    model: PreparedModel
+    cluster: str  # host:port of the gateways, by commas
+    stores: Sequence[str]
+    workers: Sequence[WorkerSpec]
+
+
+async def _run(options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress) -> None:
+    with ReservedPorts() as ports, fleet_address() as fleet:
+        async with asyncio.TaskGroup() as group:
+            starting = group.create_task(_start(options, supervisor, terminal, bars, ports, fleet))
+            group.create_task(supervisor.until_one_ends())
+            started = await starting
+            if options.simulation is None:
+                group.create_task(_change_workers(started, fleet, supervisor, terminal))
+
+
+async def _start(
+    options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress, ports: ReservedPorts, fleet: str
+) -> _Started:
+    model = await prepared_model(options.model, terminal)
+    if options.simulation is not None:
+        model = PreparedModel(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
+    stores, planner = [ports.address() for _ in range(options.store.num_stores)], ports.address()
+    options = replace(options, operator_token=_operator_token(options))
+    options = replace(options, port=options.port or ports.port(options.host))
+    numbers = [None] if options.num_gateways == 1 else range(options.num_gateways)
+    specs = [gateway_spec(options, model, number, stores[0], ports.address()) for number in numbers]
+    announced = await children_ready([await supervisor.start(traced(spec, options)) for spec in specs])
+    cluster = ",".join(one["address"] for one in announced)
+    specs = [traced(spec, options) for spec in other_specs(options, model, cluster, stores, planner, fleet)]
+    others = [await supervisor.start(spec) for spec in specs]
+    await children_ready([child for child in others if child.spec.announces])
+    remember_stores(options.state_dir, stores)
+    for idle in idle_directories(options.store, options.state_dir):
+        terminal.print(
+            f"[yellow]{idle} is of a store that is not started now: --stores brings it back, or remove it[/]"
+        )
+    url = announced[0]["http"]
+    await _until_healthy(url)
+    bars.stop()
+    _print_ready(options, terminal, url, model.name, others)
+    return _Started(options, model, cluster, stores, [spec for spec in specs if isinstance(spec, WorkerSpec)])
+
+
+async def _change_workers(started: _Started, address: str, supervisor: Supervisor, terminal: Console) -> None:
+    """Does what the planner asks for."""
+    options, model, cluster, stores, workers = started
+
+    def made(planned: UpOptions, role: Role, index: int, start: WorkerStart, visible: Mapping[str, str]) -> WorkerSpec:
+        return traced(worker_spec(planned, model, cluster, stores, role, index, start, visible), options)
+
+    gpus = await asyncio.to_thread(visible_gpus) if options.device != "cpu" else ()
+    fleet = WorkerFleet(supervisor, workers, made, gpus)
+    planned = partial(applied_options, options, model)
+    async with fleet_server(address, fleet, planned, partial(_print_change, terminal)):
+        await asyncio.Event().wait()
+
+
+async def prepared_model(model: str, terminal: Console) -> PreparedModel:
+    """Downloads or converts the model in a process of its own, which ends with this call. Raises UnknownModel."""
+    command = (sys.executable, "-m", "halfmoon.engine.prepare", model)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, start_new_session=True)
+    said: dict[str, str] = {}
+    try:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            said = json.loads(line)
+            if "step" in said:
+                terminal.print(said["step"], markup=False, highlight=False, soft_wrap=True)
+        await process.wait()
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    if "path" not in said:
+        raise UnknownModel(said.get("error", f"preparing the model ended with exit status {process.returncode}"))
+    return PreparedModel(said["path"], "demo" if model == "demo" else said["name"])
+
+
+def _operator_token(options: UpOptions) -> str | None:
+    """Beyond loopback there is always one."""
+    return options.operator_token or (None if is_loopback(options.host) else secrets.token_urlsafe(18))
+
+
+async def _until_healthy(url: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        while True:
+            with suppress(aiohttp.ClientError, TimeoutError):
+                async with session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=2)) as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(_HEALTH_POLL_S)
+
+
+def _print_ready(options: UpOptions, terminal: Console, url: str, name: str, others: list[Child]) -> None:
+    if any(child.spec.name == "console" for child in others):
+        terminal.print(f"console: http://{reachable(options.host)}:{options.console_port}", highlight=False)
+    if options.operator_token:
+        terminal.print(f"operator token: {options.operator_token}", highlight=False, markup=False, soft_wrap=True)
+    terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)
+    terminal.print(f"halfmoon is ready: {url}", highlight=False, style="bold", soft_wrap=True)
+    body = f'{{"model": "{name}", "stream": true, "messages": [{{"role": "user", "content": "What is a half moon?"}}]}}'
+    key = " -H 'Authorization: Bearer KEY'" if options.api_keys else ""
+    command = f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    terminal.print(command, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_restart(terminal: Console, why: str, wait_s: float) -> None:
+    when = f" in {wait_s:g} s" if wait_s else ""
+    terminal.print(
+        f"halfmoon: {why}\nStarting it again{when}.", style="yellow", markup=False, highlight=False, soft_wrap=True
+    )
+
+
+def _print_change(terminal: Console, change: asyncio.Task[WorkerChange]) -> None:
+    if change.cancelled():
+        return
+    error = change.exception()
+    said = f"changing the workers failed, the old ones serve on: {error}" if error else f"now {_told(change.result())}"
+    terminal.print(f"halfmoon: {said}", style="red" if error else None, markup=False, highlight=False, soft_wrap=True)
+
+
+def _told(change: WorkerChange) -> str:
+    counts = Counter(role for role, _ in change.then)
+    return ", ".join(f"{count} {role}" for role, count in sorted(counts.items())) + " workers serve, as planned"
+
+
+def _bars(terminal: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    return Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
+
+
+class _Display:
+    """Owns the progress bars: one for each thing that loads."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def on_event(self, service: str, event: dict[str, Any]) -> None:
+        """A child's log event."""
+        if event.get("event") == "weights.progress":
+            self._advance(f"{service}: weights", int(event["done_bytes"]), int(event["total_bytes"]))
+
+    def _advance(self, title: str, done: int, total: int) -> None:
+        if title not in self._tasks:
+            self._tasks[title] = self._bars.add_task(title)
+        self._bars.update(self._tasks[title], completed=done, total=total)
+
+
+def run_up(options: UpOptions, terminal: Console) -> int:
+    """The exit status of `halfmoon up`."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        asyncio.run(up(options, terminal))
+    except (HalfmoonError, ExceptionGroup) as err:
+        for error in leaf_errors(err):
+            if not isinstance(error, HalfmoonError):
+                raise
+            terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    return 0

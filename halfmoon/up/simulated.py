@@ -1,0 +1,72 @@
+"""`halfmoon up --engine sim`: the model directory that is served without weights, and the processes of its workers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.sim.answers import LengthKind, TextKind
+from halfmoon.sim.worker_profile import DEFAULT_PROFILE, WorkerProfile, load_profile
+from halfmoon.up.supervisor import ServiceSpec
+
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "*.jinja", "vocab.*", "merges.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedWorkers:
+    """How the workers are simulated. Raises InvalidRequest for an unknown profile."""
+
+    profile: str = DEFAULT_PROFILE
+    time_scale: float = 1.0
+    text: TextKind = "random"
+    length: LengthKind = "drawn"
+    median_tokens: int = 200
+    num_processes: int = 1
+
+    def __post_init__(self) -> None:
+        self.worker_profile()
+        if self.num_processes < 1:
+            raise InvalidRequest("--sim-processes must be at least 1")
+
+    def worker_profile(self) -> WorkerProfile:
+        """The latencies of each worker."""
+        return load_profile(self.profile).scaled(self.time_scale)
+
+
+def simulated_model(model: Path, simulated: SimulatedWorkers, state_dir: Path) -> Path:
+    """A directory with the tokenizer of `model`, without weights, whose context is that of the simulated workers."""
+    target = state_dir / "simulated-model"
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in _TOKENIZER_FILES:
+        for file in model.glob(pattern):
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = simulated.worker_profile().context_tokens
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def simulation_specs(
+    simulated: SimulatedWorkers, counts: Mapping[str, int], cluster: str, model: Sequence[str]
+) -> list[ServiceSpec]:
+    """Processes that share the workers of each role evenly. `model` is the arguments that name it."""
+    how = {
+        "--profile": simulated.profile,
+        "--time-scale": simulated.time_scale,
+        "--text": simulated.text,
+        "--length": simulated.length,
+        "--median-tokens": simulated.median_tokens,
+    }
+    options = tuple(str(part) for pair in how.items() for part in pair)
+    specs = []
+    for index in range(min(simulated.num_processes, sum(counts.values()))):
+        share = {role: len(range(index, count, simulated.num_processes)) for role, count in counts.items()}
+        numbers = tuple(part for role, count in share.items() for part in (f"--{role}", str(count)))
+        if any(share.values()):
+            arguments = ("-m", "services.simulation", "--gateway", cluster, *model, *options, *numbers)
+            specs.append(ServiceSpec(f"simulation-{index}", arguments, {}, restarts=True))
+    return specs

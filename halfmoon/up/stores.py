@@ -1,0 +1,86 @@
+"""The stores of `halfmoon up`: their processes, and how workers and operators find them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.kv.entry_codec import EntryCodec
+from halfmoon.up.supervisor import ServiceSpec
+
+_INDEX = "index.sqlite"  # of the disk tier
+_ADDRESSES = "stores"  # in the state directory, one a line
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """How many, and the tiers of each. Raises InvalidRequest for a codec that there is not."""
+
+    dram_bytes: str = "512MiB"
+    disk_dir: Path | None = None  # None: under the state directory
+    disk_bytes: str = "8GiB"
+    cold_url: str | None = None
+    dram_codec: str = "raw"
+    disk_codec: str = "raw"
+    cold_codec: str = "raw"
+    num_stores: int = 1  # workers of each role use them in turns
+
+    def __post_init__(self) -> None:
+        if self.num_stores < 1:
+            raise InvalidRequest("there has to be at least one store")
+        for codec in (self.dram_codec, self.disk_codec, self.cold_codec):
+            EntryCodec.parse(codec)
+        if self.disk_dir is not None and self.disk_dir.exists() and not self.disk_dir.is_dir():
+            raise InvalidRequest(f"--disk-dir {self.disk_dir} is not a directory")
+
+
+def store_specs(options: StoreOptions, state_dir: Path, addresses: Sequence[str]) -> list[ServiceSpec]:
+    """The stores as children. Several ones share the cold tier; each has its own memory and directory."""
+    names = ["kvstore"] if len(addresses) == 1 else [f"kvstore-{index}" for index in range(len(addresses))]
+    directories = _directories(options, state_dir)
+    return [_store_spec(options, *one) for one in zip(names, directories, addresses, strict=True)]
+
+
+def idle_directories(options: StoreOptions, state_dir: Path) -> list[Path]:
+    """Of stores that there were with another number of them: nobody uses nor frees what lies there."""
+    directory = options.disk_dir or state_dir / "kvstore"
+    used = _directories(options, state_dir)
+    return [
+        one for one in (directory, *sorted(directory.glob("[0-9]*"))) if one not in used and (one / _INDEX).exists()
+    ]
+
+
+def remember_stores(state_dir: Path, addresses: Sequence[str]) -> None:
+    """For `known_stores`."""
+    (state_dir / _ADDRESSES).write_text("\n".join(addresses))
+
+
+def known_stores(state_dir: Path) -> tuple[str, ...]:
+    """Those that `halfmoon up` started last with this state directory, whether they run or not."""
+    try:
+        return tuple((state_dir / _ADDRESSES).read_text().split())
+    except OSError:
+        return ()
+
+
+def _directories(options: StoreOptions, state_dir: Path) -> list[Path]:
+    directory = options.disk_dir or state_dir / "kvstore"
+    return [directory] if options.num_stores == 1 else [directory / str(n) for n in range(options.num_stores)]
+
+
+def _store_spec(options: StoreOptions, name: str, directory: Path, address: str) -> ServiceSpec:
+    arguments = {
+        "--listen": address,
+        "--dram-bytes": options.dram_bytes,
+        "--disk-dir": str(directory),
+        "--disk-bytes": options.disk_bytes,
+        "--dram-codec": options.dram_codec,
+        "--disk-codec": options.disk_codec,
+        "--cold-codec": options.cold_codec,
+    }
+    # A URL may hold a password, which a process's arguments would show to everybody on the host.
+    environment = {} if options.cold_url is None else {"HALFMOON_KVSTORE_COLD_URL": options.cold_url}
+    flags = tuple(part for pair in arguments.items() for part in pair)
+    return ServiceSpec(name, ("-m", "services.kvstore", *flags), environment, restarts=True)

@@ -1,0 +1,99 @@
+"""`halfmoon profile` and `profiles`, and who reads what they keep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from halfmoon.cli.app import app
+from halfmoon.cli.profile_store import keep_profile, profile_file, stored_profile
+from halfmoon.errors import InvalidRequest
+from halfmoon.sim.profile import MeasuredProfile
+from halfmoon.sim.worker_profile import load_profile
+
+FOUND = MeasuredProfile.model_validate(
+    {
+        "model": "demo",
+        "device": "cpu",
+        "kv_tokens": 64_000,
+        "kv_bytes_per_token": 1e3,
+        "limits": {"context_tokens": 2048, "max_batch_tokens": 256, "chunk_tokens": 32, "max_running": 8},
+        "prefill": [
+            {"new_tokens": 100, "seconds": 0.1},
+            {"new_tokens": 200, "seconds": 0.2},
+            {"new_tokens": 150, "seconds": 0.1, "is_held_out": True},
+        ],
+        "step": [{"batch": 1, "context_tokens": 100, "seconds": 0.01}],
+        "transfer": [
+            {"num_bytes": 1000, "seconds": 0.001, "transport": "shm"},
+            {"num_bytes": 1000, "seconds": 9.0, "transport": "grpc"},
+        ],
+        "beside": [{"work": "prefill", "neighbour": "decode", "slowdown": 2.0}],
+        "request_s": 0.5,
+    }
+)
+CLUSTER = "workers: [{role: prefill, first_node: 0}, {role: decode, first_node: 0}]"
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    done = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, list(arguments))
+    return done.exit_code, done.output
+
+
+def test_a_stored_profile_is_listed_and_simulated_with(tmp_path: Path) -> None:
+    assert "make one" in run("profiles", "--state-dir", str(tmp_path))[1]
+    keep_profile("mine", FOUND, tmp_path, None)
+    code, text = run("profiles", "--state-dir", str(tmp_path))
+    assert (code, "mine" in text, "50.0% / 0.0%" in text) == (0, True, True)  # the held-out prompt was a third quicker
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(CLUSTER)
+    work = ("--workload", "in=100,out=2", "--rate", "0.1", "--requests", "5", "--arrivals", "constant", "--json")
+    which = ("--latency", "ledger:mine", "--state-dir", str(tmp_path))
+    code, text = run("simulate", "--cluster", str(cluster), *work, *which)
+    found = json.loads(text)
+    assert code == 0
+    assert found["ttft_s"]["p50"] == pytest.approx(0.5 + 0.1)  # `request_s`, and the prompt
+    assert found["latency"][0]["fit_error"]["prefill"] == pytest.approx(0.5)
+    cluster.write_text(f"latency: ledger:mine\n{CLUSTER}")
+    code, text = run("simulate", "--cluster", str(cluster), *work, "--state-dir", str(tmp_path))
+    assert (code, json.loads(text)) == (0, found)
+
+
+def test_an_unknown_name_is_told_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="halfmoon profile"):
+        stored_profile("mine", tmp_path, None)
+    keep_profile("mine", FOUND, tmp_path, None)
+    with pytest.raises(InvalidRequest, match="it has mine"):
+        stored_profile("yours", tmp_path, None)
+
+
+def test_simulated_workers_read_a_stored_profile_as_a_file(tmp_path: Path) -> None:
+    keep_profile("mine", FOUND, tmp_path, None)
+    profile = load_profile(profile_file("ledger:mine", tmp_path))
+    assert (profile.max_batch_tokens, profile.chunk_tokens, profile.max_running) == (256, 32, 8)
+    assert profile.latency.prefill_s(200) == pytest.approx(0.2)
+    assert profile.link_bytes_per_s == pytest.approx(1e6)  # by the transport that comes first
+    assert profile_file("instant", tmp_path) == "instant"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(("--name", "a b"), "a name is"), (("--name", "a", "--output", "no/such/dir.json"), "no/such")],
+)
+def test_bad_arguments_are_refused_before_anything_is_measured(
+    tmp_path: Path, arguments: tuple[str, ...], text: str
+) -> None:
+    code, told = run("profile", *arguments, "--gateway", "http://127.0.0.1:1", "--state-dir", str(tmp_path))
+    assert code != 0
+    assert text in told
+
+
+def test_no_gateway_is_told(tmp_path: Path) -> None:
+    out = str(tmp_path / "x.json")
+    code, told = run("profile", "--name", "a", "--gateway", "http://127.0.0.1:1", "--output", out)
+    assert code == 1
+    assert "no halfmoon gateway" in told
+    assert not Path(out).exists()

@@ -1,0 +1,53 @@
+"""Who may listen on a reserved port, and who may not get it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.rpc.metrics import RpcMetrics
+from halfmoon.rpc.server import running_server
+from halfmoon.up.reserved_ports import ReservedPorts
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a port is not held")
+
+
+async def test_a_service_listens_on_it_again_and_again_and_alone() -> None:
+    with ReservedPorts() as ports:
+        address = ports.address()
+        for _ in range(2):
+            async with running_server(address, [], RpcMetrics(CollectorRegistry())) as server:
+                assert server.port == int(address.rpartition(":")[2])
+                with pytest.raises(InvalidRequest, match="taken"):
+                    async with running_server(address, [], RpcMetrics(CollectorRegistry())):
+                        pass
+
+
+@linux
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost", ""])
+def test_several_that_share_a_port_may_listen_on_it(host: str) -> None:
+    with ReservedPorts() as ports:
+        port = ports.port(host)
+        family = socket.getaddrinfo(host or None, port, flags=socket.AI_PASSIVE)[0][0]
+        for _ in range(2):
+            with socket.create_server((host, port), family=family, reuse_port=True):
+                pass
+
+
+@linux
+def test_nobody_gets_it_who_does_not_name_it_to_listen() -> None:
+    with ReservedPorts() as ports:
+        port = ports.port()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+
+
+def test_what_is_no_address_of_this_host_is_refused() -> None:
+    with ReservedPorts() as ports, pytest.raises(InvalidRequest, match=r"192\.0\.2\.1"):
+        ports.port("192.0.2.1")

@@ -1,0 +1,195 @@
+"""What `halfmoon up` starts for which options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.sim.worker_profile import PROFILES
+from halfmoon.up.run import _operator_token
+from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, other_specs
+from halfmoon.up.simulated import SimulatedWorkers, simulated_model
+from halfmoon.up.stores import StoreOptions, known_stores, remember_stores
+
+MODEL = PreparedModel("/models/m", "m")
+
+
+def names(options: UpOptions) -> list[str]:
+    return [spec.name for spec in other_specs(options, MODEL, "127.0.0.1:7000", ["127.0.0.1:7003"], "x:4")]
+
+
+def test_one_process_a_worker() -> None:
+    options = UpOptions(num_prefill=2, num_decode=1, num_both=1, console=False)
+    assert names(options) == ["kvstore", "planner", "prefill-0", "prefill-1", "decode-0", "both-0"]
+
+
+@pytest.mark.parametrize(("num_both", "variable"), [(1, "GOMP_SPINCOUNT"), (2, "OMP_WAIT_POLICY")])
+def test_threads_spin_only_where_a_worker_is_alone(num_both: int, variable: str) -> None:
+    options = UpOptions(num_prefill=0, num_decode=0, num_both=num_both, console=False)
+    workers = [
+        spec for spec in other_specs(options, MODEL, "x:1", ["127.0.0.1:7003"], "x:4") if spec.name.startswith("both")
+    ]
+    assert len(workers) == num_both
+    assert all(variable in spec.environment for spec in workers)
+
+
+def test_the_codec_of_hand_overs_is_the_gateways_setting() -> None:
+    arguments = gateway_spec(UpOptions(handover_codec="int8"), MODEL).arguments
+    assert arguments[arguments.index("--handover-codec") + 1] == "int8"
+
+
+def test_one_of_several_gateways_shares_its_port_and_comes_back_where_it_was() -> None:
+    options = UpOptions(port=8000, num_gateways=2)
+    alone, shared = gateway_spec(options, MODEL), gateway_spec(options, MODEL, 1, None, "127.0.0.1:7")
+    for spec, name, place, is_shared in (
+        (alone, "gateway", "127.0.0.1:0", "false"),
+        (shared, "gateway-1", "127.0.0.1:7", "true"),
+    ):
+        given = dict(zip(spec.arguments[2::2], spec.arguments[3::2], strict=True))
+        assert (spec.name, given["--cluster-listen"], given["--reuse-port"]) == (name, place, is_shared)
+        assert spec.restarts
+
+
+def test_the_console_finds_the_planner_and_the_planner_the_ledger(tmp_path: Path) -> None:
+    pytest.importorskip("streamlit")
+    options = UpOptions(state_dir=tmp_path, operator_token="secret")
+    specs = {spec.name: spec for spec in other_specs(options, MODEL, "x:1", ["x:2"], "127.0.0.1:7")}
+    planner, console = specs["planner"], specs["console"]
+    assert console.environment["HALFMOON_CONSOLE_PLANNER"] == "127.0.0.1:7"
+    assert planner.arguments[2:] == ("--listen", "127.0.0.1:7", "--state-dir", str(tmp_path))
+    assert planner.environment == {"HALFMOON_PLANNER_OPERATOR_TOKEN": "secret"}
+
+
+def test_gateway_and_planner_have_one_ledger_whose_password_is_no_argument() -> None:
+    url = "postgresql://halfmoon:secret@db/halfmoon"
+    options = UpOptions(ledger_url=url)
+    planner = next(one for one in other_specs(options, MODEL, "x:1", ["x:2"], "x:7") if one.name == "planner")
+    gateway = gateway_spec(options, MODEL)
+    assert gateway.environment["HALFMOON_GATEWAY_LEDGER_URL"] == url
+    assert planner.environment["HALFMOON_PLANNER_LEDGER_URL"] == url
+    assert not any("secret" in argument for argument in (*gateway.arguments, *planner.arguments))
+
+
+@pytest.mark.parametrize(("simulation", "is_told"), [(None, True), (SimulatedWorkers("instant"), False)])
+def test_the_planner_changes_real_workers_only(simulation: SimulatedWorkers | None, is_told: bool) -> None:
+    specs = other_specs(UpOptions(simulation=simulation, console=False), MODEL, "x:1", ["x:2"], "x:4", "unix:/f")
+    (planner,) = [spec for spec in specs if spec.name == "planner"]
+    assert (planner.arguments[-2:] == ("--fleet", "unix:/f")) == is_told
+
+
+def test_keys_are_not_in_the_command_line() -> None:
+    spec = gateway_spec(UpOptions(api_keys=("secret",)), MODEL)
+    assert "secret" not in " ".join(spec.arguments)
+    assert spec.environment["HALFMOON_GATEWAY_API_KEY"] == '["secret"]'
+
+
+@pytest.mark.parametrize("counts", [(-1, 1, 1), (0, 1, 0), (1, 0, 0), (0, 0, 0)])
+def test_what_could_serve_nothing_is_refused(counts: tuple[int, int, int]) -> None:
+    with pytest.raises(InvalidRequest):
+        UpOptions(num_prefill=counts[0], num_decode=counts[1], num_both=counts[2])
+
+
+def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(InvalidRequest, match="not a directory"):
+        UpOptions(state_dir=file)
+
+
+def test_simulated_workers_are_shared_by_their_processes() -> None:
+    simulation = SimulatedWorkers("instant", time_scale=2.0, num_processes=3)
+    specs = other_specs(
+        UpOptions(num_prefill=4, num_decode=2, simulation=simulation), MODEL, "x:1", ["127.0.0.1:7003"], "x:4"
+    )
+    processes = [spec for spec in specs if "services.simulation" in spec.arguments]
+    assert len(processes) == 3
+    for role, count in (("--prefill", 4), ("--decode", 2), ("--both", 0)):
+        shares = [int(spec.arguments[spec.arguments.index(role) + 1]) for spec in processes]
+        assert sum(shares) == count
+        assert max(shares) - min(shares) <= 1
+    assert not [spec for spec in specs if spec.name.startswith(("prefill", "decode"))]
+
+
+def test_the_model_of_simulated_workers_has_no_weights_and_their_context(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 8, "vocab_size": 5}))
+    for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors"):
+        (model / name).write_text("{}")
+    made = simulated_model(model, SimulatedWorkers("instant"), tmp_path / "state")
+    assert sorted(file.name for file in made.iterdir()) == ["chat_template.jinja", "config.json", "tokenizer.json"]
+    config = json.loads((made / "config.json").read_text())
+    assert config == {"max_position_embeddings": PROFILES["instant"].context_tokens, "vocab_size": 5}
+
+
+def test_an_unknown_profile_is_refused_before_anything_starts() -> None:
+    with pytest.raises(InvalidRequest, match="profile"):
+        SimulatedWorkers("nothing")
+
+
+def test_workers_find_the_store_wherever_its_tiers_are(tmp_path: Path) -> None:
+    store = StoreOptions(cold_url="s3://key:secret@bucket", dram_bytes="1GiB", disk_codec="int8+zstd")
+    specs = other_specs(
+        UpOptions(console=False, store=store, state_dir=tmp_path), MODEL, "x:1", ["127.0.0.1:7003"], "x:4"
+    )
+    kvstore = next(spec for spec in specs if spec.name == "kvstore")
+    given = dict(zip(kvstore.arguments[2::2], kvstore.arguments[3::2], strict=True))
+    assert (given["--dram-bytes"], given["--disk-dir"]) == ("1GiB", str(tmp_path / "kvstore"))
+    assert given["--disk-codec"] == "int8+zstd"
+    assert kvstore.environment == {"HALFMOON_KVSTORE_COLD_URL": "s3://key:secret@bucket"}
+    assert "secret" not in " ".join(kvstore.arguments)
+    for spec in specs:
+        if spec.name.startswith(("prefill", "decode")):
+            assert spec.arguments[spec.arguments.index("--kv-store") + 1] == given["--listen"]
+
+
+def test_workers_of_each_role_use_several_stores_in_turns(tmp_path: Path) -> None:
+    options = UpOptions(
+        num_prefill=3, num_decode=2, console=False, store=StoreOptions(num_stores=2), state_dir=tmp_path
+    )
+    specs = {spec.name: spec for spec in other_specs(options, MODEL, "x:1", ["s:0", "s:1"], "x:4")}
+    used = {
+        name: spec.arguments[spec.arguments.index("--kv-store") + 1]
+        for name, spec in specs.items()
+        if name.startswith(("prefill", "decode"))
+    }
+    assert used == {"prefill-0": "s:0", "prefill-1": "s:1", "prefill-2": "s:0", "decode-0": "s:0", "decode-1": "s:1"}
+    directories = [
+        specs[f"kvstore-{n}"].arguments[specs[f"kvstore-{n}"].arguments.index("--disk-dir") + 1] for n in (0, 1)
+    ]
+    assert directories == [str(tmp_path / "kvstore" / "0"), str(tmp_path / "kvstore" / "1")]
+    with pytest.raises(InvalidRequest, match="store"):
+        StoreOptions(num_stores=0)
+
+
+def test_operators_find_the_stores_that_were_started(tmp_path: Path) -> None:
+    assert known_stores(tmp_path) == ()
+    remember_stores(tmp_path, ["a:1", "b:2"])
+    assert known_stores(tmp_path) == ("a:1", "b:2")
+
+
+def test_a_codec_that_there_is_not_is_refused_at_once() -> None:
+    with pytest.raises(InvalidRequest, match="int7"):
+        StoreOptions(dram_codec="int7")
+
+
+def test_gateway_and_console_have_one_operator_token_and_one_store() -> None:
+    pytest.importorskip("streamlit")
+    options = UpOptions(operator_token="o", simulation=SimulatedWorkers("instant"))
+    gateway = gateway_spec(options, MODEL, store="127.0.0.1:7003")
+    assert gateway.environment["HALFMOON_GATEWAY_OPERATOR_TOKEN"] == "o"
+    assert gateway.arguments[gateway.arguments.index("--kv-store") + 1] == "127.0.0.1:7003"
+    console = next(
+        spec for spec in other_specs(options, MODEL, "x:1", ["127.0.0.1:7003"], "x:4") if spec.name == "console"
+    )
+    assert console.environment["HALFMOON_CONSOLE_OPERATOR_TOKEN"] == "o"
+    assert "o" not in (*gateway.arguments, *console.arguments)
+
+
+@pytest.mark.parametrize(("host", "given", "is_made"), [("127.0.0.1", None, False), ("0.0.0.0", None, True)])
+def test_beyond_loopback_there_is_always_an_operator_token(host: str, given: str | None, is_made: bool) -> None:
+    assert bool(_operator_token(UpOptions(host=host, operator_token=given))) == is_made
+    assert _operator_token(UpOptions(host=host, operator_token="mine")) == "mine"

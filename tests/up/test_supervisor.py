@@ -1,0 +1,168 @@
+"""The supervisor with small Python programs as its services."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfmoon.errors import ServiceFailed
+from halfmoon.up.supervisor import ServiceSpec, Supervisor, children_ready
+
+READY = 'print(\'{"event": "service.ready", "address": "here:1"}\', flush=True)\n'
+WAIT = "import sys; sys.stdin.read()\n"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + "time.sleep(600)\n"
+
+
+def spec(name: str, program: str) -> ServiceSpec:
+    return ServiceSpec(name, ("-c", program), {"EXTRA": "1"})
+
+
+@asynccontextmanager
+async def supervisor(directory: Path, events: list[tuple[str, dict[str, Any]]]) -> AsyncIterator[Supervisor]:
+    found = Supervisor(directory, lambda name, event: events.append((name, event)))
+    try:
+        yield found
+    finally:
+        await found.stop()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_ready_events_arrive_and_lines_are_kept(tmp_path: Path) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    async with supervisor(tmp_path, events) as boss:
+        child = await boss.start(spec("one", "print('plain', flush=True)\n" + READY + WAIT))
+        (ready,) = await children_ready([child])
+        assert ready["address"] == "here:1"
+    assert (tmp_path / "one.log").read_text().splitlines()[0] == "plain"
+    assert events[0][0] == "one"
+
+
+async def test_a_child_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> None:
+    async with supervisor(tmp_path, []) as boss:
+        await boss.start(spec("lasting", READY + WAIT))
+        await boss.start(
+            spec("broken", 'print(\'{"level": "ERROR", "reason": "no such model"}\'); raise SystemExit(3)')
+        )
+        with pytest.raises(ServiceFailed, match=r"broken ended with exit status 3[^$]*no such model"):
+            await boss.until_one_ends()
+
+
+async def test_a_child_started_later_is_watched_too(tmp_path: Path) -> None:
+    async with supervisor(tmp_path, []) as boss:
+        await boss.start(spec("lasting", READY + WAIT))
+        watching = asyncio.ensure_future(boss.until_one_ends())
+        await asyncio.sleep(0)
+        await boss.start(spec("late", "raise SystemExit(7)"))
+        with pytest.raises(ServiceFailed, match="late ended with exit status 7"):
+            await watching
+
+
+async def test_stop_leaves_nobody_alive_even_who_ignores_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halfmoon.up.supervisor.STOP_GRACE_S", 0.2)
+    async with supervisor(tmp_path, []) as boss:
+        children = [await boss.start(spec(f"stubborn-{index}", STUBBORN)) for index in range(2)]
+        await children_ready(children)
+    assert not any(is_alive(child.process.pid) for child in children)
+
+
+async def test_very_long_lines_do_not_end_the_watch(tmp_path: Path) -> None:
+    async with supervisor(tmp_path, []) as boss:
+        child = await boss.start(spec("wordy", "print('x' * 1_000_000, flush=True)\n" + READY + WAIT))
+        await children_ready([child])
+    assert (tmp_path / "wordy.log").stat().st_size > 1_000_000
+
+
+class Restarts:
+    """Notes why and after how long a wait; `enough` is set at the `most`th."""
+
+    def __init__(self, most: int) -> None:
+        self.reasons: list[str] = []
+        self.waits_s: list[float] = []
+        self.enough = asyncio.Event()
+        self._most = most
+
+    def note(self, why: str, wait_s: float) -> None:
+        self.reasons.append(why)
+        self.waits_s.append(wait_s)
+        if len(self.reasons) == self._most:
+            self.enough.set()
+
+
+async def test_who_dies_is_started_again_after_ever_longer_waits(tmp_path: Path) -> None:
+    """Also where it does not become ready again: it was once. A service beside it does not notice."""
+    restarts = Restarts(5)
+    dying = f"import os; first = not os.path.exists('{tmp_path}/once'); open('{tmp_path}/once', 'w')\n"
+    dying += f"if first: {READY}raise SystemExit(4)"
+    boss = Supervisor(tmp_path, lambda name, event: None, restarts.note, restart_s=(0.0, 0.001, 0.002))
+    try:
+        lasting = await boss.start(spec("lasting", READY + WAIT))
+        await children_ready([lasting])
+        await boss.start(ServiceSpec("worker", ("-c", dying), {}, restarts=True))
+        watching = asyncio.ensure_future(boss.until_one_ends())
+        await asyncio.wait(
+            {watching, asyncio.ensure_future(restarts.enough.wait())}, timeout=60, return_when="FIRST_COMPLETED"
+        )
+        assert not watching.done()
+        watching.cancel()
+        assert is_alive(lasting.process.pid)
+    finally:
+        await boss.stop()
+    assert restarts.waits_s == [0.0, 0.001, 0.002, 0.002, 0.002]
+    assert all("exit status 4" in one for one in restarts.reasons)
+    assert (tmp_path / "worker.log").read_text().count("service.ready") == 1
+
+
+async def test_nobody_is_started_after_the_stop(tmp_path: Path) -> None:
+    restarts = Restarts(1)
+    boss = Supervisor(tmp_path, lambda name, event: None, restarts.note, restart_s=(3600.0,))
+    await boss.start(ServiceSpec("worker", ("-c", READY + "raise SystemExit(4)"), {}, restarts=True))
+    watching = asyncio.ensure_future(boss.until_one_ends())
+    async with asyncio.timeout(60):
+        await restarts.enough.wait()
+        await boss.stop()
+    watching.cancel()
+    assert (tmp_path / "worker.log").read_text().count("service.ready") == 1
+
+
+@pytest.mark.parametrize("announces", [True, False], ids=["which says when it is ready", "which never says it"])
+async def test_a_service_that_never_was_ready_ends_everything(tmp_path: Path, announces: bool) -> None:
+    restarts = Restarts(1)
+    boss = Supervisor(tmp_path, lambda name, event: None, restarts.note)
+    try:
+        await boss.start(ServiceSpec("worker", ("-c", "raise SystemExit(4)"), {}, restarts=True, announces=announces))
+        with pytest.raises(ServiceFailed, match="exit status 4"):
+            await boss.until_one_ends()
+    finally:
+        await boss.stop()
+    assert not restarts.reasons
+
+
+async def test_a_silent_service_that_has_lived_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halfmoon.up.supervisor._SILENT_READY_S", 0.0)
+    restarts = Restarts(2)
+    boss = Supervisor(tmp_path, lambda name, event: None, restarts.note, restart_s=(0.0,))
+    try:
+        await boss.start(ServiceSpec("console", ("-c", "raise SystemExit(4)"), {}, restarts=True, announces=False))
+        watching = asyncio.ensure_future(boss.until_one_ends())
+        async with asyncio.timeout(60):
+            await restarts.enough.wait()
+        watching.cancel()
+    finally:
+        await boss.stop()
