@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from halfmoon.policy.admission import Refused
-from halfmoon.policy.classes import QosClass
-from halfmoon.policy.cluster_view import ClusterView, Role, WorkerView
-from halfmoon.policy.gatekeeper import Gatekeeper
-from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.policy.placement import PlacementRequest, PlacementRules
+from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.classes import QosClass
+from halfmoon.policy.admission.refusal import Refused
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.policy.placement.place import PlacementRequest, PlacementRules
+from halfmoon.policy.view.cluster_view import ClusterView, Role, WorkerView
 
 KINDS = {
     "admitted": QosClass("default"),

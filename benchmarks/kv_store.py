@@ -27,8 +27,8 @@ from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.transport.link import LinkSettings
 from services.kvstore.assembly import Store, running_store
-from services.kvstore.entry import Tier
-from services.kvstore.identity import block_id
+from services.kvstore.catalog.block_identity import block_id
+from services.kvstore.catalog.entry import Tier
 from services.kvstore.settings import KVStoreSettings
 
 LAYOUT = KVLayout(30, 3, 64, "bfloat16", 64)

@@ -20,13 +20,13 @@ from typing import get_args
 
 import numpy as np
 
-from halfmoon.policy.block_index import BlockEvents, BlockIndex
-from halfmoon.policy.cluster_view import ClusterView, Role, WorkerView
-from halfmoon.policy.decode_forecast import DecodeForecast
-from halfmoon.policy.key_table import Keys
-from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.policy.placement import PlacementRequest, PlacementRules, place
-from halfmoon.policy.ranking import PlacementMode
+from halfmoon.policy.forecast.decode_forecast import DecodeForecast
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.policy.placement.place import PlacementRequest, PlacementRules, place
+from halfmoon.policy.placement.ranking import PlacementMode
+from halfmoon.policy.view.block_index import BlockEvents, BlockIndex
+from halfmoon.policy.view.cluster_view import ClusterView, Role, WorkerView
+from halfmoon.policy.view.key_table import Keys
 
 BLOCK_TOKENS = 64
 NUM_PLACEMENTS = 500

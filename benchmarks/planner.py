@@ -35,23 +35,23 @@ from benchmarks.planner_kernels import show_kernels
 from benchmarks.planner_peer import recommended
 from benchmarks.planner_steady import show_steady
 from halfmoon.plan.fleet import read_fleet
-from halfmoon.plan.goodput import Goal
-from halfmoon.plan.question import Question, default_rules
-from halfmoon.policy.ranking import PlacementMode
-from halfmoon.sim.aiconfigurator import KernelTimes
-from halfmoon.sim.cluster import Batching, BatchLimits, ClusterSpec, Network, Targets, TbtOf, WorkerGroup
-from halfmoon.sim.distserve import DistServeCoefficients
-from halfmoon.sim.latency import LatencyModel, median_error
-from halfmoon.sim.latency_sources import latency_source
-from halfmoon.sim.lengths import named_lengths
-from halfmoon.sim.model_catalogue import MODELS, model_shape
+from halfmoon.plan.problem import Question, default_rules
+from halfmoon.plan.search.goodput import Goal
+from halfmoon.policy.placement.ranking import PlacementMode
+from halfmoon.sim.cluster.cluster_spec import Batching, BatchLimits, ClusterSpec, Network, Targets, TbtOf, WorkerGroup
+from halfmoon.sim.latency_sources.aiconfigurator import KernelTimes
+from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
+from halfmoon.sim.latency_sources.latency_model import LatencyModel, median_error
+from halfmoon.sim.latency_sources.latency_source import latency_source
+from halfmoon.sim.latency_sources.model_catalogue import MODELS, model_shape
+from halfmoon.sim.latency_sources.roofline import OF_2023, Efficiency, Roofline
+from halfmoon.sim.latency_sources.splitwise import read_splitwise
 from halfmoon.sim.result import SimResult, quantiles
-from halfmoon.sim.roofline import OF_2023, Efficiency, Roofline
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.splitwise import read_splitwise
-from halfmoon.sim.synthetic import synthetic_workload
-from halfmoon.sim.traces import read_workload
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.workloads.drawn_workload import synthetic_workload
+from halfmoon.sim.workloads.lengths import named_lengths
+from halfmoon.sim.workloads.traces import read_workload
+from halfmoon.sim.workloads.workload import Workload
 
 MODEL = "roofline:llama-2-70b@a100-80g"
 NETWORK = Network(bytes_per_s=100e9, handover="pull", can_fetch=True)

@@ -15,16 +15,16 @@ from itertools import product
 
 import numpy as np
 
-from halfmoon.plan.feasible import models
 from halfmoon.plan.layout import Layout, WorkerKind, WorkerSet
-from halfmoon.plan.question import Question
-from halfmoon.plan.search import search
-from halfmoon.plan.unit import layout_trial
-from halfmoon.plan.verdict import judged
-from halfmoon.policy.cluster_view import Role
-from halfmoon.sim.arrivals import arrivals
-from halfmoon.sim.latency import LatencyModel
-from halfmoon.sim.workload import Workload
+from halfmoon.plan.layout_trial import layout_trial
+from halfmoon.plan.problem import Question
+from halfmoon.plan.search.evaluation import judged
+from halfmoon.plan.search.feasible import models
+from halfmoon.plan.search.search import search
+from halfmoon.policy.view.cluster_view import Role
+from halfmoon.sim.latency_sources.latency_model import LatencyModel
+from halfmoon.sim.workloads.arrival_processes import arrivals
+from halfmoon.sim.workloads.workload import Workload
 
 _MINUTE_S = 60.0
 

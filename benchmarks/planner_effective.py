@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from halfmoon.sim.cluster import ClusterSpec, Targets
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Targets
 from halfmoon.sim.result import quantiles
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.workloads.workload import Workload
 
 TBT_MS = (100, 200, 300)
 

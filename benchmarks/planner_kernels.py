@@ -12,9 +12,9 @@ from itertools import product
 import numpy as np
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.sim.aiconfigurator import SYSTEMS
-from halfmoon.sim.latency import LatencyModel
-from halfmoon.sim.latency_sources import latency_source
+from halfmoon.sim.latency_sources.aiconfigurator import SYSTEMS
+from halfmoon.sim.latency_sources.latency_model import LatencyModel
+from halfmoon.sim.latency_sources.latency_source import latency_source
 
 _MODELS = ("llama-3.1-8b", "qwen3-32b", "llama-3.1-70b")
 _BACKENDS = ("trtllm", "vllm")

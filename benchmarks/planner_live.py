@@ -31,13 +31,13 @@ from halfmoon.profiling.sweep import SweepLimits
 from halfmoon.replay.cluster import found_gateway
 from halfmoon.replay.outcome import Outcome
 from halfmoon.replay.player import played
-from halfmoon.sim.cluster import ClusterSpec, Targets
-from halfmoon.sim.lengths import named_lengths
-from halfmoon.sim.profile import MeasuredProfile, read_profile, write_profile
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Targets
+from halfmoon.sim.cluster.spec_file import read_cluster
+from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, read_profile, write_profile
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.spec_file import read_cluster
-from halfmoon.sim.synthetic import synthetic_workload
-from halfmoon.sim.workload import Floats, Prefixes, Workload
+from halfmoon.sim.workloads.drawn_workload import synthetic_workload
+from halfmoon.sim.workloads.lengths import named_lengths
+from halfmoon.sim.workloads.workload import Floats, Prefixes, Workload
 
 LAYOUTS = {
     "1p1d": (("--prefill", "1", "--decode", "1"), [("prefill", 1), ("decode", 1)]),

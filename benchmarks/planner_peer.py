@@ -15,9 +15,9 @@ from time import process_time
 from typing import Any
 
 from halfmoon.plan.layout import Layout, Parallelism, WorkerKind, WorkerSet
-from halfmoon.plan.question import Question
-from halfmoon.policy.cluster_view import Role
-from halfmoon.sim.aiconfigurator import SYSTEMS, KernelTimes, llama_config
+from halfmoon.plan.problem import Question
+from halfmoon.policy.view.cluster_view import Role
+from halfmoon.sim.latency_sources.aiconfigurator import SYSTEMS, KernelTimes, llama_config
 
 
 def recommended(question: Question, rate_per_s: float) -> Mapping[str, Layout]:

@@ -20,25 +20,25 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from halfmoon.plan.feasible import NoLayout, models, options
 from halfmoon.plan.fleet import Fleet, NodePool
-from halfmoon.plan.goodput import Goal, goodput_per_s
-from halfmoon.plan.halves import half_trial
 from halfmoon.plan.layout import Layout, Parallelism, Rules, WorkerKind, WorkerSet
-from halfmoon.plan.question import Question
-from halfmoon.plan.ranking import Rated
-from halfmoon.plan.search import search
-from halfmoon.plan.unit import layout_trial
-from halfmoon.policy.cluster_view import Role
-from halfmoon.sim.cluster import BatchLimits, Network, Targets
-from halfmoon.sim.distserve import DistServeCoefficients, Engine
-from halfmoon.sim.hardware import device
-from halfmoon.sim.lengths import named_lengths
-from halfmoon.sim.model_catalogue import MODELS
+from halfmoon.plan.layout_trial import layout_trial
+from halfmoon.plan.problem import Question
+from halfmoon.plan.search.feasible import NoLayout, models, options
+from halfmoon.plan.search.goodput import Goal, goodput_per_s
+from halfmoon.plan.search.objective import Rated
+from halfmoon.plan.search.phases import half_trial
+from halfmoon.plan.search.search import search
+from halfmoon.policy.view.cluster_view import Role
+from halfmoon.sim.cluster.cluster_spec import BatchLimits, Network, Targets
+from halfmoon.sim.latency_sources.distserve import DistServeCoefficients, Engine
+from halfmoon.sim.latency_sources.hardware import device
+from halfmoon.sim.latency_sources.model_catalogue import MODELS
 from halfmoon.sim.result import Criterion
-from halfmoon.sim.synthetic import synthetic_workload
-from halfmoon.sim.traces import read_workload
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.workloads.drawn_workload import synthetic_workload
+from halfmoon.sim.workloads.lengths import named_lengths
+from halfmoon.sim.workloads.traces import read_workload
+from halfmoon.sim.workloads.workload import Workload
 
 CONTEXT_TOKENS = 2048  # of OPT
 GPU = device("a100-80g")

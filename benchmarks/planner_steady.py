@@ -11,19 +11,19 @@ from concurrent.futures import Executor
 from typing import NamedTuple
 
 from benchmarks.planner_peer import recommended
-from halfmoon.plan.feasible import models
 from halfmoon.plan.fleet import read_fleet
-from halfmoon.plan.goodput import Goal
 from halfmoon.plan.layout import Layout, first_of_each_kind
-from halfmoon.plan.question import Question, default_rules
-from halfmoon.plan.search import search
-from halfmoon.plan.unit import layout_trial
-from halfmoon.plan.verdict import judged
-from halfmoon.sim.cluster import Targets
-from halfmoon.sim.latency_sources import latency_source
-from halfmoon.sim.lengths import named_lengths
-from halfmoon.sim.model_catalogue import MODELS
-from halfmoon.sim.synthetic import synthetic_workload
+from halfmoon.plan.layout_trial import layout_trial
+from halfmoon.plan.problem import Question, default_rules
+from halfmoon.plan.search.evaluation import judged
+from halfmoon.plan.search.feasible import models
+from halfmoon.plan.search.goodput import Goal
+from halfmoon.plan.search.search import search
+from halfmoon.sim.cluster.cluster_spec import Targets
+from halfmoon.sim.latency_sources.latency_source import latency_source
+from halfmoon.sim.latency_sources.model_catalogue import MODELS
+from halfmoon.sim.workloads.drawn_workload import synthetic_workload
+from halfmoon.sim.workloads.lengths import named_lengths
 
 _MODEL = "llama-3.1-8b"
 _MAX_RUNNING = 256

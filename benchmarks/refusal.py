@@ -33,15 +33,15 @@ import numpy as np
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.pb.gateway_pb2 import LatencyProfile, WorkerIdentity
 from halfmoon.pb.types_pb2 import DECODE, PREFILL, KVLayout
-from halfmoon.policy.block_index import BlockEvents, short_keys
-from halfmoon.policy.classes import Caller
+from halfmoon.policy.admission.classes import Caller
+from halfmoon.policy.view.block_index import BlockEvents, short_keys
 from services.gateway.__main__ import load_model
-from services.gateway.attempt import RelayRequest
-from services.gateway.beginnings import beginning_of
-from services.gateway.bodies import intake_of, read_body
-from services.gateway.judge import UnreadRequest
-from services.gateway.progress import Progress
-from services.gateway.served_model import ServedModel
+from services.gateway.openai.endpoint_bodies import intake_of, read_body
+from services.gateway.openai.served_model import ServedModel
+from services.gateway.routing.attempt import RelayRequest
+from services.gateway.routing.early_rejection import UnreadRequest
+from services.gateway.routing.progress import Progress
+from services.gateway.routing.prompt_prefix import beginning_of
 from services.gateway.service import RunningGateway, running_gateway
 from services.gateway.settings import GatewaySettings
 

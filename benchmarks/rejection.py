@@ -22,13 +22,13 @@ from typing import get_args
 
 import numpy as np
 
-from halfmoon.policy.admission import AdmissionMode, Refused
-from halfmoon.policy.classes import ClassTable, QosClass
-from halfmoon.policy.cluster_view import ClusterView, WorkerView
-from halfmoon.policy.gatekeeper import Gatekeeper
-from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.policy.offers import Admitted
-from halfmoon.policy.placement import PlacementRequest, PlacementRules
+from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.classes import ClassTable, QosClass
+from halfmoon.policy.admission.degradation import Admitted
+from halfmoon.policy.admission.refusal import AdmissionMode, Refused
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.policy.placement.place import PlacementRequest, PlacementRules
+from halfmoon.policy.view.cluster_view import ClusterView, WorkerView
 
 NUM_PREFILL, NUM_DECODE = 128, 4
 PROMPT_TOKENS, OUTPUT_TOKENS = 16_000, 200

@@ -19,16 +19,16 @@ from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.first_steps import first_steps
 from halfmoon.pb import gateway_pb2, types_pb2
-from halfmoon.policy.latency import PrefillModel
+from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.worker.block_feed import CachedBlocks
-from halfmoon.worker.chain_queue import ChainQueue
 from halfmoon.worker.compute_rate import ComputeRate
 from halfmoon.worker.main import store_client, store_writer
 from halfmoon.worker.metrics import WorkerMetrics
-from halfmoon.worker.prefilling import Prefilling
-from halfmoon.worker.restoring import Restorer
+from halfmoon.worker.prefill_request_scope import Prefilling
 from halfmoon.worker.state import WorkerState
-from halfmoon.worker.store_link import StoreLink
+from halfmoon.worker.store.chain_queue import ChainQueue
+from halfmoon.worker.store.restoring import Restorer
+from halfmoon.worker.store.store_link import StoreLink
 
 Method = Literal["compute", "load", "restore"]
 

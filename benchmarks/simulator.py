@@ -24,15 +24,15 @@ from typing import Any
 
 import numpy as np
 
-from halfmoon.sim.cluster import BatchLimits, ClusterSpec, Network, WorkerGroup
-from halfmoon.sim.distserve import DistServeCoefficients
-from halfmoon.sim.latency_sources import latency_source
-from halfmoon.sim.lengths import named_lengths
+from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Network, WorkerGroup
+from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
+from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.result import SimResult
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.synthetic import synthetic_workload
-from halfmoon.sim.traces import read_workload
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.workloads.drawn_workload import synthetic_workload
+from halfmoon.sim.workloads.lengths import named_lengths
+from halfmoon.sim.workloads.traces import read_workload
+from halfmoon.sim.workloads.workload import Workload
 
 NUM_REQUESTS, REPEATS = 500, 5
 WORK = (("in=512,out=64", 1.0), ("in=512,out=64", 4.0), ("chat", 1.0), ("chat", 3.0))

@@ -20,7 +20,7 @@ from halfmoon.cli.replay import replay
 from halfmoon.cli.simulate import simulate
 from halfmoon.cli.top import TopOptions, top
 from halfmoon.errors import InvalidRequest
-from halfmoon.sim.worker_profile import DEFAULT_PROFILE, PROFILES
+from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, PROFILES
 from halfmoon.up.from_plan import planned_options
 from halfmoon.up.run import run_up
 from halfmoon.up.service_specs import UpOptions

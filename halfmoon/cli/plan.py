@@ -22,8 +22,8 @@ from halfmoon.plan.planning import PlanResult, make_plan
 from halfmoon.plan.plot import check_plot, write_plot
 from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.summary import summary_of
-from halfmoon.sim.hardware import DEVICES, device
-from halfmoon.sim.lengths import KNOWN_LENGTHS
+from halfmoon.sim.latency_sources.hardware import DEVICES, device
+from halfmoon.sim.workloads.lengths import KNOWN_LENGTHS
 
 
 class Objective(StrEnum):

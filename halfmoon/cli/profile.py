@@ -16,7 +16,7 @@ from halfmoon.cli.progress_bars import stage_bars
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.profiling.profiler import ProfileOptions, profiled
 from halfmoon.profiling.sweep import SweepLimits
-from halfmoon.sim.profile import MeasuredProfile, read_profile, write_profile
+from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, read_profile, write_profile
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _INTERRUPTED = 130

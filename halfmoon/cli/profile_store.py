@@ -13,7 +13,7 @@ import typer
 from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.ledger.measured_profiles import NamedProfile
-from halfmoon.sim.profile import MeasuredProfile, read_profile, write_profile
+from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, read_profile, write_profile
 
 DEFAULT_STATE_DIR = Path(".halfmoon")
 StateDir = Annotated[Path, typer.Option(help="where the ledger is, unless --ledger-url says otherwise")]

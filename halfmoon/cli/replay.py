@@ -19,17 +19,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
-from halfmoon.policy.admission import AdmissionMode
-from halfmoon.policy.ranking import PlacementMode
+from halfmoon.policy.admission.refusal import AdmissionMode
+from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.replay.client import Gateway
 from halfmoon.replay.cluster import found_gateway, simulated_cluster
 from halfmoon.replay.outcome import Summary, Targets, summarized
 from halfmoon.replay.player import played
 from halfmoon.replay.report import report_table
 from halfmoon.replay.virtual import simulated
-from halfmoon.sim.traces import read_workload
-from halfmoon.sim.worker_profile import DEFAULT_PROFILE, PROFILES, load_profile
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, PROFILES, load_profile
+from halfmoon.sim.workloads.traces import read_workload
+from halfmoon.sim.workloads.workload import Workload
 from halfmoon.up.run import prepared_model
 from halfmoon.up.service_specs import PreparedModel, UpOptions
 from halfmoon.up.simulated import SimulatedWorkers

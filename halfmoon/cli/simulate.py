@@ -16,11 +16,11 @@ from rich.table import Table
 
 from halfmoon.cli.profile_store import DEFAULT_STATE_DIR, LedgerUrl, StateDir, profile_file
 from halfmoon.errors import InvalidRequest
-from halfmoon.sim.cluster import ClusterSpec
-from halfmoon.sim.latency import LatencySource
-from halfmoon.sim.latency_sources import latency_source
-from halfmoon.sim.lengths import KNOWN_LENGTHS
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec
+from halfmoon.sim.latency_sources.latency_model import LatencySource
+from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.point import Point, PointRequest, simulate_point
+from halfmoon.sim.workloads.lengths import KNOWN_LENGTHS
 
 
 class Criterion(StrEnum):

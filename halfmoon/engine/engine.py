@@ -37,7 +37,7 @@ from halfmoon.engine.step_result import StagedWork, StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound, ServiceFailed
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.keys import root_key
-from halfmoon.policy.answer_pace import room_in_ms
+from halfmoon.policy.models.tbt_model import room_in_ms
 
 logger = logging.getLogger(__name__)
 

@@ -207,7 +207,7 @@ Global___WorkerIdentity: _TypeAlias = WorkerIdentity  # noqa: Y015
 
 @_typing.final
 class LatencyProfile(_message.Message):
-    """Coefficients of halfmoon.policy.latency: all zero where nothing was measured."""
+    """Coefficients of halfmoon.policy.models.latency: all zero where nothing was measured."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

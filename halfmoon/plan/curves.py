@@ -7,12 +7,12 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from halfmoon.plan.layout import Layout, WorkerKind
-from halfmoon.plan.question import Question
-from halfmoon.plan.ranking import Rated
-from halfmoon.plan.search import Progress
-from halfmoon.plan.unit import layout_trial
-from halfmoon.plan.verdict import judged
-from halfmoon.sim.latency import LatencyModel
+from halfmoon.plan.layout_trial import layout_trial
+from halfmoon.plan.problem import Question
+from halfmoon.plan.search.evaluation import judged
+from halfmoon.plan.search.objective import Rated
+from halfmoon.plan.search.search import Progress
+from halfmoon.sim.latency_sources.latency_model import LatencyModel
 
 _FACTORS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)  # of what a layout holds: close where attainment falls
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.sim.hardware import Device, device
+from halfmoon.sim.latency_sources.hardware import Device, device
 
 _POOL = re.compile(r"(?P<gpu>[^:]+)(:(?P<nodes>\d+)x(?P<each>\d+))?")
 _FORM = "give GPU, or GPU:NODESxGPUS for each kind, as h100:2x8,a100-80g:4x8"

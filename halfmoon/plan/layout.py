@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from halfmoon.plan.fleet import Fleet, NodePool
-from halfmoon.policy.cluster_view import Role
-from halfmoon.sim.cluster import BatchLimits, Network
-from halfmoon.sim.kv_codecs import KvCodecName
+from halfmoon.policy.view.cluster_view import Role
+from halfmoon.sim.cluster.cluster_spec import BatchLimits, Network
+from halfmoon.sim.cluster.kv_codecs import KvCodecName
 
 One = TypeVar("One")
 

@@ -19,12 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.layout import Layout, WorkerSet
-from halfmoon.plan.question import Question
-from halfmoon.plan.ranking import Rated
-from halfmoon.plan.unit import layout_network, workers_per_node
-from halfmoon.policy.cluster_view import Role
-from halfmoon.sim.kv_codecs import KvCodecName
-from halfmoon.sim.profile import MeasuredProfile
+from halfmoon.plan.layout_trial import layout_network, workers_per_node
+from halfmoon.plan.problem import Question
+from halfmoon.plan.search.objective import Rated
+from halfmoon.policy.view.cluster_view import Role
+from halfmoon.sim.cluster.kv_codecs import KvCodecName
+from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
 
 
 class PlannedWorkers(BaseModel):

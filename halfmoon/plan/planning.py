@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.curves import Curve, curves
 from halfmoon.plan.fleet import Fleet, read_fleet
-from halfmoon.plan.goodput import Goal
 from halfmoon.plan.plan_file import plan_text
-from halfmoon.plan.question import OF_A_RATE, Question, default_rules
-from halfmoon.plan.ranking import Rated
+from halfmoon.plan.problem import OF_A_RATE, Question, default_rules
 from halfmoon.plan.request import PlanRequest
-from halfmoon.plan.search import Plan, Progress, search
-from halfmoon.plan.simulating_processes import simulating_processes
-from halfmoon.plan.verdict import Verdict, judged, what_ifs
-from halfmoon.policy.cluster_view import Role
-from halfmoon.sim.asked_workload import DRAWN_REQUESTS, asked_workload, is_trace
-from halfmoon.sim.cluster import Targets
-from halfmoon.sim.latency import LatencySource
-from halfmoon.sim.latency_sources import latency_source
-from halfmoon.sim.model_catalogue import known_shape, model_shape
-from halfmoon.sim.roofline import Roofline
-from halfmoon.sim.workload import Workload
+from halfmoon.plan.search.evaluation import Verdict, judged, what_ifs
+from halfmoon.plan.search.goodput import Goal
+from halfmoon.plan.search.objective import Rated
+from halfmoon.plan.search.search import Plan, Progress, search
+from halfmoon.plan.search.simulating_processes import simulating_processes
+from halfmoon.policy.view.cluster_view import Role
+from halfmoon.sim.cluster.cluster_spec import Targets
+from halfmoon.sim.latency_sources.latency_model import LatencySource
+from halfmoon.sim.latency_sources.latency_source import latency_source
+from halfmoon.sim.latency_sources.model_catalogue import known_shape, model_shape
+from halfmoon.sim.latency_sources.roofline import Roofline
+from halfmoon.sim.workloads.named_workload import DRAWN_REQUESTS, asked_workload, is_trace
+from halfmoon.sim.workloads.workload import Workload
 
 TRACE_REQUESTS = 4000  # of a trace, where nobody says how many
 _BY_GPU = re.compile(r"[\w.-]+=")

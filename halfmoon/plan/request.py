@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from halfmoon.plan.question import Affinity, Objective
-from halfmoon.sim.cluster import TbtOf
-from halfmoon.sim.kv_codecs import KvCodecName
+from halfmoon.plan.problem import Affinity, Objective
+from halfmoon.sim.cluster.cluster_spec import TbtOf
+from halfmoon.sim.cluster.kv_codecs import KvCodecName
 from halfmoon.sim.result import Criterion
 
 

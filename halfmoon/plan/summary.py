@@ -6,10 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from halfmoon.plan.planning import PlanResult
-from halfmoon.plan.question import Question
-from halfmoon.plan.ranking import Rated
-from halfmoon.plan.verdict import Verdict
-from halfmoon.sim.latency import LatencyModel
+from halfmoon.plan.problem import Question
+from halfmoon.plan.search.evaluation import Verdict
+from halfmoon.plan.search.objective import Rated
+from halfmoon.sim.latency_sources.latency_model import LatencyModel
 
 
 def summary_of(result: PlanResult) -> dict[str, Any]:

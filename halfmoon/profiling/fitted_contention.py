@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from halfmoon.policy.cluster_view import Role
-from halfmoon.sim.cluster import ClusterSpec, Network, WorkerGroup
-from halfmoon.sim.contention import Contention, Work
-from halfmoon.sim.profile import MeasuredProfile, MeasuredSlowdown
+from halfmoon.policy.view.cluster_view import Role
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Network, WorkerGroup
+from halfmoon.sim.cluster.contention import Contention, Work
+from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, MeasuredSlowdown
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.workloads.workload import Workload
 
 _MOST = 4.0  # times as long
 _HALVINGS = 8

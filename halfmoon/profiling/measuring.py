@@ -9,7 +9,7 @@ from statistics import mean, median
 from halfmoon.profiling.probe import Prefilled, Transferred, WorkerProbe
 from halfmoon.profiling.sweep import SweepLimits, batch_points, prompt_points, transfer_points
 from halfmoon.profiling.token_watch import SeenStep
-from halfmoon.sim.profile import MeasuredPrefill, MeasuredStep, MeasuredTransfer
+from halfmoon.sim.latency_sources.measured_profile import MeasuredPrefill, MeasuredStep, MeasuredTransfer
 
 Progress = Callable[[str, int, int], None]
 """Told what is measured, how many points are done, of how many."""

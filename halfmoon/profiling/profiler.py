@@ -10,14 +10,14 @@ from itertools import combinations
 import aiohttp
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.profiling.beside import measured_slowdowns
+from halfmoon.profiling.measured_slowdowns import measured_slowdowns
 from halfmoon.profiling.measuring import Progress, measured_transfers, measured_work
 from halfmoon.profiling.probe import WorkerProbe
 from halfmoon.profiling.request_time import RequestTime, measured_request_time
 from halfmoon.profiling.served_load import served_slowdowns
 from halfmoon.profiling.sweep import SweepLimits
 from halfmoon.profiling.target import Cluster, Target, check_idle, chosen, seen_cluster
-from halfmoon.sim.profile import (
+from halfmoon.sim.latency_sources.measured_profile import (
     MeasuredLimits,
     MeasuredPrefill,
     MeasuredProfile,

@@ -14,10 +14,10 @@ from halfmoon.profiling.measuring import Progress
 from halfmoon.profiling.probe import WorkerProbe
 from halfmoon.profiling.served_request import served
 from halfmoon.profiling.target import Cluster
-from halfmoon.sim.lengths import named_lengths
-from halfmoon.sim.profile import MeasuredProfile, MeasuredSlowdown
-from halfmoon.sim.synthetic import synthetic_workload
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, MeasuredSlowdown
+from halfmoon.sim.workloads.drawn_workload import synthetic_workload
+from halfmoon.sim.workloads.lengths import named_lengths
+from halfmoon.sim.workloads.workload import Workload
 
 _REQUESTS = 48
 _PROMPT_TOKENS = 256

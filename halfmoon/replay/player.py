@@ -11,7 +11,7 @@ import aiohttp
 from halfmoon.replay.client import Ask, Gateway, asked
 from halfmoon.replay.outcome import Outcome
 from halfmoon.replay.prompts import Prompts
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.workloads.workload import Workload
 
 _LEAD_S = 0.2  # before the first request
 

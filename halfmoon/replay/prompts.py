@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.sim.workload import Ints, Workload
+from halfmoon.sim.workloads.workload import Ints, Workload
 
 _FIRST_TOKEN, _NUM_TOKENS = 1_000, 29_000
 _OWN = 1 << 62  # above any id of a block: the tokens that a request shares with nobody

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from halfmoon.policy.admission import AdmissionMode
-from halfmoon.policy.ranking import PlacementMode
+from halfmoon.policy.admission.refusal import AdmissionMode
+from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.replay.outcome import End, Outcome, Targets
-from halfmoon.sim import cluster
+from halfmoon.sim.cluster import cluster_spec as cluster
+from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
 from halfmoon.sim.result import OUTCOMES, SimResult
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.worker_profile import WorkerProfile
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.workloads.workload import Workload
 
 _ENDS: dict[str, End] = {"completed": "answered", "refused": "refused", "failed": "failed"}
 

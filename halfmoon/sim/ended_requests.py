@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
-from halfmoon.sim.job import Job
+from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.result import OUTCOMES
-from halfmoon.sim.workload import Floats, Ints
+from halfmoon.sim.workloads.workload import Floats, Ints
 
 
 class EndedRequests:

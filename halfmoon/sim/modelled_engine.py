@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from heapq import merge
 
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
-from halfmoon.policy.answer_pace import room_in_ms
+from halfmoon.policy.models.tbt_model import room_in_ms
+from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
 from halfmoon.sim.modelled_sequence import ModelledRequest, ModelledSequence, ModelledToken, State
 from halfmoon.sim.modelled_step import Chunk, Step, StepOutcome
 from halfmoon.sim.prefix_blocks import PrefixBlocks
 from halfmoon.sim.sequence_queues import SequenceQueues
-from halfmoon.sim.worker_profile import WorkerProfile
 
 
 class ModelledEngine:

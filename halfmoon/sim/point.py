@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.sim.arrivals import ArrivalProcess
-from halfmoon.sim.asked_workload import asked_workload
-from halfmoon.sim.cluster import ClusterSpec, Targets, TbtOf
-from halfmoon.sim.latency import LatencySource
-from halfmoon.sim.latency_sources import latency_source
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Targets, TbtOf
+from halfmoon.sim.cluster.spec_file import read_cluster
+from halfmoon.sim.latency_sources.latency_model import LatencySource
+from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.report import request_rows, simulation_summary
 from halfmoon.sim.result import Criterion, SimResult
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.spec_file import read_cluster
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.workloads.arrival_processes import ArrivalProcess
+from halfmoon.sim.workloads.named_workload import asked_workload
+from halfmoon.sim.workloads.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from halfmoon.sim.cluster import ClusterSpec, Targets
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Targets
 from halfmoon.sim.result import OUTCOMES, Criterion, SimResult, quantiles
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.workloads.workload import Workload
 
 
 def simulation_summary(

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.sim.cluster import Targets
-from halfmoon.sim.workload import Floats, Ints
+from halfmoon.sim.cluster.cluster_spec import Targets
+from halfmoon.sim.workloads.workload import Floats, Ints
 
 Criterion = Literal["joint", "marginal"]
 OUTCOMES = ("completed", "refused", "failed")

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from halfmoon.sim.cluster import ClusterSpec
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec
+from halfmoon.sim.cluster.job import Job
+from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.ended_requests import EndedRequests
-from halfmoon.sim.job import Job
 from halfmoon.sim.result import SimResult, WorkerFigures
 from halfmoon.sim.token_times import gaps
-from halfmoon.sim.worker import SimWorker
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.workloads.workload import Workload
 
 
 def end_so_far(inside: Iterable[Job], workers: Iterable[SimWorker], now_s: float) -> None:

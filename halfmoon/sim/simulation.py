@@ -6,25 +6,25 @@ from collections.abc import Callable
 
 import numpy as np
 
-from halfmoon.policy.placement import Placement
-from halfmoon.sim.attempts import Attempts
-from halfmoon.sim.cluster import ClusterSpec, Failure, Targets
-from halfmoon.sim.contention import SharedCores
+from halfmoon.policy.placement.place import Placement
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Failure, Targets
+from halfmoon.sim.cluster.contention import SharedCores
+from halfmoon.sim.cluster.idle_workers import idle_workers
+from halfmoon.sim.cluster.job import Job, Outcome
+from halfmoon.sim.cluster.kv_transfers import KvTransfers
+from halfmoon.sim.cluster.load_reports import LoadReports
+from halfmoon.sim.cluster.worker import SimWorker
+from halfmoon.sim.cluster.worker_steps import WorkerSteps
 from halfmoon.sim.ended_requests import EndedRequests
 from halfmoon.sim.event_queue import EventQueue
-from halfmoon.sim.gateway import SimGateway
-from halfmoon.sim.gateways import PoliciesAsked, gateway_of
-from halfmoon.sim.idle_workers import idle_workers
-from halfmoon.sim.job import Job, Outcome
-from halfmoon.sim.kv_transfers import KvTransfers
-from halfmoon.sim.load_reports import LoadReports
-from halfmoon.sim.misses import Misses
 from halfmoon.sim.result import SimResult
+from halfmoon.sim.routers.attempts import Attempts
+from halfmoon.sim.routers.policy_router import SimGateway
+from halfmoon.sim.routers.router_of import PoliciesAsked, gateway_of
 from halfmoon.sim.run_result import end_so_far, run_result
+from halfmoon.sim.slo_tracker import Misses
 from halfmoon.sim.token_times import gaps
-from halfmoon.sim.worker import SimWorker
-from halfmoon.sim.worker_steps import WorkerSteps
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.workloads.workload import Workload
 
 _PROGRESS_EVERY = 1_000
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from halfmoon.sim.latency import Cycle
-from halfmoon.sim.workload import Floats
+from halfmoon.sim.latency_sources.latency_model import Cycle
+from halfmoon.sim.workloads.workload import Floats
 
 _MIN_ROOM = 1024
 _NUMBERS = np.arange(1.0, 1025)  # of the steps of all but the longest runs

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from halfmoon.errors import Incompatible
 from halfmoon.plan.plan_file import PlannedCluster, parse_plan, read_plan
-from halfmoon.policy.cluster_view import Role
-from halfmoon.sim.model_catalogue import known_shape, model_shape
-from halfmoon.sim.model_shape import ModelShape
+from halfmoon.policy.view.cluster_view import Role
+from halfmoon.sim.latency_sources.model_catalogue import known_shape, model_shape
+from halfmoon.sim.latency_sources.model_shape import ModelShape
 from halfmoon.up.service_specs import PreparedModel, UpOptions, WorkerStart
 
 _ROLES: tuple[Role, ...] = ("prefill", "decode", "both")

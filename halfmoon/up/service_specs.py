@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.policy.admission import AdmissionMode
-from halfmoon.policy.cluster_view import Role
-from halfmoon.policy.ranking import PlacementMode
+from halfmoon.policy.admission.refusal import AdmissionMode
+from halfmoon.policy.placement.ranking import PlacementMode
+from halfmoon.policy.view.cluster_view import Role
 from halfmoon.rpc.tracing import check_endpoint
 from halfmoon.up.gpus import VISIBLE_GPUS, GPUShares, visible_gpus, whole_gpus
 from halfmoon.up.simulated import SimulatedWorkers, simulation_specs

@@ -19,7 +19,7 @@ import halfmoon
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
-from halfmoon.policy.latency import (
+from halfmoon.policy.models.latency import (
     PrefillModel,
     PrefillSample,
     StepModel,
@@ -172,7 +172,10 @@ def _load(file: Path, kind: str) -> Profile | None:
 
 
 def _keep(file: Path, profile: Profile, engine: Engine) -> None:
-    """In the form that `halfmoon.sim.profile` reads. A directory that cannot be written costs the next start time."""
+    """Writes the form that `sim.latency_sources.measured_profile` reads.
+
+    A directory that cannot be written only makes the next start slower.
+    """
     config = engine.config
     stored = {
         "kind": profile.kind,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from halfmoon.engine.step_result import StepResult
-from halfmoon.policy.latency import PrefillModel, PrefillSample
-from halfmoon.policy.refinement import WorkerLatency
+from halfmoon.policy.models.latency import PrefillModel, PrefillSample
+from halfmoon.policy.models.refinement import WorkerLatency
 
 
 class ComputeRate:

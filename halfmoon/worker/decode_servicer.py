@@ -17,8 +17,8 @@ from halfmoon.rpc.context import request_scope
 from halfmoon.rpc.spans import current_span
 from halfmoon.rpc.transfer import KVIntake, parse_body
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
-from halfmoon.worker.gone import Gone
 from halfmoon.worker.metrics import WorkerMetrics
+from halfmoon.worker.request_dropped import Gone
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
 from halfmoon.worker.wire import request_from

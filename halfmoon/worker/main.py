@@ -31,17 +31,17 @@ from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.calibration import Profile, calibrated
-from halfmoon.worker.chain_queue import MAX_WAITING, ChainQueue
 from halfmoon.worker.decode_servicer import DecodeServicer
+from halfmoon.worker.loading_progress import loading_progress
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
-from halfmoon.worker.progress import loading_progress
-from halfmoon.worker.restoring import Restorer
 from halfmoon.worker.serving import ROLES, Serving, worker_services
 from halfmoon.worker.settings import WorkerSettings
 from halfmoon.worker.state import WorkerState
-from halfmoon.worker.store_link import StoreLink
-from halfmoon.worker.store_writer import StoreWriter
+from halfmoon.worker.store.chain_queue import MAX_WAITING, ChainQueue
+from halfmoon.worker.store.restoring import Restorer
+from halfmoon.worker.store.store_link import StoreLink
+from halfmoon.worker.store.store_writer import StoreWriter
 
 log = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.decode_servicer import RENEW_S
 from halfmoon.worker.kv_channels import KVChannels
-from halfmoon.worker.kv_outflow import KVOutflow
+from halfmoon.worker.layerwise_sender import KVOutflow
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.phase import Phase
-from halfmoon.worker.prefilling import Prefilling
-from halfmoon.worker.restoring import Restorer
+from halfmoon.worker.prefill_request_scope import Prefilling
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
+from halfmoon.worker.store.restoring import Restorer
 from halfmoon.worker.wire import codec_from
 
 log = logging.getLogger(__name__)

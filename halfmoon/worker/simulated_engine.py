@@ -27,10 +27,10 @@ from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.keys import block_keys
 from halfmoon.kv.layout import KVDtype, KVLayout
 from halfmoon.rpc.transport.limiter import LinkLimiter
-from halfmoon.sim.answers import AnswerModel
 from halfmoon.sim.modelled_engine import ModelledEngine
 from halfmoon.sim.modelled_sequence import ModelledRequest, ModelledToken
 from halfmoon.sim.modelled_step import StepOutcome
+from halfmoon.worker.answer_model import AnswerModel
 
 _LEAST_STEP_S = 1e-6  # as reported: nothing is measured in no time
 _MAX_LAG_S = 0.05  # steps that are this late are not caught up with: the machine is too slow for the model

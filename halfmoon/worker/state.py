@@ -12,10 +12,10 @@ from halfmoon.kv.layout import KVLayout
 from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.worker.block_feed import CachedBlocks
-from halfmoon.worker.chain_queue import ChainQueue
 from halfmoon.worker.compute_rate import ComputeRate
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.serving_engine import ServingEngine
+from halfmoon.worker.store.chain_queue import ChainQueue
 from halfmoon.worker.token_router import TokenRouter
 
 _NUM_REMEMBERED = 10_000

@@ -12,10 +12,10 @@ from halfmoon.engine.tokenizer import Detokenizer, Tokenizer
 from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_main
 from halfmoon.rpc.tracing import tracing
-from services.gateway.served_model import ServedModel
+from services.gateway.openai.served_model import ServedModel
+from services.gateway.replies.tool_parsers import format_of_template
 from services.gateway.service import running_gateway
 from services.gateway.settings import GatewaySettings
-from services.gateway.tool_calls import format_of_template
 
 log = logging.getLogger(__name__)
 

@@ -10,19 +10,19 @@ from aiohttp.typedefs import Handler, Middleware
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.rpc.context import request_scope
-from services.gateway.admission_endpoint import AdmissionEndpoint
-from services.gateway.api_keys import ApiKeys
-from services.gateway.class_endpoints import ClassEndpoints
-from services.gateway.control import ControlEndpoints
-from services.gateway.control_console import ConsoleEndpoints
-from services.gateway.cors import Cors
-from services.gateway.endpoints import GenerationEndpoints
-from services.gateway.errors_http import error_response, http_error_response
-from services.gateway.event_body import ClientGone
-from services.gateway.live_workload import WorkloadEndpoint
-from services.gateway.operator_access import OperatorAccess
-from services.gateway.request_ids import HEADER, assign_request_id, request_id_of
-from services.gateway.tokenizing import TokenizerEndpoints
+from services.gateway.control.admission_endpoint import AdmissionEndpoint
+from services.gateway.control.class_endpoints import ClassEndpoints
+from services.gateway.control.console_endpoints import ConsoleEndpoints
+from services.gateway.control.live_workload import WorkloadEndpoint
+from services.gateway.control.status_endpoints import ControlEndpoints
+from services.gateway.generation_endpoints import GenerationEndpoints
+from services.gateway.http.api_keys import ApiKeys
+from services.gateway.http.cors import Cors
+from services.gateway.http.error_responses import error_response, http_error_response
+from services.gateway.http.operator_access import OperatorAccess
+from services.gateway.http.request_ids import HEADER, assign_request_id, request_id_of
+from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
+from services.gateway.replies.event_body import ClientGone
 
 log = logging.getLogger(__name__)
 

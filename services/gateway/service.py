@@ -17,38 +17,38 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2_grpc import add_ClusterServicer_to_server
 from halfmoon.pb.prefill_pb2 import KVCodec
-from halfmoon.policy.patience import Patience
-from halfmoon.policy.placement import PlacementRules
+from halfmoon.policy.placement.place import PlacementRules
+from halfmoon.policy.wait_limits import Patience
 from halfmoon.rpc.server import RunningServer, advertised_address, running_server
 from halfmoon.rpc.spans import NO_TRACER, Tracer
-from services.gateway.admission_endpoint import AdmissionEndpoint
-from services.gateway.admission_in_force import AdmissionInForce
-from services.gateway.api_keys import ApiKeys
 from services.gateway.app import Admittance, make_app
-from services.gateway.class_endpoints import ClassEndpoints
-from services.gateway.classes_in_force import ClassesInForce
-from services.gateway.cluster import Cluster, running_cluster
-from services.gateway.control import ControlEndpoints
-from services.gateway.control_console import ConsoleEndpoints
-from services.gateway.cors import Cors
-from services.gateway.door import Door
-from services.gateway.endpoints import GenerationEndpoints
-from services.gateway.http_faults import answer_faults_as_json
-from services.gateway.judge import Judge
-from services.gateway.known_classes import KnownClasses
-from services.gateway.ledger_news import LedgerNews
-from services.gateway.live_workload import WorkloadEndpoint
-from services.gateway.membership import Membership
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.observations import Observations
-from services.gateway.operator_access import OperatorAccess
-from services.gateway.relay import Relay
-from services.gateway.served_model import ServedModel
+from services.gateway.cluster.cluster import Cluster, running_cluster
+from services.gateway.cluster.membership import Membership
+from services.gateway.cluster.prefix_replication import StoreCopies
+from services.gateway.cluster.store_watch import StoreWatch
+from services.gateway.control.active_admission import AdmissionInForce
+from services.gateway.control.active_classes import ClassesInForce
+from services.gateway.control.admission_endpoint import AdmissionEndpoint
+from services.gateway.control.class_endpoints import ClassEndpoints
+from services.gateway.control.console_endpoints import ConsoleEndpoints
+from services.gateway.control.known_classes import KnownClasses
+from services.gateway.control.ledger_sync import LedgerNews
+from services.gateway.control.live_workload import WorkloadEndpoint
+from services.gateway.control.status_endpoints import ControlEndpoints
+from services.gateway.control.store_view import StoreView
+from services.gateway.generation_endpoints import GenerationEndpoints
+from services.gateway.http.api_keys import ApiKeys
+from services.gateway.http.cors import Cors
+from services.gateway.http.drain_gate import Door
+from services.gateway.http.malformed_requests import answer_faults_as_json
+from services.gateway.http.operator_access import OperatorAccess
+from services.gateway.openai.served_model import ServedModel
+from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
+from services.gateway.routing.early_rejection import Judge
+from services.gateway.routing.relay import Relay
 from services.gateway.settings import GatewaySettings
-from services.gateway.store_copies import StoreCopies
-from services.gateway.store_view import StoreView
-from services.gateway.store_watch import StoreWatch
-from services.gateway.tokenizing import TokenizerEndpoints
+from services.gateway.telemetry.metrics import GatewayMetrics
+from services.gateway.telemetry.recent_telemetry import Observations
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from pydantic import Field
 from pydantic_settings import BaseSettings
 
 from halfmoon.ledger.database import mask_password
-from halfmoon.policy.admission import AdmissionMode
-from halfmoon.policy.patience import Patience
-from halfmoon.policy.ranking import PlacementMode
+from halfmoon.policy.admission.refusal import AdmissionMode
+from halfmoon.policy.placement.ranking import PlacementMode
+from halfmoon.policy.wait_limits import Patience
 from halfmoon.rpc.service import service_config
 from halfmoon.rpc.tracing import OTLP_HELP
 

@@ -16,15 +16,15 @@ from halfmoon.rpc.breaker import CircuitBreaker
 from halfmoon.rpc.transfer import KVIntake
 from halfmoon.rpc.transport.memfd import SharedSegment, host_id
 from services.kvstore.bytes_servicer import KVBytesServicer
-from services.kvstore.cold import ColdClient, ColdTier
-from services.kvstore.disk import DiskTier
-from services.kvstore.incoming import Arrivals
-from services.kvstore.lending import Lender
+from services.kvstore.movement.incoming import Arrivals
+from services.kvstore.movement.replication import Replicator
+from services.kvstore.movement.shared_memory_get import Lender
+from services.kvstore.movement.shared_memory_put import Taker
 from services.kvstore.pool import Pool
-from services.kvstore.replication import Replicator
 from services.kvstore.servicer import KVStoreAdminServicer, KVStoreServicer
 from services.kvstore.settings import KVStoreSettings
-from services.kvstore.taking import Taker
+from services.kvstore.tiers.cold import ColdClient, ColdTier
+from services.kvstore.tiers.disk import DiskTier
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +98,10 @@ def cold_client(url: str, timeout_s: float) -> ColdClient:
     """What the URL names. Raises InvalidRequest if it is nothing, Incompatible if a package is missing."""
     try:
         if url.partition("://")[0] in _REDIS:
-            from services.kvstore.cold_redis import RedisClient
+            from services.kvstore.tiers.cold_redis import RedisClient
 
             return RedisClient(url, timeout_s)
-        from services.kvstore.cold_objects import ObjectStoreClient
+        from services.kvstore.tiers.cold_objects import ObjectStoreClient
 
         return ObjectStoreClient(url)
     except ImportError as err:

@@ -21,10 +21,10 @@ from halfmoon.kv.negotiation import decode_open
 from halfmoon.kv.receiver import Commit, Effect, Reserve, Write
 from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.transfer import KVIntake, next_message, parse_body, raw_service
-from services.kvstore.dram import Draft, cells
-from services.kvstore.identity import block_id
-from services.kvstore.incoming import Arrivals, Run, run_metas
+from services.kvstore.catalog.block_identity import block_id
+from services.kvstore.movement.incoming import Arrivals, Run, run_metas
 from services.kvstore.pool import Loan, Pool
+from services.kvstore.tiers.dram import Draft, cells
 from services.kvstore.wire import named_layout
 
 BYTES_SERVICE = "halfmoon.KVStoreBytes"

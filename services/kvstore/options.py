@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from halfmoon.kv.entry_codec import EntryCodec
-from services.kvstore.eviction import PolicyName
+from services.kvstore.catalog.eviction import PolicyName
 
 PLAIN = EntryCodec()
 

@@ -16,22 +16,22 @@ from typing import Any
 
 from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, NotFound
 from halfmoon.rpc.breaker import CircuitBreaker
-from services.kvstore.catalog import Catalog
-from services.kvstore.cold import ColdTier
-from services.kvstore.copies import Copies
+from services.kvstore.catalog.block_identity import BlockMeta
+from services.kvstore.catalog.catalog import Catalog
+from services.kvstore.catalog.entry import Change, Entry, Tier
+from services.kvstore.catalog.events import EventKind, EventLog
+from services.kvstore.catalog.eviction import policy_named
+from services.kvstore.catalog.replica_marks import ReplicaMarks
 from services.kvstore.counts import Counts
-from services.kvstore.disk import DiskTier
-from services.kvstore.dram import Block, Draft, DramTier
-from services.kvstore.dram_encoder import DramEncoder
-from services.kvstore.entry import Change, Entry, Tier
-from services.kvstore.events import EventKind, EventLog
-from services.kvstore.eviction import policy_named
-from services.kvstore.identity import BlockMeta
-from services.kvstore.loading import Loader
+from services.kvstore.movement.loading import Loader
+from services.kvstore.movement.maintenance import Upkeep
+from services.kvstore.movement.write_behind import Copies
 from services.kvstore.options import PoolOptions
-from services.kvstore.record import Record
-from services.kvstore.replica_marks import ReplicaMarks
-from services.kvstore.upkeep import Upkeep
+from services.kvstore.tiers.cold import ColdTier
+from services.kvstore.tiers.disk import DiskTier
+from services.kvstore.tiers.dram import Block, Draft, DramTier
+from services.kvstore.tiers.dram_encoder import DramEncoder
+from services.kvstore.tiers.record import Record
 from services.kvstore.verification import Verification
 
 

@@ -9,13 +9,13 @@ import grpc
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
-from services.kvstore.entry import Tier
-from services.kvstore.events import BlockEvent, EventKind, Snapshot
-from services.kvstore.identity import block_id
-from services.kvstore.lending import Lender
+from services.kvstore.catalog.block_identity import block_id
+from services.kvstore.catalog.entry import Tier
+from services.kvstore.catalog.events import BlockEvent, EventKind, Snapshot
+from services.kvstore.movement.replication import Replicator
+from services.kvstore.movement.shared_memory_get import Lender
+from services.kvstore.movement.shared_memory_put import Taker
 from services.kvstore.pool import Pool
-from services.kvstore.replication import Replicator
-from services.kvstore.taking import Taker
 from services.kvstore.wire import TIERS, checked_ids, info_message, named_layout, place_message, tiers_from
 
 _PART = 4096  # blocks or events in a message, some 200 KB

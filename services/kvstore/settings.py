@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.rpc.service import service_config
 from halfmoon.rpc.tracing import OTLP_HELP
-from services.kvstore.eviction import PolicyName
+from services.kvstore.catalog.eviction import PolicyName
 from services.kvstore.options import PoolOptions
 
 

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Iterable
 
 from halfmoon.errors import DataLoss, NotFound
-from services.kvstore.catalog import Catalog
-from services.kvstore.cold import ColdTier
+from services.kvstore.catalog.block_identity import BlockMeta
+from services.kvstore.catalog.catalog import Catalog
+from services.kvstore.catalog.entry import Tier
 from services.kvstore.counts import Counts
-from services.kvstore.disk import DiskTier
-from services.kvstore.dram import DramTier
-from services.kvstore.entry import Tier
-from services.kvstore.identity import BlockMeta
+from services.kvstore.tiers.cold import ColdTier
+from services.kvstore.tiers.disk import DiskTier
+from services.kvstore.tiers.dram import DramTier
 
 
 class Verification:

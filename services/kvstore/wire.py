@@ -9,8 +9,8 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.kv.layout import KVLayout
 from halfmoon.pb import kvstore_pb2, types_pb2
 from halfmoon.rpc.layout_message import layout_from, layout_message
-from services.kvstore.entry import Entry, Tier
-from services.kvstore.identity import ID_BYTES, key_of, tag_of
+from services.kvstore.catalog.block_identity import ID_BYTES, key_of, tag_of
+from services.kvstore.catalog.entry import Entry, Tier
 
 TIERS: dict[Tier, kvstore_pb2.KVTier.ValueType] = {
     Tier.DRAM: kvstore_pb2.DRAM,

@@ -17,9 +17,9 @@ from halfmoon.errors import InvalidRequest, Unauthenticated, Unavailable
 from halfmoon.ledger.plans import NewPlan, StoredPlan
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.operator_token import AUTHORIZATION_KEY, OperatorToken
-from halfmoon.sim.hardware import DEVICES
-from halfmoon.sim.lengths import KNOWN_LENGTHS
-from halfmoon.sim.model_catalogue import MODELS
+from halfmoon.sim.latency_sources.hardware import DEVICES
+from halfmoon.sim.latency_sources.model_catalogue import MODELS
+from halfmoon.sim.workloads.lengths import KNOWN_LENGTHS
 from services.planner.capacity import CapacityQuestion, capacity
 from services.planner.fleet import Fleet
 from services.planner.job import JobProgress, PlanJob, PointJob

@@ -18,7 +18,7 @@ from halfmoon.cli.app import app
 from halfmoon.rpc.chain import Chain
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.up.stores import remember_stores
-from services.kvstore.identity import block_id
+from services.kvstore.catalog.block_identity import block_id
 from tests.services.kvstore.blocks import LAYOUT, content, key
 
 IDS = [block_id(key(n)) for n in range(3)]
@@ -27,7 +27,7 @@ IDS = [block_id(key(n)) for n in range(3)]
 @contextmanager
 def store(directory: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "services.kvstore", "--disk-dir", str(directory)]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
         assert process.stderr is not None
         try:

@@ -18,7 +18,7 @@ from halfmoon.plan.planning import make_plan
 from halfmoon.plan.plot import plot_spec
 from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.summary import summary_of
-from halfmoon.sim.spec_file import read_cluster
+from halfmoon.sim.cluster.spec_file import read_cluster
 from halfmoon.up.from_plan import planned_options
 from halfmoon.up.gpus import whole_gpus
 from halfmoon.up.service_specs import PreparedModel, UpOptions, other_specs

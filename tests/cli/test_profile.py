@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from halfmoon.cli.app import app
 from halfmoon.cli.profile_store import keep_profile, profile_file, stored_profile
 from halfmoon.errors import InvalidRequest
-from halfmoon.sim.profile import MeasuredProfile
-from halfmoon.sim.worker_profile import load_profile
+from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
+from halfmoon.sim.latency_sources.worker_profile import load_profile
 
 FOUND = MeasuredProfile.model_validate(
     {

@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from halfmoon.cli.app import app
-from halfmoon.policy.admission import AdmissionMode
+from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.replay.outcome import Targets, summarized
 from halfmoon.replay.virtual import cluster_spec, simulated
-from halfmoon.sim.traces import read_workload
-from halfmoon.sim.worker_profile import DEFAULT_PROFILE, PROFILES
+from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, PROFILES
+from halfmoon.sim.workloads.traces import read_workload
 
 PROFILE = PROFILES[DEFAULT_PROFILE]
 

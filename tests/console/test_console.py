@@ -13,8 +13,7 @@ testing = pytest.importorskip("streamlit.testing.v1")
 from console.gateway_api import GatewayApi, GatewayError  # noqa: E402
 from console.plain_text import plain  # noqa: E402
 from console.settings import DEFAULT_GATEWAY_URL, api_key, gateway_url, operator_token  # noqa: E402
-
-from .fake_gateway import CLUSTER, EDITS, GOLD, SERIES, STORES, WORKER, FakeGateway, running_fake_gateway  # noqa: E402
+from tests.console.fake_gateway import CLUSTER, EDITS, GOLD, SERIES, STORES, WORKER, FakeGateway, running_fake_gateway  # noqa: E402
 
 PAGES = ("overview", "placements", "cache", "slo", "try")
 

@@ -21,8 +21,7 @@ from console.palette import SPANS, TTFT_PARTS
 from console.placements_page import candidate_parts, pairs
 from console.plain_text import plain
 from console.quantities import ago, count, seconds, share, size
-
-from .fake_gateway import CLUSTER, EDITS, GOLD, PLACEMENT, PREVIEW, REFUSED, STORES, WORKER
+from tests.console.fake_gateway import CLUSTER, EDITS, GOLD, PLACEMENT, PREVIEW, REFUSED, STORES, WORKER
 
 
 def drawn(cluster: dict[str, Any]) -> ElementTree.Element:

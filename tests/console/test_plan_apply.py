@@ -12,9 +12,8 @@ testing = pytest.importorskip("streamlit.testing.v1")
 
 from console.planner_api import PlannerApi  # noqa: E402
 from halfmoon.pb import planner_pb2  # noqa: E402
-
-from .fake_gateway import FakeGateway, running_fake_gateway  # noqa: E402
-from .fake_planner import CHANGE, FakePlanner, running_fake_planner  # noqa: E402
+from tests.console.fake_gateway import FakeGateway, running_fake_gateway  # noqa: E402
+from tests.console.fake_planner import CHANGE, FakePlanner, running_fake_planner  # noqa: E402
 
 
 def the_page(gateway: str, planner: str) -> None:

@@ -21,9 +21,8 @@ from console.settings import gateway_url, planner_address  # noqa: E402
 from halfmoon.pb import planner_pb2  # noqa: E402
 from halfmoon.plan.planning import make_plan  # noqa: E402
 from halfmoon.plan.request import PlanRequest  # noqa: E402
-
-from .fake_gateway import CACHE, CLUSTER, FakeGateway, running_fake_gateway  # noqa: E402
-from .fake_planner import APART, SUMMARY, FakePlanner, plan, running_fake_planner  # noqa: E402
+from tests.console.fake_gateway import CACHE, CLUSTER, FakeGateway, running_fake_gateway  # noqa: E402
+from tests.console.fake_planner import APART, SUMMARY, FakePlanner, plan, running_fake_planner  # noqa: E402
 
 ROWS = [{"start_time": float(number), "prompt_len": 100, "output_len": 10} for number in range(41)]
 ASKED = {"model": "m", "gpu": "h200", "workload": "chat", "ttft_s": 0.2, "tpot_s": 0.1}

@@ -14,13 +14,13 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry
 
 from halfmoon.ledger.ledger import open_ledger
-from halfmoon.policy.placement import PlacementRules
+from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.worker.metrics import WorkerMetrics
-from services.gateway.judge import Judge
-from services.gateway.membership import Membership
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.observations import Observations
-from services.gateway.store_copies import StoreCopies
+from services.gateway.cluster.membership import Membership
+from services.gateway.cluster.prefix_replication import StoreCopies
+from services.gateway.routing.early_rejection import Judge
+from services.gateway.telemetry.metrics import GatewayMetrics
+from services.gateway.telemetry.recent_telemetry import Observations
 from services.kvstore.metrics import KVStoreMetrics
 from services.kvstore.pool import Pool
 from services.planner.metrics import PlannerMetrics

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .system import ROOT
+from tests.e2e.system import ROOT
 
 pytestmark = pytest.mark.e2e
 

@@ -21,8 +21,7 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams
 from halfmoon.engine.tokenizer import Tokenizer
 from halfmoon.errors import InvalidRequest
-
-from .random_schemas import random_schema
+from tests.engine.random_schemas import random_schema
 
 NUM_SCHEMAS = 12
 PERSON = {

@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmoon.plan.bounds import decode_bound_per_s, prefill_bound_per_s
-from halfmoon.plan.feasible import Option
 from halfmoon.plan.fleet import read_fleet
-from halfmoon.plan.goodput import Goal, Trial, goodput_per_s, holds, holds_at_first
-from halfmoon.plan.halves import half_trial
 from halfmoon.plan.layout import Parallelism, WorkerKind
-from halfmoon.plan.question import Question, default_rules
-from halfmoon.policy.cluster_view import Role
-from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.sim.cluster import BatchLimits, ClusterSpec, Targets, TbtOf, WorkerGroup
-from halfmoon.sim.coefficients import coefficients
-from halfmoon.sim.distserve import DistServeCoefficients
-from halfmoon.sim.lengths import named_lengths
+from halfmoon.plan.problem import Question, default_rules
+from halfmoon.plan.search.bounds import decode_bound_per_s, prefill_bound_per_s
+from halfmoon.plan.search.feasible import Option
+from halfmoon.plan.search.goodput import Goal, Trial, goodput_per_s, holds, holds_at_first
+from halfmoon.plan.search.phases import half_trial
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.policy.view.cluster_view import Role
+from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Targets, TbtOf, WorkerGroup
+from halfmoon.sim.latency_sources.coefficients import coefficients
+from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.result import Criterion
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.synthetic import synthetic_workload
+from halfmoon.sim.workloads.drawn_workload import synthetic_workload
+from halfmoon.sim.workloads.lengths import named_lengths
 
 SOURCES, FLEET = {"a100-80g": DistServeCoefficients("opt-13b")}, read_fleet("a100-80g", 1, 8, {})
 

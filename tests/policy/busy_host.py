@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from halfmoon.policy.neighbours import Neighbours, Span, Spans
+from halfmoon.policy.forecast.colocated_workers import Neighbours, Span, Spans
 
 
 def _spans_of(by_row: Mapping[int, Sequence[Span]]) -> Spans:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from halfmoon.policy.own_decodes import Lives
+from halfmoon.policy.forecast.colocated_decodes import Lives
 
 
 def lives(*each: tuple[float, float]) -> Lives:

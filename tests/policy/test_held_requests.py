@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from halfmoon.policy.admission import AdmissionMode, Refused
-from halfmoon.policy.classes import ClassTable, QosClass
-from halfmoon.policy.cluster_view import ClusterView, WorkerView
-from halfmoon.policy.gatekeeper import Gatekeeper
-from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.policy.placement import PlacementRequest, PlacementRules
+from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.classes import ClassTable, QosClass
+from halfmoon.policy.admission.refusal import AdmissionMode, Refused
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.policy.placement.place import PlacementRequest, PlacementRules
+from halfmoon.policy.view.cluster_view import ClusterView, WorkerView
 
 P = WorkerView("p", "prefill", "p:1", 1_000, 10, 100, 100, prefill_model=PrefillModel(0.1, 0.001, 0.0))
 D = WorkerView("d", "decode", "d:1", 1_000, 10, 100, 100, step_model=StepModel(0.01, 0.01, 0.0))

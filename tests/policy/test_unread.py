@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import HalfmoonError
-from halfmoon.policy.admission import AdmissionMode, Refused
-from halfmoon.policy.classes import ClassTable, Degradation, QosClass
-from halfmoon.policy.cluster_view import ClusterView, Role, WorkerView
-from halfmoon.policy.decode_forecast import DecodeForecast
-from halfmoon.policy.gatekeeper import Gatekeeper
-from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.policy.placement import PlacementRequest, PlacementRules
-from halfmoon.policy.ranking import PlacementMode
-from halfmoon.policy.unread_bounds import ANY_PROMPT, LeastPrompt
+from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.classes import ClassTable, Degradation, QosClass
+from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, LeastPrompt
+from halfmoon.policy.admission.refusal import AdmissionMode, Refused
+from halfmoon.policy.forecast.decode_forecast import DecodeForecast
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.policy.placement.place import PlacementRequest, PlacementRules
+from halfmoon.policy.placement.ranking import PlacementMode
+from halfmoon.policy.view.cluster_view import ClusterView, Role, WorkerView
 
 WORKER = WorkerView(
     "w",

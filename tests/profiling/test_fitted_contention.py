@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from halfmoon.policy.cluster_view import Role
+from halfmoon.policy.view.cluster_view import Role
 from halfmoon.profiling.fitted_contention import ServedMeans, fitted_slowdowns
-from halfmoon.sim.cluster import ClusterSpec, WorkerGroup
-from halfmoon.sim.contention import Contention
-from halfmoon.sim.lengths import named_lengths
-from halfmoon.sim.profile import MeasuredLimits, MeasuredPrefill, MeasuredProfile, MeasuredStep
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, WorkerGroup
+from halfmoon.sim.cluster.contention import Contention
+from halfmoon.sim.latency_sources.measured_profile import MeasuredLimits, MeasuredPrefill, MeasuredProfile, MeasuredStep
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.synthetic import synthetic_workload
+from halfmoon.sim.workloads.drawn_workload import synthetic_workload
+from halfmoon.sim.workloads.lengths import named_lengths
 
 PROFILE = MeasuredProfile(
     kv_tokens=65_536,

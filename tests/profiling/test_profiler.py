@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, NoCapacity, Unavailable
-from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.profiling import beside, profiler, served_load
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.profiling import measured_slowdowns as beside
+from halfmoon.profiling import profiler, served_load
 from halfmoon.profiling.measuring import Progress, usual_mean
 from halfmoon.profiling.profiler import ProfileOptions, profiled
 from halfmoon.profiling.sweep import SweepLimits
-from halfmoon.sim.coefficients import coefficients
-from halfmoon.sim.worker_profile import WorkerProfile
+from halfmoon.sim.latency_sources.coefficients import coefficients
+from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
 from tests.services.simulation.test_simulated_fleet import INSTANTLY, SimulatedFleet, running_fleet
 
 LATENCY = coefficients("quick", PrefillModel(a=0.002), StepModel(d=0.004), 4_096, 1)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.replay.prompts import Prompts
-from halfmoon.sim.workload import Prefixes, Workload
+from halfmoon.sim.workloads.workload import Prefixes, Workload
 
 BLOCK = 16
 

@@ -20,8 +20,8 @@ from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.transport.link import LinkSettings
 from services.kvstore.assembly import Store, running_store
-from services.kvstore.entry import Tier
-from services.kvstore.identity import block_id
+from services.kvstore.catalog.block_identity import block_id
+from services.kvstore.catalog.entry import Tier
 from services.kvstore.settings import KVStoreSettings
 from tests.services.kvstore.blocks import LAYOUT, content, key
 

@@ -20,7 +20,7 @@ from halfmoon.rpc.transfer import transfer_to
 from halfmoon.rpc.transport.limiter import WallClock
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.rpc.transport.memfd import host_id
-from services.kvstore.identity import block_id
+from services.kvstore.catalog.block_identity import block_id
 from tests.rpc.test_kvstore_client import client, served
 from tests.services.kvstore.blocks import LAYOUT, content, key
 

@@ -23,8 +23,7 @@ from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.spans import NO_SPAN, NO_TRACER, current_span, operation, span_scope
 from halfmoon.rpc.tracing import tracing
-
-from .otlp_receiver import detached, running_receiver
+from tests.rpc.otlp_receiver import detached, running_receiver
 
 ROOT = Path(__file__).parents[2]
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.sim.cluster import ClusterSpec, Network, WorkerGroup
-from halfmoon.sim.latency import LatencyModel, PrefillPiece, StepPiece
-from halfmoon.sim.workload import Prefixes, Workload
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Network, WorkerGroup
+from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
+from halfmoon.sim.workloads.workload import Prefixes, Workload
 
 # a prompt token takes 1 ms, a step 10 ms and 1 ms for each sequence
 MODEL = LatencyModel(

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.sim.distserve import DistServeCoefficients
-from halfmoon.sim.hardware import DEVICES
-from halfmoon.sim.latency import LatencyModel, PrefillPiece, StepPiece
-from halfmoon.sim.latency_sources import latency_source
-from halfmoon.sim.model_catalogue import MODELS, model_shape
-from halfmoon.sim.profile import read_profile
-from halfmoon.sim.roofline import Roofline
-from halfmoon.sim.splitwise import read_splitwise
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
+from halfmoon.sim.latency_sources.hardware import DEVICES
+from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
+from halfmoon.sim.latency_sources.latency_source import latency_source
+from halfmoon.sim.latency_sources.measured_profile import read_profile
+from halfmoon.sim.latency_sources.model_catalogue import MODELS, model_shape
+from halfmoon.sim.latency_sources.roofline import Roofline
+from halfmoon.sim.latency_sources.splitwise import read_splitwise
 
 
 @pytest.mark.parametrize(("pp", "ttft_ms"), [(1, 75.2), (2, 78.2)])

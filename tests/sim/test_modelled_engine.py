@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
-from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.sim.coefficients import coefficients
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.sim.latency_sources.coefficients import coefficients
+from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
 from halfmoon.sim.modelled_engine import ModelledEngine
 from halfmoon.sim.modelled_sequence import ModelledRequest, ModelledToken
 from halfmoon.sim.modelled_step import StepOutcome
-from halfmoon.sim.worker_profile import WorkerProfile
 
 BLOCK = 16
 PROFILE = WorkerProfile(

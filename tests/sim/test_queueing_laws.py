@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.sim.cluster import BatchLimits, ClusterSpec, Failure, Network
-from halfmoon.sim.latency import PrefillPiece, StepPiece
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Failure, Network
+from halfmoon.sim.latency_sources.latency_model import PrefillPiece, StepPiece
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.workloads.workload import Workload
 from tests.sim.small_clusters import FAST, MODEL, group, pair, work
 
 ONE_AT_A_TIME = BatchLimits(max_running=1)
@@ -183,11 +183,11 @@ def test_places_are_served_in_the_order_of_arrival() -> None:
 
 _REPEATED = """
 import hashlib, numpy as np
-from halfmoon.sim.cluster import *
-from halfmoon.sim.latency_sources import latency_source
-from halfmoon.sim.lengths import named_lengths
+from halfmoon.sim.cluster.cluster_spec import *
+from halfmoon.sim.latency_sources.latency_source import latency_source
+from halfmoon.sim.workloads.lengths import named_lengths
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.synthetic import synthetic_workload
+from halfmoon.sim.workloads.drawn_workload import synthetic_workload
 model = latency_source("roofline:llama-3-8b@h100").model(None, 1, 1)
 groups = WorkerGroup("prefill", 2, model), WorkerGroup("decode", 2, model)
 spec = ClusterSpec(groups, placement="random", admission="predicted", targets=Targets(0.3, 0.02))

@@ -13,11 +13,11 @@ from halfmoon.engine.prefix_cache import PrefixCache
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.scheduler import Scheduler, SchedulerLimits
 from halfmoon.engine.sequence import Sequence
-from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.sim.cluster import BatchLimits, ClusterSpec, WorkerGroup
-from halfmoon.sim.latency import LatencyModel, PrefillPiece, StepPiece
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
+from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.workloads.workload import Workload
 
 BLOCK_TOKENS = 4
 TICK = LatencyModel(  # every step takes a second

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.policy.latency import StepModel
-from halfmoon.policy.ranking import PlacementMode
-from halfmoon.sim.cluster import BatchLimits, ClusterSpec, Failure, Network, Targets, WorkerGroup
-from halfmoon.sim.decode_batch import DecodeBatch
-from halfmoon.sim.distserve import DistServeCoefficients
-from halfmoon.sim.latency import StepPiece
+from halfmoon.policy.models.latency import StepModel
+from halfmoon.policy.placement.ranking import PlacementMode
+from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Failure, Network, Targets, WorkerGroup
+from halfmoon.sim.cluster.decode_batch import DecodeBatch
+from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
+from halfmoon.sim.latency_sources.latency_model import StepPiece
 from halfmoon.sim.result import Attainment, SimResult
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.workload import Workload
+from halfmoon.sim.workloads.workload import Workload
 from tests.sim.small_clusters import FAST, MODEL, group, pair, work
 
 

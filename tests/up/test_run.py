@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.sim.worker_profile import PROFILES
+from halfmoon.sim.latency_sources.worker_profile import PROFILES
 from halfmoon.up.run import _operator_token
 from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, other_specs
 from halfmoon.up.simulated import SimulatedWorkers, simulated_model

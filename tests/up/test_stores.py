@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from halfmoon.up.stores import StoreOptions, idle_directories
-from services.kvstore.disk import DiskTier
+from services.kvstore.tiers.disk import DiskTier
 
 
 @pytest.mark.parametrize(

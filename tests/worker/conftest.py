@@ -21,15 +21,15 @@ from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.link import LinkSettings
-from halfmoon.worker.chain_queue import MAX_WAITING, ChainQueue
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.main import store_client, store_writer
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
-from halfmoon.worker.restoring import Restorer
 from halfmoon.worker.serving import worker_services
 from halfmoon.worker.state import WorkerState
-from halfmoon.worker.store_link import StoreLink
+from halfmoon.worker.store.chain_queue import MAX_WAITING, ChainQueue
+from halfmoon.worker.store.restoring import Restorer
+from halfmoon.worker.store.store_link import StoreLink
 
 
 class RunningWorker:

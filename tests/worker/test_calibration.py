@@ -11,7 +11,7 @@ from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
-from halfmoon.sim.profile import read_profile
+from halfmoon.sim.latency_sources.measured_profile import read_profile
 from halfmoon.worker.calibration import calibrated, kind_of, measure
 
 

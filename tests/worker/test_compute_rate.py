@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfmoon.policy.latency import PrefillSample
+from halfmoon.policy.models.latency import PrefillSample
 from halfmoon.worker.compute_rate import ComputeRate
 
 

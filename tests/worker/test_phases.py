@@ -9,8 +9,8 @@ from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.pb.prefill_pb2 import FirstToken, Phase, PrefillRequest
 from tests.rpc.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
+from tests.worker.store.test_restoring import PROMPT, SLOW, believe, stored
 from tests.worker.test_handover import generation, listening, prefilled, tokens_of
-from tests.worker.test_restoring import PROMPT, SLOW, believe, stored
 
 Start = Callable[..., Awaitable[RunningWorker]]
 

@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from halfmoon.engine.checkpoint import Checkpoint
-from halfmoon.policy.latency import PrefillModel
+from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.kvstore_client import KVStoreClient, Lent
-from services.kvstore.identity import block_id
+from services.kvstore.catalog.block_identity import block_id
 from tests.rpc.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
+from tests.worker.store.test_restoring import PROMPT, SLOW, believe, counted, stored
+from tests.worker.store.test_store_writer import keys_of, single
 from tests.worker.test_handover import generation, listening, prefilled, reference, tokens_of, until
-from tests.worker.test_restoring import PROMPT, SLOW, believe, counted, stored
-from tests.worker.test_store_writer import keys_of, single
 
 Start = Callable[..., Awaitable[RunningWorker]]
 LOAD_ALL = PrefillModel(0.0, 0.02, 0.0)  # 0.16 s a block: slow beside any link, and yet an end is in sight

@@ -1,4 +1,4 @@
-"""How a group's KV comes: from what device and link took so far, `policy/offload.py` says what is fastest."""
+"""How a group's KV comes: from what device and link took so far, `engine/offload/recompute.py` says what is fastest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from halfmoon.engine.offload.link import LinkWork
-from halfmoon.policy.offload import (
+from halfmoon.engine.offload.recompute import (
     AS_PREDICTED,
     Kind,
     OffloadCosts,

@@ -14,9 +14,9 @@ from halfmoon.engine.attention import store
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.offload.link import Copy, Link
+from halfmoon.engine.offload.recompute import OffloadCosts, Recompute
 from halfmoon.engine.offload.staging import Staging
 from halfmoon.engine.offload.tiers import TieredKV, as_rows
-from halfmoon.policy.offload import OffloadCosts, Recompute
 
 _MOST_TOKENS = 256
 _LEAST_ROUNDS = 3

@@ -39,8 +39,8 @@ from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.spans import NO_TRACER, Tracer
-from services.gateway.beginnings import KnownTokens
-from services.gateway.served_model import ServedModel
+from services.gateway.openai.served_model import ServedModel
+from services.gateway.routing.prompt_prefix import KnownTokens
 from services.gateway.service import RunningGateway, running_gateway
 from services.gateway.settings import GatewaySettings
 

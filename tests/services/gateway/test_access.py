@@ -13,8 +13,7 @@ import pytest
 
 from halfmoon.rpc.service import read_settings
 from services.gateway.settings import GatewaySettings
-
-from .fakes import CONTEXT_TOKENS, EOS, MODEL, Fleet, running_fleet
+from tests.services.gateway.fakes import CONTEXT_TOKENS, EOS, MODEL, Fleet, running_fleet
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 PAGE = "https://page.example"

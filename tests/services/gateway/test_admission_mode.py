@@ -11,9 +11,8 @@ import pytest
 
 from halfmoon.errors import Incompatible
 from halfmoon.ledger.ledger import open_ledger
-
-from .fakes import Fleet, running_fleet
-from .test_judgement import complete, measured
+from tests.services.gateway.fakes import Fleet, running_fleet
+from tests.services.gateway.test_judgement import complete, measured
 
 
 async def call(fleet: Fleet, method: str = "GET", **body: Any) -> tuple[int, Any]:

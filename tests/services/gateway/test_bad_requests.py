@@ -16,9 +16,8 @@ import openai
 import pytest
 from aiohttp import web
 
-from services.gateway.received_body import receive_body
-
-from .fakes import CONTEXT_TOKENS, MODEL, PATIENCE_S, Fleet, running_fleet
+from services.gateway.http.received_body import receive_body
+from tests.services.gateway.fakes import CONTEXT_TOKENS, MODEL, PATIENCE_S, Fleet, running_fleet
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

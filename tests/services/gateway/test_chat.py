@@ -12,8 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from halfmoon.pb.prefill_pb2 import KVCodec
-
-from .fakes import EOS, MODEL, Fleet, Script, running_fleet, soon
+from tests.services.gateway.fakes import EOS, MODEL, Fleet, Script, running_fleet, soon
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]  # 8 tokens: "user:hi\n"
 

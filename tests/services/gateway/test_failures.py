@@ -16,8 +16,7 @@ from halfmoon.errors import DeadlineExceeded, HalfmoonError, Incompatible, NoCap
 from halfmoon.pb.gateway_pb2 import WorkerLoad
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, PrefillEvent, PrefillRequest
 from halfmoon.pb.types_pb2 import CANCELLED, ERROR, KVLayout
-
-from .fakes import FINGERPRINT, MODEL, FakeWorker, Fleet, Script, running_fleet, soon
+from tests.services.gateway.fakes import FINGERPRINT, MODEL, FakeWorker, Fleet, Script, running_fleet, soon
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 

@@ -15,10 +15,9 @@ import pytest
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.layout import KVLayout
 from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, StepTiming, WorkerLoad
-from halfmoon.policy.classes import ClassTable, MatchRule, QosClass
-from halfmoon.policy.latency import PrefillSample
-
-from .fakes import FINGERPRINT, LAYOUT, MODEL, FakeWorker, Fleet, Script, running_fleet, soon
+from halfmoon.policy.admission.classes import ClassTable, MatchRule, QosClass
+from halfmoon.policy.models.latency import PrefillSample
+from tests.services.gateway.fakes import FINGERPRINT, LAYOUT, MODEL, FakeWorker, Fleet, Script, running_fleet, soon
 
 PROMPT = "a prompt of several blocks, each of them of eight tokens"
 STRICT = QosClass("strict", ttft_s=5.0, rules=(MatchRule("header", "strict", "X-Customer-Tier"),))

@@ -12,9 +12,8 @@ import aiohttp
 import pytest
 
 from tests.ledger.postgresql import PostgresqlServer, installed_postgresql
-
-from .fakes import Fleet, running_fleet
-from .test_judgement import complete
+from tests.services.gateway.fakes import Fleet, running_fleet
+from tests.services.gateway.test_judgement import complete
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.placement import ContextLengthExceeded
-from services.gateway.bodies import intake_of, read_body
-from services.gateway.prompt_size import refuse_hopeless
-from services.gateway.served_model import ServedModel
+from halfmoon.policy.placement.place import ContextLengthExceeded
+from services.gateway.openai.endpoint_bodies import intake_of, read_body
+from services.gateway.openai.prompt_size import refuse_hopeless
+from services.gateway.openai.served_model import ServedModel
+from tests.services.gateway.fakes import MODEL, PATIENCE_S, ByteTokenizer, running_fleet, served_model
 
 from . import fakes
-from .fakes import MODEL, PATIENCE_S, ByteTokenizer, running_fleet, served_model
 
 CONTEXT_TOKENS = 10_000
 

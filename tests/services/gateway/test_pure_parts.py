@@ -21,16 +21,15 @@ from halfmoon.pb.types_pb2 import (
     KVLayout,
     Token,
 )
-from halfmoon.policy.block_index import unpack_keys
-from halfmoon.policy.cluster_view import WorkerView
-from halfmoon.policy.latency import PrefillSample
-from services.gateway.membership import Membership
-from services.gateway.progress import Progress
-from services.gateway.stop_strings import StopStrings
-from services.gateway.text_stream import TextStream
-from services.gateway.token_order import TokenOrder
-
-from .fakes import EOS, FINGERPRINT, LAYOUT, ByteDetokenizer
+from halfmoon.policy.models.latency import PrefillSample
+from halfmoon.policy.view.block_index import unpack_keys
+from halfmoon.policy.view.cluster_view import WorkerView
+from services.gateway.cluster.membership import Membership
+from services.gateway.replies.stop_strings import StopStrings
+from services.gateway.replies.text_stream import TextStream
+from services.gateway.routing.progress import Progress
+from services.gateway.routing.token_order import TokenOrder
+from tests.services.gateway.fakes import EOS, FINGERPRINT, LAYOUT, ByteDetokenizer
 
 SHORT = st.text("ab", max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)

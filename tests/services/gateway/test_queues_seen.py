@@ -13,12 +13,11 @@ import pytest
 
 from halfmoon.pb.gateway_pb2 import LatencyProfile, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL
-from halfmoon.policy.latency import PrefillSample
-from halfmoon.policy.placement import Placement, PlacementRequest, PlacementRules
-from halfmoon.policy.request_forecast import RequestForecast, RunningRequest
-from services.gateway.membership import Membership
-
-from .fakes import FINGERPRINT, LAYOUT, MODEL, Fleet, Script, running_fleet
+from halfmoon.policy.forecast.request_forecast import RequestForecast, RunningRequest
+from halfmoon.policy.models.latency import PrefillSample
+from halfmoon.policy.placement.place import Placement, PlacementRequest, PlacementRules
+from services.gateway.cluster.membership import Membership
+from tests.services.gateway.fakes import FINGERPRINT, LAYOUT, MODEL, Fleet, Script, running_fleet
 
 S_PER_TOKEN = 1e-3
 OURS = 1_000  # tokens of this gateway's prompt, which the worker computes first

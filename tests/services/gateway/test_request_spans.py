@@ -11,8 +11,7 @@ import aiohttp
 
 from halfmoon.errors import NoCapacity
 from halfmoon.rpc.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, Span
-
-from .fakes import MODEL, Fleet, Script, running_fleet, soon
+from tests.services.gateway.fakes import MODEL, Fleet, Script, running_fleet, soon
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a b c"}], "max_tokens": 4}
 

@@ -13,8 +13,7 @@ import pytest
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb.prefill_pb2 import PrefillEvent, PrefillRequest
 from halfmoon.pb.types_pb2 import Constraint
-
-from .fakes import CONTEXT_TOKENS, MODEL, FakeWorker, Script, running_fleet, soon
+from tests.services.gateway.fakes import CONTEXT_TOKENS, MODEL, FakeWorker, Script, running_fleet, soon
 
 
 async def test_a_text(tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from halfmoon.pb.gateway_pb2 import LinkSpeed, WorkerLoad
 from halfmoon.rpc.service import read_settings
 from services.gateway.service import running_gateway
 from services.gateway.settings import GatewaySettings
-
-from .fakes import MODEL, Fleet, Script, running_fleet, served_model, soon
+from tests.services.gateway.fakes import MODEL, Fleet, Script, running_fleet, served_model, soon
 
 LINK = LinkSpeed(address="10.0.0.1:7002", bandwidth_bytes_per_s=2e9, latency_s=0.25)
 HI: list[Any] = [{"role": "user", "content": "hi"}]

@@ -16,16 +16,15 @@ from hypothesis import strategies as st
 
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.pb.types_pb2 import LENGTH, NOT_FINISHED, Token
-from services.gateway.chat_shape import ChatShape
-from services.gateway.completion_shape import CompletionShape
-from services.gateway.event_body import ClientGone, EventBody, sse
-from services.gateway.shape import Shape, Usage, Wanted
-from services.gateway.text_events import TextEvents
-from services.gateway.text_stream import TextPiece
-from services.gateway.token_flow import TokenFlow
-from services.gateway.token_streams import Event, TokenArrived, WorkerLost
-
-from .fakes import MODEL, ByteTokenizer, Script, running_fleet, soon
+from services.gateway.cluster.token_streams import Event, TokenArrived, WorkerLost
+from services.gateway.replies.chat_format import ChatShape
+from services.gateway.replies.completion_format import CompletionShape
+from services.gateway.replies.event_body import ClientGone, EventBody, sse
+from services.gateway.replies.reply_format import Shape, Usage, Wanted
+from services.gateway.replies.text_events import TextEvents
+from services.gateway.replies.text_stream import TextPiece
+from services.gateway.routing.token_flow import TokenFlow
+from tests.services.gateway.fakes import MODEL, ByteTokenizer, Script, running_fleet, soon
 
 MIB = 1 << 20
 HI: list[Any] = [{"role": "user", "content": "hi"}]

@@ -15,9 +15,8 @@ import pytest
 
 from halfmoon.errors import Unavailable
 from halfmoon.pb.prefill_pb2 import PrefillEvent, PrefillRequest
-from services.gateway.request_body import parse_body
-
-from .fakes import LAYOUT, MODEL, ByteTokenizer, FakeWorker, Fleet, Script, running_fleet, soon
+from services.gateway.openai.parse_body import parse_body
+from tests.services.gateway.fakes import LAYOUT, MODEL, ByteTokenizer, FakeWorker, Fleet, Script, running_fleet, soon
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
@@ -73,7 +72,7 @@ async def test_a_started_stream_waits_while_a_worker_loads_its_model_again(
             is_waiting.set()
         return time.monotonic() + ahead_s
 
-    monkeypatch.setattr("services.gateway.relay.time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr("services.gateway.routing.relay.time", SimpleNamespace(monotonic=monotonic))
     async with running_fleet(tmp_path) as fleet:
         _, decode = await fleet.pair(Script("hello", asyncio.Event(), tokens_before_gate=1))
         stream = await fleet.client.chat.completions.create(model=MODEL, messages=HI, stream=True)
@@ -141,7 +140,7 @@ async def test_long_bodies_are_read_beside_the_event_loop(tmp_path: Path, monkey
 
         return noted
 
-    monkeypatch.setattr("services.gateway.bodies.parse_body", noting(parsed, parse_body))
+    monkeypatch.setattr("services.gateway.openai.endpoint_bodies.parse_body", noting(parsed, parse_body))
     monkeypatch.setattr(ByteTokenizer, "render_chat", noting(encoded, ByteTokenizer.render_chat))
     monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text, **options: list(text.encode())[:50])
     async with running_fleet(tmp_path) as fleet:

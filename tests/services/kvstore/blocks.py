@@ -8,7 +8,7 @@ import numpy as np
 
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.layout import KVLayout
-from services.kvstore.identity import BlockMeta, block_id, key_of
+from services.kvstore.catalog.block_identity import BlockMeta, block_id, key_of
 from services.kvstore.pool import Pool
 
 LAYOUT = KVLayout(2, 2, 8, "bfloat16", 16)  # 2 KiB a block

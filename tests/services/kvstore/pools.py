@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from halfmoon.rpc.breaker import CircuitBreaker
-from services.kvstore.cold import ColdTier
-from services.kvstore.disk import DiskTier
-from services.kvstore.entry import Tier
-from services.kvstore.identity import block_id
+from services.kvstore.catalog.block_identity import block_id
+from services.kvstore.catalog.entry import Tier
 from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool
+from services.kvstore.tiers.cold import ColdTier
+from services.kvstore.tiers.disk import DiskTier
 from tests.services.kvstore.blocks import LAYOUT, key
 from tests.services.kvstore.cold_memory import ColdMemory
 

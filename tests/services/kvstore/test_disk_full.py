@@ -7,11 +7,11 @@ import multiprocessing
 import resource
 from pathlib import Path
 
-from services.kvstore.disk import DiskTier
-from services.kvstore.entry import Tier
-from services.kvstore.identity import block_id
+from services.kvstore.catalog.block_identity import block_id
+from services.kvstore.catalog.entry import Tier
 from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool
+from services.kvstore.tiers.disk import DiskTier
 from tests.services.kvstore.blocks import LAYOUT, is_right, key, put_chain
 
 NUM_BLOCKS = 400

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from halfmoon.errors import HalfmoonError
-from services.kvstore.disk import DiskTier
-from services.kvstore.disk_index import DiskIndex
-from services.kvstore.entry import Tier
-from services.kvstore.identity import block_id
+from services.kvstore.catalog.block_identity import block_id
+from services.kvstore.catalog.entry import Tier
 from services.kvstore.pool import Pool
-from services.kvstore.record import HEADER_BYTES
-from services.kvstore.segments import SegmentFiles
+from services.kvstore.tiers.disk import DiskTier
+from services.kvstore.tiers.disk_index import DiskIndex
+from services.kvstore.tiers.record import HEADER_BYTES
+from services.kvstore.tiers.segments import SegmentFiles
 from tests.services.kvstore.blocks import LAYOUT, is_right, key, put_chain
 
 NUM_KILLS = 100

@@ -34,14 +34,14 @@ from halfmoon.rpc.server import running_server
 from halfmoon.rpc.status import error_from
 from halfmoon.rpc.transfer import KVIntake, TransferSender, transfer_to
 from services.kvstore.bytes_servicer import KVBytesServicer
-from services.kvstore.identity import block_id
-from services.kvstore.incoming import Arrivals
-from services.kvstore.lending import Lender
+from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.metrics import KVStoreMetrics
+from services.kvstore.movement.incoming import Arrivals
+from services.kvstore.movement.replication import Replicator
+from services.kvstore.movement.shared_memory_get import Lender
+from services.kvstore.movement.shared_memory_put import Taker
 from services.kvstore.pool import Pool
-from services.kvstore.replication import Replicator
 from services.kvstore.servicer import KVStoreServicer
-from services.kvstore.taking import Taker
 
 LAYOUT = KVLayout(2, 2, 4, "float32", 8)
 BIG = KVLayout(3, 4, 64, "float16", 1024)  # more than one frame

@@ -10,8 +10,8 @@ import pytest
 
 from halfmoon.errors import DataLoss, NotFound, Unavailable
 from halfmoon.rpc.breaker import CircuitBreaker
+from services.kvstore.catalog.entry import Tier
 from services.kvstore.counts import TierCount
-from services.kvstore.entry import Tier
 from services.kvstore.pool import Pool
 from tests.services.kvstore.blocks import is_right, put_chain
 from tests.services.kvstore.cold_memory import ColdMemory

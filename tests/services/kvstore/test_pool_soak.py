@@ -11,11 +11,11 @@ import pytest
 from halfmoon.errors import HalfmoonError, NoCapacity, NotFound
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.rpc.breaker import CircuitBreaker
-from services.kvstore.cold import ColdTier
-from services.kvstore.disk import DiskTier
-from services.kvstore.identity import block_id
+from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool
+from services.kvstore.tiers.cold import ColdTier
+from services.kvstore.tiers.disk import DiskTier
 from tests.services.kvstore.blocks import LAYOUT, is_right, key, meta, put
 from tests.services.kvstore.cold_memory import ColdMemory
 

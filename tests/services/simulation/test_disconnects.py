@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.disconnects import disconnect, random_case
-from halfmoon.policy.latency import PrefillModel, StepModel
-from halfmoon.sim.coefficients import coefficients
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.sim.latency_sources.coefficients import coefficients
 from tests.services.gateway.fakes import MODEL
 from tests.services.simulation.test_simulated_fleet import INSTANTLY, SimulatedFleet, running_fleet
 

@@ -1,0 +1,123 @@
+"""What a plan is asked for: model, hardware, traffic and targets, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.plan.fleet import Fleet, NodePool
+from halfmoon.plan.layout import Layout, Rules
+from halfmoon.plan.search.goodput import Goal
+from halfmoon.policy.view.cluster_view import Role
+from halfmoon.sim.cluster.cluster_spec import BatchLimits, Network
+from halfmoon.sim.cluster.kv_codecs import KvCodecName
+from halfmoon.sim.latency_sources.latency_model import LatencySource
+from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
+from halfmoon.sim.latency_sources.model_shape import ModelShape
+from halfmoon.sim.workloads.workload import Workload
+
+Objective = Literal["gpus", "price", "goodput-per-gpu", "goodput-per-dollar"]
+Affinity = Literal["auto", "high", "low"]
+
+FIRST_REQUESTS = 400
+MAX_RUNNING = 256  # sequences of a worker, where nobody says how many
+
+OF_A_RATE: tuple[Objective, ...] = ("gpus", "price")
+"""Objectives that need a rate to hold."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """Raises InvalidRequest for what makes no sense.
+
+    - sources: of each GPU of the fleet.
+    - rate_per_s: that the layout has to hold; None: layouts are compared at the most that each holds.
+    - affinity: high: KV may go from node to node (DistServe, algorithm 1); low: it stays within a node (algorithm 2).
+    - shape: of the model, whose heads and layers the parallelism must divide; None: not known, nothing is checked.
+    - gpus_for: that the workers of a role may have; a role that is not there may have all.
+    - codecs: of KV between nodes, the least lossy first.
+    - is_thorough: nothing is left out that bounds do not rule out, and no first look is at a part of the requests.
+    """
+
+    sources: Mapping[str, LatencySource]
+    fleet: Fleet
+    workload: Workload
+    goal: Goal
+    rules: Rules
+    objective: Objective = "goodput-per-gpu"
+    rate_per_s: float | None = None
+    affinity: Affinity = "auto"
+    seed: int = 0
+    shape: ModelShape | None = None
+    gpus_for: Mapping[Role, str] = field(default_factory=dict)
+    codecs: tuple[KvCodecName, ...] = ("raw",)
+    is_thorough: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rate_per_s is not None and not 0 < self.rate_per_s < math.inf:
+            raise InvalidRequest(
+                f"the rate must be above 0 per second, and finite, got {self.rate_per_s:g}", param="rate"
+            )
+        if self.objective in OF_A_RATE and self.rate_per_s is None:
+            what = "fewest GPUs" if self.objective == "gpus" else "the lowest price"
+            raise InvalidRequest(f"{what} for which rate? give --rate", param="rate")
+        if not 0 < self.goal.attainment <= 1:
+            raise InvalidRequest(
+                f"attainment is a share, above 0 and at most 1, got {self.goal.attainment:g}", param="attainment"
+            )
+        if self.goal.targets.ttft_s is None or self.goal.targets.tpot_s is None:
+            raise InvalidRequest("a plan needs a target for TTFT and one for TPOT", param="targets")
+        if len(self.workload) < 2 or not 0 < self.workload.rate_per_s < math.inf:
+            raise InvalidRequest("the workload needs requests at two different times at least", param="workload")
+        for role, gpu in self.gpus_for.items():
+            if gpu not in self.fleet.names:
+                raise InvalidRequest(
+                    f"the fleet has no {gpu} for {role}: it has {', '.join(self.fleet.names)}", param=f"{role}_gpu"
+                )
+
+    @property
+    def num_first(self) -> int:
+        """Requests of a first look."""
+        return len(self.workload) if self.is_thorough else FIRST_REQUESTS
+
+    def may_have(self, role: Role, gpu: str) -> bool:
+        """Whether workers of the role may be of that GPU."""
+        return self.gpus_for.get(role, gpu) == gpu
+
+    def cost(self, layout: Layout) -> float:
+        """What the objective counts: dollars an hour, or GPUs."""
+        if self.objective in ("price", "goodput-per-dollar"):
+            return layout.price_per_hour(self.fleet)
+        return layout.num_gpus
+
+    def text(self, layout: Layout) -> str:
+        """A layout in words, with the names of GPUs where there are several."""
+        return layout.text(named=self.fleet.is_mixed)
+
+
+def default_rules(
+    fleet: Fleet,
+    sources: Mapping[str, LatencySource],
+    max_running: int | None = None,
+    network_bytes_per_s: float | None = None,
+) -> Rules:
+    """Batching as measured, else the engine's, with as many sequences as are given; links as given, else as measured,
+    else the catalogue's."""
+    measured = [one for one in sources.values() if isinstance(one, MeasuredProfile)]
+    limits = measured[0].batch_limits if measured else BatchLimits(max_running=MAX_RUNNING)
+    if max_running is not None:
+        limits = replace(limits, max_running=max_running)
+    roles: tuple[Role, ...] = ("prefill", "decode", "both")
+    networks = {one.gpu.name: _network(one, sources[one.gpu.name], network_bytes_per_s) for one in fleet.pools}
+    return Rules(dict.fromkeys(roles, limits), networks)
+
+
+def _network(pool: NodePool, source: LatencySource, bytes_per_s: float | None) -> Network:
+    measured = source.network if isinstance(source, MeasuredProfile) else {}
+    if measured:
+        return Network(**{**measured, "bytes_per_s": bytes_per_s or measured["bytes_per_s"]})
+    port = bytes_per_s or pool.gpu.network_bytes_per_s * pool.gpus_per_node
+    return Network(port, node_bytes_per_s=pool.gpu.link_bytes_per_s)

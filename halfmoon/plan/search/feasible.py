@@ -1,0 +1,163 @@
+"""Which workers there are for each half: a worker would start so, memory holds the requests, an idle one is in time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.plan.fleet import NodePool
+from halfmoon.plan.layout import Parallelism, WorkerKind
+from halfmoon.plan.problem import Question
+from halfmoon.plan.search.bounds import RateBound, decode_bound_per_s, prefill_bound_per_s
+from halfmoon.policy.view.cluster_view import Role
+from halfmoon.sim.cluster.cluster_spec import Targets
+from halfmoon.sim.latency_sources.latency_model import LatencyModel
+from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
+from halfmoon.sim.latency_sources.model_shape import ModelShape
+
+
+class NoLayout(InvalidRequest):
+    """Nothing meets what was asked for; the message says what is in the way, and what would be met."""
+
+
+class TargetsBroken(NoLayout):
+    """Not even idle workers meet the targets; `idle` is what they take, where that is too long."""
+
+    def __init__(self, message: str, param: str, idle: Targets) -> None:
+        super().__init__(message, param=param)
+        self.idle = idle
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One kind of worker for one role, and the most that one such worker holds."""
+
+    role: Role
+    kind: WorkerKind
+    bound: RateBound
+
+
+def models(question: Question) -> dict[WorkerKind, LatencyModel]:
+    """All that the latency sources know, that a worker accepts and that fit the nodes.
+
+    Raises NoLayout where there is none.
+    """
+    found, problems = {}, []
+    for pool in question.fleet.pools:
+        source, name = question.sources[pool.gpu.name], pool.gpu.name
+        measured = isinstance(source, MeasuredProfile)
+        for parallelism in _parallelisms(question, pool):
+            try:
+                if question.shape is not None:
+                    question.shape.check(*parallelism)
+                found[WorkerKind(name, parallelism)] = source.model(None if measured else name, *parallelism)
+            except (InvalidRequest, Incompatible) as error:
+                problems.append(error)
+    if not found:
+        why = problems[-1] if problems else InvalidRequest(f"{question.fleet} are too few for one worker")
+        raise NoLayout(f"no parallelism is possible: {why.message}", param="gpu")
+    return found
+
+
+def _parallelisms(question: Question, pool: NodePool) -> Iterator[Parallelism]:
+    """The devices that share a layer are in one node."""
+    source = question.sources[pool.gpu.name]
+    if isinstance(source, MeasuredProfile):
+        measured = Parallelism(source.tensor_parallel, source.pipeline_parallel)
+        yield from [measured] if measured.num_devices <= pool.num_gpus else []
+        return
+    powers = [2**one for one in range(pool.num_gpus.bit_length())]
+    yield from (
+        Parallelism(tensor, pipeline)
+        for tensor in sorted({*powers, *_odd_heads(question.shape)})
+        if tensor <= pool.gpus_per_node
+        for pipeline in powers
+        if tensor * pipeline <= pool.num_gpus
+    )
+
+
+def _odd_heads(shape: ModelShape | None) -> list[int]:
+    """Divisors of the KV heads of a model that two devices cannot share."""
+    if shape is None or shape.num_heads % 2 == 0:
+        return []
+    return [one for one in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % one == 0]
+
+
+def options(question: Question, known: Mapping[WorkerKind, LatencyModel]) -> list[Option]:
+    """For every role. Raises NoLayout where memory does not hold the requests, and TargetsBroken, naming the bound."""
+    share, workload = question.goal.attainment, question.workload
+    fitting = _fitting(question, known)
+    prompt = float(np.quantile(workload.prompt_tokens, share, method="lower"))
+    ttft_s, gap_s = question.goal.targets.ttft_s, question.goal.gap_s
+    assert ttft_s is not None
+    first_s = {one: model.prefill_s(prompt) for one, model in fitting.items()}
+    step_s = {one: model.cycle(1).base_s + model.cycle(1).slope_s * prompt for one, model in fitting.items()}
+    reuse = workload.prefixes is not None  # a cached prompt takes less
+    prefills = [one for one in fitting if reuse or first_s[one] <= ttft_s]
+    decodes = [one for one in fitting if step_s[one] <= gap_s]
+    gap = "TPOT" if gap_s == question.goal.targets.tpot_s else "TBT"
+    broken = [
+        *([] if prefills else [_broken(question, "TTFT", ttft_s, first_s, f"a prompt of {prompt:.0f} tokens")]),
+        *([] if decodes else [_broken(question, gap, gap_s, step_s, f"a sequence of {prompt:.0f} tokens")]),
+    ]
+    if broken:
+        step = min(step_s.values())
+        idle = Targets(None if prefills else min(first_s.values()), step, step)
+        raise TargetsBroken("; ".join(broken), "ttft" if not prefills else gap.lower(), idle)
+    return _bounded(question, known, prefills, decodes)
+
+
+def _fitting(question: Question, known: Mapping[WorkerKind, LatencyModel]) -> dict[WorkerKind, LatencyModel]:
+    """Those whose memory holds the longest request."""
+    longest = int((question.workload.prompt_tokens + question.workload.output_tokens).max())
+    fitting = {one: model for one, model in known.items() if model.kv_tokens >= longest}
+    if not fitting:
+        most = max(known, key=lambda one: known[one].kv_tokens)
+        raise NoLayout(
+            f"memory: the longest request is {longest:,} tokens long, and no worker of {question.fleet} holds more "
+            f"than {known[most].kv_tokens:,} tokens of KV beside the weights ({most.parallelism}): "
+            "give larger or more GPUs a node, or shorter requests",
+            param="workload",
+        )
+    return fitting
+
+
+def _bounded(
+    question: Question,
+    known: Mapping[WorkerKind, LatencyModel],
+    prefills: list[WorkerKind],
+    decodes: list[WorkerKind],
+) -> list[Option]:
+    goal, limits, workload = question.goal, question.rules.limits, question.workload
+    found = [
+        Option("prefill", one, prefill_bound_per_s(known[one], workload, goal, limits["prefill"])) for one in prefills
+    ]
+    found += [
+        Option("decode", one, decode_bound_per_s(known[one], workload, goal, limits["decode"])) for one in decodes
+    ]
+    for one in prefills:
+        if one in decodes:
+            halves = (
+                prefill_bound_per_s(known[one], workload, goal, limits["both"]),
+                decode_bound_per_s(known[one], workload, goal, limits["both"]),
+            )
+            found.append(Option("both", one, _of_both(*halves)))
+    return [one for one in found if one.bound.most_per_s > 0 and question.may_have(one.role, one.kind.gpu)]
+
+
+def _of_both(prefill: RateBound, decode: RateBound) -> RateBound:
+    """Of a worker that does both: a step may compute prompts while it reads the weights for decoding."""
+    most_per_s = min(prefill.most_per_s, decode.most_per_s)
+    if not most_per_s or not decode.typical_per_s:
+        return RateBound(0.0, 0.0)
+    return RateBound(most_per_s, 1 / (1 / prefill.typical_per_s + 1 / decode.typical_per_s))
+
+
+def _broken(question: Question, name: str, target_s: float, alone_s: Mapping[WorkerKind, float], what: str) -> str:
+    best = min(alone_s, key=lambda one: (alone_s[one], one))
+    on = f"{best.gpu} {best.parallelism}" if question.fleet.is_mixed else str(best.parallelism)
+    takes = f"{what} alone on an idle worker takes {alone_s[best]:.3g} s at best ({on})"
+    return f"{name} {target_s:g} s cannot be met: {takes}"

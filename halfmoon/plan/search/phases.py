@@ -1,0 +1,113 @@
+"""One half of a layout alone: workers of one kind, whose other half takes no time (DistServe, algorithm 1).
+
+What holds a rate as a whole does so with an ideal other half; so halves alone say how many workers there must be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from halfmoon.plan.layout import WorkerKind
+from halfmoon.plan.problem import Question
+from halfmoon.plan.search.feasible import Option
+from halfmoon.plan.search.goodput import Trial, goodput_per_s, holds_at_first, may_hold_at_first
+from halfmoon.policy.models.latency import PrefillModel
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Network, Targets, WorkerGroup
+from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece
+
+_NO_TIME_S = 1e-9  # what fits a latency divides by it
+_NO_LIMIT_TOKENS = 1 << 40
+_ROUNDING = 1e-9
+_TOLERANCE = 1.1
+_INSTANT = Network(bytes_per_s=1e15, latency_s=0.0, node_bytes_per_s=1e15, handover="pull")
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """An option, and the goodput of one such worker alone, by a first look at it."""
+
+    option: Option
+    alone_per_s: float
+
+    def guess_per_s(self, num: int) -> float:
+        """What so many hold together: what they spare for bursts is shared, and grows as the root of their number."""
+        most = max(self.option.bound.typical_per_s, self.alone_per_s)
+        return num * most - math.sqrt(num) * (most - self.alone_per_s)
+
+
+def measured_half(question: Question, known: Mapping[WorkerKind, LatencyModel], option: Option) -> Half:
+    """By a few requests, which come once."""
+    trial = half_trial(question, known, option, 1)
+    trial = replace(trial, workload=trial.workload.first(question.num_first))
+    guess_per_s = option.bound.typical_per_s / 2
+    alone_per_s = goodput_per_s(trial, guess_per_s, _TOLERANCE, holds_at_first, option.bound.most_per_s)
+    return Half(option, alone_per_s)
+
+
+def least_workers(
+    question: Question, known: Mapping[WorkerKind, LatencyModel], option: Option, most: int
+) -> int | None:
+    """The fewest workers that hold the rate at first, with an ideal other half; None: more than `most`."""
+    rate_per_s = question.rate_per_s
+    assert rate_per_s is not None
+
+    def is_enough(num: int) -> bool:
+        trial = half_trial(question, known, option, num).brief(question.num_first)
+        return holds_at_first(trial, rate_per_s) if question.is_thorough else may_hold_at_first(trial, rate_per_s)
+
+    bounds = (option.bound.most_per_s, option.bound.typical_per_s)
+    low, guess = (max(math.ceil(rate_per_s / one * (1 - _ROUNDING)), 1) if one else most + 1 for one in bounds)
+    return least(is_enough, low, max(low, guess), most)
+
+
+def least(is_enough: Callable[[int], bool], low: int, guess: int, most: int) -> int | None:
+    """The least number from `low` on that is enough, where more always is; None: not even `most` is."""
+    if low > most:
+        return None
+    high, step = min(guess, most), 1
+    if is_enough(high):
+        while high > low and is_enough(max(high - step, low)):
+            high, step = max(high - step, low), 2 * step
+        low = max(high - step + 1, low)
+    else:
+        while True:
+            if high >= most:
+                return None
+            low, high, step = high + 1, min(high + step, most), 2 * step
+            if is_enough(high):
+                break
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
+    return high
+
+
+def half_trial(question: Question, known: Mapping[WorkerKind, LatencyModel], option: Option, num: int = 1) -> Trial:
+    """So many workers of the option, and another that takes no time for the other half."""
+    model, workload, targets = known[option.kind], question.workload, question.goal.targets
+    limits = question.rules.limits[option.role]
+    worker = WorkerGroup(option.role, num, model, limits)
+    if option.role == "both":
+        return Trial(ClusterSpec((worker,)), workload, question.goal, question.seed)
+    if option.role == "prefill":
+        other = WorkerGroup("decode", 1, model, kv_tokens=_NO_LIMIT_TOKENS)
+        workload = replace(workload, output_tokens=np.ones_like(workload.output_tokens))
+        goal = replace(question.goal, targets=Targets(targets.ttft_s, None))
+    else:
+        instant = replace(
+            model, prefill=(PrefillPiece(0, PrefillModel(_NO_TIME_S, 0.0, 0.0)),), num_stages=1, launch_s=0.0
+        )
+        most = int(workload.prompt_tokens.max())
+        other = WorkerGroup(
+            "prefill",
+            1,
+            replace(instant, launch_s_per_token=0.0),
+            replace(limits, max_batch_tokens=most),
+            kv_tokens=_NO_LIMIT_TOKENS,
+        )
+        goal = replace(question.goal, targets=replace(targets, ttft_s=None))
+    return Trial(ClusterSpec((worker, other), _INSTANT), workload, goal, question.seed)

@@ -1,0 +1,200 @@
+"""Latency models that follow what one worker measures while it runs, and how wrong they were."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from halfmoon.policy.models.contention import LearnedContention
+from halfmoon.policy.models.latency import (
+    NUM_COEFFICIENTS,
+    USUAL_PREFILL,
+    Floats,
+    PrefillModel,
+    PrefillSample,
+    Shape,
+    StepModel,
+    StepSample,
+    least_squares,
+    normal_equations,
+    prefill_equations,
+    prefill_shape,
+    step_equations,
+    step_shape,
+    with_shape,
+)
+
+# Weight of a measurement once there is a next one: about the last 10 prefill steps and the last 200 decode steps count,
+# seconds of them, for a machine that others use is as fast as it was a moment ago.
+_PREFILL_FORGETTING, _STEP_FORGETTING = 0.9, 0.995
+_PREFILL_CONTENTION, _STEP_CONTENTION = (0.98, 0.9), (0.998, 0.98)  # `LearnedContention`'s two
+_ERROR_WINDOW = 500
+_SURPRISE = 2.0  # times the prediction: what took longer counts as that; the typical one is predicted, not the mean
+_OUTLIER = 8.0  # times the prediction: what took longer may have been a pause of the machine
+_MAX_OUTLIERS = 5  # one after the other: it was the model that was wrong
+_UNKNOWN_PREFILL, _UNKNOWN_STEP = PrefillModel(), StepModel()
+
+
+class ErrorFigures(NamedTuple):
+    """Of the latest predictions against what was measured; fractions of the measured."""
+
+    num: int
+    mean_absolute: float
+    median_absolute: float
+    bias: float  # mean of predicted / measured - 1: above 0 where it predicts too much
+
+
+class PredictionErrors:
+    """Owns the relative errors of the latest predictions of one kind."""
+
+    def __init__(self, window: int = _ERROR_WINDOW) -> None:
+        self._errors: deque[float] = deque(maxlen=window)
+
+    def add(self, predicted_s: float, measured_s: float) -> None:
+        """Notes one prediction and what came of it; nothing is measured in no time."""
+        if measured_s > 0:
+            self._errors.append(predicted_s / measured_s - 1)
+
+    def figures(self) -> ErrorFigures:
+        """Zeros as long as there are none."""
+        if not self._errors:
+            return ErrorFigures(0, 0.0, 0.0, 0.0)
+        errors = np.array(self._errors)
+        absolute = np.abs(errors)
+        return ErrorFigures(len(errors), float(absolute.mean()), float(np.median(absolute)), float(errors.mean()))
+
+
+class RecursiveFit:
+    """Owns the normal equations of one model: recursive least squares with exponential forgetting.
+
+    The model at the start lasts as a shape, scaled by what is measured: where all prompts are alike it says what
+    others would take.
+    """
+
+    def __init__(self, shape: Shape, forgetting: float) -> None:
+        self._forgetting = forgetting
+        self._shape = shape
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing was measured."""
+        self._gram = np.zeros((NUM_COEFFICIENTS, NUM_COEFFICIENTS))
+        self._moment = np.zeros(NUM_COEFFICIENTS)
+
+    def add(self, features: Floats, seconds: Floats, expected: Floats) -> None:
+        """Measurements in their order: features [n, 3], seconds [n] and what was expected of them, all positive.
+
+        Errors count relative to the geometric mean of both: the fit of values that scatter is then about their median.
+        Relative to what came it would be far below, relative to what was expected it would be their mean.
+        """
+        ages: Floats = np.arange(len(seconds) - 1, -1, -1, dtype=np.float64)
+        weights = np.power(self._forgetting, ages) * seconds / expected
+        gram, moment = normal_equations(features, seconds, weights)
+        decay = self._forgetting ** len(seconds)
+        self._gram = self._gram * decay + gram
+        self._moment = self._moment * decay + moment
+
+    def coefficients(self) -> tuple[float, float, float]:
+        """The non-negative fit of what was added, which must be something, and of the shape."""
+        return least_squares(*with_shape(self._gram, self._moment, self._shape))
+
+
+class RefinedModel:
+    """Owns one model's coefficients, their refinement, their contention and their errors. Measurements come as
+    equations; the model is that of a worker whose neighbours do nothing."""
+
+    def __init__(
+        self, start: PrefillModel | StepModel, shape: Shape, forgetting: float, contention: LearnedContention
+    ) -> None:
+        self._fit = RecursiveFit(shape, forgetting)
+        self.coefficients: tuple[float, float, float] = start
+        self.contention = contention
+        self.errors = PredictionErrors()
+        self._num_outliers = 0  # one after the other
+
+    def observe(self, features: Floats, seconds: Floats, num_busy: Floats) -> None:
+        """Measurements in their order: features [n, 3], seconds [n], all positive; busy neighbours meanwhile [n]."""
+        slowdown = 1 + self.contention.factor * num_busy
+        predicted_alone = features @ np.array(self.coefficients)
+        predicted = slowdown * predicted_alone
+        for predicted_s, measured_s in zip(predicted.tolist(), seconds.tolist(), strict=True):
+            if predicted_s > 0:  # a model without measurements has predicted nothing
+                self.errors.add(predicted_s, measured_s)
+        real = self._without_pauses(predicted, seconds)
+        expected = np.where(predicted > 0, predicted, seconds)
+        counted = np.minimum(seconds, _SURPRISE * expected)
+        self._fit.add(features[real], (counted / slowdown)[real], (expected / slowdown)[real])
+        self.coefficients = self._fit.coefficients()
+        known = [index for index in real if predicted[index] > 0]
+        self.contention.observe((seconds[known] / predicted_alone[known]).tolist(), num_busy[known].tolist())
+        changes = (features[known] @ np.array(self.coefficients)) / predicted_alone[known]
+        if known and changes.all():
+            self.contention.rescale(math.exp(np.log(changes).mean()))
+
+    def _without_pauses(self, predicted: Floats, seconds: Floats) -> list[int]:
+        """Which measurements count. After many that took far too long, all before them was wrong."""
+        real = []
+        for index, is_outlier in enumerate((predicted > 0) & (seconds > _OUTLIER * predicted)):
+            self._num_outliers = self._num_outliers + 1 if is_outlier else 0
+            if self._num_outliers > _MAX_OUTLIERS:
+                self._fit.forget()
+                self._num_outliers = 0
+                return list(range(index, len(seconds)))
+            if not is_outlier:
+                real.append(index)
+        return real
+
+
+class WorkerLatency:
+    """Owns the two models of one worker."""
+
+    def __init__(self, prefill: PrefillModel = _UNKNOWN_PREFILL, step: StepModel = _UNKNOWN_STEP) -> None:
+        tokens_are_free = any(prefill) and prefill.b <= 0  # measured too briefly to tell
+        shape = prefill_shape(USUAL_PREFILL if tokens_are_free else prefill)
+        self._prefill = RefinedModel(prefill, shape, _PREFILL_FORGETTING, LearnedContention(*_PREFILL_CONTENTION))
+        self._step = RefinedModel(step, step_shape(step), _STEP_FORGETTING, LearnedContention(*_STEP_CONTENTION))
+
+    @property
+    def prefill(self) -> PrefillModel:
+        """The model of prefill as of now; zeros before anything is known."""
+        return PrefillModel(*self._prefill.coefficients)
+
+    @property
+    def step(self) -> StepModel:
+        """The model of decode steps as of now; zeros before anything is known."""
+        return StepModel(*self._step.coefficients)
+
+    @property
+    def errors(self) -> dict[Literal["prefill", "step"], ErrorFigures]:
+        """How wrong each model was lately."""
+        return {"prefill": self._prefill.errors.figures(), "step": self._step.errors.figures()}
+
+    @property
+    def contention(self) -> float:
+        """What each busy neighbour adds to a prefill, as a share of its time alone."""
+        return self._prefill.contention.factor
+
+    @property
+    def step_contention(self) -> float:
+        """The same of a decode step."""
+        return self._step.contention.factor
+
+    def observe_prefills(self, samples: Sequence[PrefillSample], num_busy: Sequence[float] = ()) -> None:
+        """Measured prefills, in their order; those of nothing, or in no time, are none. `num_busy` neighbours were
+        busy during each, none where it is not given."""
+        pairs = zip(samples, num_busy or [0.0] * len(samples), strict=True)
+        real = [(one, busy) for one, busy in pairs if one.new_tokens > 0 and one.seconds > 0]
+        if real:
+            self._prefill.observe(*prefill_equations([one for one, _ in real]), np.array([busy for _, busy in real]))
+
+    def observe_steps(self, samples: Sequence[StepSample], num_busy: Sequence[float] = ()) -> None:
+        """Measured decode steps, in their order; those of nothing, or in no time, are none. `num_busy` is as for
+        `observe_prefills`."""
+        pairs = zip(samples, num_busy or [0.0] * len(samples), strict=True)
+        real = [(one, busy) for one, busy in pairs if one.batch > 0 and one.seconds > 0]
+        if real:
+            self._step.observe(*step_equations([one for one, _ in real]), np.array([busy for _, busy in real]))

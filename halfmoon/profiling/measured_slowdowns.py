@@ -1,0 +1,88 @@
+"""How much slower a worker is while another one of its host computes, too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from statistics import mean
+
+from halfmoon.profiling.measuring import Progress, usual_mean
+from halfmoon.profiling.probe import WorkerProbe
+from halfmoon.sim.cluster.contention import Work
+from halfmoon.sim.latency_sources.measured_profile import MeasuredSlowdown
+
+_PROMPT_TOKENS = 256
+_PROMPTS = 3
+_BATCH = 4
+_CONTEXT_TOKENS = 256
+_STEPS = 16
+_ROUNDS = 5
+_WORKS: tuple[Work, Work] = ("prefill", "decode")
+
+
+async def measured_slowdowns(one: WorkerProbe, other: WorkerProbe, on_progress: Progress) -> list[MeasuredSlowdown]:
+    """Of each kind of work that the two can do at the same time, beside each: alone and beside it by turns.
+
+    Nobody is served meanwhile: see `served_slowdowns`, for which all workers have to share the host.
+    """
+    pairs = [
+        (mine, its, neighbour, work)
+        for mine, neighbour in ((one, other), (other, one))
+        for its in _WORKS
+        for work in _WORKS
+        if mine.target.can(work) and neighbour.target.can(its)
+    ]
+    pairs = list({(work, its): (mine, its, neighbour, work) for mine, its, neighbour, work in pairs}.values())
+    found = []
+    for number, (mine, its, neighbour, work) in enumerate(pairs):
+        alone_s: list[float] = []
+        beside_s: list[float] = []
+        for done in range(_ROUNDS):
+            on_progress("side by side", number * _ROUNDS + done, len(pairs) * _ROUNDS)
+            alone_s.append(await _mean_s(mine, work, neighbour))
+            async with _busy(neighbour, its, mine):
+                beside_s.append(await _mean_s(mine, work, neighbour))
+        found.append(MeasuredSlowdown(work=work, neighbour=its, slowdown=usual_mean(beside_s) / usual_mean(alone_s)))
+    on_progress("side by side", len(pairs) * _ROUNDS, len(pairs) * _ROUNDS)
+    return found
+
+
+async def _mean_s(probe: WorkerProbe, work: Work, other: WorkerProbe) -> float:
+    """Of some prompts, which are handed over, or of some steps."""
+    if work == "prefill":
+        num_tokens = min(_PROMPT_TOKENS, probe.target.context_tokens // 2)
+        async with probe.handing_over(other) as receiver:
+            return mean([(await probe.prefill(probe.prompt(num_tokens), receiver)).seconds for _ in range(_PROMPTS)])
+    return mean(step.seconds for step in await probe.decode(_BATCH, _context_tokens(probe), _STEPS))
+
+
+@asynccontextmanager
+async def _busy(probe: WorkerProbe, work: Work, other: WorkerProbe) -> AsyncIterator[None]:
+    """The worker is never idle inside. Raises what ends its work.
+
+    A prefill worker hands its prompts over to the other one, as it does when it serves: that takes both of them time.
+    """
+    if work == "decode":
+        async with probe.decoding(_BATCH, _context_tokens(probe)) as watch:
+            await watch.steps(1)
+            yield
+        return
+    begun = asyncio.Event()
+    async with probe.handing_over(other) as receiver, asyncio.TaskGroup() as group:
+        # one waits while one is computed
+        tasks = [group.create_task(_prompt_after_prompt(probe, receiver, begun)) for _ in range(2)]
+        await begun.wait()
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+async def _prompt_after_prompt(probe: WorkerProbe, receiver: WorkerProbe | None, begun: asyncio.Event) -> None:
+    while True:
+        await probe.prefill(probe.prompt(min(_PROMPT_TOKENS, probe.target.context_tokens // 2)), receiver)
+        begun.set()
+
+
+def _context_tokens(probe: WorkerProbe) -> int:
+    return min(_CONTEXT_TOKENS, probe.target.context_tokens // 4)

@@ -1,0 +1,179 @@
+"""What is simulated: workers in groups, the network between them, how the gateway decides, and what fails when."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.policy.admission.refusal import AdmissionMode
+from halfmoon.policy.placement.ranking import PlacementMode
+from halfmoon.policy.view.cluster_view import Role
+from halfmoon.sim.cluster.contention import NO_CONTENTION, Contention
+from halfmoon.sim.latency_sources.latency_model import LatencyModel
+
+TbtOf = Literal["longest", "longest-tenth"]
+Batching = Literal["chunked", "prefill-first"]
+Handover = Literal["push", "pull"]
+
+
+def _check(holds: bool, param: str, problem: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"a cluster's {param} {problem}", param=param)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """What a step may hold, as `SchedulerLimits` of the engine.
+
+    - chunked: prompts share steps with decodes, at most `chunk_tokens` of them beside any.
+    - prefill-first: steps of prompts alone go before steps of decodes.
+    """
+
+    max_batch_tokens: int = 2048
+    chunk_tokens: int = 512
+    max_running: int = 64
+    batching: Batching = "chunked"
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_tokens", "chunk_tokens", "max_running"):
+            _check(getattr(self, name) >= 1, name, "must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGroup:
+    """Equal workers. The workers of a node share its network port, those of other groups too."""
+
+    role: Role
+    count: int
+    latency: LatencyModel
+    limits: BatchLimits = BatchLimits()
+    prefix_cache: bool = True
+    kv_tokens: int | None = None  # None: what the latency model's memory holds
+    workers_per_node: int | None = None  # None: each has a node of its own
+    first_node: int | None = None  # two groups that name one number share nodes; None: after those of groups before
+    price_per_hour: float = 0.0  # of one worker
+
+    def __post_init__(self) -> None:
+        _check(self.count >= 0, "count", "must not be negative")
+        _check(self.workers_per_node is None or self.workers_per_node >= 1, "workers_per_node", "must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Between workers. A port carries one transfer after the other, at its full speed.
+
+    - push: the decode worker reserves room before the prefill, KV is sent while it is computed; a decode worker
+      without room refuses, and the gateway places again, three times at most.
+    - pull: KV waits at the prefill worker until the decode worker has room.
+    """
+
+    bytes_per_s: float = 25e9  # of a node's port, each way
+    latency_s: float = 1e-4
+    node_bytes_per_s: float = 300e9  # between workers of one node
+    handover: Handover = "push"
+    kv_ratio: float = 1.0  # bytes sent for each byte of KV: below 1 with a codec
+    encode_bytes_per_s: float | None = None  # bytes of KV that a worker's codec takes in; None: there is none
+    decode_bytes_per_s: float | None = None  # and that the codec of who gets them puts out
+    can_fetch: bool = False  # prefixes may be fetched from another worker
+
+    def __post_init__(self) -> None:
+        _check(self.bytes_per_s > 0 and self.node_bytes_per_s > 0, "bytes_per_s", "must be above 0")
+        _check(self.latency_s >= 0, "latency_s", "must not be negative")
+        _check(0 < self.kv_ratio <= 1, "kv_ratio", "must be above 0 and at most 1")
+        for name in ("encode_bytes_per_s", "decode_bytes_per_s"):
+            _check((getattr(self, name) or 1.0) > 0, name, "must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A worker dies at `at_s`, and is back, empty, at `back_s`; None: never."""
+
+    worker: int  # in the order of the groups
+    at_s: float
+    back_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.at_s >= 0, "at_s", "must not be negative: the first request comes at second 0")
+        _check(self.back_s is None or self.back_s > self.at_s, "back_s", "must be after at_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a request is promised; None is no limit."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    tbt_s: float | None = None  # of a request's longest gap, or of the mean of the longest tenth; not told to policies
+    tbt_of: TbtOf = "longest"
+
+    def __post_init__(self) -> None:
+        for name, target_s in (("ttft", self.ttft_s), ("tpot", self.tpot_s), ("tbt", self.tbt_s)):
+            if target_s is not None and not 0 < target_s < math.inf:
+                raise InvalidRequest(
+                    f"the target for {name.upper()} must be a time above 0 seconds, got {target_s:g}", param=name
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """One cluster under one gateway."""
+
+    groups: tuple[WorkerGroup, ...]
+    network: Network = Network()
+    placement: PlacementMode = "kvcache-centric"
+    balancing_threshold: float = 2.0
+    admission: AdmissionMode = "off"
+    targets: Targets = Targets()  # that admission and the result hold requests against
+    block_tokens: int = 64
+    report_s: float = 1.0  # between two load reports of a worker
+    failures: tuple[Failure, ...] = ()
+    contention: Contention = NO_CONTENTION  # between the workers of a node
+    request_s: float = 0.0  # until a request is with its worker: HTTP, placement, calls
+    answer_s: float = 0.0  # that each token takes from there to the client
+
+    def __post_init__(self) -> None:
+        _check(self.block_tokens >= 1, "block_tokens", "must be at least 1")
+        _check(self.report_s > 0, "report_s", "must be above 0")
+        _check(self.request_s >= 0, "request_s", "must not be negative")
+        _check(self.answer_s >= 0, "answer_s", "must not be negative")
+        roles = {group.role for group in self.groups if group.count}
+        _check(
+            "both" in roles or roles >= {"prefill", "decode"},
+            "groups",
+            "must have workers that prefill and workers that decode",
+        )
+        num = self.num_workers
+        _check(
+            all(0 <= one.worker < num for one in self.failures), "failures", f"must name workers from 0 to {num - 1}"
+        )
+
+    @property
+    def learns_overheads(self) -> bool:
+        """Whether what requests take beside queue and steps decides anything: live gateways always learn it."""
+        return self.request_s > 0 or self.answer_s > 0 or self.admission != "off"
+
+    @property
+    def nodes(self) -> list[int]:
+        """The node of each worker, in the order of the groups."""
+        nodes: list[int] = []
+        for group in self.groups:
+            first = max(nodes, default=-1) + 1 if group.first_node is None else group.first_node
+            nodes += [first + number // (group.workers_per_node or 1) for number in range(group.count)]
+        return nodes
+
+    @property
+    def num_workers(self) -> int:
+        """Of all groups."""
+        return sum(group.count for group in self.groups)
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs of all workers."""
+        return sum(group.count * group.latency.num_devices for group in self.groups)
+
+    @property
+    def price_per_hour(self) -> float:
+        """Of all workers."""
+        return sum(group.count * group.price_per_hour for group in self.groups)

@@ -1,0 +1,162 @@
+"""What one simulated worker computes now, and when that will be done."""
+
+from __future__ import annotations
+
+from halfmoon.sim.cluster.contention import Work
+from halfmoon.sim.cluster.decode_batch import DecodeBatch
+from halfmoon.sim.cluster.job import Job
+from halfmoon.sim.cluster.prompt_queue import Chunk
+from halfmoon.sim.latency_sources.latency_model import Cycle, LatencyModel
+
+
+class StepsUnderWay:
+    """Owns the beginning and the end of the steps under way. Knows nothing of queues and of memory.
+
+    Decode steps with nobody coming or going are one run. `version` changes with `wake_s`, so that events of another
+    one can be told to be stale.
+    """
+
+    __slots__ = (
+        "_cycle",
+        "_cycles",
+        "_decodes",
+        "_is_stretched",
+        "_latency",
+        "_stage_free_s",
+        "begun_s",
+        "num_planned",
+        "pace",
+        "passage_s",
+        "version",
+        "wake_s",
+    )
+
+    def __init__(self, latency: LatencyModel, decodes: DecodeBatch) -> None:
+        self._latency = latency
+        self._decodes = decodes
+        self.version = 0
+        self.begun_s = 0.0
+        self.wake_s: float | None = None  # when they are done; None: idle
+        self.passage_s = 0.0  # when the chunks that entered a pipeline last are through
+        self.num_planned = 0  # decode steps until `wake_s`, where it takes no prompts
+        self.pace = 1.0  # seconds for each second that the latency model says
+        self._is_stretched = False  # the last step of the run is not as long as the cycle says
+        self._cycles: dict[int, Cycle] = {}  # by the batch, at pace 1
+        self._cycle = Cycle(0.0, 0.0)  # of the run, at its pace
+        self._stage_free_s = [0.0] * latency.num_stages
+
+    @property
+    def work(self) -> Work | None:
+        """What is computed; None: nothing."""
+        if self.wake_s is None:
+            return None
+        return "decode" if self.num_planned else "prefill"
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether prompts go through stages."""
+        return len(self._stage_free_s) > 1
+
+    def begin_run(self, num_steps: int, now_s: float) -> None:
+        """So many decode steps begin, of all in the batch."""
+        size = self._decodes.size
+        cycle = self._cycles.get(size)
+        if cycle is None:
+            cycle = self._cycles[size] = self._latency.cycle(size)
+        pace = self.pace
+        self._cycle = cycle if pace == 1.0 else Cycle(pace * cycle.base_s, pace * cycle.slope_s)
+        self._is_stretched = False
+        self.begun_s = now_s
+        self._end_after(num_steps)
+
+    def begin_prompts(self, sets: list[list[Chunk]], batch: int, context: int, now_s: float) -> None:
+        """A step with prompts begins. In a pipeline each set goes with its part of the batch, one behind the other."""
+        latency = self._latency
+        stages = latency.num_stages
+        groups = max(min(stages, batch), 1)
+        longest_s = first_stage_s = 0.0
+        for chunks in sets:
+            new, pairs, seen = _work(chunks)
+            stage_s = latency.stage_s(new, pairs, batch / groups, context / groups)
+            longest_s = max(longest_s, stages * stage_s + latency.launching_s(seen + context / groups))
+            first_stage_s += stage_s + latency.launching_s(seen + context / groups)
+        self._begin(now_s, now_s + self.pace * max(longest_s, first_stage_s))
+
+    def enter_pipeline(self, chunks: list[Chunk], now_s: float) -> None:
+        """Each stage takes them when the one before is done with them and it is done with those before them."""
+        latency, free_s = self._latency, self._stage_free_s
+        new, pairs, seen = _work(chunks)
+        stage_s = self.pace * latency.stage_s(new, pairs, 0, 0)
+        at_s = now_s + self.pace * latency.launching_s(seen)
+        for stage, stage_free_s in enumerate(free_s):
+            at_s = free_s[stage] = max(at_s, stage_free_s) + stage_s
+        self.passage_s = at_s
+        self._begin(now_s, free_s[0])
+
+    def num_begun(self, now_s: float) -> int:
+        """Steps of the run that have begun: the number of the one under way."""
+        return min(self._decodes.steps_begun(now_s - self.begun_s, self._cycle), self.num_planned)
+
+    def cut(self, now_s: float) -> int:
+        """Ends a run with the step that is under way; how many steps that takes off."""
+        planned = self.num_planned
+        if planned <= 1 or self._is_stretched:
+            return 0
+        num = self.num_begun(now_s)
+        if num < planned:
+            self._end_after(num)
+        return planned - num
+
+    def finish(self, now_s: float) -> list[Job]:
+        """They are done; who of a run has all tokens with that."""
+        self.wake_s = None
+        num, self.num_planned = self.num_planned, 0
+        if not num:
+            return []
+        if not self._is_stretched:
+            return self._decodes.advance_run(num, self.begun_s, self._cycle)
+        if num > 1:
+            self._decodes.advance_run(num - 1, self.begun_s, self._cycle)
+        return self._decodes.advance(now_s)
+
+    def abort(self, now_s: float) -> None:
+        """The step under way comes to nothing; those of the run before it are done."""
+        if self.num_planned:
+            self._decodes.advance_run(self.num_begun(now_s) - 1, self.begun_s, self._cycle)
+        self.wake_s = None
+        self.num_planned = 0
+        self.version += 1
+        self._stage_free_s = [0.0] * len(self._stage_free_s)
+
+    def set_pace(self, pace: float, now_s: float) -> bool:
+        """What is left of the step under way takes longer or shorter; False if there is none. A run was cut before.
+
+        What entered a pipeline keeps its pace.
+        """
+        ratio, self.pace = pace / self.pace, pace
+        if self.wake_s is None:
+            return False
+        self.wake_s = now_s + (self.wake_s - now_s) * ratio
+        self._is_stretched = True
+        self.version += 1
+        return True
+
+    def _end_after(self, num_steps: int) -> None:
+        self.num_planned = num_steps
+        self.wake_s = self.begun_s + self._decodes.duration_s(num_steps, self._cycle)
+        self.version += 1
+
+    def _begin(self, now_s: float, wake_s: float) -> None:
+        self.begun_s = now_s
+        self.wake_s = wake_s
+        self.version += 1
+
+
+def _work(chunks: list[Chunk]) -> tuple[int, float, int]:
+    """New tokens, pairs of them with those before, and tokens of the sequences so far."""
+    new, pairs, seen = 0, 0.0, 0
+    for _, _, cached, num_tokens in chunks:
+        new += num_tokens
+        pairs += num_tokens * (cached + num_tokens / 2)
+        seen += cached + num_tokens
+    return new, pairs, seen

@@ -1,0 +1,161 @@
+"""A cluster from a YAML or JSON file.
+
+latency: roofline:llama-3-8b        # what `--latency` may say; a group may have its own
+workers:
+  - {role: prefill, count: 2, gpu: h100, tp: 2}
+  - {role: decode, count: 1, gpu: h200, max_running: 256}
+network: {bytes_per_s: 50e9, handover: push}
+placement: kvcache-centric
+targets: {ttft_s: 0.5, tpot_s: 0.05}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.policy.admission.refusal import AdmissionMode
+from halfmoon.policy.placement.ranking import PlacementMode
+from halfmoon.policy.view.cluster_view import Role
+from halfmoon.sim.cluster.cluster_spec import Batching, BatchLimits, ClusterSpec, Failure, Network, Targets, WorkerGroup
+from halfmoon.sim.cluster.contention import Contention
+from halfmoon.sim.latency_sources.hardware import DEVICES
+from halfmoon.sim.latency_sources.latency_model import LatencyModel, LatencySource
+from halfmoon.sim.latency_sources.latency_source import latency_source
+from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
+
+_LIMITS = BatchLimits()
+_MOST_WORKERS = 100_000  # of a group: each takes some kilobytes before anything is simulated
+_Kind = TypeVar("_Kind")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class _Workers(_Strict):
+    role: Role
+    count: int = Field(default=1, ge=0, le=_MOST_WORKERS)
+    gpu: str | None = None
+    tp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1)
+    latency: str | None = None
+    kv_tokens: int | None = Field(default=None, ge=1)
+    prefix_cache: bool = True
+    max_batch_tokens: int | None = None  # None, as the next two: the profile's, or the usual ones
+    chunk_tokens: int | None = None
+    max_running: int | None = None
+    batching: Batching = _LIMITS.batching
+    workers_per_node: int | None = None
+    first_node: int | None = Field(default=None, ge=0)
+    price_per_hour: float | None = None  # of one worker; None: the catalogue's, for its devices
+
+
+class _Cluster(_Strict):
+    workers: tuple[_Workers, ...] = Field(min_length=1)
+    latency: str | None = None
+    network: dict[str, Any] = {}
+    contention: dict[str, Any] = {}
+    request_s: float | None = None
+    answer_s: float | None = None
+    placement: PlacementMode = "kvcache-centric"
+    balancing_threshold: float = Field(default=2.0, ge=1)
+    admission: AdmissionMode = "off"
+    targets: dict[str, Any] = {}
+    block_tokens: int = 64
+    report_s: float = 1.0
+    failures: tuple[dict[str, float | None], ...] = ()
+
+    @field_validator("admission", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # what YAML makes of it
+
+
+def read_cluster(
+    path: Path, latency: str | None = None, source_of: Callable[[str], LatencySource] = latency_source
+) -> ClusterSpec:
+    """The cluster of a file, its latencies from `latency` where that is given.
+
+    `source_of` a text is the latency source that it names; a command that has a ledger knows those in it, too.
+
+    Raises InvalidRequest naming the field that is wrong, or what is missing.
+    """
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidRequest(f"the cluster {path} cannot be read: {error}", param="cluster") from error
+    read = _validated(path, _Cluster, found)
+    sources: dict[str, LatencySource] = {}
+    network, contention = read.network, read.contention
+    request_s, answer_s = read.request_s, read.answer_s
+    groups = []
+    for one in read.workers:
+        text = latency or one.latency or read.latency
+        if text is None:
+            raise InvalidRequest(
+                f"the cluster {path} does not say how fast its workers are: give --latency, or `latency:` in the file",
+                param="latency",
+            )
+        source = sources.get(text) or sources.setdefault(text, source_of(text))
+        limits = _LIMITS
+        if isinstance(source, MeasuredProfile):
+            network = {**source.network, **network}
+            contention = {**source.contention, **contention}
+            request_s = source.request_s if request_s is None else request_s
+            answer_s = source.answer_s if answer_s is None else answer_s
+            limits = source.batch_limits
+        groups.append(_group(one, source.model(one.gpu, one.tp, one.pp), limits))
+    return ClusterSpec(
+        tuple(groups),
+        _validated(path, Network, network, "network"),
+        read.placement,
+        read.balancing_threshold,
+        read.admission,
+        _validated(path, Targets, read.targets, "targets"),
+        read.block_tokens,
+        read.report_s,
+        tuple(_validated(path, Failure, one, "failures") for one in read.failures),
+        _validated(path, Contention, contention, "contention"),
+        request_s or 0.0,
+        answer_s or 0.0,
+    )
+
+
+def _group(one: _Workers, model: LatencyModel, limits: BatchLimits) -> WorkerGroup:
+    """`limits` where the file has none."""
+    given = {name: getattr(one, name) for name in ("max_batch_tokens", "chunk_tokens", "max_running")}
+    price = one.price_per_hour
+    if price is None:
+        price = DEVICES[one.gpu].price_per_hour * model.num_devices if one.gpu and one.gpu in DEVICES else 0.0
+    return WorkerGroup(
+        one.role,
+        one.count,
+        model,
+        replace(limits, batching=one.batching, **{name: most for name, most in given.items() if most is not None}),
+        one.prefix_cache,
+        one.kv_tokens,
+        one.workers_per_node,
+        one.first_node,
+        price,
+    )
+
+
+def _validated(path: Path, kind: type[_Kind], found: Any, where: str = "") -> _Kind:
+    try:
+        known = set(TypeAdapter(kind).json_schema().get("properties", ()))
+        unknown = sorted(set(found) - known) if isinstance(found, dict) else []
+        if unknown:
+            what = f"unknown {where or 'field'} {unknown[0]!r}: known are {', '.join(sorted(known))}"
+            raise InvalidRequest(f"the cluster {path} has an {what}", param="cluster")
+        return TypeAdapter(kind).validate_python(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        at = ".".join(map(str, (where, *first["loc"]) if where else first["loc"])) or "the top"
+        raise InvalidRequest(f"the cluster {path} is wrong at {at}: {first['msg']}", param="cluster") from error

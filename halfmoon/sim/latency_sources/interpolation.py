@@ -1,0 +1,83 @@
+"""Latency pieces through measured points: real engines have steps and bends that three coefficients cannot have."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from halfmoon.policy.models.latency import (
+    PrefillModel,
+    StepModel,
+    StepSample,
+    fit_step,
+    least_squares,
+    normal_equations,
+)
+from halfmoon.sim.latency_sources.latency_model import Piece, PrefillPiece, StepPiece, median_error
+
+
+class PromptsSample(NamedTuple):
+    """One measured step that computed prompts."""
+
+    new_tokens: float  # of all of them
+    pairs: float  # sum of new * (cached + new / 2)
+    seconds: float
+
+
+class Line(NamedTuple):
+    """From `start` on: `base + slope * x`."""
+
+    start: float
+    base: float
+    slope: float
+
+
+def prefill_pieces(
+    samples: Sequence[PromptsSample], judged_by: Sequence[PromptsSample]
+) -> tuple[tuple[PrefillPiece, ...], float]:
+    """Pieces, and their median relative error at the points of `judged_by`.
+
+    Attention's part, proportional to the pairs, is fitted over all samples; the rest is interpolated between the
+    medians of equal numbers of new tokens.
+    """
+    new, pairs, seconds = np.array(samples, dtype=np.float64).T
+    features = np.stack([np.ones_like(new), new, pairs], axis=1)
+    _, _, c = least_squares(*normal_equations(features, seconds))
+    lines = _through(zip(new, seconds - c * pairs, strict=True))
+    pieces = tuple(Piece(one.start, PrefillModel(one.base, one.slope, c)) for one in lines)
+    predicted = [_value(lines, one.new_tokens) + c * one.pairs for one in judged_by]
+    return pieces, median_error(predicted, [one.seconds for one in judged_by])
+
+
+def step_pieces(samples: Sequence[StepSample], judged_by: Sequence[StepSample]) -> tuple[tuple[StepPiece, ...], float]:
+    """Pieces, and their median relative error at the points of `judged_by`.
+
+    The part of the context is fitted, the rest interpolated by batch.
+    """
+    f = fit_step(samples).f
+    lines = _through((one.batch, one.seconds - f * one.context_tokens) for one in samples)
+    pieces = tuple(Piece(one.start, StepModel(one.base, one.slope, f)) for one in lines)
+    predicted = [_value(lines, one.batch) + f * one.context_tokens for one in judged_by]
+    return pieces, median_error(predicted, [one.seconds for one in judged_by])
+
+
+def _through(points: Iterable[tuple[float, float]]) -> tuple[Line, ...]:
+    """Lines through the medians of equal x, never falling; the last one goes on, what is before the first is flat."""
+    grouped: dict[float, list[float]] = defaultdict(list)
+    for x, y in points:
+        grouped[float(x)].append(float(y))
+    xs = sorted(grouped)
+    ys = np.maximum(np.maximum.accumulate([float(np.median(grouped[x])) for x in xs]), 0.0).tolist()
+    lines = [Line(0.0, ys[0], 0.0)]
+    for (x0, y0), (x1, y1) in zip(zip(xs, ys, strict=True), list(zip(xs, ys, strict=True))[1:], strict=False):
+        slope = (y1 - y0) / (x1 - x0)
+        lines.append(Line(x0, y0 - slope * x0, slope))
+    return tuple(lines)
+
+
+def _value(lines: Sequence[Line], x: float) -> float:
+    line = max((one for one in lines if one.start <= x), key=lambda one: one.start)
+    return line.base + line.slope * x

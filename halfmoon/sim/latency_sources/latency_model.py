@@ -1,0 +1,166 @@
+"""How long a worker's steps take, in the one form that all sources are brought to, and how well that form fits them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from halfmoon.policy.models.latency import (
+    PrefillModel,
+    PrefillSample,
+    StepModel,
+    StepSample,
+    fit_prefill,
+    fit_step,
+)
+
+_POLICY_PROMPTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # at which the policies' models are fitted
+_POLICY_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+_POLICY_CONTEXTS = (256, 1024, 4096)  # of each sequence
+
+
+class FitError(NamedTuple):
+    """Median relative error against what was measured; None where nothing was."""
+
+    prefill: float | None = None
+    step: float | None = None
+
+
+NOT_MEASURED = FitError()
+
+
+_Model = TypeVar("_Model")
+
+
+class Piece(NamedTuple, Generic[_Model]):
+    """Holds from `least` new tokens (of prompts), or sequences (of decode steps), on."""
+
+    least: float
+    model: _Model
+
+
+PrefillPiece = Piece[PrefillModel]
+StepPiece = Piece[StepModel]
+
+
+class Cycle(NamedTuple):
+    """Seconds of a decode step of one batch: `base_s + slope_s * context_tokens`."""
+
+    base_s: float
+    slope_s: float
+
+
+@dataclass(frozen=True)
+class LatencyModel:
+    """One worker of `num_stages` pipeline stages. The pieces are of one stage; each takes the same time.
+
+    A step's prompts take `a + b*new + c*pairs`, where `pairs` sums `new * (cached + new / 2)` over them, so several
+    prompts share `a`. Sequences that decode in the same step go through the same matrix products: each is one more
+    new token of them, and adds its attention, `f*context`. The first stage also launches the step.
+    """
+
+    prefill: tuple[PrefillPiece, ...]  # ascending, from 0 on
+    step: tuple[StepPiece, ...]  # ascending, from 0 on
+    kv_tokens: int  # that the worker's memory holds
+    kv_bytes_per_token: float
+    source: str
+    error: FitError = NOT_MEASURED
+    num_stages: int = 1
+    num_devices: int = 1
+    launch_s: float = 0.0
+    launch_s_per_token: float = 0.0  # of all sequences in the step
+
+    def stage_s(self, new_tokens: float, pairs: float, batch: float, context_tokens: float) -> float:
+        """One stage's seconds for a step that computes new tokens of prompts and one token of `batch` sequences."""
+        if not new_tokens:
+            return _held_at(self.step, batch).seconds(batch, context_tokens) if batch else 0.0
+        together = new_tokens + batch
+        prefill = _held_at(self.prefill, together)
+        products_s = prefill.a + prefill.b * together
+        if not batch:
+            return products_s + prefill.c * pairs
+        step = _held_at(self.step, batch)
+        return max(products_s, step.d + step.e * batch) + prefill.c * pairs + step.f * context_tokens
+
+    def launching_s(self, num_tokens: float) -> float:
+        """What the first stage adds to a step over sequences of so many tokens."""
+        return self.launch_s + self.launch_s_per_token * num_tokens
+
+    def prefill_s(self, new_tokens: float, cached_tokens: float = 0.0) -> float:
+        """A prompt alone on an idle worker, from its first stage to its last."""
+        pairs = new_tokens * (cached_tokens + new_tokens / 2)
+        return self.num_stages * self.stage_s(new_tokens, pairs, 0, 0) + self.launching_s(new_tokens + cached_tokens)
+
+    def cycle(self, batch: int) -> Cycle:
+        """Until each of `batch` sequences has its next token, with no prompt between.
+
+        With several stages the batch is dealt out into as many groups, which follow each other round and round: a
+        round takes as long as the first stage needs for all groups, or a group for all stages where there are fewer
+        sequences than stages.
+        """
+        groups = min(self.num_stages, batch)
+        step = _held_at(self.step, batch / groups)
+        rounds = self.num_stages
+        launches = groups if groups == self.num_stages else 1
+        base_s = rounds * (step.d + step.e * batch / groups) + launches * self.launch_s
+        slope_s = (rounds * step.f + launches * self.launch_s_per_token) / groups
+        return Cycle(base_s, slope_s)
+
+    @cached_property
+    def policy_prefill(self) -> PrefillModel:
+        """As a gateway would have learned it from single prompts."""
+        if self._is_plain and len(self.prefill) == 1:
+            return self.prefill[0].model
+        return fit_prefill([PrefillSample(new, 0, self.prefill_s(new)) for new in _POLICY_PROMPTS])
+
+    @cached_property
+    def policy_step(self) -> StepModel:
+        """As a gateway would have learned it."""
+        if self._is_plain and len(self.step) == 1:
+            return self.step[0].model
+        samples = []
+        for batch in _POLICY_BATCHES:
+            base_s, slope_s = self.cycle(batch)
+            samples += [StepSample(batch, batch * one, base_s + slope_s * batch * one) for one in _POLICY_CONTEXTS]
+        return fit_step(samples)
+
+    def scaled(self, factor: float) -> LatencyModel:
+        """Of a worker that is `factor` times as fast."""
+        return replace(
+            self,
+            prefill=tuple(Piece(one.least, PrefillModel(*(x / factor for x in one.model))) for one in self.prefill),
+            step=tuple(Piece(one.least, StepModel(*(x / factor for x in one.model))) for one in self.step),
+            launch_s=self.launch_s / factor,
+            launch_s_per_token=self.launch_s_per_token / factor,
+        )
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.num_stages == 1 and not self.launch_s and not self.launch_s_per_token
+
+
+def _held_at(pieces: tuple[Piece[_Model], ...], size: float) -> _Model:
+    """The model of the piece that holds there."""
+    found = pieces[0].model
+    for piece in pieces:
+        if piece.least > size:
+            break
+        found = piece.model
+    return found
+
+
+class LatencySource(Protocol):
+    """Where latency models come from: a fitted file, measurements, a roofline."""
+
+    def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
+        """Raises InvalidRequest, naming what is known, for hardware or a parallelism that it knows nothing of."""
+        ...
+
+
+def median_error(predicted_s: list[float], measured_s: list[float]) -> float:
+    """Median of |predicted - measured| / measured."""
+    measured = np.array(measured_s)
+    return float(np.median(np.abs(np.array(predicted_s) - measured) / measured))

@@ -1,0 +1,63 @@
+"""A latency source by what a user writes: the path of a profile, or the name of a source and of a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import MappingProxyType
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.sim.latency_sources.aiconfigurator import BACKENDS, KernelTimes
+from halfmoon.sim.latency_sources.coefficients import Coefficients
+from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
+from halfmoon.sim.latency_sources.hardware import device
+from halfmoon.sim.latency_sources.latency_model import LatencySource
+from halfmoon.sim.latency_sources.measured_profile import is_measured, read_profile
+from halfmoon.sim.latency_sources.model_catalogue import model_shape
+from halfmoon.sim.latency_sources.roofline import OF_2023, Efficiency, Roofline
+from halfmoon.sim.latency_sources.splitwise import read_splitwise
+from halfmoon.sim.latency_sources.worker_profile import PROFILES, load_profile
+
+_KNOWN = (
+    "a profile's path (profile.json), Splitwise's table with a model (perf_model.csv:llama-2-70b), distserve:MODEL, "
+    "distserve-vllm:MODEL, roofline:MODEL[@GPU], roofline-2023:MODEL[@GPU], aiconfigurator:MODEL[@GPU] or "
+    "aiconfigurator-BACKEND:MODEL[@GPU], where MODEL may be the path of a config.json"
+)
+
+_KERNEL_TIMES = MappingProxyType(
+    {"aiconfigurator": BACKENDS[0], **{f"aiconfigurator-{backend}": backend for backend in BACKENDS}}
+)
+
+
+def latency_source(text: str) -> LatencySource:
+    """Raises InvalidRequest saying what may be written."""
+    kind, _, rest = text.partition(":")
+    if kind == "distserve":
+        return DistServeCoefficients(rest)
+    if kind == "distserve-vllm":
+        return DistServeCoefficients(rest, "vllm")
+    if kind in ("roofline", "roofline-2023") and rest:
+        name, _, gpu = rest.partition("@")
+        return Roofline(
+            model_shape(name), Efficiency() if kind == "roofline" else OF_2023, device(gpu).name if gpu else None
+        )
+    if kind in _KERNEL_TIMES and rest:
+        name, _, gpu = rest.partition("@")
+        return KernelTimes(model_shape(name), _KERNEL_TIMES[kind], device(gpu).name if gpu else None)
+    if kind.endswith(".csv"):
+        return read_splitwise(Path(kind), rest)
+    path = Path(text)
+    if text not in PROFILES and (_is_measured(path) or (text.endswith(".json") and not path.is_file())):
+        return read_profile(path)
+    if text in PROFILES or path.is_file():
+        profile = load_profile(text)
+        return Coefficients(profile.name, profile.latency)
+    raise InvalidRequest(f"{text!r} is no latency source: give {_KNOWN}", param="latency")
+
+
+def _is_measured(path: Path) -> bool:
+    """Whether it is there and holds samples."""
+    try:
+        return is_measured(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,210 @@
+"""A measured profile: what live workers of one kind took for prompts, decode steps and transfers, as JSON.
+
+{"model": "demo", "device": "cpu", "tensor_parallel": 1, "pipeline_parallel": 1,
+ "kv_tokens": 65536, "kv_bytes_per_token": 23040,
+ "limits":   {"context_tokens": 2048, "max_batch_tokens": 512, "chunk_tokens": 128, "max_running": 64},
+ "prefill":  [{"new_tokens": 512, "cached_tokens": 0, "seconds": 0.31, "is_held_out": false}, ...],
+ "step":     [{"batch": 8, "context_tokens": 4096, "seconds": 0.05}, ...],
+ "transfer": [{"num_bytes": 1048576, "seconds": 0.002, "transport": "shm"}, ...],
+ "beside":   [{"work": "prefill", "neighbour": "decode", "slowdown": 1.9}, ...],
+ "request_s": 0.006, "answer_s": 0.012, "token_s": 0.001}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.policy.models.latency import StepSample
+from halfmoon.sim.cluster.cluster_spec import BatchLimits
+from halfmoon.sim.cluster.contention import Work
+from halfmoon.sim.latency_sources.interpolation import PromptsSample, prefill_pieces, step_pieces
+from halfmoon.sim.latency_sources.latency_model import FitError, LatencyModel, Piece
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class MeasuredPrefill(_Strict):
+    """One prompt alone."""
+
+    new_tokens: int = Field(gt=0)
+    cached_tokens: int = Field(default=0, ge=0)
+    seconds: float = Field(gt=0)
+    is_held_out: bool = False  # the fit is judged by it, and was not made from it
+
+
+class MeasuredStep(_Strict):
+    """One decode step."""
+
+    batch: int = Field(gt=0)
+    context_tokens: int = Field(ge=0)  # of all sequences
+    seconds: float = Field(gt=0)
+    is_held_out: bool = False
+
+
+class MeasuredTransfer(_Strict):
+    """One hand-over alone on its link."""
+
+    num_bytes: int = Field(gt=0)
+    seconds: float = Field(gt=0)
+    transport: str = ""
+
+
+class MeasuredLimits(_Strict):
+    """What a step of the worker may hold."""
+
+    context_tokens: int = Field(default=131_072, gt=0)
+    max_batch_tokens: int = Field(default=2048, gt=0)
+    chunk_tokens: int = Field(default=512, gt=0)
+    max_running: int = Field(default=64, gt=0)
+
+
+class MeasuredSlowdown(_Strict):
+    """How many times as long `work` took while another worker of the same host did its own, without a pause."""
+
+    work: Work
+    neighbour: Work
+    slowdown: float = Field(gt=0)
+
+
+class MeasuredProfile(_Strict):
+    """One kind of worker, as it was measured. It is a latency source for that kind alone."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+    model_name: str = Field(default="", alias="model")
+    device: str = ""
+    tensor_parallel: int = Field(default=1, ge=1)
+    pipeline_parallel: int = Field(default=1, ge=1)
+    kv_tokens: int = Field(gt=0)
+    kv_bytes_per_token: float = Field(gt=0)
+    prefill: tuple[MeasuredPrefill, ...] = Field(min_length=1)
+    step: tuple[MeasuredStep, ...] = Field(min_length=1)
+    transfer: tuple[MeasuredTransfer, ...] = ()
+    limits: MeasuredLimits = MeasuredLimits()
+    beside: tuple[MeasuredSlowdown, ...] = ()
+    request_s: float = Field(default=0.0, ge=0)  # until a prompt is with its worker: HTTP, placement, calls
+    answer_s: float = Field(default=0.0, ge=0)  # from the computed prompt to its token at the client
+    token_s: float = Field(default=0.0, ge=0)  # that a decode step takes more where a gateway serves its tokens
+
+    def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
+        """What was measured is the whole worker: its stages are one. Raises InvalidRequest for another kind."""
+        measured = self.tensor_parallel, self.pipeline_parallel
+        if gpu not in (None, self.device) or (tensor_parallel, pipeline_parallel) != measured:
+            raise InvalidRequest(
+                f"the profile is of {self.device or 'its device'} with TP{measured[0]} x PP{measured[1]}, "
+                f"not of {gpu or 'that'} with TP{tensor_parallel} x PP{pipeline_parallel}",
+                param="latency",
+            )
+        whole = self.whole
+        served = [Piece(one.least, one.model._replace(d=one.model.d + self.token_s)) for one in whole.step]
+        return replace(whole, step=tuple(served))
+
+    @property
+    def whole(self) -> LatencyModel:
+        """The worker that was measured, by all points. Its error is that at those which were held out, if there are
+        any, of a fit to the others."""
+        prompts, steps = [_prompts_sample(one) for one in self.prefill], [_step_sample(one) for one in self.step]
+        prefill, _ = prefill_pieces(prompts, prompts)
+        step, _ = step_pieces(steps, steps)
+        _, prefill_error = prefill_pieces(*_split(self.prefill, _prompts_sample))
+        _, step_error = step_pieces(*_split(self.step, _step_sample))
+        return LatencyModel(
+            prefill,
+            step,
+            self.kv_tokens,
+            self.kv_bytes_per_token,
+            source=f"measured: {self.model_name} on {self.device}",
+            error=FitError(prefill_error, step_error),
+            num_devices=self.tensor_parallel * self.pipeline_parallel,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """What `read_profile` takes."""
+        found: dict[str, Any] = self.model_dump(mode="json", by_alias=True)
+        return found
+
+    @property
+    def batch_limits(self) -> BatchLimits:
+        """Of its steps."""
+        return BatchLimits(**self.limits.model_dump(exclude={"context_tokens"}))
+
+    @property
+    def contention(self) -> dict[str, float]:
+        """The fields of `Contention` that were measured; who is not slowed down is taken to be as fast as alone."""
+        return {f"{one.work}_beside_{one.neighbour}": max(one.slowdown, 1.0) for one in self.beside}
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """The fields of `Network` that were measured, if any."""
+        if self.link is None:
+            return {}
+        bytes_per_s, latency_s = self.link
+        return {"bytes_per_s": bytes_per_s, "node_bytes_per_s": bytes_per_s, "latency_s": latency_s}
+
+    @property
+    def link(self) -> tuple[float, float] | None:
+        """Bytes per second and latency in seconds of a hand-over, fitted; None where none was measured.
+
+        Where several transports were measured it is the first: the one that is offered first.
+        """
+        if not self.transfer:
+            return None
+        used = [one for one in self.transfer if one.transport == self.transfer[0].transport]
+        num_bytes, seconds = np.array([(one.num_bytes, one.seconds) for one in used]).T
+        if len(set(num_bytes)) == 1:
+            return float(num_bytes[0] / np.median(seconds)), 0.0
+        weights = np.sqrt(1 / seconds)
+        slope, fixed = np.polyfit(num_bytes, seconds, 1, w=weights)
+        return (1 / float(slope), max(float(fixed), 0.0)) if slope > 0 else (float((num_bytes / seconds).max()), 0.0)
+
+
+_Sample = TypeVar("_Sample", MeasuredPrefill, MeasuredStep)
+_Fitted = TypeVar("_Fitted")
+
+
+def _split(samples: Sequence[_Sample], fitted: Callable[[_Sample], _Fitted]) -> tuple[list[_Fitted], list[_Fitted]]:
+    """Those that are fitted, and those that the fit is judged by: the same ones where none are held out."""
+    held_out = [fitted(one) for one in samples if one.is_held_out]
+    made_of = [fitted(one) for one in samples if not one.is_held_out]
+    return made_of or held_out, held_out or made_of
+
+
+def _prompts_sample(one: MeasuredPrefill) -> PromptsSample:
+    return PromptsSample(one.new_tokens, one.new_tokens * (one.cached_tokens + one.new_tokens / 2), one.seconds)
+
+
+def _step_sample(one: MeasuredStep) -> StepSample:
+    return StepSample(one.batch, one.context_tokens, one.seconds)
+
+
+def is_measured(found: Any) -> bool:
+    """Whether a JSON object holds samples, where a file of coefficients has numbers."""
+    given = [found.get(name) for name in ("prefill", "step")] if isinstance(found, dict) else []
+    return any(isinstance(one, list) and one and isinstance(one[0], dict) for one in given)
+
+
+def write_profile(path: Path, profile: MeasuredProfile) -> None:
+    """As `read_profile` reads it."""
+    path.write_text(json.dumps(profile.as_json(), indent=1))
+
+
+def read_profile(path: Path, found: Any = None) -> MeasuredProfile:
+    """Raises InvalidRequest naming the field that is wrong."""
+    try:
+        return MeasuredProfile.model_validate(json.loads(path.read_text()) if found is None else found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidRequest(f"the profile {path} is wrong at {where}: {first['msg']}", param="latency") from error
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"the profile {path} cannot be read: {error}", param="latency") from error

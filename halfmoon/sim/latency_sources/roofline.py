@@ -1,0 +1,116 @@
+"""Latency from first principles: a step takes as long as its arithmetic or its memory traffic, less stated losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.policy.models.latency import PrefillModel, StepModel
+from halfmoon.sim.latency_sources.hardware import Device, device
+from halfmoon.sim.latency_sources.latency_model import FitError, LatencyModel, PrefillPiece, StepPiece
+from halfmoon.sim.latency_sources.model_shape import ModelShape
+
+_MODERN_ERROR, _ERROR_OF_2023 = FitError(0.27, 0.43), FitError(0.12, 0.14)
+_PIPELINE_HOP_S = 20e-6  # from stage to stage, beside the bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What of the data sheet a good engine gets, and what a step costs beside it.
+
+    The defaults are of an engine that is bound by neither launches nor the host. Engines of 2023 and 2024 were, and
+    the more so the more devices shared a layer: docs/planner.md has the errors against what was measured of them.
+    """
+
+    flops: float = 0.6  # of matrix products
+    attention_flops: float = 0.5  # of long prompts; those of 2,000 tokens get half of it, and hardly notice
+    memory: float = 0.7
+    link: float = 0.7
+    step_s: float = 2e-3  # scheduling, launching, sampling
+    all_reduce_s: float = 12e-6  # latency of one
+    kv_memory: float = 0.9  # of the device's memory, for weights, activations and KV
+    step_bytes: float = 2.0**30  # for activations and staging at least, as a worker keeps
+    batch_tokens: int = 2048  # of the largest step, whose activations have to fit
+    error: FitError = _MODERN_ERROR  # median over the ten measured tables of docs/planner.md
+
+
+OF_2023 = Efficiency(all_reduce_s=100e-6, error=_ERROR_OF_2023)
+"""Engines of 2023 and 2024, which lost more at each exchange between devices that share a layer: one figure, chosen so
+that DistServe's and Splitwise's tables agree with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A model of known shape on hardware of the catalogue."""
+
+    shape: ModelShape
+    efficiency: Efficiency = Efficiency()
+    default_gpu: str | None = None
+
+    def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
+        """Raises InvalidRequest for unknown hardware, for a parallelism that a worker would refuse, and where the
+        weights leave no room for KV."""
+        try:
+            self.shape.check(tensor_parallel, pipeline_parallel)
+        except Incompatible as error:
+            raise InvalidRequest(f"{self.shape.name}: {error.message}", param="tensor_parallel") from error
+        name = gpu or self.default_gpu
+        if name is None:
+            raise InvalidRequest("a roofline needs to know the hardware: name a gpu for each group", param="gpu")
+        return _model(self.shape, device(name), self.efficiency, tensor_parallel, pipeline_parallel)
+
+
+def kv_capacity_tokens(shape: ModelShape, on: Device, tensor: int, pipeline: int, efficiency: Efficiency) -> int:
+    """Tokens of KV beside weights and a step's needs on the fullest device; negative where these do not fit."""
+    step_bytes = max(efficiency.step_bytes, shape.activation_bytes(efficiency.batch_tokens, tensor))
+    left_bytes = on.memory_bytes * efficiency.kv_memory - shape.device_weight_bytes(tensor, pipeline) - step_bytes
+    return int(left_bytes // shape.device_kv_bytes_per_token(tensor, pipeline))
+
+
+def _model(shape: ModelShape, on: Device, efficiency: Efficiency, tp: int, pp: int) -> LatencyModel:
+    kv_tokens = kv_capacity_tokens(shape, on, tp, pp, efficiency)
+    if kv_tokens <= 0:
+        needed_gb = shape.weight_bytes / 1e9
+        raise InvalidRequest(
+            f"{shape.name} does not fit on {tp * pp} x {on.name}: its weights alone are {needed_gb:.3g} GB, and "
+            f"each has {on.memory_bytes * efficiency.kv_memory / 1e9:.3g} GB for weights, activations and KV",
+            param="tensor_parallel",
+        )
+    share = shape.stage_share(pp)
+    flops, memory = on.flops * efficiency.flops, on.memory_bytes_per_s * efficiency.memory
+    params = shape.layer_params * share + shape.head_params / pp
+    product_s = 2 * params / tp / flops  # one token
+    weights_s = params * shape.bytes_per_weight / tp / memory
+    pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
+    pair_s = pair_flops * share / tp / (on.flops * efficiency.attention_flops)
+    context_s = shape.kv_bytes_per_token * share / min(tp, shape.num_kv_heads) / memory
+    fixed_s, token_s = _beside(shape, on, efficiency, tp, pp)
+    turn = weights_s / product_s  # tokens in a step from which on arithmetic takes longer than reading the weights
+    return LatencyModel(
+        prefill=(
+            PrefillPiece(0, PrefillModel(fixed_s + weights_s, token_s, pair_s)),
+            PrefillPiece(turn, PrefillModel(fixed_s, product_s + token_s, pair_s)),
+        ),
+        step=(
+            StepPiece(0, StepModel(fixed_s + weights_s, token_s, context_s)),
+            StepPiece(turn, StepModel(fixed_s, product_s + token_s, context_s)),
+        ),
+        kv_tokens=kv_tokens,
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        source=f"roofline of {shape.name} on {on.name}, TP{tp} x PP{pp}",
+        error=efficiency.error,
+        num_stages=pp,
+        num_devices=tp * pp,
+        launch_s=efficiency.step_s,
+    )
+
+
+def _beside(shape: ModelShape, on: Device, efficiency: Efficiency, tp: int, pp: int) -> tuple[float, float]:
+    """Seconds of communication of one stage: for a step, and for each token in it."""
+    row_bytes = shape.hidden * 2.0
+    link = on.link_bytes_per_s * efficiency.link
+    exchange = on.exchange_bytes_per_s(tp) * efficiency.link
+    all_reduces = 2 * shape.num_layers / pp if tp > 1 else 0.0
+    fixed_s = all_reduces * efficiency.all_reduce_s + (_PIPELINE_HOP_S if pp > 1 else 0.0)
+    token_s = all_reduces * row_bytes * 2 * (tp - 1) / tp / exchange + (row_bytes / link if pp > 1 else 0.0)
+    return fixed_s, token_s

@@ -1,0 +1,175 @@
+"""What a modelled worker is: how long work takes on it, how much KV it holds, how fast it sends KV on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.policy.models.latency import NUM_COEFFICIENTS, PrefillModel, StepModel
+from halfmoon.sim.latency_sources.coefficients import coefficients
+from halfmoon.sim.latency_sources.latency_model import LatencyModel
+from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, is_measured, read_profile
+
+_ROUNDING_S = 1e-9
+
+
+def _check(holds: bool, what: str, problem: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"a latency profile's {what} {problem}", param="profile")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProfile:
+    """One kind of worker, such as a model on eight GPUs. Times are its own; nothing here is scaled."""
+
+    name: str
+    latency: LatencyModel
+    link_bytes_per_s: float  # to another worker; 0: no time at all
+    link_latency_s: float = 0.0
+    context_tokens: int = 131_072  # longest prompt + output
+    max_batch_tokens: int = 8_192  # of a step
+    chunk_tokens: int = 512  # of prefill in a step that also decodes
+    max_running: int = 256  # sequences in a step
+
+    def __post_init__(self) -> None:
+        for least, (base, slope, of_context) in (*self.latency.prefill, *self.latency.step):
+            held = base + slope * least, slope, of_context  # what begins later may be steeper, from below 0 on
+            _check(min(held) >= -_ROUNDING_S, "prefill and step", "must not be negative")
+        _check(self.link_bytes_per_s >= 0 and self.link_latency_s >= 0, "the link", "must not be negative")
+        sizes = "kv_tokens", "kv_token_bytes", "context_tokens", "max_batch_tokens", "chunk_tokens", "max_running"
+        for name in sizes:
+            _check(getattr(self, name) >= 1, name, "must be at least 1")
+        _check(self.max_batch_tokens > self.max_running, "max_batch_tokens", "must exceed max_running")
+
+    @property
+    def prefill(self) -> PrefillModel:
+        """What it tells gateways of itself."""
+        return self.latency.policy_prefill
+
+    @property
+    def step(self) -> StepModel:
+        """What it tells gateways of itself."""
+        return self.latency.policy_step
+
+    @property
+    def kv_tokens(self) -> int:
+        """That its memory holds."""
+        return self.latency.kv_tokens
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Of one token in all layers."""
+        return round(self.latency.kv_bytes_per_token)
+
+    def scaled(self, factor: float) -> WorkerProfile:
+        """A worker that is `factor` times as fast in everything."""
+        _check(factor > 0, "the time scale", "must be above 0")
+        return replace(
+            self,
+            latency=self.latency.scaled(factor),
+            link_bytes_per_s=self.link_bytes_per_s * factor,
+            link_latency_s=self.link_latency_s / factor,
+        )
+
+    def transfer_s(self, num_tokens: int) -> float:
+        """Seconds that the KV of so many tokens is on the link."""
+        if not self.link_bytes_per_s:
+            return self.link_latency_s
+        return self.link_latency_s + num_tokens * self.kv_token_bytes / self.link_bytes_per_s
+
+
+INSTANT = "instant"
+
+# Rooflines at half of the peak for products and 80 % for memory; nobody measured them. Eight A800-80GB have 2.5 PFLOP/s
+# and 16 TB/s: a token takes 2 x 70e9 FLOP, a pair of tokens 4 x 8192 x 80, the weights 140 GB, a token's KV 320 KiB;
+# 160 all-reduces a pass and the launches of kernels make up the rest of a and d. One H100: 0.99 PFLOP/s, 3.35 TB/s.
+PROFILES: dict[str, WorkerProfile] = {
+    profile.name: profile
+    for profile in (
+        WorkerProfile(
+            INSTANT,
+            coefficients(INSTANT, PrefillModel(), StepModel(), kv_tokens=16_000_000, kv_token_bytes=131_072),
+            link_bytes_per_s=0.0,
+            max_running=2_048,
+        ),
+        WorkerProfile(
+            "llama2-70b-8xa800",
+            coefficients(
+                "llama2-70b-8xa800",
+                PrefillModel(0.02, 1.12e-4, 2.1e-9),
+                StepModel(0.018, 1.1e-4, 2.5e-8),
+                kv_tokens=1_300_000,
+                kv_token_bytes=327_680,
+            ),
+            link_bytes_per_s=50e9,
+            link_latency_s=0.001,
+        ),
+        WorkerProfile(
+            "llama3-8b-h100",
+            coefficients(
+                "llama3-8b-h100",
+                PrefillModel(0.01, 3.2e-5, 1.06e-9),
+                StepModel(0.0075, 3e-5, 4.9e-8),
+                kv_tokens=400_000,
+                kv_token_bytes=131_072,
+            ),
+            link_bytes_per_s=40e9,
+            link_latency_s=0.001,
+        ),
+    )
+}
+DEFAULT_PROFILE = "llama2-70b-8xa800"
+
+
+def load_profile(name: str) -> WorkerProfile:
+    """One of `PROFILES`, or a JSON file: a measured profile, or coefficients.
+
+    Coefficients are `prefill` as `[a, b, c]` and `step` as `[d, e, f]`, seconds as in `policy.latency`, `kv_tokens`,
+    `kv_token_bytes` and the other fields of `WorkerProfile`; what the file leaves out is that of the profile it names
+    as `like` (default: DEFAULT_PROFILE). Raises InvalidRequest.
+    """
+    if name in PROFILES:
+        return PROFILES[name]
+    path = Path(name)
+    if not path.is_file():
+        raise InvalidRequest(
+            f"there is no latency profile {name!r}: {', '.join(PROFILES)}, or a JSON file", param="profile"
+        )
+    try:
+        given = json.loads(path.read_text())
+    except ValueError as error:
+        raise InvalidRequest(f"{path} is not JSON: {error}", param="profile") from error
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"{path} must hold one JSON object", param="profile")
+    if is_measured(given):
+        return _measured(path.stem, read_profile(path, given))
+    return _from_fields({"name": path.stem, **given}, str(path))
+
+
+def _measured(name: str, profile: MeasuredProfile) -> WorkerProfile:
+    bytes_per_s, latency_s = profile.link or (0.0, 0.0)
+    return WorkerProfile(name, profile.whole, bytes_per_s, latency_s, **profile.limits.model_dump())
+
+
+def _from_fields(given: dict[str, Any], source: str) -> WorkerProfile:
+    like = given.pop("like", DEFAULT_PROFILE)
+    if like not in PROFILES:
+        raise InvalidRequest(f"{source} is like {like!r}; there are {', '.join(PROFILES)}", param="profile")
+    base = PROFILES[like]
+    own = {field.name for field in fields(WorkerProfile)} - {"latency"}
+    of_latency = {name: getattr(base, name) for name in ("prefill", "step", "kv_tokens", "kv_token_bytes")}
+    known = own | set(of_latency)
+    if unknown := sorted(set(given) - known):
+        raise InvalidRequest(f"{source} names {', '.join(unknown)}; a profile has {', '.join(sorted(known))}")
+    try:
+        values = of_latency | {name: given[name] for name in of_latency if name in given}
+        for model in ("prefill", "step"):
+            _check(len(values[model]) == NUM_COEFFICIENTS, model, "must have three coefficients")
+        values["prefill"], values["step"] = PrefillModel(*values["prefill"]), StepModel(*values["step"])
+        latency = coefficients(given["name"], **values)
+        return replace(base, latency=latency, **{name: given[name] for name in own if name in given})
+    except TypeError as error:
+        raise InvalidRequest(f"{source} is no latency profile: {error}", param="profile") from error

@@ -1,0 +1,292 @@
+"""The gateway of a simulated cluster: it sees what a live one sees, and the shipped policies decide."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.classes import ClassTable, QosClass
+from halfmoon.policy.admission.degradation import LIKELY, Admitted
+from halfmoon.policy.models.overheads import handover_s
+from halfmoon.policy.placement.place import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules
+from halfmoon.policy.placement.restore_plan import RestoreCosts, RestorePlan, plan_restore
+from halfmoon.policy.view.block_index import BlockEvents, BlockIndex
+from halfmoon.policy.view.cluster_view import ClusterView, WorkerView
+from halfmoon.policy.view.key_table import Keys
+from halfmoon.policy.view.reported_prompts import ReportedPrompts
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec
+from halfmoon.sim.cluster.job import Job
+from halfmoon.sim.cluster.worker import SimWorker
+from halfmoon.sim.routers.colocation import Neighbourhood
+from halfmoon.sim.token_times import in_order
+from halfmoon.sim.workloads.workload import Ints, Prefixes
+
+_CLASS = "simulated"
+_NO_KEYS: Keys = np.zeros(0, dtype=np.uint64)
+
+
+class _Member:
+    """What the gateway knows of one worker: its last report, and what it was sent since."""
+
+    __slots__ = (
+        "context",
+        "decoding",
+        "evicted",
+        "free_blocks",
+        "prompts",
+        "reported_requests",
+        "row",
+        "sequence",
+        "stored",
+        "view",
+    )
+
+    def __init__(self, view: WorkerView, row: int, now_s: float) -> None:
+        self.view = view  # as it joined
+        self.row = row
+        self.prompts = ReportedPrompts(now_s)
+        self.free_blocks = view.free_blocks
+        self.context = 0
+        self.reported_requests = 0  # running, waiting and reserved
+        self.decoding: set[int] = set()  # placed since
+        self.stored: dict[int, None] = {}  # prefix blocks that the index has not heard of
+        self.evicted: dict[int, None] = {}
+        self.sequence = 0  # of its block events
+
+
+class SimGateway:
+    """Owns the view, the block index and the gatekeeper. Knows of workers what they report, every `report_s`."""
+
+    wants_reports = True
+
+    def __init__(
+        self, spec: ClusterSpec, workers: list[SimWorker], prefixes: Prefixes | None, longest_output: int, seed: int
+    ) -> None:
+        self._spec = spec
+        self._holders: dict[int, SimWorker] = {}
+        self._admitted: set[int] = set()
+        self._unheard: dict[str, _Member] = {}
+        self._unit_tokens = prefixes.block_tokens if prefixes else spec.block_tokens
+        self._keys = None if prefixes is None else _keys(prefixes.ids)
+        self._offsets = None if prefixes is None else prefixes.offsets
+        self.index = BlockIndex()
+        self.view = ClusterView()
+        self._neighbourhood = Neighbourhood(spec.contention, workers, self.view)
+        self._members: dict[str, _Member] = {}
+        targets = spec.targets
+        self._qos = QosClass(_CLASS, ttft_s=targets.ttft_s, tbt_s=targets.tpot_s)
+        rules = PlacementRules(spec.placement, spec.balancing_threshold)
+        self._gatekeeper = Gatekeeper(spec.admission, rules, random.Random(seed))
+        self._gatekeeper.classes = ClassTable((self._qos,))
+        self._longest = longest_output  # what clients give as `max_tokens`
+        for worker in workers:
+            self.join(worker, 0.0)
+
+    # membership
+
+    def join(self, worker: SimWorker, now_s: float) -> None:
+        """A worker is there, empty."""
+        group, kv = worker.group, worker.kv
+        latency = group.latency
+        fetch_s = latency.kv_bytes_per_token * self._spec.network.kv_ratio / self._spec.network.bytes_per_s
+        num_units = kv.num_pages // kv.unit_pages
+        beside = self._neighbourhood.known(worker)
+        view = WorkerView(
+            worker.name,
+            group.role,
+            beside.address,
+            context_tokens=kv.num_pages * worker.page_tokens,
+            block_tokens=self._unit_tokens,
+            total_blocks=num_units,
+            free_blocks=num_units,
+            step_tokens=min(group.limits.max_batch_tokens, kv.num_pages * worker.page_tokens),
+            chunk_tokens=group.limits.chunk_tokens if group.limits.batching == "chunked" else 0,
+            prefill_model=latency.policy_prefill,
+            step_model=latency.policy_step,
+            holder=self.index.number(worker.name) if kv.is_cache else -1,
+            fetch_s_per_token=fetch_s if self._spec.network.can_fetch and kv.is_cache else math.inf,
+            contention=beside.prefill,
+            step_contention=beside.step,
+        )
+        self.view.put(view)
+        row = self.view.row(worker.name)
+        assert row is not None
+        self._members[worker.name] = _Member(view, row, now_s)
+        if kv.is_cache:
+            self._holders[view.holder] = worker
+            self.index.apply(view.holder, BlockEvents(0, is_snapshot=True))
+
+    def leave(self, worker: SimWorker) -> None:
+        """A worker is gone."""
+        del self._members[worker.name]
+        self._unheard.pop(worker.name, None)
+        self.view.remove(worker.name)
+        self.index.forget(worker.name)
+
+    def report(self, worker: SimWorker, now_s: float) -> None:
+        """A load report, with what changed in the worker's prefix cache."""
+        member = self._members[worker.name]
+        member.prompts.report(worker.waiting_tokens(), now_s)
+        member.reported_requests = worker.num_requests
+        member.context, pages = worker.progress(now_s)
+        member.free_blocks = pages // worker.kv.unit_pages
+        member.decoding.clear()
+        self._note_blocks(worker, member)
+        self._show(member)
+
+    def _note_blocks(self, worker: SimWorker, member: _Member) -> None:
+        """The index hears of it before it is asked next."""
+        stored, evicted = worker.kv.take_changes()
+        for units, here, there in (
+            (stored, member.stored, member.evicted),
+            (evicted, member.evicted, member.stored),
+        ):
+            for unit in units:
+                if there.pop(unit, 0) == 0:
+                    here[unit] = None
+        if member.stored or member.evicted:
+            self._unheard[worker.name] = member
+
+    def _tell_index(self) -> None:
+        for member in self._unheard.values():
+            stored, evicted = (_keys(np.array(list(units), np.int64)) for units in (member.stored, member.evicted))
+            member.stored.clear()
+            member.evicted.clear()
+            member.sequence += 1
+            self.index.apply(member.view.holder, BlockEvents(member.sequence, stored, evicted))
+        self._unheard.clear()
+
+    def _show(self, member: _Member) -> None:
+        self.view.note_load(
+            member.row,
+            free_blocks=member.free_blocks,
+            num_requests=member.reported_requests + len(member.decoding),
+            waiting_prefill_tokens=member.prompts.num_waiting,
+            context_in_use_tokens=member.context,
+            prefill_free_s=member.prompts.free_s(member.view.prefill_model),
+            others_prefill_s=member.prompts.others_s(member.view.prefill_model),
+        )
+
+    # requests
+
+    def place(self, job: Job, exclude: tuple[str, ...], now_s: float) -> Placement:
+        """Where it goes. Raises Refused, ContextLengthExceeded or Unavailable, as the live gateway's policies do."""
+        name = str(job.index)
+        depths = self._depths(job)
+        if job.index not in self._admitted:
+            wanted = PlacementRequest(job.target, max(min(self._longest, self._most(job.target)), job.output), exclude)
+            admitted = self._gatekeeper.decide(self.view, wanted, self._qos, now_s, depths)
+            self._admitted.add(job.index)
+            self._gatekeeper.enter(name, self.view, admitted, job.target, now_s)
+            placement = admitted.placement
+        else:
+            wanted = PlacementRequest(job.target, job.num_left, exclude)
+            placement = self._gatekeeper.place_again(self.view, wanted, self._qos, now_s, depths)
+            self._gatekeeper.move(name, self.view, placement, now_s)
+        self._note_placed(job, placement)
+        self._neighbourhood.placed(job, placement, now_s)
+        return placement
+
+    def adopt(self, job: Job, now_s: float) -> None:
+        """One that went to its workers then, and not by policies."""
+        assert job.prefill is not None
+        assert job.decode is not None
+        prefill, decode = (self._members[worker.name] for worker in (job.prefill, job.decode))
+        most = max(min(self._longest, self._most(job.prompt)), job.output)
+        work_s = prefill.view.prefill_model.seconds(job.prompt)
+        tbt_s = decode.view.step_model.seconds(max(decode.reported_requests, 1), decode.context)
+        num_output = self._gatekeeper.lengths.predict(_CLASS, job.prompt, most, LIKELY)
+        placement = Placement(prefill.view, decode.view, work_s, tbt_s, work_s=work_s)
+        self._admitted.add(job.index)
+        admitted = Admitted(placement, self._qos, most, False, num_output)
+        self._gatekeeper.enter(str(job.index), self.view, admitted, job.prompt, now_s)
+        self._neighbourhood.placed(job, placement, now_s)
+
+    def learn(self, job: Job) -> None:
+        """Of one that was never here: how long answers are."""
+        if job.outcome == "completed":
+            self._gatekeeper.lengths.add(_CLASS, job.prompt, job.generated)
+
+    def _note_placed(self, job: Job, placement: Placement) -> None:
+        prefill, decode = placement.prefill, placement.decode
+        sender, receiver = self._members[prefill.worker_id], self._members[decode.worker_id]
+        sender.prompts.send(job.index, job.target)
+        receiver.decoding.add(job.index)
+        self._show(sender)
+        if receiver is not sender:
+            self._show(receiver)
+
+    def best_holder(self, job: Job) -> SimWorker:
+        """Who has the longest prefix of it."""
+        return self._holders[int(np.argmax(self._depths(job)))]
+
+    def restore_plan(self, placement: Placement, wait_s: float) -> RestorePlan:
+        """How the prefix that is to be fetched comes, where the link is free after `wait_s`."""
+        view = placement.prefill
+        model, fetch_s = view.prefill_model, view.fetch_s_per_token
+        alpha = model.b + model.c * placement.cached_tokens
+        costs = RestoreCosts(alpha, fetch_s, model.c, wait_s, placement.queue_s)
+        return plan_restore(costs, placement.fetched_tokens // self._unit_tokens, self._unit_tokens)
+
+    def prefilled(self, job: Job, worker: SimWorker, now_s: float) -> None:
+        """Its first token in this attempt is here."""
+        member = self._members[worker.name]
+        member.prompts.remove(job.index)
+        self._show(member)
+        self._neighbourhood.prefilled(job, worker, now_s)
+        self._gatekeeper.begin_decode(str(job.index), now_s)
+
+    def forget(self, job: Job, now_s: float) -> None:
+        """This attempt is on none of its workers any more."""
+        self._neighbourhood.left(job, (job.prefill, job.decode), now_s)
+        for worker in dict.fromkeys((job.prefill, job.decode)):
+            member = self._members.get(worker.name) if worker else None
+            if member is not None:
+                member.prompts.remove(job.index)
+                member.decoding.discard(job.index)
+                self._show(member)
+
+    def end(self, job: Job, now_s: float) -> None:
+        """A request is over, in whatever way; nothing where it never was admitted."""
+        if job.index not in self._admitted:
+            return
+        self._admitted.remove(job.index)
+        ttft_s = tpot_s = None
+        if job.outcome == "completed":
+            self._note_overheads(job)
+            ttft_s = job.first_s + self._spec.answer_s - job.start_s
+            tpot_s = (now_s - job.first_s) / (job.output - 1) if job.output > 1 else None
+        self._gatekeeper.leave(str(job.index), now_s, num_output=job.generated, ttft_s=ttft_s, tbt_s=tpot_s)
+
+    def _note_overheads(self, job: Job) -> None:
+        """Of a request that needed one attempt; beside the hand-over they are the same for all."""
+        if self._spec.learns_overheads and not (job.num_refusals or job.num_failovers):
+            gaps_s = in_order(job.first_s, job.later_s).tolist() if job.later_s else ()
+            self._gatekeeper.note_overheads(self._spec.request_s + self._spec.answer_s, handover_s(gaps_s))
+
+    def _depths(self, job: Job) -> NDArray[np.int64]:
+        if self._keys is None or self._offsets is None or not job.units:
+            return NOTHING_CACHED
+        self._tell_index()
+        first = self._offsets[job.index]
+        return self.index.match(self._keys[first : first + len(job.units)])
+
+    def _most(self, num_prompt: int) -> int:
+        """Output tokens that some worker has memory for."""
+        return int(self.view.roster.most_capacity_tokens) - num_prompt
+
+
+def _keys(ids: Ints) -> Keys:
+    """Uniformly distributed and never 0, as block keys are (the finalizer of splitmix64, which is a bijection)."""
+    if not len(ids):
+        return _NO_KEYS
+    keys = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    keys ^= keys >> np.uint64(31)
+    keys[keys == 0] = 1
+    return keys

@@ -1,0 +1,105 @@
+"""One request's KV on its way out, sent while the engine still computes it (Mooncake's layer-wise prefill)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from halfmoon.background import running
+from halfmoon.engine.kv_access import NotWritten
+from halfmoon.errors import NotFound
+from halfmoon.kv.codec import Codec, encoded_bytes, gainful
+from halfmoon.kv.frame import KVRange
+from halfmoon.kv.frame_plan import FramePlan, Written
+from halfmoon.kv.layout import KVLayout
+from halfmoon.rpc.transfer import TransferSender
+from halfmoon.rpc.transport.protocol import StagingBuffer
+from halfmoon.worker.request_dropped import Gone
+from halfmoon.worker.serving_engine import ServingEngine
+
+
+class KVOutflow:
+    """Owns what of one request's KV has been sent. Event-loop thread only.
+
+    The engine says how far it is and goes on; only the newest word is kept. A frame is gathered when the transfer has
+    room for it, straight into what is sent, so a slow receiver slows its own transfer and nothing else, and finds
+    larger frames waiting the slower it is.
+    """
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        transfer: TransferSender,
+        layout: KVLayout,
+        request_id: str,
+        num_tokens: int,
+        codec: Codec,
+    ) -> None:
+        self._engine = engine
+        self._transfer = transfer
+        self._layout = layout
+        self._request_id = request_id
+        self._codec = codec
+        self._plan = FramePlan(layout, num_tokens)
+        self._written = Written()
+        self._news = asyncio.Event()
+        self.gone = Gone(engine)
+        self.num_bytes = 0
+
+    def on_kv(self, written: Written | None) -> None:
+        """The engine's word: what is written now, None when the request is gone."""
+        if written is None:
+            self.gone.tell()
+            return
+        self._written = written
+        self._news.set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Task[None]]:
+        """Sends while inside; the task ends when everything has been handed to the transport.
+
+        It raises what the transfer raises. `gone` tells, also after that, when the engine has dropped the request.
+        """
+        try:
+            async with running(self._run()) as sending:
+                yield sending
+        finally:
+            self.gone.close()
+
+    async def _run(self) -> None:
+        while not self._plan.is_done:
+            written = await self._newer()
+            while (part := self._plan.next(written)) is not None:
+                await self._send(part)
+                written = self._written
+
+    async def _newer(self) -> Written:
+        """The engine's next word."""
+        await self._news.wait()
+        self._news.clear()
+        return self._written
+
+    async def _send(self, part: KVRange) -> None:
+        shape, dtype = part.shape(self._layout), self._layout.dtype
+        codec = gainful(self._codec, shape, dtype)
+        num_bytes = encoded_bytes(codec, shape, dtype)
+        buffer = await self._transfer.buffer(num_bytes)
+        while not await self._gather(part, buffer, codec):
+            self._transfer.give_back(buffer)  # what holds the memory that this one needs may be waiting for the room
+            await self._newer()
+            buffer = await self._transfer.buffer(num_bytes)
+        await self._transfer.data(part, buffer, codec)
+        self._plan.sent(part)
+        self.num_bytes += num_bytes
+
+    async def _gather(self, part: KVRange, buffer: StagingBuffer, codec: Codec) -> bool:
+        """False when a preemption took the KV back; the engine tells when it is there again."""
+        where = (part.layer_start, part.layer_end, part.token_start, part.num_tokens)
+        try:
+            await self._engine.kv_read(self._request_id, *where, buffer.place, codec)
+        except NotWritten:
+            return False
+        except NotFound:
+            raise self.gone.error() from None
+        return True

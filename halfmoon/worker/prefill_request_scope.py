@@ -1,0 +1,130 @@
+"""One request in the engine of a prefill worker, from its arrival until its KV is elsewhere or it is let go."""
+
+from __future__ import annotations
+
+import asyncio
+
+from halfmoon.background import cancelled
+from halfmoon.engine.kv_watch import OnKV
+from halfmoon.errors import HalfmoonError
+from halfmoon.pb import prefill_pb2, types_pb2
+from halfmoon.rpc.spans import NO_SPAN, Span, current_span, reason_of, span_scope
+from halfmoon.worker.phase import Phase
+from halfmoon.worker.serving_engine import ServingEngine
+from halfmoon.worker.state import WorkerState, now_s
+from halfmoon.worker.store.restoring import Restorer, Restoring
+from halfmoon.worker.token_router import FirstOutput
+from halfmoon.worker.wire import request_from, token_message
+
+
+class Prefilling:
+    """Owns the request while inside; leaving frees its blocks, unless it was let go. `first` is its first token."""
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        state: WorkerState,
+        generation: types_pb2.Generation,
+        *,
+        prefill_only: bool = True,
+        on_kv: OnKV | None = None,
+        restorer: Restorer | None = None,
+        called_s: float | None = None,
+        span: Span | None = None,
+    ) -> None:
+        """`on_kv` hears what of its KV is written, as `AsyncEngine.add` has it; `restorer` knows a store.
+
+        The request has come at `called_s`, or now. What is done for it is part of `span`, or of the present one.
+        """
+        self._engine = engine
+        self._state = state
+        self._arrival_s = now_s()
+        self._called_s = self._arrival_s if called_s is None else called_s
+        self._request = request_from(generation, prefill_only=prefill_only, arrival_s=self._arrival_s)
+        self._on_kv = on_kv
+        self._restorer = restorer
+        self._restoring: Restoring | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self._kept = True
+        self._span = span or current_span()
+        self._restore_span = NO_SPAN
+        self._asked_s = self._arrival_s  # the store
+        self._decided_s = self._arrival_s
+        self.first: asyncio.Future[FirstOutput] = state.router.expect_first(
+            generation.request_id, generation.gateway_id
+        )
+
+    async def __aenter__(self) -> Prefilling:
+        try:
+            await self._add()
+        except BaseException as error:
+            self.first.cancel()
+            self._state.router.forget(self._request.request_id)
+            self._restore_span.end(error=reason_of(error))
+            raise
+        return self
+
+    async def _add(self) -> None:
+        if self._restorer is not None:
+            self._restoring = await self._plan(self._restorer)
+        if self._restoring is None:
+            await self._engine.add(self._request, self._on_kv)
+            return
+        await self._restoring.add(self._on_kv)
+        with span_scope(self._restore_span):
+            self._loading = asyncio.create_task(self._restoring.run())
+
+    async def _plan(self, restorer: Restorer) -> Restoring | None:
+        self._asked_s = now_s()
+        self._restore_span = self._span.child("restore", self._asked_s)
+        with span_scope(self._restore_span):
+            restoring = await restorer.plan(self._request)
+        self._decided_s = now_s()
+        return restoring
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._loading is not None:
+            await cancelled(self._loading)
+        if self._kept:
+            self.first.cancel()
+            self._state.router.forget(self._request.request_id)
+            await asyncio.shield(self._engine.cancel(self._request.request_id))
+        self._restore_span.end(error="it came to no token")
+
+    def let_go(self) -> None:
+        """The request stays in the engine and goes on without this call."""
+        self._kept = False
+
+    def event(self, first: FirstOutput) -> prefill_pb2.PrefillEvent:
+        """The gateway's FirstToken. Raises HalfmoonError when there is none."""
+        if first.output.finish_reason == "error":
+            raise HalfmoonError("the worker failed while computing this prompt: see its log")
+        num_loaded = 0 if self._restoring is None else self._restoring.num_loaded_tokens
+        num_tokens = len(self._request.prompt_token_ids) + len(self._request.output_token_ids)
+        self._state.note_prompt(num_tokens, first.num_cached_tokens, num_loaded)
+        queue = Phase("queue", self._arrival_s, max(self._arrival_s, first.began_s))
+        restore = self._restored()
+        if self._span.is_recording:
+            restore.end(self._restore_span)
+            for phase in (queue, *first.chunks):
+                phase.record(self._span)
+        restored = () if self._restorer is None else (restore,)
+        return prefill_pb2.PrefillEvent(
+            first_token=prefill_pb2.FirstToken(
+                token=token_message(first.output),
+                num_cached_tokens=first.num_cached_tokens + num_loaded,
+                num_loaded_tokens=num_loaded,
+                queue_s=max(0.0, first.began_s - self._arrival_s),
+                compute_s=first.ended_s - first.began_s,
+                phases=[phase.message(self._called_s) for phase in (queue, *restored, *first.chunks)],
+            )
+        )
+
+    def _restored(self) -> Phase:
+        """From asking the store on; where nothing was to be loaded until that was known."""
+        restoring = self._restoring
+        if restoring is None:
+            return Phase("restore", self._asked_s, self._decided_s)
+        return Phase(
+            "restore", self._asked_s, restoring.last_s, restoring.num_loaded_tokens, restoring.num_planned_tokens
+        )

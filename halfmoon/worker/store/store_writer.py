@@ -1,0 +1,89 @@
+"""What a worker computed on its way to the store, behind the requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from halfmoon.engine.async_engine import AsyncEngine
+from halfmoon.engine.step_result import BlockChain
+from halfmoon.errors import HalfmoonError
+from halfmoon.policy.models.latency import PrefillModel
+from halfmoon.rpc.chain import Chain
+from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.worker.store.chain_queue import ChainQueue
+from halfmoon.worker.store.store_link import StoreLink
+from halfmoon.worker.store.store_metrics import StoreMetrics
+
+log = logging.getLogger(__name__)
+
+_HELD_BYTES = 16 << 20  # of blocks that the prefix cache may not evict meanwhile: these go in one call
+_CALL_S = 5.0
+_SLOWEST_BYTES_PER_S = 250e3  # what goes more slowly has failed
+
+
+class StoreWriter:
+    """Puts what the prefix cache got into the store. Event-loop thread only.
+
+    Requests never wait for it: the blocks of a chain are read from the prefix cache when their turn comes, and what is
+    evicted by then, or finds the store full or away, is counted and forgotten. The next request with that prefix offers
+    it again.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        link: StoreLink,
+        chains: ChainQueue,
+        metrics: StoreMetrics,
+        prefill_model: Callable[[], PrefillModel],
+    ) -> None:
+        """prefill_model: what computing takes, for the store to know what its blocks are worth."""
+        self._engine = engine
+        self._link = link
+        self._chains = chains
+        self._metrics = metrics
+        self._prefill_model = prefill_model
+
+    async def run(self) -> None:
+        """Works as long as the worker."""
+        while True:
+            chain = await self._chains.take()
+            try:
+                await self._put(chain)
+            finally:
+                self._chains.done()
+
+    async def _put(self, chain: BlockChain) -> None:
+        depth = 0
+        try:
+            with self._link.use(chain.tenant_salt) as store:
+                depth = len(await store.match(chain.keys, deadline_s=_CALL_S))
+                while depth < len(chain.keys):
+                    num_put = await self._put_some(store, chain.keys, depth)
+                    depth += num_put
+                    if not num_put:
+                        self._metrics.put_blocks.labels("evicted").inc(len(chain.keys) - depth)
+                        return
+        except HalfmoonError as error:
+            self._metrics.put_blocks.labels("failed").inc(len(chain.keys) - depth)
+            log.debug("store.put_failed", extra={"reason": error.message})
+
+    async def _put_some(self, store: KVStoreClient, keys: Sequence[bytes], depth: int) -> int:
+        """The next blocks of a chain, as far as they are in the prefix cache still; how many the store has now."""
+        layout = self._engine.engine.layout
+        most = max(1, _HELD_BYTES // layout.block_bytes)
+        async with self._engine.cached(keys[depth : depth + most]) as blocks:
+            if not blocks:
+                return 0
+            cells = [await self._engine.read_block(block) for block in blocks]
+            middle = depth * layout.block_tokens + (len(blocks) - 1) * layout.block_tokens // 2
+            recompute_s = self._prefill_model().seconds(layout.block_tokens, middle)
+            chain = Chain(keys[depth - 1] if depth else b"", depth, recompute_s)
+            deadline_s = _CALL_S + len(blocks) * layout.block_bytes / _SLOWEST_BYTES_PER_S
+            run = keys[depth : depth + len(blocks)]
+            stored = await store.put_run(run, layout, cells, chain, deadline_s=deadline_s)
+        self._metrics.put_blocks.labels("stored").inc(stored.num_new)
+        self._metrics.put_blocks.labels("there").inc(stored.num_held - stored.num_new)
+        self._metrics.put_bytes.inc(stored.num_new * layout.block_bytes)
+        return stored.num_held

@@ -1,0 +1,289 @@
+"""The gateway's side of the cluster: registrations, connections to the members, their token streams."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager, suppress
+from itertools import chain, repeat
+from typing import Any
+
+import grpc
+
+from halfmoon.background import logged, running
+from halfmoon.errors import HalfmoonError, InvalidRequest, Unavailable
+from halfmoon.pb.decode_pb2 import CancelRequest, TokensRequest
+from halfmoon.pb.decode_pb2_grpc import DecodeStub
+from halfmoon.pb.gateway_pb2 import GatewayMessage, ResendBlocks, Welcome, WorkerIdentity, WorkerMessage
+from halfmoon.pb.gateway_pb2_grpc import ClusterServicer
+from halfmoon.pb.prefill_pb2_grpc import PrefillStub
+from halfmoon.rpc.context import request_id, request_scope
+from halfmoon.rpc.peer import LONG_LIVED_S, Peer
+from services.gateway.cluster.member import Member
+from services.gateway.cluster.membership import Membership
+from services.gateway.cluster.token_streams import GatewayStopping, TokenRouter
+
+log = logging.getLogger(__name__)
+
+CANCEL_DEADLINE_S = 2.0
+_RETRY_S = (0.05, 0.2, 0.5, 1.0)  # pauses between tries to reach a worker; the last one again and again
+
+
+class Worker:
+    """Owns the connection to one member. `gone` is set with the reason when its membership ends,
+    `missed_blocks` when it has to send its blocks anew."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.peer = Peer(member.identity.address)
+        self.prefill = PrefillStub(self.peer.channel)
+        self.decode = DecodeStub(self.peer.channel)
+        self.missed_blocks = asyncio.Event()
+        self.gone: asyncio.Future[HalfmoonError] = asyncio.get_running_loop().create_future()
+
+
+class Cluster(ClusterServicer):
+    """Owns the connected workers and the tasks that serve them. Who is a member is `Membership`'s to know."""
+
+    def __init__(
+        self,
+        gateway_id: str,
+        membership: Membership,
+        tasks: asyncio.TaskGroup,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.gateway_id = gateway_id
+        self.membership = membership
+        self.router = TokenRouter()
+        self.clock = clock
+        self._tasks = tasks
+        self._workers: dict[str, Worker] = {}
+        self._readers: dict[Worker, asyncio.Task[None]] = {}
+        self._cancels: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._closing = asyncio.Event()
+
+    def worker(self, worker_id: str) -> Worker:
+        """The connected worker of that name. Raises Unavailable when it just left."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            raise Unavailable(f"worker {worker_id} has left the cluster")
+        return worker
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs `work` beside the requests; an error of it is logged. Raises GatewayStopping at the very end."""
+        guarded = logged(work)
+        try:
+            return self._tasks.create_task(guarded)
+        except RuntimeError as error:  # the group takes no more tasks
+            guarded.close()
+            work.close()
+            raise GatewayStopping("the gateway is stopping") from error
+
+    def cancel_request(self, worker: Worker, wire_id: str) -> None:
+        """Sends Decode.Cancel. It outlives the request that it is for, and the request's deadline."""
+        with suppress(GatewayStopping):  # the workers see this gateway end
+            task = self.spawn(self._cancel_request(worker, wire_id))
+            self._cancels.add(task)
+            task.add_done_callback(self._cancels.discard)
+
+    def until_changed(self) -> Coroutine[Any, Any, Any]:
+        """To be awaited: a worker joined, left, or began to listen after this was called."""
+        return self._changed.wait()
+
+    async def Register(
+        self, messages: AsyncIterator[WorkerMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[GatewayMessage]:
+        """One worker's membership: as long as this stream and its heartbeats last."""
+        first = await anext(messages, None)
+        if first is None or first.WhichOneof("message") != "identity":
+            raise InvalidRequest("the first message of a registration must be the identity", param="identity")
+        worker = self._join(first.identity)
+        reason: HalfmoonError = Unavailable("the worker ended its registration")
+        try:
+            yield GatewayMessage(
+                welcome=Welcome(gateway_id=self.gateway_id, heartbeat_interval_s=self.membership.heartbeat_interval_s)
+            )
+            async with aclosing(self._follow(worker, messages)) as answers:
+                async for answer in answers:
+                    yield answer
+        except HalfmoonError as error:
+            reason = error
+            raise
+        finally:
+            self.remove(worker, reason)
+
+    def remove(self, worker: Worker, reason: HalfmoonError) -> None:
+        """Ends a membership: its requests are told. Idempotent."""
+        if not self.membership.leave(worker.member, self.clock()) and worker.gone.done():
+            return
+        log.info("worker.left", extra={"worker_id": worker.member.worker_id, "reason": reason.message})
+        self._forget(worker, reason)
+
+    def expire(self, now_s: float) -> None:
+        """Removes the workers that missed three heartbeats."""
+        for member in self.membership.overdue(now_s):
+            self.remove(self._workers[member.worker_id], Unavailable(f"worker {member.worker_id} missed heartbeats"))
+
+    async def watch_heartbeats(self) -> None:
+        """Calls `expire` as long as the gateway lives.
+
+        While this process stands still, the workers' reports wait in its sockets: that silence is not theirs.
+        """
+        interval_s = self.membership.heartbeat_interval_s
+        while True:
+            due_s = self.clock() + interval_s / 2
+            await asyncio.sleep(interval_s / 2)
+            now_s = self.clock()
+            stalled_s = max(now_s - due_s, 0.0)
+            if stalled_s > interval_s:
+                log.warning("gateway.stalled", extra={"stalled_s": stalled_s})
+            self.membership.excuse(stalled_s, now_s)
+            self.expire(now_s)
+
+    async def close(self, grace_s: float) -> None:
+        """Ends every membership and, within `grace_s`, lets the cancellations under way reach their workers."""
+        if self._cancels:
+            await asyncio.wait(set(self._cancels), timeout=grace_s)
+        for task in self._cancels:
+            task.cancel()
+        for worker in list(self._workers.values()):
+            self.remove(worker, Unavailable("the gateway is stopping"))
+        self._closing.set()
+
+    def _join(self, identity: WorkerIdentity) -> Worker:
+        if self._closing.is_set():
+            raise Unavailable("the gateway is stopping")
+        before = self._workers.get(identity.worker_id)
+        member = self.membership.join(identity, self.clock())
+        if before is not None:
+            self._forget(before, Unavailable(f"worker {identity.worker_id} registered again"))
+        worker = self._workers[identity.worker_id] = Worker(member)
+        fields = {"worker_id": member.worker_id, "role": member.role, "address": identity.address}
+        log.info("worker.joined", extra=fields)
+        if member.role == "prefill":
+            self._notify()
+        else:
+            self._readers[worker] = self.spawn(self._read_tokens(worker))
+        return worker
+
+    def _forget(self, worker: Worker, reason: HalfmoonError) -> None:
+        if self._workers.get(worker.member.worker_id) is worker:
+            del self._workers[worker.member.worker_id]
+        if not worker.gone.done():
+            worker.gone.set_result(reason)
+        reader = self._readers.pop(worker, None)
+        if reader is not None:
+            reader.cancel()
+        self.router.lose(worker.member.worker_id, reason)
+        with suppress(GatewayStopping):  # the channel closes when it is collected
+            self.spawn(self._close_later(worker))
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _follow(
+        self, worker: Worker, messages: AsyncIterator[WorkerMessage]
+    ) -> AsyncGenerator[GatewayMessage, None]:
+        """Takes reports until the stream ends, and answers. Raises Unavailable when the membership ended first."""
+        async with running(self._read_reports(worker, messages)) as reading:
+            while True:
+                async with running(worker.missed_blocks.wait()) as missed:
+                    first: set[asyncio.Future[Any]] = {reading, worker.gone, missed}
+                    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+                if worker.gone.done():
+                    raise worker.gone.result()
+                if reading.done():
+                    await reading
+                    return
+                worker.missed_blocks.clear()
+                yield GatewayMessage(resend_blocks=ResendBlocks())
+
+    async def _read_reports(self, worker: Worker, messages: AsyncIterator[WorkerMessage]) -> None:
+        async for message in messages:
+            match message.WhichOneof("message"):
+                case "load":
+                    self.membership.report(worker.member, message.load, self.clock())
+                case "blocks":
+                    if not self.membership.note_blocks(worker.member, message.blocks):
+                        worker.missed_blocks.set()
+                case _:
+                    raise InvalidRequest("after its identity a worker sends load reports and blocks", param="load")
+
+    async def _read_tokens(self, worker: Worker) -> None:
+        """Reads one worker's token stream, again after a break: what ran there meanwhile counts as lost."""
+        num_failures = 0
+        while True:
+            reason: HalfmoonError = Unavailable(f"worker {worker.member.worker_id} ended its token stream")
+            try:
+                await self._read_token_stream(worker)
+            except HalfmoonError as error:
+                reason = error
+            except Exception as error:  # a bug of ours must not leave the worker a member that nobody listens to
+                log.error("tokens.failed", exc_info=error)
+                reason = HalfmoonError("internal error: see the gateway's log")
+            if worker.member.listening:
+                num_failures = 0
+                self.membership.set_listening(worker.member, False)
+                self.router.lose(worker.member.worker_id, Unavailable(reason.message))
+            fields = {"worker_id": worker.member.worker_id, "reason": reason.message}
+            log.warning("tokens.lost", extra=fields)
+            await asyncio.sleep(_RETRY_S[min(num_failures, len(_RETRY_S) - 1)])
+            num_failures += 1
+
+    async def _read_token_stream(self, worker: Worker) -> None:
+        request = TokensRequest(gateway_id=self.gateway_id)
+        async with worker.peer.stream(worker.decode.Tokens, request, deadline_s=LONG_LIVED_S) as steps:
+            async for step in steps:
+                if not worker.member.listening:
+                    self.membership.set_listening(worker.member, True)
+                    self._notify()
+                self.router.deliver(step, self.clock())
+
+    async def _cancel_request(self, worker: Worker, wire_id: str) -> None:
+        """Until the worker has heard it or has left: what it does not hear of, it serves to the end."""
+        request = CancelRequest(request_ids=[wire_id])
+        with request_scope(request_id()):  # the request's own deadline may be over
+            for pause_s in chain(_RETRY_S, repeat(_RETRY_S[-1])):
+                try:
+                    await worker.peer.call(worker.decode.Cancel, request, deadline_s=CANCEL_DEADLINE_S)
+                    return
+                except HalfmoonError as error:
+                    fields = {"worker_id": worker.member.worker_id, "wire_id": wire_id, "reason": error.message}
+                    log.warning("cancel.failed", extra=fields)
+                if worker.gone.done():
+                    return
+                await asyncio.sleep(pause_s)
+
+    async def _close_later(self, worker: Worker) -> None:
+        """Cancellations for the worker's requests still have to get through."""
+        try:
+            await asyncio.wait_for(self._closing.wait(), CANCEL_DEADLINE_S)
+        except TimeoutError:
+            pass
+        finally:
+            await worker.peer.close()
+
+
+@asynccontextmanager
+async def running_cluster(
+    gateway_id: str, membership: Membership, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[Cluster]:
+    """A cluster whose tasks end with the block. An error of the block leaves it as it is, without a group around."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            cluster = Cluster(gateway_id, membership, tasks, clock)
+            watch = tasks.create_task(cluster.watch_heartbeats())
+            try:
+                yield cluster
+            finally:
+                watch.cancel()
+                await cluster.close(grace_s=1.0)
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) == 1:
+            raise group.exceptions[0] from None
+        raise

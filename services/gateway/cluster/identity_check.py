@@ -1,0 +1,55 @@
+"""Whether a worker that wants to join can work with this gateway and with those that are there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.pb.gateway_pb2 import WorkerIdentity
+from halfmoon.policy.models.latency import NUM_COEFFICIENTS
+from halfmoon.rpc.layout_message import layout_from
+from services.gateway.cluster.member import ROLES
+
+
+def check_identity(identity: WorkerIdentity, model_fingerprint: str, members: Iterable[WorkerIdentity]) -> None:
+    """Raises InvalidRequest for an unusable one, and Incompatible for another model than the gateway's, or where KV
+    could not be exchanged with a member."""
+    if identity.role not in ROLES:
+        raise InvalidRequest("a worker must say its role", param="role")
+    for name in ("worker_id", "address", "context_tokens", "total_blocks"):
+        if not getattr(identity, name):
+            raise InvalidRequest(f"a worker must say its {name}", param=name)
+    if identity.model_fingerprint != model_fingerprint:
+        raise Incompatible(
+            f"worker {identity.worker_id} serves model {identity.model_fingerprint}, "
+            f"this gateway serves {model_fingerprint}"
+        )
+    for member in members:
+        differing = _differing(identity, member)
+        if member.worker_id != identity.worker_id and differing:
+            raise Incompatible(
+                f"worker {identity.worker_id} has {_named(differing, identity)}, "
+                f"worker {member.worker_id} has {_named(differing, member)}: "
+                "workers that exchange KV must agree in it"
+            )
+    layout_from(identity.layout)
+    for coefficients in (identity.profile.prefill, identity.profile.step):
+        if len(coefficients) not in (0, NUM_COEFFICIENTS) or not all(0 <= one < math.inf for one in coefficients):
+            raise InvalidRequest("a latency profile has three coefficients, none below 0", param="profile")
+
+
+def _differing(one: WorkerIdentity, other: WorkerIdentity) -> list[str]:
+    """In what two workers must agree to exchange KV, and do not; a receiver converts another dtype."""
+    mine, others = _exchanged(one), _exchanged(other)
+    return [name for name in mine if mine[name] != others[name]]
+
+
+def _exchanged(identity: WorkerIdentity) -> dict[str, int]:
+    names = ("num_layers", "num_kv_heads", "head_dim", "block_tokens")
+    return {name: getattr(identity.layout, name) for name in names} | {"kv_frame_version": identity.kv_frame_version}
+
+
+def _named(names: Sequence[str], identity: WorkerIdentity) -> str:
+    exchanged = _exchanged(identity)
+    return ", ".join(f"{name} {exchanged[name]}" for name in names)

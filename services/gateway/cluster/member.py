@@ -1,0 +1,92 @@
+"""One worker's standing in the cluster, and what the policies see of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
+from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL
+from halfmoon.pb.types_pb2 import Role as PbRole
+from halfmoon.policy.models.refinement import WorkerLatency
+from halfmoon.policy.view.cluster_view import LinkView, Role, WorkerView
+from halfmoon.policy.view.reported_prompts import ReportedPrompts
+from halfmoon.rpc.layout_message import layout_from
+from services.gateway.cluster.learned_models import BelievedModels
+
+ROLES: dict[PbRole.ValueType, Role] = {PREFILL: "prefill", DECODE: "decode", BOTH: "both"}
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One worker's standing. Owned by `Membership`, which alone changes it."""
+
+    identity: WorkerIdentity
+    joined_s: float
+    heard_s: float
+    load: WorkerLoad
+    latency: WorkerLatency
+    holder: int  # its number in the block index
+    prompts: ReportedPrompts
+    store_holder: int = -1  # that of the store that it uses; -1: it uses none
+    listening: bool = False
+    decoding: set[str] = field(default_factory=set)  # placed since the last report
+
+    @property
+    def worker_id(self) -> str:
+        """Its name, unique in the cluster."""
+        return self.identity.worker_id
+
+    @property
+    def role(self) -> Role:
+        """Its role as the policies name it."""
+        return ROLES[self.identity.role]
+
+    @property
+    def kind(self) -> str:
+        """Workers of one kind are about equally fast."""
+        return f"{self.role} {self.identity.device}"
+
+    def view(self, models: BelievedModels) -> WorkerView:
+        """What the policies see of it."""
+        identity, load, prefill = self.identity, self.load, models.prefill
+        return WorkerView(
+            worker_id=identity.worker_id,
+            role=self.role,
+            address=identity.address,
+            context_tokens=identity.context_tokens,
+            block_tokens=identity.layout.block_tokens,
+            total_blocks=identity.total_blocks,
+            free_blocks=load.free_blocks,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_reserved=load.num_reserved,
+            num_placed=len(self.decoding),
+            waiting_prefill_tokens=self.prompts.num_waiting,
+            draining=load.draining,
+            listening=self.listening,
+            links=tuple(
+                LinkView(link.address, link.bandwidth_bytes_per_s, link.latency_s)
+                for link in load.links
+                if link.bandwidth_bytes_per_s > 0
+            ),
+            context_in_use_tokens=load.context_tokens,
+            prefill_free_s=self.prompts.free_s(prefill),
+            others_prefill_s=self.prompts.others_s(prefill),
+            step_tokens=identity.step_tokens,
+            chunk_tokens=identity.chunk_tokens,
+            prefill_model=prefill,
+            step_model=models.step,
+            contention=models.contention,
+            step_contention=models.step_contention,
+            holder=self.holder,
+            fetch_s_per_token=self._restore_s_per_token,
+            store_holder=self.store_holder,
+        )
+
+    @property
+    def _restore_s_per_token(self) -> float:
+        """From its store, as it said last; infinite where it said nothing."""
+        store = self.identity.kv_store
+        speeds = [one.bandwidth_bytes_per_s for one in self.load.links if store and one.address == store]
+        return layout_from(self.identity.layout).token_bytes / speeds[0] if speeds and speeds[0] > 0 else math.inf

@@ -1,0 +1,204 @@
+"""Who is in the cluster: a pure core with the time as an argument."""
+
+from __future__ import annotations
+
+import math
+
+from halfmoon.kv import layout
+from halfmoon.pb.gateway_pb2 import BlockEvents as PbBlockEvents
+from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
+from halfmoon.policy.models.latency import PrefillModel, PrefillSample, StepModel
+from halfmoon.policy.models.refinement import WorkerLatency
+from halfmoon.policy.view.block_index import BlockEvents, BlockIndex, unpack_keys
+from halfmoon.policy.view.cluster_view import ClusterView
+from halfmoon.policy.view.reported_prompts import ReportedPrompts
+from halfmoon.policy.wait_limits import MAY_RETURN_S
+from halfmoon.rpc.layout_message import layout_from
+from services.gateway.cluster.identity_check import check_identity
+from services.gateway.cluster.learned_models import LearnedModels
+from services.gateway.cluster.member import Member
+
+MISSED_HEARTBEATS = 3
+_LATE_HEARTBEATS = 1.8  # nearly the second one that is not there
+
+
+class Membership:
+    """Owns the members, when each was last heard, their view, and where blocks are.
+
+    Knows nothing of connections and has no clock.
+    """
+
+    def __init__(self, model_fingerprint: str, heartbeat_interval_s: float) -> None:
+        self.model_fingerprint = model_fingerprint
+        self.heartbeat_interval_s = heartbeat_interval_s
+        self._members: dict[str, Member] = {}
+        self._view = ClusterView()
+        self.index = BlockIndex()
+        self._models = LearnedModels()
+        self._decoders: dict[str, str] = {}  # of each request under way, who decodes it
+        self._last_left_s: float | None = None
+        self._last_capacity_tokens: int | None = None  # when the last member left
+
+    def members(self) -> list[Member]:
+        """Every member, in the order of joining."""
+        return list(self._members.values())
+
+    @property
+    def silent_after_s(self) -> float:
+        """Who was not heard of for so long is silent, though not dead yet."""
+        return _LATE_HEARTBEATS * self.heartbeat_interval_s
+
+    @property
+    def kv_layout(self) -> layout.KVLayout | None:
+        """The KV layout of the first member, by which blocks are named; None while nobody is there."""
+        first = next(iter(self._members.values()), None)
+        return None if first is None else layout_from(first.identity.layout)
+
+    def join(self, identity: WorkerIdentity, now_s: float) -> Member:
+        """Adds a worker; one of the same id is replaced.
+
+        Raises InvalidRequest for an unusable identity and Incompatible for another model, or a KV layout that
+        differs from the members' in more than its dtype.
+        """
+        check_identity(identity, self.model_fingerprint, [member.identity for member in self._members.values()])
+        load = WorkerLoad(free_blocks=identity.total_blocks)
+        before = self._members.pop(identity.worker_id, None)
+        holder = self.index.number(identity.worker_id)
+        latency = WorkerLatency(PrefillModel(*identity.profile.prefill), StepModel(*identity.profile.step))
+        store_holder = self.index.number(_store_name(identity.kv_store)) if identity.kv_store else -1
+        member = Member(identity, now_s, now_s, load, latency, holder, ReportedPrompts(now_s), store_holder)
+        self._members[identity.worker_id] = member
+        if before is not None:
+            self._forget_store(before.identity.kv_store)
+        self._view.remove(identity.worker_id)  # so that the order is that of joining
+        self._show(now_s, member)
+        return member
+
+    def report(self, member: Member, load: WorkerLoad, now_s: float) -> None:
+        """Takes a load report, which is also a heartbeat. What was sent before it is in its figures."""
+        member.heard_s = now_s
+        member.load = load
+        member.prompts.report(load.waiting_prefill_tokens, now_s)
+        member.decoding.clear()
+        if self._members.get(member.worker_id) is member:
+            self._models.report(member.worker_id, member.kind, member.latency, load.steps, self._view, now_s)
+        self._show(now_s, member)
+
+    def set_listening(self, member: Member, listening: bool) -> None:
+        """Notes whether tokens of this worker reach the gateway: only then it can be placed on."""
+        member.listening = listening
+        self._show(member.heard_s, member)
+
+    def note_blocks(self, member: Member, events: PbBlockEvents) -> bool:
+        """Takes what changed in a worker's prefix cache. False when messages are missing: it must begin anew."""
+        if self._members.get(member.worker_id) is not member:
+            return True
+        stored, evicted = unpack_keys(events.stored), unpack_keys(events.evicted)
+        return self.index.apply(member.holder, BlockEvents(events.sequence, stored, evicted, events.is_snapshot))
+
+    @property
+    def stores(self) -> set[str]:
+        """The addresses of the stores that members use."""
+        return {member.identity.kv_store for member in self._members.values() if member.identity.kv_store}
+
+    def note_stored(self, address: str, events: BlockEvents) -> bool:
+        """Takes what changed in the store there; of one that nobody uses nothing. False: it must begin anew."""
+        return address not in self.stores or self.index.apply(self.index.number(_store_name(address)), events)
+
+    def num_stored(self, address: str) -> int:
+        """Blocks that the store there has, as far as it is known."""
+        return self.index.num_blocks(self.index.number(_store_name(address))) if address in self.stores else 0
+
+    def note_placed(
+        self, request_id: str, prefill: Member, decode: Member, num_prompt_tokens: int, now_s: float
+    ) -> None:
+        """Counts a request against both its workers, its decoding and its tokens until their next report."""
+        prefill.prompts.send(request_id, num_prompt_tokens)
+        decode.decoding.add(request_id)
+        self._decoders[request_id] = decode.worker_id
+        self._view.busy.begin(prefill.worker_id, request_id, now_s)
+        self._show(now_s, prefill, decode)
+
+    def note_prefilled(
+        self, request_id: str, prefill: Member, sample: PrefillSample, now_s: float, *, was_restored: bool = False
+    ) -> None:
+        """The prompt is computed. `sample` teaches only where the worker does not report its steps: others may have
+        been computed in the same ones. Of a prompt that was restored it holds what loading took, and teaches nothing.
+        """
+        prefill.prompts.remove(request_id)
+        if not prefill.identity.step_tokens and not was_restored:
+            self._models.note_prompt(prefill.worker_id, prefill.kind, prefill.latency, sample, now_s)
+        self._view.busy.end(prefill.worker_id, request_id, now_s)
+        decoder = self._decoders.get(request_id)
+        if decoder in self._members:
+            self._view.busy.begin(decoder, request_id, now_s)
+        self._show(now_s, prefill)
+
+    def note_ended(self, request_id: str, prefill: Member, decode: Member, now_s: float) -> None:
+        """The request is on none of its workers any more."""
+        prefill.prompts.remove(request_id)
+        decode.decoding.discard(request_id)
+        self._decoders.pop(request_id, None)
+        for member in (prefill, decode):
+            self._view.busy.end(member.worker_id, request_id, now_s)
+        self._show(now_s, prefill, decode)
+
+    def leave(self, member: Member, now_s: float) -> bool:
+        """Removes `member`; False if it is gone or replaced already."""
+        if self._members.get(member.worker_id) is not member:
+            return False
+        self._last_left_s = now_s
+        self._last_capacity_tokens = self._capacity_tokens()
+        del self._members[member.worker_id]
+        self._view.remove(member.worker_id)
+        self.index.forget(member.worker_id)
+        self._forget_store(member.identity.kv_store)
+        self._models.forget(member.worker_id)
+        return True
+
+    def overdue(self, now_s: float) -> list[Member]:
+        """Members that missed three heartbeats."""
+        limit_s = MISSED_HEARTBEATS * self.heartbeat_interval_s
+        return [member for member in self._members.values() if now_s - member.heard_s > limit_s]
+
+    def excuse(self, stalled_s: float, now_s: float) -> None:
+        """Takes so many seconds off every member's silence: it was this gateway that did not listen. After more than
+        an interval of them, what waits in its sockets takes a while to be read: then all count as heard of now."""
+        for member in self._members.values():
+            excused_s = math.inf if stalled_s > self.heartbeat_interval_s else stalled_s
+            member.heard_s = min(member.heard_s + excused_s, now_s)
+
+    def view(self) -> ClusterView:
+        """The cluster for the policies; it goes on changing."""
+        return self._view
+
+    def expects_worker(self, now_s: float) -> bool:
+        """Whether there may soon be a worker that is not ready now: one is a member, or was one a moment ago."""
+        if self._last_left_s is not None and now_s - self._last_left_s <= MAY_RETURN_S:
+            return True
+        return any(not worker.is_ready for worker in self._view.workers)
+
+    def context_tokens(self, model_context_tokens: int) -> int:
+        """Longest prompt + output that model and every member can hold; while nobody is there, as it was before."""
+        capacity_tokens = self._capacity_tokens() if self._members else self._last_capacity_tokens
+        return model_context_tokens if capacity_tokens is None else min(model_context_tokens, capacity_tokens)
+
+    def _forget_store(self, address: str) -> None:
+        """One that used it is gone."""
+        if address and address not in self.stores:
+            self.index.forget(_store_name(address))
+
+    def _show(self, now_s: float, *members: Member) -> None:
+        """Puts what is new of them into the view; what comes from one that left already is too late."""
+        for member in members:
+            if self._members.get(member.worker_id) is member:
+                models = self._models.believed(member.worker_id, member.kind, member.latency, now_s)
+                self._view.put(member.view(models))
+
+    def _capacity_tokens(self) -> int:
+        return self._view.least_capacity_tokens
+
+
+def _store_name(address: str) -> str:
+    """Of a store as a holder in the index; no worker has such a name."""
+    return f"store\0{address}"

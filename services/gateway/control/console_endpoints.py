@@ -1,0 +1,128 @@
+"""The control API behind the console's pages: series, placements, one request, the caches, edits of classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+from aiohttp import web
+
+from halfmoon.errors import NotFound
+from halfmoon.ledger.ledger import Ledger
+from halfmoon.ledger.outcomes import Outcome
+from halfmoon.policy.admission.feedback import Targets
+from services.gateway.cluster.cluster import Cluster
+from services.gateway.control.active_classes import ClassBody, ClassesInForce
+from services.gateway.control.store_view import StoreView
+from services.gateway.control.target_preview import PastRequest, preview_targets
+from services.gateway.http.query_number import query_number
+from services.gateway.http.received_body import receive_body
+from services.gateway.openai.parse_body import parse_body
+from services.gateway.telemetry.recent_telemetry import Observations
+from services.gateway.telemetry.timeline import timeline
+
+_MAX_PLACEMENTS = 512
+_MAX_EDITS = 1_000
+_MAX_MINUTES = 30
+_MAX_PREFIXES = 100
+_PREVIEW_WINDOW = timedelta(hours=1)
+_PREVIEW_ROWS = 50_000
+_MAX_VALUES = 2_000  # of a class's body
+
+
+class ConsoleEndpoints:
+    """Serves what the console shows. Owns nothing."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        ledger: Ledger,
+        classes: ClassesInForce,
+        observations: Observations,
+        stores: StoreView,
+    ) -> None:
+        self._cluster = cluster
+        self._ledger = ledger
+        self._classes = classes
+        self._observations = observations
+        self._stores = stores
+
+    async def series(self, request: web.Request) -> web.Response:
+        """GET /halfmoon/v1/series?minutes=10: figures over time, oldest first."""
+        minutes = query_number(request, "minutes", 10, _MAX_MINUTES)
+        return web.json_response(self._observations.series.shown(self._cluster.clock(), 60.0 * minutes))
+
+    async def placements(self, request: web.Request) -> web.Response:
+        """GET /halfmoon/v1/placements?limit=50: the newest decisions, newest first."""
+        limit = query_number(request, "limit", 50, _MAX_PLACEMENTS)
+        return web.json_response(self._observations.decisions.newest(limit, self._cluster.clock()))
+
+    async def request(self, request: web.Request) -> web.Response:
+        """GET /halfmoon/v1/requests/{request_id}: row, decision and timeline. Raises NotFound or Unavailable."""
+        request_id = request.match_info["request_id"]
+        decisions, now_s = self._observations.decisions, self._cluster.clock()
+        decided_id = next((one for one in (request_id, f"{request_id}-0") if decisions.of(one, now_s)), request_id)
+        decision = decisions.of(decided_id, now_s)
+        found = await self._ledger.outcomes.of(request_id)
+        if found is None and decision is None:
+            raise NotFound(f"there is no request {request_id!r} in the ledger")
+        row = found and {**found.as_dict(), "created_at": found.created_at.isoformat()}
+        waited_s = decision["waited_s"] if decision else 0.0
+        spans = [one._asdict() for one in timeline(row, waited_s, decisions.phases(decided_id))] if row else []
+        return web.json_response({"request": row, "decision": decision, "timeline": spans})
+
+    async def cache(self, request: web.Request) -> web.Response:
+        """GET /halfmoon/v1/cache?limit=20: what workers have cached, and the hottest prefixes."""
+        limit = query_number(request, "limit", 20, _MAX_PREFIXES)
+        membership = self._cluster.membership
+        workers = [
+            {
+                "worker_id": member.worker_id,
+                "role": member.role,
+                "cached_blocks": membership.index.num_blocks(member.holder),
+                "total_blocks": member.identity.total_blocks,
+                "block_tokens": member.identity.layout.block_tokens,
+            }
+            for member in membership.members()
+        ]
+        prefixes = self._observations.prefixes.hottest(limit, self._cluster.clock())
+        layout = membership.kv_layout
+        block_bytes = layout and layout.block_bytes  # as a worker has it
+        return web.json_response({"workers": workers, "block_bytes": block_bytes, "prefixes": prefixes})
+
+    async def stores(self, request: web.Request) -> web.Response:
+        """GET /halfmoon/v1/stores: the stores that workers use, and the gateway's own; each with its figures."""
+        return web.json_response(await self._stores.shown())
+
+    async def class_edits(self, request: web.Request) -> web.Response:
+        """GET /halfmoon/v1/class_edits?limit=50: what was edited, newest first. Raises Unavailable."""
+        edits = await self._ledger.classes.edits(query_number(request, "limit", 50, _MAX_EDITS))
+        return web.json_response([{**one._asdict(), "edited_at": one.edited_at.isoformat()} for one in edits])
+
+    async def class_preview(self, request: web.Request) -> web.Response:
+        """POST /halfmoon/v1/class_previews/{name}: what this class would have done in the last hour.
+
+        Raises InvalidRequest where the class could not be saved, or Unavailable. Nothing changes.
+        """
+        name = request.match_info["name"]
+        body = parse_body(ClassBody, await receive_body(request), _MAX_VALUES)
+        present = await self._classes.check(name, body)
+        since = datetime.now(UTC) - _PREVIEW_WINDOW
+        past = _past(await self._ledger.outcomes.since(since, name, _PREVIEW_ROWS))
+        wanted = Targets(body.ttft_s, body.tbt_s)
+        return web.json_response(preview_targets(past, present, wanted)._asdict())
+
+
+def _past(outcomes: Sequence[Outcome]) -> list[PastRequest]:
+    return [
+        PastRequest(
+            one.status == "rejected",
+            one.predicted_ttft_s,
+            one.predicted_tbt_s,
+            one.ttft_s,
+            one.mean_tbt_s,
+            is_least=bool(one.refused_unread),
+        )
+        for one in outcomes
+        if one.predicted_ttft_s is not None
+    ]

@@ -1,0 +1,165 @@
+"""What the gateway tells about itself: models, health, metrics, and the console's control API."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from halfmoon.ledger.ledger import Ledger
+from halfmoon.ledger.models import RequestRow
+from halfmoon.policy.view.cluster_view import WorkerView
+from services.gateway.cluster.cluster import Cluster
+from services.gateway.cluster.member import Member
+from services.gateway.cluster.membership import Membership
+from services.gateway.http.drain_gate import Door
+from services.gateway.http.query_number import query_number
+from services.gateway.openai.openapi import openapi_document
+from services.gateway.openai.served_model import ServedModel
+from services.gateway.telemetry.metrics import GatewayMetrics
+from services.gateway.telemetry.recent_telemetry import Observations
+
+_MAX_ROWS = 1_000
+_MAX_LINKS = 1_000_000
+_LIMITS = "step_tokens", "chunk_tokens", "max_running"
+
+
+class ControlEndpoints:
+    """Serves everything that generates nothing. Owns nothing."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        cluster: Cluster,
+        ledger: Ledger,
+        metrics: GatewayMetrics,
+        door: Door,
+        observations: Observations,
+    ) -> None:
+        self._model = model
+        self._cluster = cluster
+        self._ledger = ledger
+        self._metrics = metrics
+        self._door = door
+        self._observations = observations
+        self._started_s = cluster.clock()
+
+    async def models(self, request: web.Request) -> web.Response:
+        """GET /v1/models."""
+        return web.json_response({"object": "list", "data": [self._model_card(name) for name in self._model.names]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """GET /v1/models/{id}. Raises UnknownModel."""
+        name = request.match_info["model_id"]
+        self._model.check_name(name)
+        return web.json_response(self._model_card(name))
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        """GET /openapi.json."""
+        return web.json_response(openapi_document())
+
+    async def health(self, request: web.Request) -> web.Response:
+        """GET /health: 200 only when a request could be placed now."""
+        missing = list(self._cluster.membership.view().missing)
+        if self._door.is_closed:
+            return web.json_response({"status": "stopping", "missing": missing}, status=503)
+        status = "unavailable" if missing else "ok"
+        return web.json_response({"status": status, "missing": missing}, status=503 if missing else 200)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """GET /metrics."""
+        text = generate_latest(self._metrics.registry)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def cluster(self, request: web.Request) -> web.Response:
+        """GET /halfmoon/v1/cluster?max_links=36: links are told where there are at most so many, by default none.
+
+        Raises InvalidRequest. A link leads from each prefill worker to each decode worker: 16384 between 256 workers.
+        """
+        max_links = query_number(request, "max_links", 0, _MAX_LINKS, least=0)
+        now_s = self._cluster.clock()
+        membership = self._cluster.membership
+        members = list(membership.members())
+        tells_links = sum(len(member.load.links) for member in members) <= max_links
+        return web.json_response(
+            {
+                "gateway_id": self._cluster.gateway_id,
+                "model": self._model.checkpoint_name,
+                "model_fingerprint": self._model.fingerprint,
+                "served_model": self._model.name,
+                "context_tokens": membership.context_tokens(self._model.context_tokens),
+                "uptime_s": now_s - self._started_s,
+                "missing": list(membership.view().missing),
+                "heartbeat_interval_s": membership.heartbeat_interval_s,
+                "silent_after_s": membership.silent_after_s,
+                "departed": self._observations.departures.shown(now_s),
+                "workers": [_worker(membership, member, now_s, tells_links) for member in members],
+            }
+        )
+
+    async def requests(self, request: web.Request) -> web.Response:
+        """GET /halfmoon/v1/requests?limit=50: newest first. Raises InvalidRequest or Unavailable."""
+        rows = await self._ledger.recent(query_number(request, "limit", 50, _MAX_ROWS))
+        return web.json_response([_row(row) for row in rows])
+
+    def _model_card(self, name: str) -> dict[str, Any]:
+        model = self._model
+        context_tokens = self._cluster.membership.context_tokens(model.context_tokens)
+        card = {"id": name, "object": "model", "created": model.created, "owned_by": "halfmoon"}
+        parent = None if name == model.name else model.name
+        return {**card, "root": model.checkpoint_name, "parent": parent, "max_model_len": context_tokens}
+
+
+def _worker(membership: Membership, member: Member, now_s: float, tells_links: bool) -> dict[str, Any]:
+    identity, load = member.identity, member.load
+    decodes_s = [step.seconds for step in load.steps if not step.prefill_tokens]
+    return {
+        "worker_id": identity.worker_id,
+        "role": member.role,
+        "address": identity.address,
+        "device": identity.device,
+        "model": identity.model,
+        "pid": identity.pid,
+        "version": identity.version,
+        "age_s": now_s - member.heard_s,  # of the load below
+        "member_s": now_s - member.joined_s,
+        "listening": member.listening,
+        "kv_store": identity.kv_store or None,
+        "context_tokens": identity.context_tokens,
+        "total_blocks": identity.total_blocks,
+        "layout": {field.name: getattr(identity.layout, field.name) for field in identity.layout.DESCRIPTOR.fields},
+        "limits": {name: getattr(identity, name) for name in _LIMITS},
+        "parallelism": {"tensor": identity.tensor_parallel, "pipeline": identity.pipeline_parallel},
+        "load": {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields if not field.is_repeated},
+        "cached_blocks": membership.index.num_blocks(member.holder),
+        "prefill_model": member.latency.prefill._asdict(),
+        "step_model": member.latency.step._asdict(),
+        "prefill_free_in_s": max(_view(membership, member).prefill_free_s - now_s, 0.0),
+        "predicted_step_s": _predicted_step_s(member),
+        "measured_step_s": fmean(decodes_s) if decodes_s else None,
+        "prediction_errors": {kind: figures._asdict() for kind, figures in member.latency.errors.items()},
+        "links": [
+            {"address": link.address, "bytes_per_s": link.bandwidth_bytes_per_s, "latency_s": link.latency_s}
+            for link in (load.links if tells_links else ())
+        ],
+    }
+
+
+def _view(membership: Membership, member: Member) -> WorkerView:
+    row = membership.view().row(member.worker_id)
+    assert row is not None
+    return membership.view().worker(row)
+
+
+def _predicted_step_s(member: Member) -> float | None:
+    """Of the batch that decodes now; None where nothing does or nothing is known."""
+    if member.role == "prefill":
+        return None
+    seconds = member.latency.step.seconds(member.load.num_running, member.load.context_tokens)
+    return seconds if member.load.num_running and seconds else None
+
+
+def _row(row: RequestRow) -> dict[str, Any]:
+    return {**row.as_dict(), "created_at": row.created_at.isoformat()}

@@ -1,0 +1,48 @@
+"""Which pages of other origins a browser lets use the gateway (CORS, the Fetch standard)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiohttp import hdrs, web
+
+from services.gateway.http.request_ids import HEADER
+
+_METHODS = "GET, POST, OPTIONS"
+_MAX_AGE_S = "600"
+
+
+class Cors:
+    """Owns the allowed origins; "*" is all of them. Credentials (cookies) are never asked for."""
+
+    def __init__(self, allowed_origins: Sequence[str]) -> None:
+        self._origins = frozenset(allowed_origins)
+
+    def preflight(self, request: web.Request) -> web.Response | None:
+        """The answer to a browser's question before a request; None when it is none, or not from an allowed origin."""
+        wanted = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
+        if request.method != "OPTIONS" or not wanted or self._allowed(request) is None:
+            return None
+        headers = {hdrs.ACCESS_CONTROL_ALLOW_METHODS: _METHODS, hdrs.ACCESS_CONTROL_MAX_AGE: _MAX_AGE_S}
+        asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS)
+        if asked:
+            headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = asked
+        return web.Response(status=204, headers=headers)
+
+    async def mark(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Lets the page read `response`, if its origin is allowed."""
+        if not self._origins:
+            return
+        response.headers.add(hdrs.VARY, hdrs.ORIGIN)
+        allowed = self._allowed(request)
+        if allowed is not None:
+            response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = allowed
+            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = f"{HEADER}, Retry-After"
+
+    def _allowed(self, request: web.Request) -> str | None:
+        origin = request.headers.get(hdrs.ORIGIN)
+        if origin is None:
+            return None
+        if "*" in self._origins:
+            return "*"
+        return origin if origin in self._origins else None

@@ -1,0 +1,101 @@
+"""The error tree as the OpenAI API speaks it: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from halfmoon.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HalfmoonError,
+    InvalidRequest,
+    NoCapacity,
+    NotFound,
+    Unavailable,
+    UnknownModel,
+)
+from halfmoon.ledger.classes import VersionConflict
+from halfmoon.policy.admission.refusal import Refused
+from halfmoon.policy.placement.place import ContextLengthExceeded
+from services.gateway.http.api_keys import WrongKey
+
+
+class HttpKind(NamedTuple):
+    """How one class of errors looks."""
+
+    status: int
+    type: str
+    code: str | None
+
+
+_KINDS: dict[type[HalfmoonError], HttpKind] = {
+    ContextLengthExceeded: HttpKind(400, "invalid_request_error", "context_length_exceeded"),
+    WrongKey: HttpKind(401, "authentication_error", "invalid_api_key"),
+    InvalidRequest: HttpKind(400, "invalid_request_error", None),
+    UnknownModel: HttpKind(404, "invalid_request_error", "model_not_found"),
+    NotFound: HttpKind(404, "invalid_request_error", "not_found"),
+    Refused: HttpKind(429, "rate_limit_error", "slo_would_be_missed"),
+    VersionConflict: HttpKind(409, "invalid_request_error", "version_conflict"),
+    NoCapacity: HttpKind(429, "rate_limit_error", "no_capacity"),
+    Unavailable: HttpKind(503, "service_unavailable_error", "unavailable"),
+    Cancelled: HttpKind(503, "service_unavailable_error", "cancelled"),
+    DeadlineExceeded: HttpKind(504, "timeout_error", "deadline_exceeded"),
+    HalfmoonError: HttpKind(500, "server_error", "internal_error"),
+}
+
+
+_HTTP_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "body_too_slow",
+    413: "body_too_large",
+    415: "unsupported_encoding",
+}
+
+
+def kind_of(error: HalfmoonError) -> HttpKind:
+    """Status, type and code of an error: those of the nearest class of its ancestry."""
+    return next(_KINDS[cls] for cls in type(error).__mro__ if cls in _KINDS)
+
+
+def error_body(error: HalfmoonError) -> dict[str, Any]:
+    """The JSON of an error, for a response or for an event of a stream."""
+    kind = kind_of(error)
+    body: dict[str, Any] = {"message": error.message, "type": kind.type, "param": error.param, "code": kind.code}
+    if isinstance(error, Refused):
+        body |= {"reason": error.reason, "qos_class": error.qos_class, **_figures(error)}
+    return {"error": body}
+
+
+def _figures(refusal: Refused) -> dict[str, float | None]:
+    """What was predicted, what the class has as targets, and what of them feedback leaves now."""
+    return {
+        "predicted_ttft_s": refusal.ttft_s,
+        "predicted_tbt_s": refusal.tbt_s,
+        "target_ttft_s": refusal.targets.ttft_s,
+        "target_tbt_s": refusal.targets.tbt_s,
+        "applied_ttft_s": refusal.applied.ttft_s,
+        "applied_tbt_s": refusal.applied.tbt_s,
+    }
+
+
+def error_response(error: HalfmoonError) -> web.Response:
+    """The response for an error; Retry-After in whole seconds where the error says when to come back."""
+    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, WrongKey) else {}
+    if error.retry_after_ms is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
+    return web.json_response(error_body(error), status=kind_of(error).status, headers=headers)
+
+
+def http_error_response(error: web.HTTPException) -> web.Response:
+    """aiohttp's own errors (no such path, wrong method, body too large) in the same shape."""
+    messages = {404: "there is nothing at this address", 405: "this address does not take this method"}
+    message = messages.get(error.status, error.text)
+    code = _HTTP_CODES.get(error.status)
+    type_name = "invalid_request_error" if error.status < 500 else "server_error"
+    body = {"error": {"message": message, "type": type_name, "param": None, "code": code}}
+    allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+    return web.json_response(body, status=error.status, headers=allow)

@@ -1,0 +1,86 @@
+"""What is no HTTP request as the gateway takes it, such as one with a header too long, answered as JSON."""
+
+from __future__ import annotations
+
+import logging
+
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+from aiohttp.streams import StreamReader
+from aiohttp.web_protocol import _ErrInfo
+
+from services.gateway.http.client_text import shortened
+from services.gateway.http.error_responses import http_error_response
+
+log = logging.getLogger(__name__)
+
+
+def answer_faults_as_json(server: web.Server) -> None:
+    """From now on `server` answers in the OpenAI API's shape what never becomes a request for the app.
+
+    aiohttp has a method to override for this, and no way to name the class that has it.
+    """
+    server.__class__ = _Server
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        handler = super().__call__()
+        handler.__class__ = _Handler
+        return handler
+
+
+class _Handler(web.RequestHandler):
+    __slots__ = ()
+
+    def data_received(self, data: bytes) -> None:
+        """What breaks in the midst of a body, such as a chunk that is none, is told to who reads that body.
+
+        aiohttp answers it when that request has ended, which it never does by itself.
+        """
+        super().data_received(data)
+        if self._messages and isinstance(self._messages[-1][0], _ErrInfo):
+            body = self._unfinished_body()
+            if body is not None:
+                self._messages.pop()  # the request with this body is the one to answer
+                self.close()
+                body.set_exception(web.RequestPayloadError("the body is not valid HTTP"))
+                body.feed_eof()
+
+    def _unfinished_body(self) -> StreamReader | None:
+        """That of the last request before the fault."""
+        body: StreamReader | None = None
+        if len(self._messages) > 1:
+            body = self._messages[-2][1]
+        elif self._current_request is not None:
+            body = self._current_request.content
+        return None if body is None or body.is_eof() else body
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer, after which the connection is closed."""
+        if status >= 500:
+            return super().handle_error(request, status, exc, message)
+        log.info("http.fault", extra={"status": status, "reason": shortened(str(message))})
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of another response is out already")
+        response = http_error_response(_Fault(text=_told(exc)))
+        response.force_close()
+        return response
+
+
+class _Fault(web.HTTPBadRequest):
+    """Its text is for the client."""
+
+
+def _told(error: BaseException | None) -> str:
+    if isinstance(error, LineTooLong):
+        return "the request line or a header is longer than --max-header-bytes allows"
+    if "header" in str(error).lower():
+        return "the headers are not valid HTTP, or more than --max-headers allows"
+    return "this is not a valid HTTP request"

@@ -1,0 +1,31 @@
+"""Who may use the control API, `/halfmoon/...`: an operator's token, or anybody on this machine."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from halfmoon.rpc.operator_token import OperatorToken
+from services.gateway.http.api_keys import WrongKey
+
+_PREFIX = "/halfmoon/"
+
+
+class OperatorAccess:
+    """Without a token the control API is for gateways bound to loopback."""
+
+    def __init__(self, token: str | None, host: str) -> None:
+        self._token = OperatorToken(token, host)
+
+    def governs(self, request: web.Request) -> bool:
+        """Whether this decides about the request, and no API key does."""
+        return request.path.startswith(_PREFIX) and not self._token.is_open
+
+    def check(self, request: web.Request) -> None:
+        """Raises WrongKey."""
+        if not self._token.is_known:
+            raise WrongKey(
+                "the control API is closed: this gateway listens beyond loopback and has no operator token; "
+                "start it with --operator-token, or HALFMOON_GATEWAY_OPERATOR_TOKEN"
+            )
+        if not self._token.is_in(request.headers.get("Authorization", "")):
+            raise WrongKey("the operator token is needed: send the header 'Authorization: Bearer <token>'")

@@ -1,0 +1,53 @@
+"""The bodies of the generating endpoints: how each is read, and made a request for the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from services.gateway.openai.generation_request import Intake, chat_intake, completion_intake, max_values
+from services.gateway.openai.parse_body import num_separators, parse_body
+from services.gateway.openai.responses_body import ResponsesBody
+from services.gateway.openai.responses_request import responses_intake
+from services.gateway.openai.schemas import ChatBody, CompletionBody
+from services.gateway.openai.served_model import ServedModel
+
+AnyBody: TypeAlias = ChatBody | CompletionBody | ResponsesBody
+
+_SCHEMAS: Mapping[str, type[AnyBody]] = {
+    "chat.completions": ChatBody,
+    "completions": CompletionBody,
+    "responses": ResponsesBody,
+}
+_QUICK_BYTES = 1 << 18  # a few long texts of so many bytes are read in half a millisecond
+_QUICK_SEPARATORS = 4_000
+
+
+def read_body(endpoint: str, raw: bytes, model: ServedModel, context_tokens: int) -> AnyBody:
+    """Raises InvalidRequest, UnknownModel or ContextLengthExceeded. Nothing is tokenized yet."""
+    body = parse_body(_SCHEMAS[endpoint], raw, max_values(context_tokens))
+    model.check_name(body.model)
+    return body
+
+
+def is_quickly_read(raw: bytes) -> bool:
+    """Whether reading it holds nobody up."""
+    return len(raw) <= _QUICK_BYTES and num_separators(raw) <= _QUICK_SEPARATORS
+
+
+def intake_of(body: AnyBody, model: ServedModel, context_tokens: int) -> Intake:
+    """Tokenizes. Raises InvalidRequest or ContextLengthExceeded."""
+    if isinstance(body, ChatBody):
+        return chat_intake(body, model, context_tokens)
+    if isinstance(body, CompletionBody):
+        return completion_intake(body, model, context_tokens)
+    return responses_intake(body, model, context_tokens)
+
+
+def max_tokens_of(body: AnyBody) -> int | None:
+    """The longest output that the client allows; None where it leaves that open."""
+    if isinstance(body, ResponsesBody):
+        return body.max_output_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        return body.max_completion_tokens
+    return body.max_tokens

@@ -1,0 +1,101 @@
+"""The messages of a chat, and what of them the chat template sees."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from services.gateway.openai.strict_model import Items, Part, at_most_entries, misplaced
+
+_MAX_PARTS = 1_000
+_MAX_CALLS = 128
+_MAX_VARIABLES = 64
+_OWN_PARAMETERS = ("messages", "tools", "add_generation_prompt")  # the template has variables of these names
+
+
+def _without_own_parameters(variables: dict[str, Any]) -> dict[str, Any]:
+    taken = next((name for name in _OWN_PARAMETERS if name in variables), None)
+    if taken is not None:
+        raise misplaced(taken, "it is a parameter of its own")
+    return variables
+
+
+TemplateKwargs = Annotated[
+    dict[str, Any],
+    BeforeValidator(partial(at_most_entries, _MAX_VARIABLES)),
+    AfterValidator(_without_own_parameters),
+]
+
+
+class TextPart(Part):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Part):
+    """What an earlier answer called."""
+
+    name: str
+    arguments: str = Field(description="a JSON object, as text")
+
+
+class CalledTool(Part):
+    """One tool call of an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Part):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[Items[TextPart], Field(max_length=_MAX_PARTS)] | None = None
+    name: str | None = Field(None, description="given to the chat template")
+    tool_call_id: str | None = Field(None, description="of a tool's result: which call it answers")
+    tool_calls: Annotated[Items[CalledTool], Field(max_length=_MAX_CALLS)] | None = Field(
+        None, description="of the assistant: what it called"
+    )
+    function_call: None = None
+    refusal: None = None
+    audio: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        if self.tool_call_id is not None and self.role != "tool":
+            raise misplaced("tool_call_id", "only a message of the role 'tool' has one")
+        if self.tool_calls and self.role != "assistant":
+            raise misplaced("tool_calls", "only a message of the role 'assistant' has them")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content's text."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: arguments of calls are objects, not texts, where they can be read."""
+        seen: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        for name in ("name", "tool_call_id"):
+            if (value := getattr(self, name)) is not None:
+                seen[name] = value
+        if self.tool_calls:
+            seen["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        return seen
+
+
+def _call_for_template(call: CalledTool) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments)
+    except (ValueError, RecursionError):
+        arguments = call.function.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

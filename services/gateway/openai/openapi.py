@@ -1,0 +1,92 @@
+"""The OpenAPI document at /openapi.json, made from the schemas that the bodies are checked with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from halfmoon import __version__
+from services.gateway.openai.parameter_table import ENDPOINTS
+
+_REF = "#/components/schemas/{model}"
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "the parameter that is wrong"},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_REFUSALS = {
+    "400": "a parameter is wrong or not supported; `param` names it",
+    "401": "the API key is missing or unknown",
+    "404": "the model is not served here",
+    "408": "the body did not come in time",
+    "413": "the body is too large",
+    "415": "the Content-Encoding is not supported",
+    "429": "there is no capacity; Retry-After says when to come back",
+    "503": "no worker is there, or the gateway stops",
+    "504": "the request took too long",
+}
+_READS = {
+    "/v1/models": "The served model",
+    "/health": "Whether a request could be placed now",
+    "/halfmoon/v1/cluster": "The workers",
+}
+_STREAMING = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
+
+
+def openapi_document() -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    _, definitions = models_json_schema(
+        [(schema, "validation") for schema in ENDPOINTS.values()], ref_template=_REF, title=None
+    )
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Halfmoon",
+            "version": __version__,
+            "description": "Disaggregated serving of language models",
+        },
+        "paths": {
+            **{path: {"post": _post(path)} for path in ENDPOINTS},
+            **{path: {"get": _get(path)} for path in _READS},
+        },
+        "components": {
+            "schemas": {**definitions.get("$defs", {}), "Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _post(path: str) -> dict[str, Any]:
+    schema = {"$ref": _REF.format(model=ENDPOINTS[path].__name__)}
+    answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if path in _STREAMING:
+        answer["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        "summary": ENDPOINTS[path].__doc__,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "responses": {"200": {"description": "the answer", "content": answer}, **_refusals(*_REFUSALS)},
+    }
+
+
+def _get(path: str) -> dict[str, Any]:
+    answer = {"description": _READS[path], "content": {"application/json": {"schema": {"type": "object"}}}}
+    unwell = {"503": answer} if path == "/health" else _refusals("401")
+    return {"summary": _READS[path], "responses": {"200": answer, **unwell}}
+
+
+def _refusals(*statuses: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
+    return {status: {"description": _REFUSALS[status], "content": content} for status in statuses}

@@ -1,0 +1,50 @@
+"""The table of parameters in the API reference, made from the schemas by running this module."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from services.gateway.openai.responses_body import ResponsesBody
+from services.gateway.openai.schemas import ChatBody, CompletionBody
+from services.gateway.openai.strict_model import Part
+from services.gateway.openai.tokenizer_endpoints import DetokenizeBody, TokenizeBody
+from services.gateway.openai.unsupported import REFUSED
+
+ENDPOINTS: dict[str, type[Part]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+
+
+def parameter_table() -> str:
+    """Markdown: what each endpoint takes, then what is refused and why."""
+    return "\n\n".join([*(_supported(path, schema) for path, schema in ENDPOINTS.items()), _refused()]) + "\n"
+
+
+def _supported(path: str, schema: type[Part]) -> str:
+    rows = [
+        f"| `{name}` | {field.description or 'only null or false'} |" for name, field in schema.model_fields.items()
+    ]
+    return "\n".join([f"### `{path}`", "", "| parameter | |", "|---|---|", *rows])
+
+
+def _refused() -> str:
+    return "\n".join(["### Refused", "", "| parameter | accepted at | else 400, because |", "|---|---|---|", *_rows()])
+
+
+def _rows() -> Iterator[str]:
+    for name, (why, neutral) in sorted(REFUSED.items()):
+        values = ", ".join(["`null`", *(f"`{_json(value)}`" for value in neutral)])
+        yield f"| `{name}` | {values} | {why} |"
+
+
+def _json(value: object) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value).replace("'", '"') or '""'
+
+
+if __name__ == "__main__":
+    sys.stdout.write(parameter_table())

@@ -1,0 +1,88 @@
+"""From bytes to a body that is right in itself. Everything wrong is an InvalidRequest that names the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.policy.placement.place import ContextLengthExceeded
+from services.gateway.http.client_text import shortened
+from services.gateway.openai.union_fields import UNION_FIELDS
+from services.gateway.openai.unsupported import REFUSED
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_body(schema: type[Body], raw: bytes, max_values: int) -> Body:
+    """The body of a request of at most `max_values` JSON values. Raises InvalidRequest or ContextLengthExceeded.
+
+    Of each JSON value an object is made while nothing else runs, the event loop included: hence their limit.
+    """
+    if num_separators(raw) > max_values:
+        raise ContextLengthExceeded(f"the body holds more than {max_values} values or separators: they cannot fit")
+    try:
+        found = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    supported = {
+        name: value for name, value in found.items() if name in schema.model_fields or not _is_neutral(name, value)
+    }
+    try:
+        return schema.model_validate(supported)
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False, include_input=False)) from error
+
+
+def num_separators(raw: bytes) -> int:
+    """At least half the number of values, and far quicker to find; those inside strings are counted too."""
+    return sum(raw.count(one) for one in (b",", b"[", b"{"))
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    if name not in REFUSED:
+        return False
+    why, neutral = REFUSED[name]
+    if value is None or any(type(value) is type(one) and value == one for one in neutral):
+        return True
+    only = f" (only {', '.join(map(repr, neutral))})" if neutral else ""
+    raise InvalidRequest(f"{name}: this value is not supported{only}: {why}", param=name)
+
+
+def _invalid(errors: Sequence[ErrorDetails]) -> InvalidRequest:
+    """Of several errors the first; of a union's branches the one that got furthest into the value."""
+    same = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    error = max(same, key=lambda one: (one["type"] in ("too_long", "too_short"), len(_path(one["loc"]))))
+    path = _path(error["loc"])
+    if error["type"] in ("too_many_names", "misplaced"):
+        path = [*path, error["ctx"]["name"]]
+    param = shortened(_dotted(path))
+    match error["type"]:
+        case "extra_forbidden" | "too_many_names":
+            message = f"unknown parameter: {param or repr(param)}"
+        case "missing":
+            message = f"missing parameter: {param}"
+        case "none_required":
+            message = f"{param}: this parameter is not supported"
+        case "too_long":
+            message = f"{param}: at most {error['ctx']['max_length']} items"
+        case _:
+            message = f"{param}: {error['msg'][:1].lower()}{error['msg'][1:]}"
+    return InvalidRequest(message, param=param if path else None)
+
+
+def _path(location: Sequence[int | str]) -> list[int | str]:
+    """The location without pydantic's names for a union's branches, which come right after the union's field."""
+    parents = ["", *location[:-1]]
+    return [part for part, parent in zip(location, parents, strict=False) if parent not in UNION_FIELDS]
+
+
+def _dotted(path: Sequence[int | str]) -> str:
+    """`messages[0].content`."""
+    text = str(path[0]) if path else ""
+    return text + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])

@@ -1,0 +1,127 @@
+"""The body of /v1/responses as far as text goes, and the chat that it is."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from services.gateway.openai.messages import Message
+from services.gateway.openai.schemas import Bias, ChatBody
+from services.gateway.openai.strict_model import Items, Part, at_most_entries
+from services.gateway.openai.structured_output import JsonSchema, ResponseFormat, StructuredOutputs
+
+_MAX_ITEMS = 10_000
+_MAX_PARTS = 1_000
+_MAX_BIASES = 1_024
+_MAX_LABELS = 64
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class InputText(Part):
+    """One part of an item's content; an earlier output's part is taken as it was given."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: list[Any] | None = Field(None, description="of an earlier output; not read")
+
+
+class InputMessage(Part):
+    """One message; an earlier output's message is taken as it was given."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[Items[InputText], Field(max_length=_MAX_PARTS)]
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class TextFormat(Part):
+    """`text.format`: a JSON schema is not wrapped here as it is in a chat's response_format."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Part):
+    """`text`."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesBody(Part):
+    """POST /v1/responses."""
+
+    model: str = Field(description="the name of the served model, as /v1/models says it")
+    input: str | Annotated[Items[InputMessage], Field(min_length=1, max_length=_MAX_ITEMS)] = Field(
+        description="a text of the user, or messages of text"
+    )
+    instructions: str | None = Field(None, description="a system message before the input")
+    max_output_tokens: int | None = Field(None, ge=1, description="default: what fits")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
+    top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default 1")
+    top_k: int | None = Field(None, ge=-1, description="0 and -1 are off, the default")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="equal seeds give equal outputs")
+    stop: str | Annotated[Items[str], Field(max_length=16)] | None = Field(
+        None, description="texts that end the output and are not part of it"
+    )
+    include_stop_str_in_output: bool | None = Field(None, description="the stop text stays in the output")
+    ignore_eos: bool | None = Field(None, description="the end-of-sequence token does not end the output")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens that the output has")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens, for each time the output has it")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10, description="on tokens of prompt and output")
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(partial(at_most_entries, _MAX_BIASES))] | None = Field(
+        None, description="by token id, added to the logits"
+    )
+    include: Items[Literal["message.output_text.logprobs"]] | None = Field(None, description=f"`{_LOGPROBS}`")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="likeliest tokens; needs that include")
+    text: TextConfig | None = Field(None, description="format: text, json_object or json_schema")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="one of json, json_object, regex, choice, grammar (Lark or GBNF)"
+    )
+    stream: bool | None = Field(None, description="server-sent events")
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
+    user: str | None = Field(None, description="a label for the log")
+    metadata: Annotated[dict[str, Any], BeforeValidator(partial(at_most_entries, _MAX_LABELS))] | None = Field(
+        None, description="labels for the log"
+    )
+    safety_identifier: str | None = Field(None, description="a label for the log")
+    prompt_cache_key: str | None = Field(None, description="a label for the log; prefixes are found by their tokens")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="KV is shared only among requests of the same salt"
+    )
+
+    def as_chat(self) -> ChatBody:
+        """The chat with the same prompt and the same sampling."""
+        same = {name: getattr(self, name) for name in type(self).model_fields if name in ChatBody.model_fields}
+        return ChatBody.model_construct(
+            **{
+                **same,
+                "messages": self._messages(),
+                "max_completion_tokens": self.max_output_tokens,
+                "logprobs": bool(self.include),
+                "response_format": self._format(),
+            }
+        )
+
+    def _messages(self) -> list[Message]:
+        items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        first = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
+        return first + [Message(role=item.role, content=_text(item)) for item in items]
+
+    def _format(self) -> ResponseFormat | None:
+        found = None if self.text is None else self.text.format
+        if found is None or found.type == "text":
+            return None
+        schema = JsonSchema(name=found.name or "", schema=found.schema_) if found.type == "json_schema" else None
+        return ResponseFormat(type=found.type, json_schema=schema)
+
+
+def _text(item: InputMessage) -> str:
+    return item.content if isinstance(item.content, str) else "".join(part.text for part in item.content)

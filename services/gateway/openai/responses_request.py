@@ -1,0 +1,57 @@
+"""From a body of /v1/responses to a request for the workers: it is a chat in other words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from halfmoon.errors import InvalidRequest
+from services.gateway.openai.generation_request import Intake, chat_intake
+from services.gateway.openai.responses_body import ResponsesBody
+from services.gateway.openai.served_model import ServedModel
+
+_OWN_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+
+
+def responses_intake(body: ResponsesBody, model: ServedModel, context_tokens: int) -> Intake:
+    """Raises InvalidRequest or ContextLengthExceeded, naming the parameters of this endpoint."""
+    if body.top_logprobs is not None and not body.include:
+        message = "top_logprobs needs include to hold message.output_text.logprobs"
+        raise InvalidRequest(message, param="top_logprobs")
+    try:
+        intake = chat_intake(body.as_chat(), model, context_tokens)
+    except InvalidRequest as error:
+        raise _in_own_names(error) from error
+    return replace(intake, said=_said(body, intake))
+
+
+def _in_own_names(error: InvalidRequest) -> InvalidRequest:
+    param = error.param or ""
+    own = _OWN_NAMES.get(param, param)
+    return type(error)(error.message.replace(param, own) if param else error.message, param=own or None)
+
+
+def _said(body: ResponsesBody, intake: Intake) -> dict[str, Any]:
+    """What a response repeats of its request."""
+    form = None if body.text is None else body.text.format
+    told = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
+    return {
+        "instructions": body.instructions,
+        "metadata": body.metadata or {},
+        "max_output_tokens": body.max_output_tokens,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "text": {"format": told},
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+        "previous_response_id": None,
+        "store": False,
+        "truncation": "disabled",
+        "user": body.user,
+    }

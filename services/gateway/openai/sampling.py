@@ -1,0 +1,81 @@
+"""How the tokens of a request are to be drawn, as the workers are told."""
+
+from __future__ import annotations
+
+import secrets
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.pb.types_pb2 import Constraint, SamplingParams
+from services.gateway.openai.schemas import GenerationBody
+from services.gateway.openai.served_model import ServedModel
+from services.gateway.openai.structured_output import constraint_of
+
+_UINT64 = 2**64 - 1
+
+
+def sampling_of(
+    body: GenerationBody,
+    model: ServedModel,
+    max_tokens: int,
+    num_top_logprobs: int | None,
+    forced: Constraint | None = None,
+) -> SamplingParams:
+    """The sampling parameters of a body; `forced` is what a call that must come has to be. Raises InvalidRequest."""
+    if body.min_tokens is not None and body.min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens is more than the {max_tokens} tokens allowed", param="min_tokens")
+    stop_token_ids = list(dict.fromkeys(body.stop_token_ids or []))
+    model.check_token_ids(stop_token_ids, "stop_token_ids")
+    constraint = forced or constraint_of(body.response_format, body.structured_outputs)
+    if constraint is not None:
+        _check_ends_by_itself(body)
+    return SamplingParams(
+        constraint=constraint,
+        max_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=min(max(body.top_k or 0, 0), model.vocab_size),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        seed=secrets.randbits(64) if body.seed is None else body.seed & _UINT64,
+        min_tokens=body.min_tokens or 0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=_logit_bias(body, model),
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        num_top_logprobs=num_top_logprobs,
+    )
+
+
+def _check_ends_by_itself(body: GenerationBody) -> None:
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(body, name):
+            raise InvalidRequest(f"{name}: a structured output ends by itself; leave it out", param=name)
+
+
+def with_seed(sampling: SamplingParams, offset: int) -> SamplingParams:
+    """The parameters of the choice after `offset` others of its prompt."""
+    if not offset:
+        return sampling
+    own = SamplingParams()
+    own.CopyFrom(sampling)
+    own.seed = (sampling.seed + offset) & _UINT64
+    return own
+
+
+def stops_of(body: GenerationBody) -> tuple[str, ...]:
+    """The stop strings of a body. Raises InvalidRequest."""
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if not all(stops):
+        raise InvalidRequest("stop: a stop string must not be empty", param="stop")
+    return tuple(stops)
+
+
+def _logit_bias(body: GenerationBody, model: ServedModel) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for name, value in (body.logit_bias or {}).items():
+        if not (name.isascii() and name.isdigit() and len(name) < 10):
+            raise InvalidRequest(f"logit_bias: {name[:40]!r} is no token id", param="logit_bias")
+        bias[int(name)] = value
+    model.check_token_ids(bias, "logit_bias")
+    return bias

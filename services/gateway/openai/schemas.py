@@ -1,0 +1,119 @@
+"""The bodies of the requests that generate: names, types and ranges. Null is the same as absent."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from services.gateway.openai.messages import Message, TemplateKwargs
+from services.gateway.openai.strict_model import Items, Part, at_most_entries
+from services.gateway.openai.structured_output import ResponseFormat, StructuredOutputs
+from services.gateway.openai.tools import ToolChoice, Tools
+
+_MAX_MESSAGES = 10_000
+_MAX_PROMPTS = 1_000
+_MAX_PROMPT_TOKENS = 2_000_000
+_MAX_STOPS = 16
+_MAX_STOP_TOKENS = 1_024
+_MAX_BIASES = 1_024
+_MAX_CHOICES = 128
+_MAX_LOGPROBS = 20
+_MAX_LABELS = 64
+
+Prompt = (
+    str
+    | Annotated[Items[int], Field(max_length=_MAX_PROMPT_TOKENS)]
+    | Annotated[Items[str], Field(max_length=_MAX_PROMPTS)]
+    | Annotated[Items[Items[int]], Field(max_length=_MAX_PROMPTS)]
+)
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class StreamOptions(Part):
+    """What a stream carries besides its text."""
+
+    include_usage: bool | None = Field(None, description="a last chunk with the usage")
+    continuous_usage_stats: bool | None = Field(None, description="the usage so far in every chunk")
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationBody(Part):
+    """What all generating endpoints take."""
+
+    model: str = Field(description="the name of the served model, as /v1/models says it")
+    max_tokens: int | None = Field(None, ge=0, description="most tokens of the output")
+    n: int | None = Field(None, ge=1, le=_MAX_CHOICES, description="choices for each prompt; choice i has seed + i")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
+    top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default 1")
+    top_k: int | None = Field(None, ge=-1, description="0 and -1 are off, the default")
+    min_p: float | None = Field(None, ge=0, le=1, description="least probability, relative to the likeliest token's")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="equal seeds give equal outputs")
+    stop: str | Annotated[Items[str], Field(max_length=_MAX_STOPS)] | None = Field(
+        None, description="texts that end the output and are not part of it"
+    )
+    include_stop_str_in_output: bool | None = Field(None, description="the stop text stays in the output")
+    stop_token_ids: Annotated[Items[int], Field(max_length=_MAX_STOP_TOKENS)] | None = Field(
+        None, description="tokens that end the output"
+    )
+    ignore_eos: bool | None = Field(None, description="the end-of-sequence token does not end the output")
+    min_tokens: int | None = Field(None, ge=0, description="least tokens before the output may end by a token")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens that the output has")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens, for each time the output has it")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10, description="on tokens of prompt and output")
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(partial(at_most_entries, _MAX_BIASES))] | None = Field(
+        None, description="by token id, added to the logits"
+    )
+    response_format: ResponseFormat | None = Field(None, description="json_object, json_schema or text")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="one of json, json_object, regex, choice, grammar (Lark or GBNF)"
+    )
+    stream: bool | None = Field(None, description="server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="include_usage, continuous_usage_stats")
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
+    return_token_ids: bool | None = Field(
+        None, description="choices carry `token_ids`, of the prompt `prompt_token_ids`"
+    )
+    return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens `token_id:5`")
+    user: str | None = Field(None, description="a label for the log")
+    metadata: Annotated[dict[str, Any], BeforeValidator(partial(at_most_entries, _MAX_LABELS))] | None = Field(
+        None, description="labels for the log"
+    )
+    safety_identifier: str | None = Field(None, description="a label for the log")
+    prompt_cache_key: str | None = Field(None, description="a label for the log; prefixes are found by their tokens")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="KV is shared only among requests of the same salt"
+    )
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=_MAX_MESSAGES)] = Field(
+        description="rendered by the model's chat template"
+    )
+    max_completion_tokens: int | None = Field(None, ge=1, description="goes before max_tokens; default: what fits")
+    logprobs: bool | None = Field(None, description="log-probabilities of the output's tokens")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=_MAX_LOGPROBS, description="and of the likeliest ones; needs logprobs"
+    )
+    tools: Tools | None = Field(None, description="functions that the model may call, if its chat template takes any")
+    tool_choice: ToolChoice | None = Field(None, description="none, auto, required, or one by its name")
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most; only where one is required")
+    add_generation_prompt: bool | None = Field(
+        None, description="the template ends with the assistant's head; default true"
+    )
+    chat_template_kwargs: TemplateKwargs | None = Field(None, description="variables of the chat template")
+    echo: Literal[False] | None = None
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Prompt = Field(description="text or token ids, one or several")
+    logprobs: int | None = Field(None, ge=0, le=_MAX_LOGPROBS, description="of the tokens and this many likeliest ones")
+    best_of: int | None = Field(
+        None, ge=1, le=_MAX_CHOICES, description="outputs of which the n with the highest mean logprob are given"
+    )
+    echo: bool | None = Field(None, description="the text begins with the prompt; not with logprobs")

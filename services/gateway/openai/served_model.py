@@ -1,0 +1,110 @@
+"""What the gateway knows of the model that it serves; torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from halfmoon.errors import InvalidRequest, UnknownModel
+from services.gateway.http.client_text import shortened
+from services.gateway.replies.text_stream import PushesText
+from services.gateway.replies.tool_parsers import ToolFormat
+
+
+class Beginning(Protocol):
+    """halfmoon.engine.text_beginning.TextBeginning: a prompt's leading tokens, as far as they are read."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Of the whole prompt, the first ones."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all."""
+        ...
+
+    def read_on(self, num_tokens: int) -> None:
+        """By so many tokens, if it can be."""
+        ...
+
+    def least_tokens(self) -> int:
+        """The whole prompt has no fewer."""
+        ...
+
+
+class Encodes(Protocol):
+    """halfmoon.engine.tokenizer.Tokenizer, as far as the gateway uses it."""
+
+    def encode(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> list[int]:
+        """Token ids of a text, in a time that says nothing of texts of other salts."""
+        ...
+
+    def begin(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> Beginning:
+        """The same ids, as far as they are asked for."""
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation."""
+        ...
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        ...
+
+    def token_name(self, token_id: int) -> str:
+        """A token as the vocabulary writes it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model as requests see it."""
+
+    name: str  # under which it is served
+    checkpoint_name: str
+    fingerprint: str
+    vocab_size: int
+    context_tokens: int
+    tokenizer: Encodes
+    new_detokenizer: Callable[[], PushesText]
+    created: int  # Unix seconds
+    aliases: tuple[str, ...] = ()  # other names that requests may give it
+    tool_format: ToolFormat | None = None  # None: its chat template takes no tools that we know to read
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that requests may give it, each once, its own first."""
+        return tuple(dict.fromkeys((self.name, *self.aliases)))
+
+    def check_name(self, name: str) -> None:
+        """Raises UnknownModel for any name but those under which the model is served."""
+        if name != self.name and name not in self.aliases:
+            raise UnknownModel(
+                f"the model {shortened(name)!r} does not exist; this server serves {self.name!r}", param="model"
+            )
+
+    def check_token_ids(self, token_ids: Sequence[int] | Mapping[int, Any], param: str) -> None:
+        """Raises InvalidRequest unless all are in the vocabulary."""
+        outside = next((one for one in token_ids if not 0 <= one < self.vocab_size), None)
+        if outside is not None:
+            raise InvalidRequest(f"{param}: token id {outside} is not in 0..{self.vocab_size - 1}", param=param)

@@ -1,0 +1,108 @@
+"""What an output has to be, as clients say it: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from halfmoon.engine import request as engine
+from halfmoon.engine.constraint import check_constraint
+from halfmoon.errors import InvalidRequest
+from halfmoon.pb.types_pb2 import Constraint
+from services.gateway.http.client_text import shortened
+from services.gateway.openai.strict_model import Items, Part, misplaced
+
+_MAX_CHOICES = 1_000
+_MAX_REASON_CHARS = 500
+_KINDS: dict[engine.ConstraintKind, Constraint.Kind.ValueType] = {
+    "json_schema": Constraint.JSON_SCHEMA,
+    "regex": Constraint.REGEX,
+    "choice": Constraint.CHOICE,
+    "grammar": Constraint.GRAMMAR,
+}
+
+
+class JsonSchema(Part):
+    """`response_format.json_schema`."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="a JSON schema; any object without")
+    strict: bool | None = Field(None, description="the output is always strictly what the schema says")
+
+
+class ResponseFormat(Part):
+    """OpenAI's way."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_type(self) -> Self:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise misplaced("json_schema", "it goes with the type 'json_schema', and only with that")
+        return self
+
+
+class StructuredOutputs(Part):
+    """vLLM's way: one of the first five."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema")
+    json_object: bool | None = Field(None, description="any JSON object")
+    regex: str | None = Field(None, description="a regular expression (Rust's syntax) for the whole output")
+    choice: Annotated[Items[str], Field(min_length=1, max_length=_MAX_CHOICES)] | None = None
+    grammar: str | None = Field(None, description="Lark or GBNF")
+    structural_tag: None = None
+    whitespace_pattern: None = None
+    disable_fallback: bool | None = Field(None, description="there is none")
+    disable_any_whitespace: Literal[True] | None = Field(None, description="JSON is always written on one line")
+    disable_additional_properties: Literal[False] | None = None
+
+    def constraint(self) -> engine.Constraint | None:
+        """The one that is said. Raises InvalidRequest for two."""
+        said: list[engine.Constraint] = []
+        if self.json_ is not None:
+            source = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_, ensure_ascii=False)
+            said.append(engine.Constraint("json_schema", source))
+        if self.json_object:
+            said.append(_ANY_OBJECT)
+        if self.regex is not None:
+            said.append(engine.Constraint("regex", self.regex))
+        if self.choice is not None:
+            said.append(engine.Constraint("choice", json.dumps(self.choice, ensure_ascii=False)))
+        if self.grammar is not None:
+            said.append(engine.Constraint("grammar", self.grammar))
+        if len(said) > 1:
+            raise InvalidRequest("structured_outputs: say one of its kinds, not several", param="structured_outputs")
+        return said[0] if said else None
+
+
+_ANY_OBJECT = engine.Constraint("json_schema", '{"type": "object"}')
+
+
+def constraint_of(form: ResponseFormat | None, structured: StructuredOutputs | None) -> Constraint | None:
+    """The constraint of a body, if it has one. Raises InvalidRequest for one that cannot be used."""
+    from_form, from_structured = _of_form(form), structured and structured.constraint()
+    if from_form is not None and from_structured is not None:
+        raise InvalidRequest("structured_outputs: response_format is there, too; send one", param="structured_outputs")
+    if from_form is not None:
+        return checked(from_form, "response_format")
+    return checked(from_structured, "structured_outputs") if from_structured else None
+
+
+def checked(constraint: engine.Constraint, param: str) -> Constraint:
+    """As the workers are told. Raises InvalidRequest, naming `param`, for one that cannot be used."""
+    try:
+        check_constraint(constraint)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{param}: {shortened(error.message, _MAX_REASON_CHARS)}", param=param) from error
+    return Constraint(kind=_KINDS[constraint.kind], source=constraint.source)
+
+
+def _of_form(form: ResponseFormat | None) -> engine.Constraint | None:
+    if form is None or form.type == "text":
+        return None
+    schema = form.json_schema.schema_ if form.json_schema else None
+    return _ANY_OBJECT if schema is None else engine.Constraint("json_schema", json.dumps(schema, ensure_ascii=False))

@@ -1,0 +1,117 @@
+"""/tokenize and /detokenize: what the model's tokenizer makes of a text, of messages, and of token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from aiohttp import web
+from pydantic import Field
+
+from halfmoon.errors import InvalidRequest
+from services.gateway.cluster.membership import Membership
+from services.gateway.http.received_body import receive_body
+from services.gateway.openai.generation_request import max_values
+from services.gateway.openai.messages import Message, TemplateKwargs
+from services.gateway.openai.parse_body import parse_body
+from services.gateway.openai.served_model import ServedModel
+from services.gateway.openai.strict_model import Items, Part
+from services.gateway.openai.tools import Tools
+
+_SLOW_BODY_BYTES = 4_096  # longer ones are worked on off the event loop
+_MAX_TOKENS = 2_000_000
+_MAX_MESSAGES = 10_000
+
+
+class TokenizeBody(Part):
+    """POST /tokenize: a prompt or messages."""
+
+    model: str | None = Field(None, description="the name of the served model, or nothing")
+    prompt: str | None = Field(None, description="a text; or send messages")
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=_MAX_MESSAGES)] | None = Field(
+        None, description="rendered by the model's chat template"
+    )
+    tools: Tools | None = Field(None, description="of messages: given to the chat template")
+    add_special_tokens: bool | None = Field(None, description="of a prompt: what the tokenizer puts around it")
+    add_generation_prompt: bool | None = Field(None, description="of messages: the assistant's head; default true")
+    chat_template_kwargs: TemplateKwargs | None = Field(None, description="variables of the chat template")
+    return_token_strs: bool | None = Field(None, description="the tokens as the vocabulary writes them, too")
+
+
+class DetokenizeBody(Part):
+    """POST /detokenize."""
+
+    model: str | None = Field(None, description="the name of the served model, or nothing")
+    tokens: Annotated[Items[int], Field(max_length=_MAX_TOKENS)] = Field(description="token ids")
+
+
+class TokenizerEndpoints:
+    """Serves the tokenizer. Owns nothing."""
+
+    def __init__(self, model: ServedModel, membership: Membership) -> None:
+        self._model = model
+        self._membership = membership
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """POST /tokenize. Raises InvalidRequest or UnknownModel."""
+        return await self._answered(request, self._tokenized)
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        """POST /detokenize. Raises InvalidRequest or UnknownModel."""
+        return await self._answered(request, self._detokenized)
+
+    async def _answered(self, request: web.Request, answer: Callable[[bytes], dict[str, Any]]) -> web.Response:
+        raw = await receive_body(request)
+        slow = len(raw) > _SLOW_BODY_BYTES
+        return web.json_response(await asyncio.to_thread(answer, raw) if slow else answer(raw))
+
+    def _tokenized(self, raw: bytes) -> dict[str, Any]:
+        body = parse_body(TokenizeBody, raw, max_values(self._context_tokens))
+        self._check_name(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("send either prompt or messages", param="prompt")
+        tokenizer = self._model.tokenizer
+        if body.prompt is not None:
+            _refuse_with_prompt(body)
+            token_ids = tokenizer.encode(body.prompt, with_special=body.add_special_tokens is not False)
+        else:
+            token_ids = self._of_messages(body)
+        names = [tokenizer.token_name(one) for one in token_ids] if body.return_token_strs else None
+        return {
+            "count": len(token_ids),
+            "max_model_len": self._context_tokens,
+            "tokens": token_ids,
+            "token_strs": names,
+        }
+
+    def _of_messages(self, body: TokenizeBody) -> list[int]:
+        if body.add_special_tokens:
+            message = "add_special_tokens: the chat template writes all special tokens; leave it out with messages"
+            raise InvalidRequest(message, param="add_special_tokens")
+        return self._model.tokenizer.encode_chat(
+            [one.for_template() for one in body.messages or ()],
+            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            template_kwargs=body.chat_template_kwargs,
+        )
+
+    def _detokenized(self, raw: bytes) -> dict[str, Any]:
+        body = parse_body(DetokenizeBody, raw, _MAX_TOKENS + max_values(0))
+        self._check_name(body.model)
+        self._model.check_token_ids(body.tokens, "tokens")
+        return {"prompt": self._model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    def _check_name(self, name: str | None) -> None:
+        if name is not None:
+            self._model.check_name(name)
+
+    @property
+    def _context_tokens(self) -> int:
+        return self._membership.context_tokens(self._model.context_tokens)
+
+
+def _refuse_with_prompt(body: TokenizeBody) -> None:
+    for name in ("add_generation_prompt", "chat_template_kwargs", "tools"):
+        if getattr(body, name) is not None:
+            raise InvalidRequest(f"{name} is of messages; leave it out with a prompt", param=name)

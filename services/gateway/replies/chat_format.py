@@ -1,0 +1,116 @@
+"""The response and the chunks of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.gateway.openai.served_model import Encodes
+from services.gateway.openai.tool_use import NewToolParser, ToolTurn
+from services.gateway.replies.logprob_entries import logprob_entries
+from services.gateway.replies.reply_format import (
+    STREAM_END,
+    Output,
+    Usage,
+    UsageNow,
+    Wanted,
+    ending,
+    framed,
+    prompt_token_ids,
+    token_ids,
+)
+from services.gateway.replies.text_stream import TextPiece
+
+
+class ChatShape:
+    """Owns how far each choice's tool calls have been found. One object a request."""
+
+    end = STREAM_END
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        created: int,
+        tokenizer: Encodes,
+        wanted: Wanted,
+        prompt: Sequence[int],
+        new_tool_parser: NewToolParser | None = None,
+    ) -> None:
+        self._head = {"id": f"chatcmpl-{request_id}", "created": created, "model": model}
+        self._tokenizer = tokenizer
+        self._wanted = wanted
+        self._prompt_ids = prompt_token_ids(prompt, wanted)
+        self._new_tool_parser = new_tool_parser
+        self._turns: dict[int, ToolTurn] = {}  # by choice
+
+    @property
+    def repeats(self) -> bool:
+        """Unless calls have to be found in the text."""
+        return self._new_tool_parser is None and self._wanted.only_text
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """The role comes first, alone."""
+        delta = {"role": "assistant", "content": ""}
+        role = self._chunk(index, {"delta": delta, "logprobs": None, "finish_reason": None})
+        return [{**role, **self._prompt_ids}]
+
+    def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
+        """Text and end are two chunks: the last one has an empty delta."""
+        turn = self._turn(index)
+        deltas = [{"content": piece.text}] if turn is None else turn.deltas(piece)
+        chunks = []
+        if self._wanted.of(piece) or (turn is not None and deltas):
+            extras = self._extras(piece)
+            for delta in deltas or [{}]:
+                chunks.append(self._chunk(index, {"delta": delta, **extras, "finish_reason": None}))
+                extras = {"logprobs": None}  # once is enough
+        if piece.finish_reason is not None:
+            chunks.append(self._chunk(index, {"delta": {}, "logprobs": None, **self._ending(piece, turn)}))
+        return chunks
+
+    def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:
+        """With the usage, if it is wanted."""
+        return framed(chunk, usage, self._wanted)
+
+    def closing(self, usage: Usage) -> list[dict[str, Any]]:
+        """The usage, without choices."""
+        if self._wanted.usage == "none":
+            return []
+        return [{**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage.as_dict()}]
+
+    def failed(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The error as it is."""
+        return error
+
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """All choices."""
+        choices = [self._choice(one) for one in outputs]
+        head = {**self._head, "object": "chat.completion"}
+        return {**head, "choices": choices, "usage": usage.as_dict(), **self._prompt_ids}
+
+    def _choice(self, output: Output) -> dict[str, Any]:
+        piece, turn = output.piece, self._turn(output.index)
+        said: dict[str, Any] = {"content": piece.text} if turn is None else turn.message(piece)
+        message = {"role": "assistant", **said, "refusal": None}
+        return {"index": output.index, "message": message, **self._extras(piece), **self._ending(piece, turn)}
+
+    def _turn(self, index: int) -> ToolTurn | None:
+        if self._new_tool_parser is None:
+            return None
+        if index not in self._turns:
+            self._turns[index] = ToolTurn(self._new_tool_parser())
+        return self._turns[index]
+
+    def _ending(self, piece: TextPiece, turn: ToolTurn | None) -> dict[str, Any]:
+        calls = turn is not None and turn.ends_in_calls and piece.finish_reason == "stop"
+        return {**ending(piece), "finish_reason": "tool_calls"} if calls else ending(piece)
+
+    def _chunk(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk", "choices": [{"index": index, **choice}]}
+
+    def _extras(self, piece: TextPiece) -> dict[str, Any]:
+        logprobs = None
+        if self._wanted.logprobs:
+            logprobs = {"content": logprob_entries(piece.tokens, self._tokenizer, self._wanted), "refusal": None}
+        return {"logprobs": logprobs, **token_ids(piece, self._wanted)}

@@ -1,0 +1,125 @@
+"""What the responses of all generating endpoints have in common. Plain dicts in, JSON out; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from services.gateway.replies.text_stream import TextPiece
+
+
+class Usage(NamedTuple):
+    """Token counts of one request, all of its prompts and outputs together."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """In the shape of chat completions and completions."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+UsageNow = Callable[[], Usage]
+"""The usage so far, counted only where it is wanted: over many choices that takes its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a response carries besides its text."""
+
+    logprobs: bool = False
+    token_ids: bool = False
+    tokens_as_ids: bool = False  # logprobs name tokens by id
+    usage: Literal["none", "last", "running"] = "none"  # of a stream: in a last chunk; in every chunk too
+
+    @property
+    def only_text(self) -> bool:
+        """Whether a chunk in mid-stream carries nothing else that changes."""
+        return not (self.logprobs or self.token_ids or self.usage == "running")
+
+    def of(self, piece: TextPiece) -> bool:
+        """Whether a chunk of `piece` says something, be its text empty."""
+        return bool(piece.text or (self.logprobs and piece.tokens) or (self.token_ids and piece.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One whole output, and its place among the choices."""
+
+    index: int
+    piece: TextPiece
+
+
+STREAM_END = b"data: [DONE]\n\n"
+
+
+class Shape(Protocol):
+    """What differs between the endpoints. One object a request; a choice's pieces must be given in order."""
+
+    @property
+    def end(self) -> bytes:
+        """What is written after the last event of a stream that did not fail."""
+        ...
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the chunks of pieces of nothing but text, of one choice, differ in that text alone."""
+        ...
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """What comes before the first piece of a choice."""
+        ...
+
+    def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
+        """Chunks for a piece of a choice; none for one that says nothing."""
+        ...
+
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """The response without streaming."""
+        ...
+
+    def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:
+        """A chunk with what every chunk carries."""
+        ...
+
+    def failed(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The last event of a stream that has begun and failed; `error` is what a response would say."""
+        ...
+
+    def closing(self, usage: Usage) -> list[dict[str, Any]]:
+        """What comes after the last piece of all choices."""
+        ...
+
+
+def framed(chunk: dict[str, Any], usage: UsageNow, wanted: Wanted) -> dict[str, Any]:
+    """A chunk with the usage as far as it is wanted: null where it comes in a last chunk."""
+    if wanted.usage == "none":
+        return chunk
+    return {**chunk, "usage": usage().as_dict() if wanted.usage == "running" else None}
+
+
+def token_name(text: str, token_id: int, wanted: Wanted) -> str:
+    """A token in a list of log-probabilities."""
+    return f"token_id:{token_id}" if wanted.tokens_as_ids else text
+
+
+def ending(piece: TextPiece) -> dict[str, Any]:
+    """Why a choice ended; `stop_reason` is the stop string or the stop token's id, where one ended it."""
+    return {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+
+
+def token_ids(piece: TextPiece, wanted: Wanted) -> dict[str, Any]:
+    """The ids of a piece's tokens, if they are wanted."""
+    return {"token_ids": list(piece.token_ids)} if wanted.token_ids else {}
+
+
+def prompt_token_ids(prompt: Sequence[int], wanted: Wanted) -> dict[str, Any]:
+    """The ids of a prompt's tokens, if they are wanted; in a stream they come once for each choice."""
+    return {"prompt_token_ids": list(prompt)} if wanted.token_ids else {}

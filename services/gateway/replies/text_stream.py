@@ -1,0 +1,95 @@
+"""Tokens to text: detokenizer, then stop strings. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from halfmoon.pb.types_pb2 import LENGTH, NOT_FINISHED, STOP, FinishReason, Token
+from services.gateway.replies.stop_strings import StopStrings
+
+Ending = Literal["stop", "length"]
+
+_ENDINGS: dict[FinishReason.ValueType, Ending] = {STOP: "stop", LENGTH: "length"}
+
+
+class PushesText(Protocol):
+    """halfmoon.engine.tokenizer.Detokenizer."""
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token."""
+        ...
+
+    def flush(self) -> str:
+        """What is left."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """What some tokens gave: certain text, the tokens that are content (for logprobs), all of them, and the end."""
+
+    text: str
+    tokens: tuple[Token, ...]
+    token_ids: tuple[int, ...]  # also of the one that ended the sequence
+    finish_reason: Ending | None  # None: not the end yet
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
+
+
+def joined(pieces: Sequence[TextPiece]) -> TextPiece:
+    """Pieces in a row, as one."""
+    return TextPiece(
+        text="".join(piece.text for piece in pieces),
+        tokens=tuple(token for piece in pieces for token in piece.tokens),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        finish_reason=pieces[-1].finish_reason,
+        stop_reason=pieces[-1].stop_reason,
+    )
+
+
+class TextStream:
+    """Owns one request's text on its way out, and how many tokens it took."""
+
+    def __init__(
+        self,
+        detokenizer: PushesText,
+        stops: Sequence[str],
+        stop_token_ids: Sequence[int] = (),
+        *,
+        keep_stop: bool = False,
+    ) -> None:
+        """With `keep_stop`, a stop string is part of the text; `stop_token_ids` are told from an end-of-sequence."""
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops, keep=keep_stop)
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self.num_tokens = 0
+        self.finish_reason: Ending | None = None
+
+    def push(self, tokens: Sequence[Token]) -> TextPiece:
+        """Takes tokens up to the last one or to the one that completes a stop string; the rest is ignored.
+
+        A token that ends the sequence (finish reason STOP: end-of-sequence or a stop token) has no text.
+        """
+        text, content, token_ids = "", [], []
+        for token in tokens:
+            self.num_tokens += 1
+            token_ids.append(token.token_id)
+            if token.finish_reason != STOP:
+                content.append(token)
+                text += self._stops.push(self._detokenizer.push(token.token_id))
+            if self._stops.matched is None and token.finish_reason != NOT_FINISHED:
+                text += self._stops.push(self._detokenizer.flush())
+                text += self._stops.flush()
+                self.finish_reason = _ENDINGS[token.finish_reason]
+            if self._stops.matched is not None:
+                self.finish_reason = "stop"
+            if self.finish_reason is not None:
+                break
+        return TextPiece(text, tuple(content), tuple(token_ids), self.finish_reason, self._stop_reason(tokens))
+
+    def _stop_reason(self, tokens: Sequence[Token]) -> str | int | None:
+        if self._stops.matched is not None:
+            return self._stops.matched
+        last = tokens[-1]
+        return last.token_id if last.finish_reason == STOP and last.token_id in self._stop_token_ids else None

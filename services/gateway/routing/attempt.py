@@ -1,0 +1,182 @@
+"""One attempt at a request on one placement, from the Prefill call to the last token or the first failure."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass
+
+from halfmoon.errors import Cancelled, DeadlineExceeded, HalfmoonError, Unavailable
+from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, KVCodec, PrefillRequest
+from halfmoon.pb.types_pb2 import CANCELLED, ERROR, Generation, SamplingParams, Token
+from halfmoon.policy.admission.classes import NO_PROMISES, QosClass
+from halfmoon.policy.models.latency import PrefillSample
+from halfmoon.policy.placement.place import Placement
+from halfmoon.rpc.peer import LONG_LIVED_S
+from halfmoon.rpc.spans import NO_SPAN, current_span, operation
+from services.gateway.cluster.cluster import Cluster, Worker
+from services.gateway.cluster.token_streams import (
+    Event,
+    FirstTokenArrived,
+    PrefillEnded,
+    Route,
+    Stopping,
+    TokenArrived,
+    WorkerLost,
+)
+from services.gateway.routing.progress import Progress
+from services.gateway.routing.token_flow import TokenFlow, TokenSink
+from services.gateway.routing.token_order import TokenOrder
+
+log = logging.getLogger(__name__)
+
+_PREFILL_LINGER_S = 5.0  # the last token may overtake the end of its Prefill call
+
+
+@dataclass(frozen=True, slots=True)
+class RelayRequest:
+    """What the workers are asked for; the same on every attempt."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0  # smaller goes first
+    qos: QosClass = NO_PROMISES
+    tenant_salt: bytes = b""  # KV is shared among requests of one salt
+
+
+class Attempt:
+    """Owns one attempt: its Prefill call, its place in the token router, and that both workers hear of its end."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        request: RelayRequest,
+        progress: Progress,
+        placement: Placement,
+        kv_codec: KVCodec.ValueType,
+    ) -> None:
+        self._cluster = cluster
+        self._progress = progress
+        self._prefill = cluster.worker(placement.prefill.worker_id)
+        self._decode = cluster.worker(placement.decode.worker_id)
+        self._wire_id = f"{request.request_id}.{secrets.token_hex(4)}"  # attempts never meet on a worker
+        self._message = PrefillRequest(
+            generation=Generation(
+                request_id=self._wire_id,
+                model_fingerprint=cluster.membership.model_fingerprint,
+                prompt_token_ids=request.prompt_token_ids,
+                output_token_ids=progress.output_token_ids,
+                sampling=request.sampling,
+                priority=request.priority,
+                gateway_id=cluster.gateway_id,
+                tenant_salt=request.tenant_salt,
+            ),
+            decode_address=placement.decode_address,
+            kv_codec=kv_codec,
+        )
+        self._order = TokenOrder(len(progress.output_token_ids))
+        self._handed_over = False
+        self._span = NO_SPAN
+        progress.prefill_worker = placement.prefill.worker_id
+        progress.decode_worker = placement.decode.worker_id
+
+    async def run(self, sink: TokenSink) -> None:
+        """Returns after the last token, or when the sink has enough. Raises the error that ended the attempt.
+
+        NoCapacity and Unavailable: another attempt may succeed, with the tokens that `progress` has by then.
+        """
+        membership = self._cluster.membership
+        prefill, decode = self._prefill.member, self._decode.member
+        generation = self._message.generation
+        num_prompt = len(generation.prompt_token_ids) + len(generation.output_token_ids)
+        flow = TokenFlow(self._handle)
+        workers = {"halfmoon.prefill_worker": prefill.worker_id, "halfmoon.decode_worker": decode.worker_id}
+        route = Route(frozenset((prefill.worker_id, decode.worker_id)), flow.put)
+        with (
+            operation(current_span().child("attempt", attributes=workers)) as self._span,
+            self._cluster.router.route(self._wire_id, route),
+        ):
+            now_s = self._cluster.clock()
+            membership.note_placed(self._wire_id, prefill, decode, num_prompt, now_s)
+            call = self._cluster.spawn(_call_prefill(self._prefill, self._message, route, self._cluster))
+            complete = False
+            try:
+                complete = await flow.run(sink)
+            finally:
+                membership.note_ended(self._wire_id, prefill, decode, self._cluster.clock())
+                self._end(call, complete)
+
+    def _end(self, call: asyncio.Task[None], complete: bool) -> None:
+        """A complete request has left both workers by itself; any other one is taken from them."""
+        if complete:
+            asyncio.get_running_loop().call_later(_PREFILL_LINGER_S, call.cancel)
+        else:
+            call.cancel()
+            self._cluster.cancel_request(self._decode, self._wire_id)
+
+    def _handle(self, event: Event) -> list[Token]:
+        match event:
+            case TokenArrived(token, at_s):
+                self._handed_over = True
+                return self._accept(token, at_s)
+            case FirstTokenArrived(first, at_s):
+                self._note_prefilled(first, at_s)
+                self._span.event("first token", at_s)
+                self._progress.note_prefill(first)
+                return self._accept(first.token, at_s)
+            case HandedOver() as handed_over:
+                self._handed_over = True
+                self._progress.note_handed_over(handed_over)
+            case PrefillEnded(None) if self._order.has_begun:
+                self._handed_over = True
+            case PrefillEnded(None):
+                raise HalfmoonError("the prefill worker ended its call without a token")
+            case PrefillEnded(Cancelled(message=message)) if not self._handed_over:
+                raise Unavailable(message)  # not by us: we would not be here
+            case PrefillEnded(DeadlineExceeded(message=message)) if not self._handed_over:
+                raise Unavailable(message)  # its link to the decode worker stalled: there may be another one
+            case PrefillEnded(error) if error is not None and not self._handed_over:
+                raise error
+            case WorkerLost(worker_id, error):
+                if worker_id == self._decode.member.worker_id or not self._handed_over:
+                    raise Unavailable(error.message)
+            case Stopping(error):
+                raise error
+        return []
+
+    def _note_prefilled(self, first: FirstToken, at_s: float) -> None:
+        generation = self._message.generation
+        num_prompt = len(generation.prompt_token_ids) + len(generation.output_token_ids)
+        sample = PrefillSample(num_prompt - first.num_cached_tokens, first.num_cached_tokens, first.compute_s)
+        self._cluster.membership.note_prefilled(
+            self._wire_id, self._prefill.member, sample, at_s, was_restored=first.num_loaded_tokens > 0
+        )
+
+    def _accept(self, token: Token, at_s: float) -> list[Token]:
+        if token.finish_reason == CANCELLED:
+            raise Unavailable("a worker gave the request up")
+        if token.finish_reason == ERROR:
+            raise HalfmoonError("a worker failed while computing the request")
+        due = self._order.push(token)
+        self._progress.note_tokens([one.token_id for one in due], at_s)
+        return due
+
+
+async def _call_prefill(worker: Worker, message: PrefillRequest, route: Route, cluster: Cluster) -> None:
+    """Puts the Prefill call's events, its end included, on the route."""
+    error: HalfmoonError | None = None
+    try:
+        async with worker.peer.stream(worker.prefill.Prefill, message, deadline_s=LONG_LIVED_S) as events:
+            async for event in events:
+                if event.HasField("first_token"):
+                    route.put(FirstTokenArrived(event.first_token, cluster.clock()))
+                elif event.HasField("handed_over"):
+                    route.put(event.handed_over)
+    except HalfmoonError as failure:
+        error = failure
+    except Exception as failure:  # a task beside the requests must not take the gateway down
+        log.error("prefill.failed", exc_info=failure)
+        error = HalfmoonError("internal error: see the gateway's log")
+    route.put(PrefillEnded(error))

@@ -1,0 +1,78 @@
+"""From one attempt's events to the sink: a token goes through in the call that brings it, in no task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from halfmoon.pb.types_pb2 import NOT_FINISHED, Token
+from services.gateway.cluster.token_streams import Event
+
+
+class TokenSink(Protocol):
+    """Where the tokens of a request go."""
+
+    async def begin(self) -> None:
+        """Comes before the first tokens, once in every attempt."""
+        ...
+
+    def push(self, tokens: Sequence[Token]) -> bool:
+        """Takes tokens in order, at least one; True when no more are wanted."""
+        ...
+
+
+class TokenFlow:
+    """Owns the tokens of one attempt that are due while its sink has not begun, and how the attempt ends."""
+
+    def __init__(self, handle: Callable[[Event], list[Token]]) -> None:
+        """`handle` gives the tokens that are due after an event, or raises what ends the attempt."""
+        self._handle = handle
+        self._sink: TokenSink | None = None
+        self._due: list[Token] = []
+        self._is_complete: bool | None = None  # None: not ended, or failed
+        self._failure: Exception | None = None
+        self._stirred = asyncio.Event()  # a first token is due, or it has ended
+        self._ended = asyncio.Event()
+
+    def put(self, event: Event) -> None:
+        """Takes an event; what comes after the end is dropped."""
+        if self._ended.is_set() or _is_last(self._due):
+            return
+        try:
+            tokens = self._handle(event)
+            if tokens and self._sink is not None:
+                self._push(self._sink, tokens)
+            elif tokens:
+                self._due += tokens
+                self._stirred.set()
+        except Exception as failure:  # raised by `run`, which the request waits for
+            self._failure = failure
+            self._end()
+
+    async def run(self, sink: TokenSink) -> bool:
+        """True when the workers ended the request, False when the sink did. Raises what failed, due tokens first."""
+        await self._stirred.wait()
+        if self._due:
+            await sink.begin()
+            self._sink, due, self._due = sink, self._due, []
+            self._push(sink, due)
+        await self._ended.wait()
+        if self._is_complete is None:
+            assert self._failure is not None
+            raise self._failure
+        return self._is_complete
+
+    def _push(self, sink: TokenSink, tokens: list[Token]) -> None:
+        wants_no_more = sink.push(tokens)
+        if wants_no_more or _is_last(tokens):
+            self._is_complete = _is_last(tokens)
+            self._end()
+
+    def _end(self) -> None:
+        self._stirred.set()
+        self._ended.set()
+
+
+def _is_last(tokens: Sequence[Token]) -> bool:
+    return bool(tokens) and tokens[-1].finish_reason != NOT_FINISHED

@@ -1,0 +1,171 @@
+"""Every metric of the gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from halfmoon.ledger.ledger import Ledger
+from halfmoon.policy.models.refinement import ErrorFigures
+from halfmoon.rpc.metrics import RpcMetrics
+from services.gateway.cluster.member import Member
+from services.gateway.cluster.membership import Membership
+from services.gateway.routing.early_rejection import Judge
+from services.gateway.telemetry.vllm_metrics import VllmMetrics
+
+_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+WORKER_GAUGES = {
+    "num_running": "Requests in the running batch",
+    "num_waiting": "Requests queued",
+    "num_reserved": "Requests whose KV is on its way there",
+    "num_held": "Prefilled requests whose KV is not handed over yet",
+    "free_blocks": "KV blocks free",
+    "waiting_prefill_tokens": "Prompt tokens accepted and not computed",
+}
+
+
+class GatewayMetrics:
+    """Owns the gateway's registry."""
+
+    def __init__(self, membership: Membership, ledger: Ledger, judge: Judge, model_name: str) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.rpc = RpcMetrics(registry)
+        self.requests = Counter(
+            "halfmoon_gateway_requests",
+            "HTTP generation requests ended",
+            ["endpoint", "status", "http_status"],
+            registry=registry,
+        )
+        self.in_flight = Gauge("halfmoon_gateway_requests_in_flight", "Generation requests running", registry=registry)
+        self.ttft_seconds = Histogram(
+            "halfmoon_gateway_ttft_seconds", "Arrival to first token", buckets=_LATENCY_S, registry=registry
+        )
+        self.tbt_seconds = Histogram(
+            "halfmoon_gateway_tbt_seconds", "Gap between two tokens", buckets=_GAP_S, registry=registry
+        )
+        self.tpot_seconds = Histogram(
+            "halfmoon_gateway_tpot_seconds", "Mean gap between a request's tokens", buckets=_GAP_S, registry=registry
+        )
+        self.queue_seconds = Histogram(
+            "halfmoon_gateway_queue_seconds",
+            "Wait at the first prefill worker until computing began",
+            buckets=_LATENCY_S,
+            registry=registry,
+        )
+        self.e2e_seconds = Histogram(
+            "halfmoon_gateway_e2e_seconds", "Arrival to last token", buckets=_LATENCY_S, registry=registry
+        )
+        self.prompt_tokens = Counter("halfmoon_gateway_prompt_tokens", "Prompt tokens", registry=registry)
+        self.cached_tokens = Counter(
+            "halfmoon_gateway_cached_tokens", "Prompt tokens not computed again", registry=registry
+        )
+        self.output_tokens = Counter("halfmoon_gateway_output_tokens", "Tokens generated", registry=registry)
+        self.retries = Counter("halfmoon_gateway_retries", "Attempts after the first at a request", registry=registry)
+        self.refusals = Counter(
+            "halfmoon_gateway_refusals",
+            "Requests that admission refused",
+            ["qos_class", "reason"],
+            registry=registry,
+        )
+        registry.register(_Workers(membership))
+        registry.register(_Predictions(membership, judge))
+        registry.register(_LedgerRows(ledger))
+        registry.register(VllmMetrics(model_name, membership, self._vllm_histograms(), self._vllm_counters()))
+
+    def _vllm_histograms(self) -> dict[str, Histogram]:
+        return {
+            "time_to_first_token_seconds": self.ttft_seconds,
+            "inter_token_latency_seconds": self.tbt_seconds,
+            "request_time_per_output_token_seconds": self.tpot_seconds,
+            "request_queue_time_seconds": self.queue_seconds,
+            "e2e_request_latency_seconds": self.e2e_seconds,
+        }
+
+    def _vllm_counters(self) -> dict[str, Counter]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "generation_tokens": self.output_tokens,
+            "prefix_cache_queries": self.prompt_tokens,
+            "prefix_cache_hits": self.cached_tokens,
+        }
+
+
+class _Workers(Collector):
+    """Reads the members' loads at scrape time: a worker that left leaves no line."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def collect(self) -> Iterator[Metric]:
+        members = self._membership.members()
+        for field, text in WORKER_GAUGES.items():
+            family = GaugeMetricFamily(f"halfmoon_worker_{field}", text, labels=["worker_id", "role"])
+            for member in members:
+                family.add_metric(_labels(member), getattr(member.load, field))
+            yield family
+        blocks = GaugeMetricFamily("halfmoon_worker_total_blocks", "KV blocks", labels=["worker_id", "role"])
+        for member in members:
+            blocks.add_metric(_labels(member), member.identity.total_blocks)
+        yield blocks
+
+
+class _Predictions(Collector):
+    """Reads what the judge knows: how wrong the latest predictions were, of requests and of each worker's steps, and
+    what stores were asked to copy."""
+
+    def __init__(self, membership: Membership, judge: Judge) -> None:
+        self._membership = membership
+        self._judge = judge
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["kind", "worker_id"]
+        error = GaugeMetricFamily(
+            "halfmoon_prediction_error_ratio", "Mean of |predicted / measured - 1|, latest 500", labels=labels
+        )
+        bias = GaugeMetricFamily(
+            "halfmoon_prediction_bias_ratio", "Mean of predicted / measured - 1, latest 500", labels=labels
+        )
+        for kind, worker_id, figures in self._figures():
+            if figures.num:
+                error.add_metric([kind, worker_id], figures.mean_absolute)
+                bias.add_metric([kind, worker_id], figures.bias)
+        yield error
+        yield bias
+        asked = CounterMetricFamily(
+            "halfmoon_gateway_store_copies", "Prefixes that one store was to copy from another", labels=["outcome"]
+        )
+        for outcome, num_copies in self._judge.copies.num_copies.items():
+            asked.add_metric([outcome], num_copies)
+        yield asked
+
+    def _figures(self) -> Iterator[tuple[str, str, ErrorFigures]]:
+        for kind, errors in self._judge.errors.items():
+            yield kind, "", errors.figures()
+        for member in self._membership.members():
+            for model, figures in member.latency.errors.items():
+                yield model, member.worker_id, figures
+
+
+class _LedgerRows(Collector):
+    """Reads the ledger's own counts."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def collect(self) -> Iterator[Metric]:
+        rows = CounterMetricFamily("halfmoon_ledger_rows", "Ledger rows by what became of them", labels=["result"])
+        rows.add_metric(["written"], self._ledger.rows.num_written)
+        rows.add_metric(["lost"], self._ledger.rows.num_lost)
+        yield rows
+        yield GaugeMetricFamily(
+            "halfmoon_ledger_rows_waiting", "Ledger rows that are not written yet", value=len(self._ledger.rows)
+        )
+
+
+def _labels(member: Member) -> list[str]:
+    return [member.worker_id, member.role]

@@ -1,0 +1,89 @@
+"""What the console sees of the last minutes: figures over time, decisions, hot prefixes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from halfmoon.errors import HalfmoonError, NoCapacity, Unavailable
+from halfmoon.ledger.models import RequestRow
+from halfmoon.policy.admission.classes import QosClass
+from halfmoon.policy.admission.refusal import Refused
+from services.gateway.cluster.member import Member
+from services.gateway.cluster.membership import Membership
+from services.gateway.routing.choices import Choices
+from services.gateway.telemetry.decisions import Decisions
+from services.gateway.telemetry.hot_prefixes import HotPrefixes
+from services.gateway.telemetry.recently_left import Departures
+from services.gateway.telemetry.time_series import Ended, Sample, Series
+
+_SAMPLE_S = 1.0
+_NO_CLASS = "none"  # what was refused before its class was known
+
+
+class Observations:
+    """Owns them. Bounded, and gone with the gateway: what lasts is in the ledger."""
+
+    def __init__(self) -> None:
+        self.series = Series()
+        self.decisions = Decisions()
+        self.prefixes = HotPrefixes()
+        self.departures = Departures()
+
+    def note_members(self, members: Sequence[Member], now_s: float) -> None:
+        """The workers as they are now."""
+        self.series.sample(sample_of(members), now_s)
+        self.departures.note({member.worker_id: member.role for member in members}, now_s)
+
+    async def follow(self, membership: Membership, clock: Callable[[], float]) -> None:
+        """Notes the workers every second, for ever."""
+        while True:
+            self.note_members(membership.members(), clock())
+            await asyncio.sleep(_SAMPLE_S)
+
+    def note_ended(
+        self, row: RequestRow, choices: Choices, gaps_s: Sequence[float], refusal: str, now_s: float
+    ) -> None:
+        """One HTTP request that ended, with its row; `refusal` says why, should it have been refused."""
+        first = choices.all[0].request if choices.all else None
+        ended = Ended(
+            qos_class=row.qos_class or _NO_CLASS,
+            is_good=first is not None and row.status == "ok" and is_good(row, first.qos),
+            refusal=refusal if row.status == "rejected" else None,
+            is_failed=row.status == "error",
+            prompt_tokens=row.prompt_tokens,
+            cached_tokens=row.cached_tokens,
+            ttft_s=row.ttft_s,
+            gaps_s=gaps_s,
+        )
+        self.series.note(ended, now_s)
+        for choice in choices.all:
+            self.decisions.note_ended(choice.request.request_id, choice.progress, row.status, row.e2e_s)
+
+
+def is_good(row: RequestRow, qos: QosClass) -> bool:
+    """Whether what was measured keeps the class's promises."""
+    in_time = qos.ttft_s is None or (row.ttft_s is not None and row.ttft_s <= qos.ttft_s)
+    return in_time and (qos.tbt_s is None or row.mean_tbt_s is None or row.mean_tbt_s <= qos.tbt_s)
+
+
+def refusal_of(error: HalfmoonError) -> str:
+    """In a word, why a request was not let in."""
+    if isinstance(error, Refused):
+        return error.reason
+    if isinstance(error, NoCapacity):
+        return "no room"
+    return "no worker" if isinstance(error, Unavailable) else "bad request"
+
+
+def sample_of(members: Sequence[Member]) -> Sample:
+    """The members' last reports."""
+    total = sum(member.identity.total_blocks for member in members)
+    free = sum(member.load.free_blocks for member in members)
+    return Sample(
+        num_running=sum(member.load.num_running for member in members),
+        num_waiting=sum(member.load.num_waiting for member in members),
+        used_share=1 - free / total if total else None,
+        output_tokens_total={member.worker_id: member.load.num_output_tokens_total for member in members},
+        prefill_tokens_total={member.worker_id: member.load.num_prefill_tokens_total for member in members},
+    )

@@ -1,0 +1,284 @@
+"""Which block is in which tier, in what order blocks go, and the law of prefixes. No bytes, no I/O, no clock.
+
+The law: **the beginning of every block is held in the same tier or in a slower one.** So each tier survives the loss of
+the faster ones as a set of whole prefixes. It follows that a tier gives up its blocks from the ends of prompts, and
+never the last copy of a block on which others rest; whoever drops a block drops all that follow it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from services.kvstore.catalog.block_identity import BlockMeta
+from services.kvstore.catalog.entry import Change, Entry, Holding, Tier
+from services.kvstore.catalog.eviction import EvictionPolicy, Usage
+from services.kvstore.catalog.eviction_queue import EvictionQueue, Verdict
+from services.kvstore.catalog.known_costs import KnownCosts
+
+_RETRY_S = 1.0  # an expired block that something rests on is looked at again after this
+
+
+class Catalog:
+    """Owns every entry and the order of eviction in each tier. Tells `on_change` what it did."""
+
+    def __init__(
+        self, policies: Mapping[Tier, EvictionPolicy], on_change: Callable[[Change], None] = lambda change: None
+    ) -> None:
+        self._policies = policies
+        self._queues = {tier: EvictionQueue() for tier in policies}
+        self._entries: dict[bytes, Entry] = {}
+        self._used_bytes = dict.fromkeys(policies, 0)
+        self._num_held = dict.fromkeys(policies, 0)
+        self._expiries: list[tuple[float, bytes]] = []
+        self._num_uses = 0
+        self._costs = KnownCosts()
+        self._on_change = on_change
+
+    def __contains__(self, block: bytes) -> bool:
+        return block in self._entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+    def get(self, block: bytes) -> Entry | None:
+        """The entry, whether it has expired or not."""
+        return self._entries.get(block)
+
+    def used_bytes(self, tier: Tier) -> int:
+        """Bytes of all blocks there."""
+        return self._used_bytes.get(tier, 0)
+
+    def num_blocks(self, tier: Tier) -> int:
+        """Blocks there."""
+        return self._num_held.get(tier, 0)
+
+    def is_in(self, block: bytes, tier: Tier) -> bool:
+        """Whether the tier has the block."""
+        entry = self._entries.get(block)
+        return entry is not None and tier in entry.tiers
+
+    def live(self, block: bytes, now_s: float) -> Entry | None:
+        """The entry, unless it has expired."""
+        entry = self._entries.get(block)
+        return None if entry is None or (entry.meta.expires_at_s <= now_s and not entry.pinned) else entry
+
+    def match(self, blocks: Sequence[bytes], now_s: float) -> list[Entry]:
+        """The entries of the leading blocks that are here. A use of them, last to first: heads outlive tails."""
+        found = []
+        for block in blocks:
+            entry = self.live(block, now_s)
+            if entry is None:
+                break
+            found.append(entry)
+        for entry in reversed(found):
+            self._touch(entry)
+        return found
+
+    def goes_on(self, block: bytes, num_blocks: int) -> bool:
+        """Whether some prompt has at least `num_blocks` known blocks behind this one."""
+        entry = self._entries.get(block)
+        if entry is None or num_blocks == 0:
+            return entry is not None
+        return any(self.goes_on(child, num_blocks - 1) for child in entry.children)
+
+    def before(self, block: bytes, num_blocks: int) -> bytes | None:
+        """The block that is `num_blocks` before this one in its prompt; None if there is none."""
+        found: bytes | None = block
+        for _ in range(num_blocks):
+            entry = self._entries.get(found) if found is not None else None
+            found = None if entry is None else entry.meta.parent
+        return found
+
+    def can_add(self, parent: bytes | None, tier: Tier) -> bool:
+        """Whether the law lets a block that follows `parent` into the tier."""
+        if parent is None:
+            return True
+        entry = self._entries.get(parent)
+        return entry is not None and max(entry.tiers) >= tier
+
+    def add(self, meta: BlockMeta, tier: Tier, num_bytes: int) -> None:
+        """The block is in the tier now, and used; whatever the tier had of it is replaced. Needs `can_add`."""
+        assert self.can_add(meta.parent, tier), "a block without its beginning"
+        entry = self._entries.get(meta.id)
+        first = entry is None
+        if entry is None:
+            entry = self._entries[meta.id] = Entry(meta, Usage(0, 0, meta.depth, meta.num_tokens, meta.recompute_s))
+            if meta.parent is not None:
+                self._entries[meta.parent].children.add(meta.id)
+        self._learn(entry, meta, first)
+        if tier in entry.tiers:
+            self._used_bytes[tier] -= entry.tiers[tier].num_bytes
+        else:
+            self._num_held[tier] += 1
+            self._count_child(entry, tier, 1)
+        self._used_bytes[tier] += num_bytes
+        entry.tiers[tier] = Holding(num_bytes, ())
+        self._touch(entry)
+        self._offer(entry, tier)
+        self._on_change(Change(entry.meta, tier, True, tuple(entry.tiers), first=first))
+
+    def reject(self, meta: BlockMeta, tier: Tier) -> None:
+        """The tier has a copy that does not enter: nobody wants the block any more, or its beginning is not there."""
+        tiers = tuple(self._entries[meta.id].tiers) if meta.id in self._entries else ()
+        if tier not in tiers:
+            self._on_change(Change(meta, tier, False, tiers, rejected=True))
+
+    def touch(self, block: bytes) -> None:
+        """A use of the block, if it is here."""
+        entry = self._entries.get(block)
+        if entry is not None:
+            self._touch(entry)
+
+    def pop_victim(self, tier: Tier) -> bytes | None:
+        """Removes from the tier the block that its policy ranks lowest; None if none may go."""
+        queue = self._queues[tier]
+        block = queue.pop(lambda candidate: self._judge(candidate, tier))
+        if block is not None:
+            entry = self._entries[block]
+            self._policies[tier].evicted(entry.tiers[tier].rank)
+            self._leave(entry, tier, evicted=True)
+        queue.prune(lambda candidate: self.is_in(candidate, tier), self._num_held[tier])
+        return block
+
+    def lose(self, block: bytes, tier: Tier) -> None:
+        """The tier's copy turned out to be damaged or missing. What rested on it alone goes, too."""
+        entry = self._entries.get(block)
+        if entry is None or tier not in entry.tiers:
+            return
+        for child in self._unsupported_without(entry, tier):
+            self.drop(child)
+        self._leave(entry, tier)
+
+    def drop(self, block: bytes) -> int:
+        """Removes a block and all that follow it from every tier; gives how many. Pins and holds do not prevent it."""
+        chain = self._descendants(block)
+        for entry in reversed(chain):
+            for tier in sorted(entry.tiers):
+                self._leave(entry, tier)
+        return len(chain)
+
+    def expire(self, now_s: float) -> int:
+        """Drops what has expired, unless something that is pinned or held rests on it; gives how many went."""
+        num_dropped = 0
+        while self._expiries and self._expiries[0][0] <= now_s:
+            _, block = heapq.heappop(self._expiries)
+            entry = self._entries.get(block)
+            if entry is None or entry.meta.expires_at_s > now_s:
+                continue
+            if any(follower.pinned or follower.num_holds for follower in self._descendants(block)):
+                heapq.heappush(self._expiries, (now_s + _RETRY_S, block))
+                continue
+            num_dropped += self.drop(block)
+        return num_dropped
+
+    def pin(self, block: bytes, pinned: bool) -> bool:
+        """A pinned block, and so all before it, is neither evicted nor expires. False if it is not here."""
+        entry = self._entries.get(block)
+        if entry is None:
+            return False
+        entry.pinned = pinned
+        for tier in entry.tiers:
+            self._offer(entry, tier)
+        return True
+
+    def hold(self, block: bytes) -> None:
+        """As `pin`, for as long as some work needs it; counted, and forgotten with the block."""
+        self._entries[block].num_holds += 1
+
+    def release(self, block: bytes) -> None:
+        """Ends one `hold`."""
+        entry = self._entries.get(block)
+        if entry is not None and entry.num_holds:
+            entry.num_holds -= 1
+
+    def _touch(self, entry: Entry) -> None:
+        self._num_uses += 1
+        entry.usage.last_used = self._num_uses
+        entry.usage.num_uses += 1
+        for tier, holding in entry.tiers.items():
+            holding.rank = self._policies[tier].rank(entry.usage, holding.num_bytes)
+
+    def _learn(self, entry: Entry, meta: BlockMeta, first: bool) -> None:
+        """What a later copy knows better than an earlier one."""
+        if first or not entry.meta.recompute_s:
+            self._costs.note(meta)
+        entry.meta = replace(
+            meta,
+            parent=entry.meta.parent,
+            layout=meta.layout or entry.meta.layout,
+            recompute_s=meta.recompute_s or entry.meta.recompute_s,
+        )
+        entry.usage.recompute_s, entry.usage.num_tokens = self._costs.recompute_s(entry.meta), entry.meta.num_tokens
+        if meta.expires_at_s < math.inf:
+            heapq.heappush(self._expiries, (meta.expires_at_s, meta.id))
+
+    def _offer(self, entry: Entry, tier: Tier) -> None:
+        if not entry.num_children_in[tier] and not entry.pinned:
+            self._queues[tier].offer(entry.meta.id, entry.tiers[tier].rank)
+
+    def _judge(self, block: bytes, tier: Tier) -> Verdict:
+        entry = self._entries.get(block)
+        if entry is None or tier not in entry.tiers or entry.num_children_in[tier] or entry.pinned:
+            return "kept"
+        return "blocked" if entry.num_holds or self._supports_alone(entry, tier) else entry.tiers[tier].rank
+
+    def _supports_alone(self, entry: Entry, tier: Tier) -> bool:
+        """Whether blocks in faster tiers rest on this copy and on no other."""
+        others = [other for other in entry.tiers if other != tier]
+        slowest = max(others, default=-1)
+        return any(num and slowest < child for child, num in entry.num_children_in.items() if child <= tier)
+
+    def _unsupported_without(self, entry: Entry, tier: Tier) -> list[bytes]:
+        slowest = max((other for other in entry.tiers if other != tier), default=-1)
+        return [child for child in entry.children if max(self._entries[child].tiers) > slowest]
+
+    def _leave(self, entry: Entry, tier: Tier, evicted: bool = False) -> None:
+        holding = entry.tiers.pop(tier)
+        self._used_bytes[tier] -= holding.num_bytes
+        self._num_held[tier] -= 1
+        self._count_child(entry, tier, -1)
+        if not entry.tiers:
+            assert not entry.children, "a block without its beginning"
+            del self._entries[entry.meta.id]
+            if entry.meta.parent is not None:
+                self._entries[entry.meta.parent].children.discard(entry.meta.id)
+        self._on_change(Change(entry.meta, tier, False, tuple(entry.tiers), evicted=evicted))
+
+    def _count_child(self, entry: Entry, tier: Tier, by: int) -> None:
+        parent = self._entries.get(entry.meta.parent or b"")
+        if parent is not None:
+            parent.num_children_in[tier] += by
+            if tier in parent.tiers:
+                self._offer(parent, tier)
+
+    def _descendants(self, block: bytes) -> list[Entry]:
+        """The block's entry and those of all that follow it, each after its parent."""
+        found: list[Entry] = []
+        todo: list[bytes] = [block] if block in self._entries else []
+        while todo:
+            entry = self._entries[todo.pop()]
+            found.append(entry)
+            todo.extend(entry.children)
+        return found
+
+    def check_integrity(self) -> None:
+        """Asserts the law and the counts. For tests; costs a walk over everything."""
+        for tier in self._policies:
+            held = [entry for entry in self._entries.values() if tier in entry.tiers]
+            assert self._num_held[tier] == len(held)
+            assert self._used_bytes[tier] == sum(entry.tiers[tier].num_bytes for entry in held)
+        for block, entry in self._entries.items():
+            assert entry.tiers
+            assert all(self._entries[child].meta.parent == block for child in entry.children)
+            for tier in Tier:
+                assert entry.num_children_in[tier] == _count(self._entries, entry.children, tier)
+            if entry.meta.parent is not None:
+                assert max(self._entries[entry.meta.parent].tiers) >= max(entry.tiers)
+                assert block in self._entries[entry.meta.parent].children
+
+
+def _count(entries: Mapping[bytes, Entry], children: Iterable[bytes], tier: Tier) -> int:
+    return sum(tier in entries[child].tiers for child in children)

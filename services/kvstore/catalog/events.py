@@ -1,0 +1,97 @@
+"""What happened to blocks, numbered without gaps, for readers who must not slow the store down. No I/O."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from services.kvstore.catalog.entry import Tier
+
+EventKind = Literal["stored", "moved", "evicted"]
+MAX_BEHIND = 10_000  # events that wait for one reader; then it gets a snapshot instead
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvent:
+    """`tiers`: where the block is after it, none of them if it was evicted."""
+
+    sequence: int  # from 1; a snapshot bears the number of the last event that it contains
+    kind: EventKind
+    block: bytes
+    tiers: tuple[Tier, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that is held as of `sequence`."""
+
+    sequence: int
+    blocks: list[tuple[bytes, tuple[Tier, ...]]]
+
+
+class EventLog:
+    """Owns the numbering and the readers' queues. `state` gives everything that is held now."""
+
+    def __init__(self, state: Callable[[], Iterable[tuple[bytes, tuple[Tier, ...]]]]) -> None:
+        self._state = state
+        self._readers: set[EventReader] = set()
+        self.sequence = 0
+
+    def publish(self, kind: EventKind, block: bytes, tiers: tuple[Tier, ...]) -> None:
+        """Numbers one event and queues it for every reader."""
+        self.sequence += 1
+        event = BlockEvent(self.sequence, kind, block, tiers)
+        for reader in self._readers:
+            reader.push(event)
+
+    def subscribe(self) -> EventReader:
+        """A reader whose first item is a snapshot. Its owner closes it."""
+        reader = EventReader(self)
+        self._readers.add(reader)
+        return reader
+
+    def snapshot(self) -> Snapshot:
+        """As of now."""
+        return Snapshot(self.sequence, list(self._state()))
+
+    def leave(self, reader: EventReader) -> None:
+        """The reader wants no more."""
+        self._readers.discard(reader)
+
+
+class EventReader:
+    """Owns what one subscriber has not read yet."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._events: deque[BlockEvent] = deque()
+        self._needs_snapshot = True
+        self._has_some = asyncio.Event()
+        self._has_some.set()
+
+    def push(self, event: BlockEvent) -> None:
+        """One more; too many become a snapshot, taken when the reader comes."""
+        if self._needs_snapshot:
+            return
+        self._events.append(event)
+        if len(self._events) > MAX_BEHIND:
+            self._events.clear()
+            self._needs_snapshot = True
+        self._has_some.set()
+
+    async def next(self) -> Snapshot | list[BlockEvent]:
+        """What is new; waits until something is."""
+        await self._has_some.wait()
+        self._has_some.clear()
+        if self._needs_snapshot:
+            self._needs_snapshot = False
+            return self._log.snapshot()
+        events, self._events = list(self._events), deque()
+        return events
+
+    def close(self) -> None:
+        """No more."""
+        self._log.leave(self)

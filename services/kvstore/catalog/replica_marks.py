@@ -1,0 +1,45 @@
+"""Which blocks are copies of another store's blocks, and for how long nobody has used them. No I/O, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.kvstore.catalog.catalog import Catalog
+from services.kvstore.catalog.entry import Tier
+
+
+@dataclass(slots=True)
+class _Mark:
+    num_uses: int  # when it was looked at last
+    used_at_s: float
+
+
+class ReplicaMarks:
+    """Owns the marks. A block that is stored here in its own right, pinned, or in a slower tier is no surplus."""
+
+    def __init__(self) -> None:
+        self._marks: dict[bytes, _Mark] = {}
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def mark(self, block: bytes, num_uses: int, now_s: float) -> None:
+        """It has just been copied here."""
+        self._marks[block] = _Mark(num_uses, now_s)
+
+    def unmark(self, block: bytes) -> bool:
+        """It is this store's own. Whether it was not."""
+        return self._marks.pop(block, None) is not None
+
+    def cooled(self, catalog: Catalog, now_s: float, cool_s: float) -> list[bytes]:
+        """Those that nobody has used for `cool_s` and nothing rests on; to be asked again when they are gone."""
+        found = []
+        for block, mark in list(self._marks.items()):
+            entry = catalog.get(block)
+            if entry is None or entry.pinned or set(entry.tiers) != {Tier.DRAM}:
+                self.unmark(block)
+            elif entry.usage.num_uses != mark.num_uses:
+                self.mark(block, entry.usage.num_uses, now_s)
+            elif now_s - mark.used_at_s >= cool_s and not entry.children and not entry.num_holds:
+                found.append(block)
+        return found

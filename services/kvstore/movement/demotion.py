@@ -1,0 +1,212 @@
+"""Copies of new blocks to a slower tier, behind the requests that brought them.
+
+A slower tier holds what the faster ones hold, as far as it keeps up: eviction from DRAM is then just forgetting, and a
+restart finds what was there. The queue holds ids, not bytes; what is over its bound, or evicted before its turn, is
+not copied, and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+
+from halfmoon.errors import HalfmoonError, Unavailable
+from halfmoon.kv.entry_codec import EntryCodec
+from halfmoon.kv.layout import KVBytes
+from halfmoon.rpc.breaker import CircuitBreaker
+from services.kvstore.catalog.block_identity import BlockMeta
+from services.kvstore.catalog.catalog import Catalog
+from services.kvstore.catalog.entry import Tier
+from services.kvstore.counts import Counts
+from services.kvstore.tiers.dram import Block, DramTier
+from services.kvstore.tiers.record import Record, encode_record
+from services.kvstore.tiers.residual import codec_for
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 65_536
+BATCH_BYTES = 32 << 20
+
+Write = tuple[BlockMeta, tuple[KVBytes, KVBytes]]  # a record as (header, payload)
+Store = Callable[[Sequence[Write]], Awaitable[list[tuple[BlockMeta, int]]]]
+Fetch = Callable[[bytes], Awaitable[Record | None]]
+
+
+async def _nowhere(block: bytes) -> Record | None:
+    return None
+
+
+class Demoter:
+    """Owns the blocks that wait for one tier. Runs as one task, so that the tier sees one batch at a time."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        codec: EntryCodec,
+        budget_bytes: int,
+        store: Store,
+        breaker: CircuitBreaker,
+        catalog: Catalog,
+        dram: DramTier,
+        counts: Counts,
+        fetch: Fetch = _nowhere,
+    ) -> None:
+        """store: brings records to the tier, gives those that are there; raises OSError or Unavailable if none is.
+
+        fetch: a record from a tier between DRAM and this one.
+        """
+        self._tier = tier
+        self.codec = codec
+        self._budget_bytes = budget_bytes
+        self._store = store
+        self._breaker = breaker
+        self._catalog = catalog
+        self._dram = dram
+        self._counts = counts
+        self._fetch = fetch
+        self._batch_bytes = min(BATCH_BYTES, budget_bytes // 4)
+        self._waiting: OrderedDict[bytes, bool] = OrderedDict()  # True: to be written even if the tier has it
+        self._has_some = asyncio.Event()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks in the queue."""
+        return len(self._waiting)
+
+    def enqueue(self, block: bytes) -> None:
+        """The block should be in the tier, too."""
+        if self._catalog.is_in(block, self._tier) or block in self._waiting:
+            return
+        if self._has_room():
+            self._wait_for(block, anew=False)
+
+    def renew(self, block: bytes) -> None:
+        """The tier's copy, if it has one, is to be replaced: its codec would be another one now."""
+        if self._catalog.is_in(block, self._tier) and block not in self._waiting and self._has_room():
+            self._wait_for(block, anew=True)
+
+    async def idle(self) -> None:
+        """Returns when nothing waits."""
+        await self._is_idle.wait()
+
+    async def run(self) -> None:
+        """Copies until it is cancelled."""
+        while True:
+            await self._has_some.wait()
+            await asyncio.sleep(self._breaker.wait_s(time.monotonic()))
+            await self._copy_some()
+            if not self._waiting:
+                self._has_some.clear()
+                self._is_idle.set()
+
+    def _has_room(self) -> bool:
+        if len(self._waiting) < MAX_WAITING:
+            return True
+        self._counts.add(self._tier, "skipped")
+        return False
+
+    def _wait_for(self, block: bytes, anew: bool) -> None:
+        self._waiting[block] = anew
+        self._has_some.set()
+        self._is_idle.clear()
+
+    async def _copy_some(self) -> None:
+        taken, acquired, records = await self._gather()
+        parents = [meta.parent for meta, _ in records if meta.parent is not None and meta.parent in self._catalog]
+        for block in parents:
+            self._catalog.hold(block)
+        try:
+            if records and self._make_room(sum(len(head) + memoryview(body).nbytes for _, (head, body) in records)):
+                self._enter(await self._store(records))
+            elif records:
+                self._counts.add(self._tier, "skipped", len(records))
+        except (OSError, Unavailable) as err:
+            self._counts.add(self._tier, "failed")
+            log.warning("demotion.failed", extra={"tier": self._tier.name, "reason": str(err)[:300]})
+            for block, anew in reversed(taken.items()):
+                self._waiting[block] = anew
+                self._waiting.move_to_end(block, last=False)
+        finally:
+            for block in parents:
+                self._catalog.release(block)
+            for found in acquired:
+                self._dram.release(found)
+
+    async def _gather(self) -> tuple[dict[bytes, bool], list[Block], list[Write]]:
+        """What to write next, each block after its parent, and the blocks whose rooms the records lie in."""
+        taken: dict[bytes, bool] = {}
+        acquired: list[Block] = []
+        records: dict[bytes, Write] = {}
+        num_bytes = 0
+        try:
+            while self._waiting and num_bytes <= self._batch_bytes:
+                block, anew = self._waiting.popitem(last=False)
+                taken[block] = anew
+                for wanted in [block] if anew and block in self._catalog else self._chain(block, records):
+                    write = await self._record(wanted, acquired)
+                    if write is None:
+                        self._counts.add(self._tier, "skipped")
+                        break
+                    records[wanted] = write
+                    num_bytes += memoryview(write[1][1]).nbytes
+        except BaseException:
+            for found in acquired:
+                self._dram.release(found)
+            raise
+        return taken, acquired, list(records.values())
+
+    def _chain(self, block: bytes, records: dict[bytes, Write]) -> list[bytes]:
+        """The block and those before it that the tier lacks, first to last; empty if there is nothing to do."""
+        chain: list[bytes] = []
+        entry = self._catalog.get(block)
+        while entry is not None and self._tier not in entry.tiers and entry.meta.id not in records:
+            chain.append(entry.meta.id)
+            entry = self._catalog.get(entry.meta.parent) if entry.meta.parent is not None else None
+        return chain[::-1]
+
+    async def _record(self, block: bytes, acquired: list[Block]) -> Write | None:
+        try:
+            found = self._dram.acquire(block, use=False)
+        except HalfmoonError:
+            record = await self._fetch(block)
+            if record is None:
+                return None
+        else:
+            acquired.append(found)
+            record = Record(found.meta, found.codec, found.room.view)
+        codec = codec_for(self.codec, record.meta, self._catalog)
+        try:
+            payload = record.payload
+            if record.codec != codec:
+                payload = await asyncio.to_thread(_recoded, record, codec)
+        except HalfmoonError as err:
+            log.warning("demotion.not_encoded", extra={"tier": self._tier.name, "reason": err.message})
+            return None
+        return record.meta, encode_record(record.meta, codec, payload)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        while self._catalog.used_bytes(self._tier) + num_bytes > self._budget_bytes:
+            if self._catalog.pop_victim(self._tier) is None:
+                return False
+        return True
+
+    def _enter(self, stored: Sequence[tuple[BlockMeta, int]]) -> None:
+        """What is in the tier now becomes visible there, if it is still wanted and its beginning is there, too."""
+        for meta, num_bytes in stored:
+            parent_is_there = meta.parent is None or self._catalog.is_in(meta.parent, self._tier)
+            if meta.id in self._catalog and parent_is_there:
+                self._catalog.add(meta, self._tier, num_bytes)
+                self._counts.add(self._tier, "written")
+            else:
+                self._counts.add(self._tier, "skipped")
+                self._catalog.reject(meta, self._tier)
+
+
+def _recoded(record: Record, codec: EntryCodec) -> KVBytes:
+    assert record.meta.layout is not None
+    return codec.encode(record.cells(), record.meta.layout)

@@ -1,0 +1,106 @@
+"""Runs of successive blocks on their way into the pool, each block brought by one sender at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from halfmoon.errors import AlreadyHere, HalfmoonError, InvalidRequest
+from halfmoon.kv.layout import KVLayout
+from services.kvstore.catalog.block_identity import BlockMeta, block_id
+from services.kvstore.pool import Pool
+from services.kvstore.tiers.dram import Draft
+
+MAX_BLOCKS = 1024  # of one run
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Successive blocks of a prompt that somebody offers. Raises InvalidRequest for what cannot be one."""
+
+    metas: Sequence[BlockMeta]
+    ttl_s: float  # 0: the store's own
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.metas) <= MAX_BLOCKS:
+            raise InvalidRequest(f"a run is of 1 to {MAX_BLOCKS} blocks", param="keys")
+        if len({self.metas[0].parent, *(meta.id for meta in self.metas)}) != len(self.metas) + 1:
+            raise InvalidRequest("a block cannot come before itself", param="parent")
+        if not (self.ttl_s >= 0 and all(meta.recompute_s >= 0 for meta in self.metas)):
+            raise InvalidRequest("times cannot be negative", param="ttl_s")
+
+
+def run_metas(
+    keys: Sequence[bytes], parent: bytes, depth: int, salt: bytes, layout: KVLayout, recompute_s: float
+) -> list[BlockMeta]:
+    """Of blocks that follow `parent` (a key; empty: none). Raises InvalidRequest for what is not a key."""
+    before = block_id(parent, salt) if parent else None
+    metas = []
+    for index, key in enumerate(keys):
+        metas.append(BlockMeta(block_id(key, salt), before, depth + index, layout, recompute_s))
+        before = metas[-1].id
+    return metas
+
+
+@dataclass(slots=True)
+class Arrival:
+    """Room for the blocks of a run that are not here: for the first `drafts` of them, and `refused` why not for all."""
+
+    num_here: int
+    drafts: Sequence[Draft]
+    refused: HalfmoonError | None = None
+
+    def check_whole(self) -> None:
+        """Raises AlreadyHere if the first block is here, or what the rest was refused with."""
+        if self.num_here:
+            raise AlreadyHere(f"{self.num_here} of the blocks are here")
+        if self.refused is not None:
+            raise self.refused
+
+
+class Arrivals:
+    """Owns which blocks somebody brings just now."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._coming: dict[bytes, asyncio.Event] = {}
+
+    @asynccontextmanager
+    async def expecting(self, run: Run) -> AsyncIterator[Arrival]:
+        """Room for a run, until the block ends; nobody else brings these blocks meanwhile.
+
+        Waits for those who do: block after block in the order of their ids, so that no two wait for each other.
+        """
+        async with AsyncExitStack() as stack:
+            for block in sorted(meta.id for meta in run.metas):
+                await stack.enter_async_context(self._alone(block))
+            arrival = self._reserve(run)
+            try:
+                yield arrival
+            finally:
+                for draft in arrival.drafts:
+                    self._pool.discard(draft)
+
+    @asynccontextmanager
+    async def _alone(self, block: bytes) -> AsyncIterator[None]:
+        while (other := self._coming.get(block)) is not None:
+            await other.wait()
+        mine = self._coming[block] = asyncio.Event()
+        try:
+            yield
+        finally:
+            del self._coming[block]
+            mine.set()
+
+    def _reserve(self, run: Run) -> Arrival:
+        metas = list(run.metas)
+        num_here = next((n for n, meta in enumerate(metas) if not self._pool.take_over(meta)), len(metas))
+        drafts: list[Draft] = []
+        for meta in metas[num_here:]:
+            try:
+                drafts.append(self._pool.reserve(meta, run.ttl_s, after=drafts[-1] if drafts else None))
+            except HalfmoonError as error:
+                return Arrival(num_here, drafts, error)
+        return Arrival(num_here, drafts)

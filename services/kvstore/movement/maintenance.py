@@ -1,0 +1,87 @@
+"""What has to be done now and then: expiry, deletions behind the callers' backs, looking at what others stored."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from halfmoon.errors import Unavailable
+from services.kvstore.catalog.block_identity import BlockMeta
+from services.kvstore.catalog.catalog import Catalog
+from services.kvstore.catalog.entry import Tier
+from services.kvstore.catalog.replica_marks import ReplicaMarks
+from services.kvstore.counts import Counts
+from services.kvstore.options import PoolOptions
+from services.kvstore.tiers.cold import ColdTier
+from services.kvstore.tiers.disk import DiskTier
+
+log = logging.getLogger(__name__)
+
+
+class Upkeep:
+    """Owns no state: two loops over the tiers."""
+
+    def __init__(
+        self,
+        options: PoolOptions,
+        catalog: Catalog,
+        replicas: ReplicaMarks,
+        disk: DiskTier | None,
+        cold: ColdTier | None,
+        counts: Counts,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._options = options
+        self._catalog = catalog
+        self._replicas = replicas
+        self._disk = disk
+        self._cold = cold
+        self._counts = counts
+        self._now_s = now_s
+
+    async def sweep(self) -> None:
+        """Expiry, and what was removed behind the callers' backs."""
+        while True:
+            await asyncio.sleep(self._options.sweep_s)
+            self._counts.num_expired += self._catalog.expire(self._now_s())
+            self.drop_cooled()
+            await self.flush()
+            if self._cold is not None:
+                with contextlib.suppress(Unavailable):
+                    await self._cold.sweep()
+
+    def drop_cooled(self) -> None:
+        """Copies of other stores' blocks that nobody used, from the ends of prompts, as far as it goes."""
+        while cooled := self._replicas.cooled(self._catalog, self._now_s(), self._options.replica_cool_s):
+            self._counts.num_cooled += sum(self._catalog.drop(block) for block in cooled)
+
+    async def flush(self, pins: Sequence[tuple[bytes, bool]] = ()) -> None:
+        """Removals and pins to the disk's index; where that fails they wait for its next write."""
+        if self._disk is None:
+            return
+        try:
+            await self._disk.flush(pins)
+        except OSError as err:
+            self._counts.add(Tier.DISK, "failed")
+            log.warning("disk.flush_failed", extra={"reason": str(err)})
+
+    async def list_cold(self, cold: ColdTier) -> None:
+        """Learns what the cold tier has: at the start, and what other stores brought later."""
+        while True:
+            try:
+                for meta, num_bytes in await cold.list(self._options.cold_list_s):
+                    self._learn_cold(meta, num_bytes)
+            except Unavailable as err:
+                log.warning("cold.not_listed", extra={"reason": err.message})
+                await asyncio.sleep(max(self._options.retry_pause_s, cold.breaker.wait_s(time.monotonic())))
+                continue
+            log.info("cold.listed", extra={"num_blocks": self._catalog.num_blocks(Tier.COLD)})
+            await asyncio.sleep(self._options.cold_list_s)
+
+    def _learn_cold(self, meta: BlockMeta, num_bytes: int) -> None:
+        entry = self._catalog.get(meta.id)
+        if (entry is None or Tier.COLD not in entry.tiers) and self._catalog.can_add(meta.parent, Tier.COLD):
+            self._catalog.add(meta if entry is None else entry.meta, Tier.COLD, num_bytes)

@@ -1,0 +1,102 @@
+"""Copies of blocks from another store: hot prefixes come to where they are wanted (Mooncake, section 6.2).
+
+Bounded: so many prompts wait, and one is copied at a time, block after block from its first, until one cannot be had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from halfmoon.errors import HalfmoonError, NoCapacity
+from halfmoon.kv.frame import KVRange
+from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.rpc.kvstore_client import KVStoreClient
+from services.kvstore.catalog.block_identity import BlockMeta, block_id
+from services.kvstore.pool import Pool
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 16  # prompts
+_BLOCK_DEADLINE_S = 10.0
+_RETRY_AFTER_MS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    source: str
+    keys: Sequence[bytes]
+    salt: bytes
+    layout: KVLayout
+
+
+class Replicator:
+    """Owns the prompts that wait. Runs as one task."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._waiting: asyncio.Queue[_Wanted] = asyncio.Queue(MAX_WAITING)
+
+    def request(self, source: str, keys: Sequence[bytes], salt: bytes, layout: KVLayout) -> int:
+        """Has a prompt's blocks copied behind the caller; gives how many are missing. Raises NoCapacity."""
+        wanted = _Wanted(source, keys, salt, layout)
+        num_missing = self._num_missing(wanted)
+        if num_missing:
+            try:
+                self._waiting.put_nowait(wanted)
+            except asyncio.QueueFull:
+                raise NoCapacity(
+                    f"{MAX_WAITING} prompts are to be copied already", retry_after_ms=_RETRY_AFTER_MS
+                ) from None
+        return num_missing
+
+    async def run(self) -> None:
+        """Copies until it is cancelled."""
+        while True:
+            wanted = await self._waiting.get()
+            client = KVStoreClient(wanted.source, wanted.salt)
+            try:
+                await self._copy(client, wanted)
+            except HalfmoonError as error:
+                log.info("replication.ended", extra={"reason": error.message})
+            except Exception as error:  # nothing that another store sends may end this one
+                log.error("replication.failed", exc_info=error)
+            finally:
+                self._pool.counts.num_unreplicated += self._num_missing(wanted)
+                await client.close()
+                self._waiting.task_done()
+
+    async def settled(self) -> None:
+        """Returns when nothing waits. For tests."""
+        await self._waiting.join()
+
+    def _num_missing(self, wanted: _Wanted) -> int:
+        return sum(block_id(key, wanted.salt) not in self._pool.catalog for key in wanted.keys)
+
+    async def _copy(self, client: KVStoreClient, wanted: _Wanted) -> None:
+        first = len(wanted.keys) - self._num_missing(wanted)  # no block is here without those before it
+        missing = wanted.keys[first:]
+        if not missing:
+            return
+        deadline_s = len(missing) * _BLOCK_DEADLINE_S
+        async with aclosing(client.get_run(missing, wanted.layout, deadline_s=deadline_s)) as blocks:
+            depth = first
+            async for cells in blocks:
+                await self._enter(wanted, depth, cells)
+                depth += 1
+
+    async def _enter(self, wanted: _Wanted, depth: int, cells: KVBytes) -> None:
+        layout = wanted.layout
+        parent = block_id(wanted.keys[depth - 1], wanted.salt) if depth else None
+        meta = BlockMeta(block_id(wanted.keys[depth], wanted.salt), parent, depth, layout)
+        if meta.id in self._pool.catalog:  # a worker brought it meanwhile
+            return
+        draft = self._pool.reserve(meta)
+        try:
+            draft.write(KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, layout.block_tokens), cells)
+            await self._pool.commit_replica(draft)
+        finally:
+            self._pool.discard(draft)

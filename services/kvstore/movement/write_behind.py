@@ -1,0 +1,134 @@
+"""Where copies of new blocks go: a demoter for each slower tier, and how a batch reaches the tier."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from halfmoon.errors import HalfmoonError, Unavailable
+from halfmoon.rpc.breaker import CircuitBreaker
+from services.kvstore.catalog.block_identity import BlockMeta
+from services.kvstore.catalog.catalog import Catalog
+from services.kvstore.catalog.entry import Tier
+from services.kvstore.counts import Counts
+from services.kvstore.movement.demotion import Demoter, Write
+from services.kvstore.options import PoolOptions
+from services.kvstore.tiers.cold import ColdTier
+from services.kvstore.tiers.disk import DiskTier
+from services.kvstore.tiers.dram import DramTier
+from services.kvstore.tiers.record import Record
+from services.kvstore.tiers.residual import left_behind
+
+
+class Copies:
+    """Owns the queues to the slower tiers, those that there are."""
+
+    def __init__(
+        self,
+        options: PoolOptions,
+        catalog: Catalog,
+        dram: DramTier,
+        disk: DiskTier | None,
+        disk_breaker: CircuitBreaker,
+        cold: ColdTier | None,
+        counts: Counts,
+    ) -> None:
+        self._options = options
+        self._catalog = catalog
+        self._dram = dram
+        self._disk = disk
+        self._disk_breaker = disk_breaker
+        self._cold = cold
+        self._counts = counts
+        self._demoters = self._make_demoters()
+
+    def enqueue(self, newest: BlockMeta) -> None:
+        """A new block is in DRAM."""
+        for demoter in self._demoters.values():
+            demoter.enqueue(newest.id)
+            behind = left_behind(demoter.codec, newest, self._catalog)
+            if behind is not None:
+                demoter.renew(behind)
+
+    def work(self) -> list[Coroutine[Any, Any, None]]:
+        """What has to run."""
+        return [demoter.run() for demoter in self._demoters.values()]
+
+    async def settled(self) -> None:
+        """Returns when nothing waits."""
+        for demoter in self._demoters.values():
+            await demoter.idle()
+
+    def num_waiting(self, tier: Tier) -> int:
+        """Blocks to be copied there."""
+        return self._demoters[tier].num_waiting if tier in self._demoters else 0
+
+    def _make_demoters(self) -> dict[Tier, Demoter]:
+        made = {}
+        if self._disk is not None:
+            made[Tier.DISK] = Demoter(
+                Tier.DISK, self._options.disk_codec, self._disk.live_budget_bytes, self._store_on_disk,
+                self._disk_breaker, self._catalog, self._dram, self._counts,
+            )  # fmt: skip
+        if self._cold is not None:
+            made[Tier.COLD] = Demoter(
+                Tier.COLD, self._options.cold_codec, self._cold.budget_bytes, self._store_in_cold,
+                self._cold.breaker, self._catalog, self._dram, self._counts, self._from_disk,
+            )  # fmt: skip
+        return made
+
+    async def _store_on_disk(self, records: Sequence[Write]) -> list[tuple[BlockMeta, int]]:
+        assert self._disk is not None
+        if not self._disk_breaker.allows(time.monotonic()):
+            raise Unavailable("the disk is left alone for a while: it keeps failing")
+        try:
+            num_bytes = sum(len(head) + memoryview(body).nbytes for _, (head, body) in records)
+            for block in await self._disk.compact(num_bytes):
+                self._counts.add(Tier.DISK, "corrupted")
+                self._catalog.lose(block, Tier.DISK)
+            wanted = [record for record in records if record[0].id in self._catalog]  # else a drop would not last
+            stored = await self._disk.write(wanted)
+            pins = [(meta.id, True) for meta, _ in stored if self._is_pinned(meta.id)]
+            if pins:
+                await self._disk.flush(pins)
+        except OSError:
+            self._disk_breaker.failed(time.monotonic())
+            raise
+        self._disk_breaker.succeeded()
+        return stored
+
+    async def _store_in_cold(self, records: Sequence[Write]) -> list[tuple[BlockMeta, int]]:
+        assert self._cold is not None
+        if self._cold.breaker.state == "closed":
+            return await self._put_in_cold(records)
+        # It may be down still: one record alone decides, or the breaker would refuse all others of the batch.
+        return [*await self._put_in_cold(records[:1]), *await self._put_in_cold(records[1:])]
+
+    async def _put_in_cold(self, records: Sequence[Write]) -> list[tuple[BlockMeta, int]]:
+        assert self._cold is not None
+        bodies = [bytes(head) + bytes(body) for _, (head, body) in records]
+        puts = [self._cold.put(meta, body) for (meta, _), body in zip(records, bodies, strict=True)]
+        results = await asyncio.gather(*puts, return_exceptions=True)
+        failures = [result for result in results if result is not None]
+        for failure in failures:
+            if not isinstance(failure, Unavailable):
+                raise failure
+        if failures and len(failures) == len(results):
+            raise failures[0]
+        self._counts.add(Tier.COLD, "failed", len(failures))
+        done = zip(records, bodies, results, strict=True)
+        return [(meta, len(body)) for (meta, _), body, result in done if result is None]
+
+    async def _from_disk(self, block: bytes) -> Record | None:
+        if self._disk is None or not self._catalog.is_in(block, Tier.DISK):
+            return None
+        with contextlib.suppress(HalfmoonError, OSError):
+            return await self._disk.read(block)
+        return None
+
+    def _is_pinned(self, block: bytes) -> bool:
+        entry = self._catalog.get(block)
+        return entry is not None and entry.pinned

@@ -1,0 +1,183 @@
+"""The cold tier: whole records in a store of objects that outlives this host, and that other stores may share.
+
+An object's name says which block it is and which one comes before it, so listing is enough to know what is there. Every
+operation has a time limit, at most a few run at once, and a breaker leaves a store alone that keeps failing: serving
+never waits for it longer than that, and goes on without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable
+from typing import Protocol, TypeVar
+
+from halfmoon.errors import NotFound, Unavailable
+from halfmoon.rpc.breaker import CircuitBreaker
+from services.kvstore.catalog.block_identity import ID_BYTES, TAG_BYTES, BlockMeta
+from services.kvstore.tiers.record import Record, decode_record
+
+log = logging.getLogger(__name__)
+
+PREFIX = "halfmoon-kv-v1/"
+_MAX_FORGOTTEN = 65_536  # ids to be deleted; what is over that stays until somebody lists
+_MAX_AT_ONCE = 8
+_ROOT = "first"
+
+Result = TypeVar("Result")
+
+
+class ColdClient(Protocol):
+    """A store of objects. Raises NotFound for what is absent, and anything else for what fails."""
+
+    async def put(self, name: str, data: bytes) -> None:
+        """Stores an object, as a whole or not at all."""
+        ...
+
+    async def get(self, name: str) -> bytes:
+        """The object."""
+        ...
+
+    async def delete(self, name: str) -> None:
+        """Deletes it; an absent one is no error."""
+        ...
+
+    def list(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
+        """(name, bytes) of every object whose name begins with `prefix`."""
+        ...
+
+    async def close(self) -> None:
+        """Ends its connections."""
+        ...
+
+
+class ColdTier:
+    """Owns how the object store is used. Which block goes when is the catalog's."""
+
+    def __init__(self, client: ColdClient, budget_bytes: int, timeout_s: float, breaker: CircuitBreaker) -> None:
+        self._client = client
+        self.budget_bytes = budget_bytes
+        self._timeout_s = timeout_s
+        self.breaker = breaker
+        self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
+        self._forgotten: dict[str, None] = {}
+        self._deleting = ""  # the one name whose deletion is under way
+        self._deletion = asyncio.Lock()
+        self._is_listing = False
+        self._deleted_of_late: set[str] = set()  # since the list under way began, which may name them
+        self.num_failures = 0
+
+    async def put(self, meta: BlockMeta, data: bytes) -> None:
+        """Stores one record. Raises Unavailable."""
+        name = object_name(meta)
+        was_forgotten = name in self._forgotten
+        self._forgotten.pop(name, None)
+        if name == self._deleting:
+            async with self._deletion:
+                pass  # it must not arrive after this
+        try:
+            await self._run(self._client.put(name, data))
+        except BaseException:
+            if was_forgotten:
+                self.forget(meta)
+            raise
+
+    async def get(self, meta: BlockMeta) -> Record:
+        """Raises NotFound, Unavailable, or DataLoss if what is there is not that block."""
+        return decode_record(await self._run(self._client.get(object_name(meta))), meta.id)
+
+    def forget(self, meta: BlockMeta) -> None:
+        """The catalog says that the block has left this tier; `sweep` deletes it."""
+        if len(self._forgotten) < _MAX_FORGOTTEN:
+            self._forgotten[object_name(meta)] = None
+
+    async def sweep(self) -> None:
+        """Deletes what was forgotten. Raises Unavailable; the rest is tried again next time."""
+        while self._forgotten:
+            async with self._deletion:
+                self._deleting = name = next(iter(self._forgotten))
+                del self._forgotten[name]
+                if self._is_listing:
+                    self._deleted_of_late.add(name)
+                try:
+                    await self._run(self._client.delete(name))
+                except BaseException:
+                    self._forgotten[name] = None
+                    raise
+                finally:
+                    self._deleting = ""
+
+    async def list(self, max_s: float) -> list[tuple[BlockMeta, int]]:
+        """Every block there with its size, each after its parent. Raises Unavailable; stops listing after `max_s`."""
+        found: list[tuple[BlockMeta, int]] = []
+        self._is_listing = True
+
+        async def collect() -> None:
+            async for name, num_bytes in self._client.list(PREFIX):
+                meta = parse_name(name)
+                if meta is not None:
+                    found.append((meta, num_bytes))
+
+        try:
+            await self._run(collect(), max_s)
+        finally:
+            gone = self._deleted_of_late | set(self._forgotten) | {self._deleting}
+            self._is_listing, self._deleted_of_late = False, set()
+        return sorted((item for item in found if object_name(item[0]) not in gone), key=lambda item: item[0].depth)
+
+    async def close(self) -> None:
+        """Ends the connections."""
+        await self._client.close()
+
+    async def _run(self, work: Awaitable[Result], timeout_s: float | None = None) -> Result:
+        """The one way to the client: raises NotFound for what is absent and Unavailable for every failure."""
+        if not self.breaker.allows(time.monotonic()):
+            _discard(work)
+            raise Unavailable("the cold tier is left alone for a while: it keeps failing")
+        try:
+            async with asyncio.timeout(timeout_s or self._timeout_s):
+                async with self._slots:
+                    result = await work
+        except NotFound:
+            self.breaker.succeeded()
+            raise
+        except Exception as err:  # a client's errors have no common root
+            self.num_failures += 1
+            self.breaker.failed(time.monotonic())
+            if self.breaker.state == "open":
+                log.warning("cold.failing", extra={"reason": f"{type(err).__name__}: {err}"[:300]})
+            raise Unavailable(f"the cold tier failed: {type(err).__name__}") from err
+        except BaseException:
+            if self.breaker.state == "trying":  # cancelled before it could tell
+                self.breaker.failed(time.monotonic())
+            raise
+        finally:
+            _discard(work)
+        self.breaker.succeeded()
+        return result
+
+
+def object_name(meta: BlockMeta) -> str:
+    """Where the record of a block is."""
+    parent = _ROOT if meta.parent is None else meta.parent[TAG_BYTES:].hex()
+    return f"{PREFIX}{meta.id[:TAG_BYTES].hex()}/{meta.id[TAG_BYTES:].hex()}-{parent}-{meta.depth}"
+
+
+def parse_name(name: str) -> BlockMeta | None:
+    """The block that a name is of; None if it is not one of ours."""
+    try:
+        tag, rest = name.removeprefix(PREFIX).split("/")
+        key, parent, depth = rest.split("-")
+        block = bytes.fromhex(tag + key)
+        before = None if parent == _ROOT else bytes.fromhex(tag + parent)
+        meta = BlockMeta(block, before, int(depth))
+    except ValueError:
+        return None
+    return meta if object_name(meta) == name and len(block) == ID_BYTES else None
+
+
+def _discard(work: object) -> None:
+    close = getattr(work, "close", None)  # a coroutine that was never awaited would warn
+    if close is not None:
+        close()

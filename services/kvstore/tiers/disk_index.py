@@ -1,0 +1,186 @@
+"""The disk tier's index: which record lies where, in SQLite. Blocking calls, all from one thread.
+
+A row is committed after its record is on the device, and a file is removed after no row names it: so whenever the
+process is killed, every row names a whole record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, LargeBinary, create_engine, delete, event, func, select, update
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.exc import DatabaseError
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from halfmoon.kv.layout import KVLayout
+from services.kvstore.catalog.block_identity import BlockMeta
+from services.kvstore.tiers.segments import Location
+
+_BATCH = 500
+
+
+class _Tables(DeclarativeBase):
+    """This index's metadata."""
+
+
+class BlockRow(_Tables):
+    """One record."""
+
+    __tablename__ = "blocks_v1"
+
+    id: Mapped[bytes] = mapped_column(LargeBinary, primary_key=True)
+    parent: Mapped[bytes | None] = mapped_column(LargeBinary)
+    depth: Mapped[int]
+    num_layers: Mapped[int]
+    num_kv_heads: Mapped[int]
+    head_dim: Mapped[int]
+    dtype: Mapped[str]
+    block_tokens: Mapped[int]
+    recompute_s: Mapped[float]
+    expires_at_s: Mapped[float | None]  # NULL: never
+    pinned: Mapped[bool]
+    segment: Mapped[int] = mapped_column(index=True)
+    offset: Mapped[int]
+    num_bytes: Mapped[int]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedBlock:
+    """One row."""
+
+    meta: BlockMeta
+    place: Location
+    pinned: bool
+
+
+class DiskIndex:
+    """Owns the SQLite file. Raises OSError for whatever SQLite cannot do, a full disk above all."""
+
+    def __init__(self, path: Path) -> None:
+        self._engine: Engine = create_engine(f"sqlite:///{path}")
+        event.listen(self._engine, "connect", _on_connect)
+        try:
+            _Tables.metadata.create_all(self._engine)
+        except DatabaseError as err:  # a damaged index: the blocks are a cache, and begin anew
+            self._engine.dispose()
+            if "malformed" not in str(err) and "not a database" not in str(err):
+                raise OSError(f"the disk tier's index cannot be opened: {err.orig}") from err
+            for file in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
+                file.unlink(missing_ok=True)
+            _Tables.metadata.create_all(self._engine)
+
+    def load(self) -> list[IndexedBlock]:
+        """Every row, each after its parent's."""
+        with self._begin() as connection:
+            rows = connection.execute(select(BlockRow.__table__).order_by(BlockRow.depth)).mappings()
+            return [_read(row) for row in rows]
+
+    def in_segment(self, segment: int) -> list[IndexedBlock]:
+        """The rows whose records lie in one file, in the order of the file."""
+        query = select(BlockRow.__table__).where(BlockRow.segment == segment).order_by(BlockRow.offset)
+        with self._begin() as connection:
+            return [_read(row) for row in connection.execute(query).mappings()]
+
+    def live_bytes(self) -> dict[int, int]:
+        """Bytes of all records of each file that a row names."""
+        query = select(BlockRow.segment, func.sum(BlockRow.num_bytes)).group_by(BlockRow.segment)
+        with self._begin() as connection:
+            return {segment: int(num_bytes) for segment, num_bytes in connection.execute(query)}
+
+    def apply(
+        self,
+        stored: Iterable[tuple[BlockMeta, Location]] = (),
+        removed: Iterable[bytes] = (),
+        moved: Iterable[tuple[bytes, Location]] = (),
+        pinned: Iterable[tuple[bytes, bool]] = (),
+    ) -> None:
+        """All of it, or nothing: first what was removed, then the rest."""
+        ids = list(removed)
+        with self._begin() as connection:
+            for start in range(0, len(ids), _BATCH):
+                connection.execute(delete(BlockRow).where(BlockRow.id.in_(ids[start : start + _BATCH])))
+            rows = [_written(meta, place) for meta, place in stored]
+            for start in range(0, len(rows), _BATCH):
+                statement = insert(BlockRow)
+                renewed = {name: statement.excluded[name] for name in rows[0] if name not in ("id", "pinned")}
+                connection.execute(
+                    statement.on_conflict_do_update(index_elements=["id"], set_=renewed), rows[start : start + _BATCH]
+                )
+            for block, place in moved:
+                where = {"segment": place.segment, "offset": place.offset, "num_bytes": place.num_bytes}
+                connection.execute(update(BlockRow).where(BlockRow.id == block).values(**where))
+            for block, is_pinned in pinned:
+                connection.execute(update(BlockRow).where(BlockRow.id == block).values(pinned=is_pinned))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._engine.dispose()
+
+    def _begin(self) -> Any:
+        return _Transaction(self._engine)
+
+
+class _Transaction:
+    """`engine.begin()` whose failures are OSErrors."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._context = engine.begin()
+
+    def __enter__(self) -> Any:
+        try:
+            return self._context.__enter__()
+        except DatabaseError as err:
+            raise OSError(f"the disk tier's index: {err.orig}") from err
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._context.__exit__(kind, error, trace)
+        except DatabaseError as err:
+            raise OSError(f"the disk tier's index: {err.orig}") from err
+        if isinstance(error, DatabaseError):
+            raise OSError(f"the disk tier's index: {error.orig}") from error
+
+
+def _on_connect(connection: Any, _: Any) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=NORMAL")
+    cursor.close()
+
+
+def _written(meta: BlockMeta, place: Location) -> dict[str, Any]:
+    layout = meta.layout
+    assert layout is not None
+    return {
+        "id": meta.id,
+        "parent": meta.parent,
+        "depth": meta.depth,
+        "num_layers": layout.num_layers,
+        "num_kv_heads": layout.num_kv_heads,
+        "head_dim": layout.head_dim,
+        "dtype": layout.dtype,
+        "block_tokens": layout.block_tokens,
+        "recompute_s": meta.recompute_s,
+        "expires_at_s": None if meta.expires_at_s == math.inf else meta.expires_at_s,
+        "pinned": False,
+        "segment": place.segment,
+        "offset": place.offset,
+        "num_bytes": place.num_bytes,
+    }
+
+
+def _read(row: Any) -> IndexedBlock:
+    layout = KVLayout(row["num_layers"], row["num_kv_heads"], row["head_dim"], row["dtype"], row["block_tokens"])
+    expires_at_s = math.inf if row["expires_at_s"] is None else row["expires_at_s"]
+    meta = BlockMeta(row["id"], row["parent"], row["depth"], layout, row["recompute_s"], expires_at_s)
+    return IndexedBlock(meta, Location(row["segment"], row["offset"], row["num_bytes"]), row["pinned"])
+
+
+def whole_rows(rows: Sequence[IndexedBlock], sizes: dict[int, int]) -> list[IndexedBlock]:
+    """Those whose record can be in its file, by the files' sizes."""
+    return [row for row in rows if row.place.offset + row.place.num_bytes <= sizes.get(row.place.segment, 0)]

@@ -1,0 +1,58 @@
+"""A step is full, or has all prompts that are ready, in their order; a long one leaves half to shorter ones."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmoon.policy.forecast.prefill_step import Chunk, Prompt, by_rank, form_step, work_s
+from halfmoon.policy.models.latency import PrefillModel
+
+STEP = 100
+
+
+def prompt(order: int, new_tokens: int, priority: int = 0, ready_s: float = -math.inf, known_tokens: int = 0) -> Prompt:
+    return Prompt(str(order), order, new_tokens, known_tokens, priority, ready_s, None)
+
+
+def sizes(*prompts: Prompt, now_s: float = 0.0) -> list[tuple[int, int]]:
+    return [(one.order, num_tokens) for one, num_tokens in form_step(by_rank(prompts), STEP, now_s)]
+
+
+def test_a_long_prompt_takes_what_shorter_ones_of_its_priority_leave_of_half() -> None:
+    assert sizes(prompt(0, 30), prompt(1, 70), prompt(2, 5)) == [(0, 30), (1, 70)]
+    assert sizes(prompt(0, 400), prompt(1, 30), prompt(2, 10)) == [(0, 60), (2, 10), (1, 30)]
+    assert sizes(prompt(0, 400), prompt(1, 45), prompt(2, 40)) == [(0, 50), (2, 40), (1, 10)]
+    assert sizes(prompt(0, 400), prompt(1, 30, priority=1)) == [(0, 100)]
+    assert sizes(prompt(0, 400, priority=1), prompt(1, 30)) == [(1, 30), (0, 70)]
+
+
+def test_who_waits_for_what_is_restored_is_not_in_it() -> None:
+    late = prompt(0, 50, ready_s=2.0)
+    assert sizes(late, prompt(1, 60)) == [(1, 60)]
+    assert sizes(late, prompt(1, 60), now_s=2.0) == [(0, 50), (1, 50)]
+
+
+def test_its_time_is_that_of_its_tokens_and_of_those_before_them() -> None:
+    step = [Chunk(prompt(0, 50, known_tokens=100), 50), Chunk(prompt(1, 90), 10)]
+    assert work_s(step, PrefillModel(0.5, 0.01, 0.001)) == 0.5 + 0.01 * 60 + 0.001 * (50 * 125 + 10 * 5)
+    assert work_s([], PrefillModel(0.5, 0.01, 0.001)) == 0.0
+
+
+waiting = st.tuples(st.integers(1, 250), st.integers(-1, 1), st.sampled_from([-math.inf, 1.0, 3.0]))
+
+
+@given(st.lists(waiting, max_size=8), st.floats(0, 4))
+def test_it_is_full_or_has_all_that_are_ready(rows: list[tuple[int, int, float]], now_s: float) -> None:
+    prompts = [prompt(order, *row) for order, row in enumerate(rows)]
+    step = form_step(by_rank(prompts), STEP, now_s)
+    ready = [one for one in prompts if one.ready_s <= now_s]
+    assert sum(num_tokens for _, num_tokens in step) == min(sum(one.new_tokens for one in ready), STEP)
+    assert all(0 < num_tokens <= one.new_tokens and one in ready for one, num_tokens in step)
+    assert len({one.order for one, _ in step}) == len(step)
+    if ready:
+        first = by_rank(ready)[0]
+        assert step[0].prompt is first
+        assert step[0].num_tokens >= min(first.new_tokens, STEP // 2)

@@ -1,0 +1,164 @@
+"""Latency models: exact data gives the model back, noise does not turn it negative, drift is followed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmoon.policy.models.latency import (
+    PrefillModel,
+    PrefillSample,
+    StepModel,
+    StepSample,
+    fit_prefill,
+    fit_step,
+    normal_equations,
+    profile_prefill,
+    profile_step,
+    step_equations,
+)
+from halfmoon.policy.models.refinement import PredictionErrors, WorkerLatency
+
+LENGTHS = [(new, cached) for new in (1, 64, 500, 4096) for cached in (0, 64, 10_000)]
+BATCHES = [(batch, batch * length) for batch in (1, 3, 16, 64) for length in (10, 400, 3000)]
+
+COEFFICIENT = st.floats(0, 1) | st.just(0.0)
+
+
+def prefills(model: PrefillModel, slower: float = 1.0) -> list[PrefillSample]:
+    return [PrefillSample(new, cached, slower * model.seconds(new, cached)) for new, cached in LENGTHS]
+
+
+def steps(model: StepModel, slower: float = 1.0) -> list[StepSample]:
+    return [StepSample(batch, context, slower * model.seconds(batch, context)) for batch, context in BATCHES]
+
+
+def test_the_formulas() -> None:
+    assert PrefillModel(1, 2, 4).seconds(10, 5) == 1 + 20 + 4 * 10 * 10
+    assert PrefillModel(1, 2, 4).seconds(0, 5) == 0
+    assert StepModel(1, 2, 3).seconds(4, 5) == 1 + 8 + 15
+
+
+@given(COEFFICIENT, COEFFICIENT, COEFFICIENT)
+def test_exact_data_gives_the_model_back(a: float, b: float, c: float) -> None:
+    prefill, step = PrefillModel(0.001 + a, b / 1e3, c / 1e6), StepModel(0.001 + a, b / 1e2, c / 1e5)
+    for found, true in ((fit_prefill(prefills(prefill)), prefill), (fit_step(steps(step)), step)):
+        assert found == pytest.approx(true, rel=1e-5, abs=1e-9)
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 10**5), st.floats(1e-3, 10)), min_size=1, max_size=8))
+def test_the_fit_is_the_best_non_negative_one(rows: list[tuple[int, int, float]]) -> None:
+    samples = [StepSample(*row) for row in rows]
+    found = np.array(fit_step(samples))
+    assert (found >= 0).all()
+    gram, moment = normal_equations(*step_equations(samples))
+    slope = gram @ found - moment  # of half the cost: zero where positive, not falling elsewhere
+    scale = np.sqrt(np.diag(gram)) * np.sqrt(len(rows))
+    assert (slope / scale > -1e-3).all()
+    assert abs(slope @ found) < 1e-3
+
+
+def test_without_samples_or_variety() -> None:
+    assert fit_prefill([]) == PrefillModel()
+    same = fit_step([StepSample(4, 400, 0.5)] * 3)
+    assert same.seconds(4, 400) == pytest.approx(0.5)
+
+
+def test_measurements_replace_a_wrong_start() -> None:
+    start, true = PrefillModel(0.01, 1e-4, 1e-9), PrefillModel(0.02, 3e-4, 2e-8)
+    latency = WorkerLatency(start, StepModel(0.01, 1e-3, 1e-6))
+    for _ in range(30):
+        latency.observe_prefills(prefills(true))
+    for new, cached in LENGTHS:
+        assert latency.prefill.seconds(new, cached) == pytest.approx(true.seconds(new, cached), rel=0.1)
+    assert latency.step == pytest.approx(StepModel(0.01, 1e-3, 1e-6), rel=1e-3)  # nobody measured it
+    latency.observe_steps(steps(StepModel(0.02, 2e-3, 2e-6)) * 30)
+    assert latency.step.seconds(16, 4000) == pytest.approx(0.06, rel=0.1)
+
+
+def test_what_was_measured_lately_counts() -> None:
+    latency, true = WorkerLatency(), StepModel(0.01, 1e-3, 1e-6)
+    latency.observe_steps(steps(true) * 50)
+    latency.observe_steps(steps(true, slower=2) * 200)
+    assert latency.step.seconds(16, 4000) == pytest.approx(2 * true.seconds(16, 4000), rel=0.05)
+
+
+def test_a_start_extrapolates_where_all_prompts_are_alike() -> None:
+    start = PrefillModel(0.01, 1e-4, 1e-8)
+    latency = WorkerLatency(start)
+    latency.observe_prefills([PrefillSample(512, 0, 2 * start.seconds(512))] * 200)
+    assert latency.prefill.seconds(512) == pytest.approx(2 * start.seconds(512), rel=0.05)
+    assert latency.prefill.seconds(4096) > start.seconds(4096)
+
+
+def test_a_pause_of_the_machine_is_not_the_work() -> None:
+    latency = WorkerLatency(PrefillModel(0, 1e-3, 0))
+    latency.observe_prefills([PrefillSample(100, 0, 0.1)] * 100)
+    latency.observe_prefills([PrefillSample(100, 0, 3600.0)])
+    assert latency.prefill.seconds(100) == pytest.approx(0.1)
+
+
+def test_a_start_that_is_wrong_by_far_is_left_behind() -> None:
+    latency = WorkerLatency(PrefillModel(0, 1e-6, 0))
+    for _ in range(100):
+        latency.observe_prefills([PrefillSample(100, 0, 1.0)] * 10)
+    assert latency.prefill.seconds(100) == pytest.approx(1.0, rel=0.1)
+
+
+def test_what_is_no_measurement_changes_nothing() -> None:
+    latency = WorkerLatency(PrefillModel(0, 1e-3, 0), StepModel(0.01))
+    latency.observe_prefills([PrefillSample(0, 10, 1.0), PrefillSample(5, 0, 0.0)])
+    latency.observe_steps([StepSample(0, 0, 0.01), StepSample(1, 1, 0.0)])
+    assert latency.prefill.seconds(50) == pytest.approx(0.05)
+    assert latency.step.seconds(9, 9) == pytest.approx(0.01)
+
+
+def test_errors() -> None:
+    errors = PredictionErrors(window=3)
+    assert errors.figures().num == 0
+    for predicted_s, measured_s in ((9.0, 1.0), (1.1, 1.0), (0.8, 1.0), (1.0, 0.0), (1.5, 1.0)):
+        errors.add(predicted_s, measured_s)
+    figures = errors.figures()
+    assert figures.num == 3
+    assert figures.mean_absolute == pytest.approx((0.1 + 0.2 + 0.5) / 3)
+    assert figures.median_absolute == pytest.approx(0.2)
+    assert figures.bias == pytest.approx((0.1 - 0.2 + 0.5) / 3)
+
+
+def test_a_worker_counts_its_errors() -> None:
+    latency = WorkerLatency(PrefillModel(0, 1e-3, 0))
+    latency.observe_prefills([PrefillSample(100, 0, 0.2)])
+    assert latency.errors["prefill"].bias == pytest.approx(-0.5)
+    latency.observe_steps([StepSample(1, 1, 0.1)])  # a model of zeros predicts nothing
+    assert latency.errors["step"].num == 0
+
+
+def test_a_profile_of_one_step_makes_no_token_free() -> None:
+    """A worker that started beside others had time for one step."""
+    model = profile_prefill([PrefillSample(64, 0, 0.6)])
+    assert model.seconds(64) == pytest.approx(0.6)
+    assert model.seconds(640) > 2 * model.seconds(64)
+    step = profile_step([StepSample(1, 64, 0.02)])
+    assert step.seconds(1, 64) == pytest.approx(0.02)
+    assert step.seconds(64, 64_000) > step.seconds(1, 64)
+    assert profile_prefill([]) == PrefillModel()
+    assert profile_step([]) == StepModel()
+
+
+def test_a_start_in_which_tokens_are_free_is_no_shape() -> None:
+    latency, true = WorkerLatency(PrefillModel(0.6, 0, 0)), PrefillModel(0.02, 1e-3, 0)
+    for number in range(40):
+        new = 16 + 37 * number % 180
+        latency.observe_prefills([PrefillSample(new, 0, true.seconds(new))])
+    for new in (16, 100, 200):
+        assert latency.prefill.seconds(new) == pytest.approx(true.seconds(new), rel=0.1)
+
+
+def test_a_profile_of_many_steps_is_what_was_measured() -> None:
+    true = PrefillModel(0.02, 1e-3, 2e-7)
+    rows = [(64, 0), (512, 0), (256, 0), (512, 512), (512, 0)]
+    model = profile_prefill([PrefillSample(*row, true.seconds(*row)) for row in rows])
+    for row in rows:
+        assert model.seconds(*row) == pytest.approx(true.seconds(*row), rel=0.05)

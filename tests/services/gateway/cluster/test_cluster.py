@@ -1,0 +1,120 @@
+"""What happens beside the requests must not end the gateway, nor take its workers away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from halfmoon.errors import DataLoss
+from halfmoon.pb.gateway_pb2 import WorkerLoad
+from halfmoon.policy.models.latency import PrefillSample
+from services.gateway.cluster.cluster import running_cluster
+from services.gateway.cluster.membership import Membership
+from services.gateway.cluster.token_streams import GatewayStopping
+from tests.services.gateway.fakes import FINGERPRINT, MODEL, FakeWorker, Fleet, Script, running_fleet, soon
+
+
+async def says_hello(fleet: Fleet) -> bool:
+    answer = await fleet.client.completions.create(model=MODEL, prompt="hi")
+    return bool(answer.choices[0].text == "hello")
+
+
+async def test_a_side_task_that_fails_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise RuntimeError("a bug")
+
+    async with running_cluster("g", Membership(FINGERPRINT, 1000.0)) as cluster:
+        await asyncio.wait({cluster.spawn(fail())})
+        await asyncio.sleep(0)
+    assert [record.message for record in caplog.records] == ["task.failed"]
+
+
+async def test_a_cancellation_for_a_worker_whose_channel_is_closed(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        worker = await fleet.add("b0", "both")
+        gone = fleet.cluster.worker("b0")
+        worker.end_registration.set()
+        await fleet.until(lambda: not fleet.placeable())
+        await gone.peer.close()
+        fleet.cluster.cancel_request(gone, "r.1")
+        await fleet.add("b1", "both")
+        assert await says_hello(fleet)
+
+
+async def test_a_cancellation_is_told_until_it_is_heard(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        worker = await fleet.add("b0", "both")
+        worker.refuse_cancels = [DataLoss("busy"), DataLoss("busy")]
+        fleet.cluster.cancel_request(fleet.cluster.worker("b0"), "r.1")
+        await soon(worker.calls.cancel_came.wait())
+        assert worker.calls.cancelled == ["r.1"]
+
+
+async def test_what_comes_after_the_end_does_no_harm(tmp_path: Path) -> None:
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.add("b0", "both")
+        late = fleet.cluster.worker("b0")
+    fleet.cluster.cancel_request(late, "r.1")
+    fleet.cluster.remove(late, DataLoss("late"))
+    with pytest.raises(GatewayStopping):
+        fleet.cluster.spawn(never())
+
+
+async def test_a_token_stream_that_cannot_be_read_is_opened_again(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.add("b0", "both", Script("hello"))
+        deliver, fleet.cluster.router.deliver = fleet.cluster.router.deliver, None  # type: ignore[assignment]
+        worker = fleet.by_address[fleet.cluster.worker("b0").member.identity.address]
+        worker.steps[fleet.cluster.gateway_id].put_nowait(DataLoss("the stream breaks; the next one cannot be read"))
+        async with asyncio.timeout(20):
+            while fleet.placeable():  # noqa: ASYNC110 (a broken token stream is no change of the membership)
+                await asyncio.sleep(0)
+        fleet.cluster.router.deliver = deliver  # type: ignore[method-assign]
+        await fleet.until(lambda: fleet.placeable() == {"b0"})
+        assert await says_hello(fleet)
+
+
+async def test_a_gateway_that_stood_still_expires_nobody(tmp_path: Path) -> None:
+    async def beat(worker: FakeWorker) -> None:
+        for sequence in range(1, 10_000):
+            worker.loads.put_nowait(WorkerLoad(sequence=sequence, free_blocks=100))
+            await asyncio.sleep(0.05)
+
+    async with running_fleet(tmp_path, heartbeat_interval_s=0.2) as fleet:
+        worker = await fleet.add("b0", "both")
+        member = fleet.cluster.worker("b0").member
+        beating = asyncio.ensure_future(beat(worker))
+        time.sleep(1)  # noqa: ASYNC251 (the process stands still; its workers' reports wait in the sockets)
+        async with asyncio.timeout(20):
+            while member.load.sequence < 5 and fleet.placeable():  # noqa: ASYNC110 (a report is no event)
+                await asyncio.sleep(0)
+        assert fleet.placeable() == {"b0"}
+        assert fleet.cluster.worker("b0").member is member
+        beating.cancel()
+
+
+async def test_a_worker_that_stands_still_is_expired_all_the_same(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path, heartbeat_interval_s=0.05) as fleet:
+        await fleet.add("b0", "both")
+        gone = fleet.cluster.worker("b0").gone
+        assert "missed heartbeats" in (await soon(asyncio.shield(gone))).message
+
+
+async def test_a_restored_prompt_teaches_nothing_of_computing(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.add("p0", "prefill")
+        membership = fleet.cluster.membership
+        [member] = membership.members()
+        for number in range(20):
+            membership.note_prefilled("", member, PrefillSample(10.0 + number, 0, 0.01 * (10 + number)), 0.0)
+        before = member.latency.prefill
+        for number in range(20):  # most of whose seconds were a slow link's
+            sample = PrefillSample(10.0, 40.0 + number, 5.0)
+            membership.note_prefilled("", member, sample, 0.0, was_restored=True)
+        assert member.latency.prefill == before

@@ -1,0 +1,92 @@
+"""Structured output at the front door: what the workers are told, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from halfmoon.pb.types_pb2 import Constraint
+from tests.services.gateway.fakes import MODEL, running_fleet
+
+SCHEMA = {"type": "object", "properties": {"ä": {"type": "integer"}}, "required": ["ä"]}
+HI = [{"role": "user", "content": "hi"}]
+OBJECT = '{"type": "object"}'
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "source"),
+    [
+        ({"response_format": {"type": "json_object"}}, Constraint.JSON_SCHEMA, OBJECT),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            Constraint.JSON_SCHEMA,
+            json.dumps(SCHEMA, ensure_ascii=False),
+        ),
+        ({"structured_outputs": {"json": OBJECT}}, Constraint.JSON_SCHEMA, OBJECT),
+        ({"structured_outputs": {"json": {"type": "object"}}}, Constraint.JSON_SCHEMA, OBJECT),
+        ({"structured_outputs": {"json_object": True}}, Constraint.JSON_SCHEMA, OBJECT),
+        ({"structured_outputs": {"regex": "a+"}}, Constraint.REGEX, "a+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Constraint.CHOICE, '["a", "b"]'),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Constraint.GRAMMAR, 'start: "a"'),
+    ],
+)
+async def test_the_constraint_goes_to_the_workers(
+    tmp_path: Path, body: dict[str, Any], kind: Constraint.Kind.ValueType, source: str
+) -> None:
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        prefill, _ = await fleet.pair()
+        for path, prompt in (("/v1/chat/completions", {"messages": HI}), ("/v1/completions", {"prompt": "x"})):
+            async with session.post(path, json={"model": MODEL, **prompt, **body}) as response:
+                assert response.status == 200, await response.text()
+        for request in prefill.calls.prefills:
+            constraint = request.generation.sampling.constraint
+            assert (constraint.kind, constraint.source) == (kind, source)
+
+
+async def test_text_is_no_constraint(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        prefill, _ = await fleet.pair()
+        extras: list[dict[str, Any]] = [{"response_format": {"type": "text"}}, {"structured_outputs": {}}]
+        for extra in extras:
+            async with session.post("/v1/completions", json={"model": MODEL, "prompt": "x", **extra}) as response:
+                assert response.status == 200, await response.text()
+        assert not any(one.generation.sampling.HasField("constraint") for one in prefill.calls.prefills)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "reason"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "goes with"),
+        ({"structured_outputs": {"json": {"type": "nonsense"}}}, "structured_outputs", "nonsense"),
+        ({"structured_outputs": {"regex": "["}}, "structured_outputs", "regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "several"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "send one",
+        ),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "leave it out"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens", "leave it out"),
+        ({"guided_json": OBJECT}, "guided_json", "structured_outputs"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name(tmp_path: Path, body: dict[str, Any], param: str, reason: str) -> None:
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        await fleet.pair()
+        async with session.post("/v1/completions", json={"model": MODEL, "prompt": "x", **body}) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["param"]) == (400, param), error
+            assert param in error["message"]
+            assert reason in error["message"]

@@ -1,0 +1,207 @@
+"""Tools: rendered by the template, called by the model or by force, found in its text, streamed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmoon.pb.types_pb2 import Constraint
+from services.gateway.replies.tool_parsers import (
+    PARSERS,
+    CallPart,
+    NamedCall,
+    RequiredCalls,
+    ToolFormat,
+    ToolParser,
+    format_of_template,
+)
+from tests.services.gateway import fakes
+from tests.services.gateway.fakes import MODEL, Script, running_fleet, served_model
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "time"}},
+]
+ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>'
+TWO = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(autouse=True)
+def _model_with_tools(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    tool_format: ToolFormat = "llama3_json" if request.node.name.startswith("test_llama3") else "hermes"
+    model = dataclasses.replace(served_model(), tool_format=tool_format, context_tokens=2_000)
+    monkeypatch.setattr(fakes, "served_model", lambda aliases: model)
+    monkeypatch.setattr(fakes, "CONTEXT_TOKENS", 2_000)
+
+
+def calls_of(message: Any) -> list[tuple[str, Any]]:
+    return [(one.function.name, json.loads(one.function.arguments)) for one in message.tool_calls or ()]
+
+
+async def test_the_model_decides(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script(f"Let me see.{ONE}\n{TWO}"))
+        answer = await fleet.client.chat.completions.create(model=MODEL, messages=HI, tools=TOOLS)
+        stream = await fleet.client.chat.completions.create(model=MODEL, messages=HI, tools=TOOLS, stream=True)
+        chunks = [chunk.choices[0] async for chunk in stream]
+        prompt = bytes(prefill.calls.prefills[0].generation.prompt_token_ids).decode()
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+    assert calls_of(choice.message) == [("weather", {"city": "Rom"}), ("time", {})]
+    assert len({one.id for one in choice.message.tool_calls or ()}) == 2
+    deltas = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert [(call.index, call.function and call.function.name) for call in deltas] == [(0, "weather"), (1, "time")]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "Let me see."
+    assert chunks[-1].finish_reason == "tool_calls"
+    assert prompt.startswith(f"tools:{json.dumps(TOOLS)}\n")
+
+
+async def test_none_means_no_tools(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script(ONE))
+        answer = await fleet.client.chat.completions.create(model=MODEL, messages=HI, tools=TOOLS, tool_choice="none")
+        assert answer.choices[0].message.content == ONE
+        assert b"tools" not in bytes(prefill.calls.prefills[0].generation.prompt_token_ids)
+
+
+async def test_a_named_tool_is_forced_and_its_arguments_stream(tmp_path: Path) -> None:
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    asked: dict[str, Any] = {"model": MODEL, "messages": HI, "tools": TOOLS, "tool_choice": named}
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script('{"city": "Rom"}'))
+        answer = await fleet.client.chat.completions.create(**asked)
+        chunks = [chunk.choices[0] async for chunk in await fleet.client.chat.completions.create(**asked, stream=True)]
+        constraint = prefill.calls.prefills[0].generation.sampling.constraint
+    assert (constraint.kind, json.loads(constraint.source)) == (Constraint.JSON_SCHEMA, PARAMETERS)
+    assert calls_of(answer.choices[0].message) == [("weather", {"city": "Rom"})]
+    assert answer.choices[0].finish_reason == "stop"
+    deltas = [call.function for chunk in chunks for call in chunk.delta.tool_calls or () if call.function]
+    assert [one.name for one in deltas if one.name] == ["weather"]
+    assert len(deltas) > 1
+    assert "".join(one.arguments or "" for one in deltas) == '{"city": "Rom"}'
+
+
+async def test_some_tool_is_required(tmp_path: Path) -> None:
+    text = '[{"name": "weather", "parameters": {"city": "Rom"}}, {"name": "time", "parameters": {}}]'
+    asked: dict[str, Any] = {"model": MODEL, "messages": HI, "tools": TOOLS, "tool_choice": "required"}
+    async with running_fleet(tmp_path) as fleet:
+        prefill, _ = await fleet.pair(Script(text))
+        answer = await fleet.client.chat.completions.create(**asked)
+        await fleet.client.chat.completions.create(**asked, parallel_tool_calls=False)
+        schemas = [json.loads(one.generation.sampling.constraint.source) for one in prefill.calls.prefills]
+    assert calls_of(answer.choices[0].message) == [("weather", {"city": "Rom"}), ("time", {})]
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert answer.choices[0].message.content is None
+    assert [schema.get("maxItems") for schema in schemas] == [None, 1]
+
+
+async def test_llama3_calls(tmp_path: Path) -> None:
+    async with running_fleet(tmp_path) as fleet:
+        await fleet.pair(Script('{"name": "weather", "parameters": {"city": "Rom"}}'))
+        answer = await fleet.client.chat.completions.create(model=MODEL, messages=HI, tools=TOOLS)
+    assert calls_of(answer.choices[0].message) == [("weather", {"city": "Rom"})]
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tool_choice": "required", "min_tokens": 3}, "min_tokens"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name(tmp_path: Path, extra: dict[str, Any], param: str) -> None:
+    body = {"model": MODEL, "messages": HI, "tools": TOOLS, **extra}
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        await fleet.pair()
+        async with session.post("/v1/chat/completions", json=body) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["param"]) == (400, param), error
+
+
+async def test_a_model_without_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fakes, "served_model", served_model)
+    async with running_fleet(tmp_path) as fleet:
+        with pytest.raises(openai.BadRequestError, match="chat template") as caught:
+            await fleet.client.chat.completions.create(model=MODEL, messages=HI, tools=TOOLS)
+        assert caught.value.param == "tools"
+
+
+def test_formats_of_templates() -> None:
+    assert format_of_template(None) is None
+    assert format_of_template("{{ messages }}") is None
+    assert format_of_template("{% if tools %}<tool_call>{% endif %}") == "hermes"
+    assert format_of_template('{% if tools %}{"name": "parameters": }"parameters"{% endif %}') == "llama3_json"
+    assert format_of_template("{% if tools %}[TOOL]{% endif %}") is None
+
+
+def parsed(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    found = [one for piece in pieces for one in parser.push(piece)] + parser.flush()
+    calls: list[tuple[str, str]] = []
+    for one in found:
+        if isinstance(one, CallPart):
+            if one.name is not None:
+                assert one.id
+                calls.append((one.name, ""))
+            calls[one.index] = (calls[one.index][0], calls[one.index][1] + one.arguments)
+    return "".join(one for one in found if isinstance(one, str)), calls
+
+
+CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("hermes", "just text", "just text", []),
+    ("hermes", "a < b <tool", "a < b <tool", []),
+    ("hermes", f"a{ONE}b{TWO}", "ab", [("weather", '{"city": "Rom"}'), ("time", "{}")]),
+    ("hermes", f"{ONE} \n{TWO}\n\nb\n", "b\n", [("weather", '{"city": "Rom"}'), ("time", "{}")]),
+    ("hermes", ONE.removesuffix("</tool_call>"), "", [("weather", '{"city": "Rom"}')]),
+    ("hermes", "x<tool_call>no call</tool_call>y", "x<tool_call>no call</tool_call>y", []),
+    ("hermes", "<tool_call>{", "<tool_call>{", []),
+    ("llama3_json", " plain", " plain", []),
+    ("llama3_json", "{not a call", "{not a call", []),
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}}; {"name": "g"}', "", [("f", '{"a": 1}'), ("g", "{}")]),
+    ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", "{}")]),
+    (
+        "required",
+        '[{"name": "f", "parameters": {"a": "]"}}, {"name": "g", "parameters": {}}]',
+        "",
+        [("f", '{"a": "]"}'), ("g", "{}")],
+    ),
+    ("named", '{"a": 1}', "", [("f", '{"a": 1}')]),
+]
+
+
+@given(st.sampled_from(CASES), st.data())
+def test_pieces_do_not_matter(case: tuple[str, str, str, list[tuple[str, str]]], data: st.DataObject) -> None:
+    kind, text, content, calls = case
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    makers: dict[str, Callable[[], ToolParser]] = {
+        **{str(name): maker for name, maker in PARSERS.items()},
+        "required": RequiredCalls,
+        "named": lambda: NamedCall("f"),
+    }
+    assert parsed(makers[kind](), pieces) == (content, calls)

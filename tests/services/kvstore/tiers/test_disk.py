@@ -1,0 +1,219 @@
+"""The disk tier by itself: what it brings back, what it makes of damage, how it keeps to its budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmoon.errors import DataLoss, InvalidRequest, NotFound
+from halfmoon.kv.entry_codec import EntryCodec
+from services.kvstore.catalog.block_identity import block_id
+from services.kvstore.tiers.disk import DiskTier, Write
+from services.kvstore.tiers.record import HEADER_BYTES, decode_record, encode_record
+from tests.services.kvstore.blocks import LAYOUT, content, key, meta
+
+RECORD_BYTES = HEADER_BYTES + LAYOUT.block_bytes
+IDS = [block_id(key(n)) for n in range(200)]
+
+
+@asynccontextmanager
+async def opened(directory: Path, budget_bytes: int = 1 << 20) -> AsyncIterator[DiskTier]:
+    """The tier, with all that was there admitted."""
+    tier = DiskTier(directory, budget_bytes)
+    for row in tier.recovered():
+        tier.admit(row)
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+def record(block: bytes) -> Write:
+    return meta(block), encode_record(meta(block), EntryCodec(), content(block))
+
+
+async def whole(tier: DiskTier, block: bytes) -> bool:
+    return bytes((await tier.read(block)).payload) == content(block)
+
+
+def block_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.blocks"))
+
+
+async def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        stored = await tier.write([record(block) for block in IDS[:3]])
+        assert [num_bytes for _, num_bytes in stored] == [RECORD_BYTES] * 3
+        assert await whole(tier, IDS[1])
+        tier.forget(IDS[2])
+    async with opened(tmp_path) as tier:
+        assert await whole(tier, IDS[0])
+        assert await whole(tier, IDS[1])
+        with pytest.raises(NotFound):
+            await tier.read(IDS[2])
+
+
+async def test_the_tail_that_no_row_names_is_cut_off(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await tier.write([record(IDS[0])])
+    [file] = block_files(tmp_path)
+    with file.open("ab") as stream:
+        stream.write(b"half a record")
+    (tmp_path / "00000777.blocks").write_bytes(b"a file that no row names")
+    async with opened(tmp_path) as tier:
+        assert await whole(tier, IDS[0])
+        assert block_files(tmp_path) == [file]
+        assert file.stat().st_size == RECORD_BYTES
+        await tier.write([record(IDS[1])])
+        assert file.stat().st_size == RECORD_BYTES, "an old file is never appended to"
+
+
+async def test_rows_without_their_bytes_are_dropped(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await tier.write([record(IDS[0]), record(IDS[1])])
+    [file] = block_files(tmp_path)
+    os.truncate(file, RECORD_BYTES + 5)
+    tier = DiskTier(tmp_path, 1 << 20)
+    assert [row.meta.id for row in tier.recovered()] == [IDS[0]]
+    await tier.close()
+
+
+@pytest.mark.parametrize("offset", [0, 5, 20, HEADER_BYTES - 1, HEADER_BYTES, RECORD_BYTES - 1])
+async def test_a_flipped_bit_is_data_loss(tmp_path: Path, offset: int) -> None:
+    async with opened(tmp_path) as tier:
+        await tier.write([record(IDS[0])])
+        [file] = block_files(tmp_path)
+        data = bytearray(file.read_bytes())
+        data[offset] ^= 4
+        file.write_bytes(data)
+        with pytest.raises(DataLoss):
+            await tier.read(IDS[0])
+
+
+async def test_a_missing_file_is_data_loss(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await tier.write([record(IDS[0])])
+        block_files(tmp_path)[0].unlink()
+        with pytest.raises(DataLoss):
+            await tier.read(IDS[0])
+
+
+async def test_a_damaged_index_begins_anew(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await tier.write([record(IDS[0])])
+    (tmp_path / "index.sqlite").write_bytes(b"not a database" * 1000)
+    async with opened(tmp_path) as tier:
+        with pytest.raises(NotFound):
+            await tier.read(IDS[0])
+        await tier.write([record(IDS[0])])
+        assert await whole(tier, IDS[0])
+
+
+async def test_files_stay_within_the_budget_however_much_is_replaced(tmp_path: Path) -> None:
+    budget = 64 * RECORD_BYTES
+    async with opened(tmp_path, budget) as tier:
+        live: list[bytes] = []
+        for block in IDS:
+            while (len(live) + 1) * RECORD_BYTES > tier.live_budget_bytes:
+                tier.forget(live.pop(len(live) // 2))
+            assert await tier.compact(RECORD_BYTES) == []
+            await tier.write([record(block)])
+            live.append(block)
+            assert sum(file.stat().st_size for file in block_files(tmp_path)) == tier.file_bytes <= budget
+        assert tier.num_compacted > 3
+        assert [await whole(tier, block) for block in live] == [True] * len(live)
+    async with opened(tmp_path, budget) as tier:
+        assert [await whole(tier, block) for block in live] == [True] * len(live)
+
+
+async def test_compaction_tells_what_it_found_damaged(tmp_path: Path) -> None:
+    async with opened(tmp_path, 64 * RECORD_BYTES) as tier:  # four records in a file
+        await tier.write([record(block) for block in IDS[:48]])
+        for block in IDS[:48:2]:
+            tier.forget(block)
+        for file in block_files(tmp_path):
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        damaged = await tier.compact(60 * RECORD_BYTES)
+        assert set(damaged) == set(IDS[3:48:4])
+        assert [await whole(tier, block) for block in IDS[1:48:4]] == [True] * 12
+
+
+async def test_a_write_that_fails_leaves_nothing_and_the_next_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as tier:
+        await tier.write([record(IDS[0])])
+        real = os.write
+
+        def full(file: int, data: memoryview) -> int:
+            real(file, data[:100])
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            await tier.write([record(IDS[1]), record(IDS[2])])
+        with pytest.raises(OSError, match="No space"):
+            await tier.write([record(IDS[2])])
+        monkeypatch.undo()
+        assert [file.stat().st_size for file in block_files(tmp_path)] == [RECORD_BYTES]
+        with pytest.raises(NotFound):
+            await tier.read(IDS[1])
+        await tier.write([record(IDS[1])])
+        assert await whole(tier, IDS[0])
+        assert await whole(tier, IDS[1])
+
+
+async def test_a_pin_lasts(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await tier.write([record(IDS[0]), record(IDS[1])])
+        await tier.flush([(IDS[1], True)])
+    tier = DiskTier(tmp_path, 1 << 20)
+    assert {row.meta.id: row.pinned for row in tier.recovered()} == {IDS[0]: False, IDS[1]: True}
+    await tier.close()
+
+
+@given(st.binary(max_size=200))
+def test_what_is_not_a_record_is_data_loss(data: bytes) -> None:
+    with pytest.raises(DataLoss):
+        decode_record(data, IDS[0])
+
+
+def test_a_record_says_all_about_its_block() -> None:
+    wanted = replace(meta(IDS[1], IDS[0], 7), recompute_s=0.25, expires_at_s=99.5)
+    head, payload = encode_record(wanted, EntryCodec.parse("int8+zstd"), b"payload")
+    got = decode_record(head + payload, IDS[1])
+    assert (got.meta, str(got.codec), bytes(got.payload)) == (wanted, "int8+zstd", b"payload")
+    with pytest.raises(DataLoss):
+        decode_record(head + payload, IDS[0])
+
+
+@pytest.mark.parametrize("name", ["raw", "lz4", "zstd", "int8", "int4", "fp8", "int8+zstd", "int4+lz4"])
+def test_codecs_by_name(name: str) -> None:
+    codec = EntryCodec.parse(name)
+    assert str(codec) == name
+    cells = content(IDS[0])
+    payload = codec.encode(cells, LAYOUT)
+    got = codec.decode(payload, LAYOUT)
+    assert got.nbytes == LAYOUT.block_bytes
+    if name in ("raw", "lz4", "zstd"):
+        assert bytes(got) == cells
+    else:
+        assert memoryview(payload).nbytes < LAYOUT.block_bytes
+    if name != "raw":
+        with pytest.raises((DataLoss, InvalidRequest)):
+            codec.decode(memoryview(payload)[: LAYOUT.block_bytes // 4], LAYOUT)
+
+
+@pytest.mark.parametrize("name", ["", "gzip", "int8+int4", "lz4+zstd", "none", "int8+"])
+def test_what_is_no_codec(name: str) -> None:
+    with pytest.raises(InvalidRequest):
+        EntryCodec.parse(name)
