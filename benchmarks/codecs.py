@@ -31,7 +31,7 @@ from halfmoon.engine.tokenizer import Tokenizer
 from halfmoon.kv.codec import Codec, decode, encode, encoded_bytes
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.frame import plan_frames
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 _BLOCK_TOKENS = 64
 

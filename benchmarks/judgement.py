@@ -1,4 +1,4 @@
-"""What it costs to admit or refuse a request whose prompt is known: `Gatekeeper.decide`, among busy workers.
+"""What it costs to admit or refuse a request whose prompt is known: `AdmissionController.decide`, among busy workers.
 
     python -m benchmarks.judgement [--prompt-tokens 131072] [--requests 60]
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.models.latency import PrefillModel, StepModel
@@ -81,7 +81,7 @@ def workers(scene: Scene) -> Iterator[WorkerView]:
             )
 
 
-def fill(gate: Gatekeeper, view: ClusterView, scene: Scene) -> None:
+def fill(gate: AdmissionController, view: ClusterView, scene: Scene) -> None:
     """Requests that decode, and prompts of up to 16,000 tokens that wait, at second 0."""
     rng, free = random.Random(0), QosClass("default")
     num_decoding = scene.num_decoding * scene.num_workers
@@ -117,12 +117,12 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{'workers':>9} {'one host':>8} {'queued':>6} {'decoding':>8} {' '.join(f'{kind:>18}' for kind in KINDS)}")
     for scene in SCENES:
-        view, gate = ClusterView(workers(scene)), Gatekeeper("off", PlacementRules(), random.Random(0))
+        view, gate = ClusterView(workers(scene)), AdmissionController("off", PlacementRules(), random.Random(0))
         fill(gate, view, scene)
         gate.mode = "predicted"
         shown, request = [], PlacementRequest(args.prompt_tokens, 1_000)
         for kind, qos in KINDS.items():
-            unread = partial(gate.refuse_unread, view, 0, has_gaps=True, qos=qos)
+            unread = partial(gate.reject_early, view, 0, has_gaps=True, qos=qos)
             decided = partial(gate.decide, view, request, qos)
             judge = (lambda now_s, unread=unread: unread(now_s=now_s)) if kind == "unread" else decided
             seconds = time_each(judge, args.requests)

@@ -21,7 +21,7 @@ from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.engine.tokenizer import Tokenizer
 from halfmoon.kv.codec.lossless import Lossless, compress
 from halfmoon.kv.entry_codec import EntryCodec
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 NAMES = (
     "lz4",

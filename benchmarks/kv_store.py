@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.rpc.chain import Chain
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.metrics import RpcMetrics

@@ -31,7 +31,7 @@ from prometheus_client import CollectorRegistry
 from benchmarks.kv_handover import WORKER, hand_over, process, work
 from halfmoon.kv.codec import Codec, decode, encode
 from halfmoon.kv.frame import KVRange, plan_frames
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.receiver import Effect, Write
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer

@@ -34,11 +34,19 @@ from benchmarks.planner_effective import show_effective
 from benchmarks.planner_kernels import show_kernels
 from benchmarks.planner_peer import recommended
 from benchmarks.planner_steady import show_steady
-from halfmoon.plan.fleet import read_fleet
-from halfmoon.plan.problem import Question, default_rules
+from halfmoon.plan.node_pools import read_fleet
+from halfmoon.plan.problem import PlanningProblem, default_rules
 from halfmoon.plan.search.goodput import Goal
 from halfmoon.policy.placement.ranking import PlacementMode
-from halfmoon.sim.cluster.cluster_spec import Batching, BatchLimits, ClusterSpec, Network, Targets, TbtOf, WorkerGroup
+from halfmoon.sim.cluster.cluster_spec import (
+    Batching,
+    BatchLimits,
+    ClusterSpec,
+    Network,
+    SloTargets,
+    TbtOf,
+    WorkerGroup,
+)
 from halfmoon.sim.latency_sources.aiconfigurator import KernelTimes
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, median_error
@@ -78,14 +86,14 @@ def colocated(model: LatencyModel, num: int, batching: Batching, max_batch_token
     return ClusterSpec((WorkerGroup("both", num, model, limits),), NETWORK)
 
 
-def capacities(spec: ClusterSpec, workload: Workload, wanted: Sequence[Targets]) -> list[float]:
+def capacities(spec: ClusterSpec, workload: Workload, wanted: Sequence[SloTargets]) -> list[float]:
     """For each of the targets, the highest multiple of the trace's rate at which enough requests meet them."""
 
     @cache
     def run(factor: float) -> SimResult:
         return simulate(spec, workload.scaled(factor))
 
-    def holds(targets: Targets, factor: float) -> bool:
+    def holds(targets: SloTargets, factor: float) -> bool:
         return run(factor).attainment(targets).joint >= ATTAINMENT
 
     return [_capacity(partial(holds, targets)) for targets in wanted]
@@ -158,7 +166,7 @@ def show_placement(args: argparse.Namespace) -> None:
 def show_capacity(args: argparse.Namespace) -> None:
     """Disaggregated against colocated, of equal size, at three TBT targets, by two ways to take a request's TBT."""
     workload, model = _trace(args), big_worker(args.latency)
-    wanted = [Targets(TTFT_S, tbt_s=ms / 1000, tbt_of=of) for of in get_args(TbtOf) for ms in (100, 200, 300)]
+    wanted = [SloTargets(TTFT_S, tbt_s=ms / 1000, tbt_of=of) for of in get_args(TbtOf) for ms in (100, 200, 300)]
     pulled = split(model, 10, 10)
     pushed = replace(pulled, network=replace(NETWORK, handover="push"))
     specs = pushed, pulled, colocated(model, 20, "prefill-first", 1 << 17), colocated(model, 20, "chunked")
@@ -174,7 +182,7 @@ def show_capacity(args: argparse.Namespace) -> None:
 def show_ratio(args: argparse.Namespace) -> None:
     """Capacity by how sixteen workers are divided."""
     workload, model = _trace(args), big_worker(args.latency)
-    wanted = [Targets(TTFT_S, tbt_s=ms / 1000, tbt_of="longest-tenth") for ms in (100, 200, 300)]
+    wanted = [SloTargets(TTFT_S, tbt_s=ms / 1000, tbt_of="longest-tenth") for ms in (100, 200, 300)]
     print("| P : D | capacity at 30 s and 100 ms | 200 ms | 300 ms |")
     print("|---|---|---|---|")
     for num_prefill in (4, 6, 8, 10, 12, 14):
@@ -206,9 +214,9 @@ def show_averages_and_bursts(args: argparse.Namespace) -> None:
     """Llama-2-70B on up to 32 H100."""
     fleet = read_fleet("h100", 4, 8, {})
     sources = {"h100": latency_source("roofline:llama-2-70b" if args.latency == MODEL else args.latency)}
-    goal = Goal(Targets(ttft_s=1.0, tpot_s=0.1), ATTAINMENT)
+    goal = Goal(SloTargets(ttft_s=1.0, tpot_s=0.1), ATTAINMENT)
     rules = default_rules(fleet, sources, MAX_RUNNING)
-    question = Question(sources, fleet, _trace(args), goal, rules, shape=MODELS["llama-2-70b"])
+    question = PlanningProblem(sources, fleet, _trace(args), goal, rules, shape=MODELS["llama-2-70b"])
     peers = {"aiconfigurator": recommended} if isinstance(sources["h100"], KernelTimes) else {}
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         show_bursts(question, pool, peers)

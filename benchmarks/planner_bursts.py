@@ -17,7 +17,7 @@ import numpy as np
 
 from halfmoon.plan.layout import Layout, WorkerKind, WorkerSet
 from halfmoon.plan.layout_trial import layout_trial
-from halfmoon.plan.problem import Question
+from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.evaluation import judged
 from halfmoon.plan.search.feasible import models
 from halfmoon.plan.search.search import search
@@ -28,11 +28,11 @@ from halfmoon.sim.workloads.workload import Workload
 
 _MINUTE_S = 60.0
 
-Peer = Callable[[Question, float], Mapping[str, Layout]]
+Peer = Callable[[PlanningProblem, float], Mapping[str, Layout]]
 """Another planner's layouts for a rate, by its kinds of them."""
 
 
-def show_bursts(question: Question, pool: Executor, peers: Mapping[str, Peer]) -> None:
+def show_bursts(question: PlanningProblem, pool: Executor, peers: Mapping[str, Peer]) -> None:
     """The rate is the trace's own; who plans by averages is told the mean rate, or that of the busiest minute."""
     trace, rate_per_s = question.workload, question.workload.rate_per_s
     question = replace(question, rate_per_s=rate_per_s, objective="gpus")
@@ -64,7 +64,7 @@ def show_bursts(question: Question, pool: Executor, peers: Mapping[str, Peer]) -
         print(f"| {how} | {layout} | {layout.num_gpus} | {found.attainment.joint:.1%} | {times} |", flush=True)
 
 
-def by_averages(question: Question, known: Mapping[WorkerKind, LatencyModel], rate_per_s: float) -> Layout:
+def by_averages(question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel], rate_per_s: float) -> Layout:
     """The fewest GPUs whose capacity in a steady state is the rate."""
     roles: tuple[Role, ...] = ("prefill", "decode", "both")
     held = {
@@ -84,7 +84,7 @@ def _layouts(held: Mapping[tuple[Role, WorkerKind], float], rate_per_s: float) -
     yield from (Layout(pair) for pair in product(workers("prefill"), workers("decode")))
 
 
-def _capacity_per_s(role: Role, model: LatencyModel, workload: Workload, question: Question) -> float:
+def _capacity_per_s(role: Role, model: LatencyModel, workload: Workload, question: PlanningProblem) -> float:
     """Of one worker that is busy all the time with requests of mean length; 0 where it misses a target even so."""
     prompt, output = float(workload.prompt_tokens.mean()), float(workload.output_tokens.mean())
     prefill_s, context = model.prefill_s(prompt), prompt + output / 2

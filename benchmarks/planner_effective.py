@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Targets
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, SloTargets
 from halfmoon.sim.result import quantiles
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.workloads.workload import Workload
@@ -23,7 +23,7 @@ def show_effective(systems: Mapping[str, ClusterSpec], workload: Workload, ttft_
     ours: list[float] = []
     for name, spec in systems.items():
         found = simulate(spec, workload)
-        shares = [found.attainment(Targets(ttft_s, tbt_s=ms / 1000, tbt_of="longest-tenth")).joint for ms in TBT_MS]
+        shares = [found.attainment(SloTargets(ttft_s, tbt_s=ms / 1000, tbt_of="longest-tenth")).joint for ms in TBT_MS]
         ours = ours or shares
         gains = ", ".join(f"{best / one - 1:+.0%}" if one else "–" for best, one in zip(ours, shares, strict=True))
         cells = " | ".join(f"{one:.1%}" for one in shares)

@@ -31,7 +31,7 @@ from halfmoon.profiling.sweep import SweepLimits
 from halfmoon.replay.cluster import found_gateway
 from halfmoon.replay.outcome import Outcome
 from halfmoon.replay.player import played
-from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Targets
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, SloTargets
 from halfmoon.sim.cluster.spec_file import read_cluster
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, read_profile, write_profile
 from halfmoon.sim.simulation import simulate
@@ -157,7 +157,7 @@ def _print_rate(args: argparse.Namespace, layout: str, rate: float) -> None:
     rows = np.array(json.loads(_outcomes_file(args, layout, rate).read_text()))
     found = simulate(spec, _workload(args, rate, args.requests, block=0), args.seed)
     assert not rows[:, 2].any(), "prompts were cached: nothing is compared with what was simulated"
-    targets = [Targets(a * ttft_s, b * tpot_s) for a, b in MULTIPLES]
+    targets = [SloTargets(a * ttft_s, b * tpot_s) for a, b in MULTIPLES]
     predicted = _figures(found.ttft_s, found.tpot_s, [found.attainment(one).joint for one in targets])
     met = [float(((rows[:, 0] <= one.ttft_s) & (rows[:, 1] <= one.tpot_s)).sum() / args.requests) for one in targets]
     measured = _figures(rows[:, 0], rows[:, 1], met)

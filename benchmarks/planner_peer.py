@@ -15,12 +15,12 @@ from time import process_time
 from typing import Any
 
 from halfmoon.plan.layout import Layout, Parallelism, WorkerKind, WorkerSet
-from halfmoon.plan.problem import Question
+from halfmoon.plan.problem import PlanningProblem
 from halfmoon.policy.view.cluster_view import Role
 from halfmoon.sim.latency_sources.aiconfigurator import SYSTEMS, KernelTimes, llama_config
 
 
-def recommended(question: Question, rate_per_s: float) -> Mapping[str, Layout]:
+def recommended(question: PlanningProblem, rate_per_s: float) -> Mapping[str, Layout]:
     """Its best layout of workers that do both, and its best one of separate workers, on the first kind of GPU."""
     gpu = question.fleet.pools[0].gpu.name
     source, targets = question.sources[gpu], question.goal.targets

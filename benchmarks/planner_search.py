@@ -20,17 +20,17 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from halfmoon.plan.fleet import Fleet, NodePool
 from halfmoon.plan.layout import Layout, Parallelism, Rules, WorkerKind, WorkerSet
 from halfmoon.plan.layout_trial import layout_trial
-from halfmoon.plan.problem import Question
+from halfmoon.plan.node_pools import Fleet, NodePool
+from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.feasible import NoLayout, models, options
 from halfmoon.plan.search.goodput import Goal, goodput_per_s
 from halfmoon.plan.search.objective import Rated
-from halfmoon.plan.search.phases import half_trial
+from halfmoon.plan.search.phases import phase_trial
 from halfmoon.plan.search.search import search
 from halfmoon.policy.view.cluster_view import Role
-from halfmoon.sim.cluster.cluster_spec import BatchLimits, Network, Targets
+from halfmoon.sim.cluster.cluster_spec import BatchLimits, Network, SloTargets
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients, Engine
 from halfmoon.sim.latency_sources.hardware import device
 from halfmoon.sim.latency_sources.model_catalogue import MODELS
@@ -52,7 +52,7 @@ class Case:
 
     model: str
     lengths: str
-    targets: Targets
+    targets: SloTargets
     num_gpus: int
     known: str
     prefill: Parallelism  # the paper's, as `decode`
@@ -63,13 +63,13 @@ _OF_13B = Parallelism(2, 1), Parallelism(1, 1)
 _OF_66B = Parallelism(4, 1), Parallelism(2, 2)
 CASES = {
     "13b-chat-4": Case(
-        "opt-13b", "chat", Targets(0.2, 0.1), 4, "prefill TP2 + decode TP1, 2.2; colocated TP4, 1.6", *_OF_13B
+        "opt-13b", "chat", SloTargets(0.2, 0.1), 4, "prefill TP2 + decode TP1, 2.2; colocated TP4, 1.6", *_OF_13B
     ),
-    "13b-chat": Case("opt-13b", "chat", Targets(0.25, 0.1), 8, "prefill TP2 + decode TP1", *_OF_13B),
-    "66b-chat": Case("opt-66b", "chat", Targets(2.5, 0.15), 8, "prefill TP4 + decode TP2xPP2", *_OF_66B),
-    "66b-code": Case("opt-66b", "code", Targets(0.125, 0.2), 8, "prefill TP4 + decode TP2xPP2", *_OF_66B),
+    "13b-chat": Case("opt-13b", "chat", SloTargets(0.25, 0.1), 8, "prefill TP2 + decode TP1", *_OF_13B),
+    "66b-chat": Case("opt-66b", "chat", SloTargets(2.5, 0.15), 8, "prefill TP4 + decode TP2xPP2", *_OF_66B),
+    "66b-code": Case("opt-66b", "code", SloTargets(0.125, 0.2), 8, "prefill TP4 + decode TP2xPP2", *_OF_66B),
     "66b-summarization": Case(
-        "opt-66b", "summarization", Targets(15, 0.15), 8, "prefill TP4 + decode TP2xPP2", *_OF_66B
+        "opt-66b", "summarization", SloTargets(15, 0.15), 8, "prefill TP4 + decode TP2xPP2", *_OF_66B
     ),
 }
 
@@ -128,7 +128,7 @@ def show_halves(name: str, workload: Workload, pool: Executor) -> None:
     question = asked("distserve", case, workload, "joint")
     known = models(question)
     found = options(question, known)
-    trials = [half_trial(question, known, one) for one in found]
+    trials = [phase_trial(question, known, one) for one in found]
     rates = pool.map(goodput_per_s, trials, [one.bound.typical_per_s for one in found])
     per_gpu = {
         (one.role, one.kind.parallelism): min(rate, one.bound.most_per_s) / one.kind.num_devices
@@ -158,12 +158,12 @@ def found_with(
     return found.disaggregated, found.colocated
 
 
-def asked(engine: Engine, case: Case, workload: Workload, criterion: Criterion) -> Question:
+def asked(engine: Engine, case: Case, workload: Workload, criterion: Criterion) -> PlanningProblem:
     """One node, as in the paper's algorithm 2."""
     fleet = Fleet((NodePool(GPU, 1, case.num_gpus),))
     source = DistServeCoefficients(case.model, engine)
     goal = Goal(case.targets, 0.9, criterion)
-    return Question({GPU.name: source}, fleet, workload, goal, rules(), shape=MODELS[case.model])
+    return PlanningProblem({GPU.name: source}, fleet, workload, goal, rules(), shape=MODELS[case.model])
 
 
 def shown(one: Rated | None) -> str:

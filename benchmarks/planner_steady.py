@@ -11,15 +11,15 @@ from concurrent.futures import Executor
 from typing import NamedTuple
 
 from benchmarks.planner_peer import recommended
-from halfmoon.plan.fleet import read_fleet
 from halfmoon.plan.layout import Layout, first_of_each_kind
 from halfmoon.plan.layout_trial import layout_trial
-from halfmoon.plan.problem import Question, default_rules
+from halfmoon.plan.node_pools import read_fleet
+from halfmoon.plan.problem import PlanningProblem, default_rules
 from halfmoon.plan.search.evaluation import judged
 from halfmoon.plan.search.feasible import models
 from halfmoon.plan.search.goodput import Goal
 from halfmoon.plan.search.search import search
-from halfmoon.sim.cluster.cluster_spec import Targets
+from halfmoon.sim.cluster.cluster_spec import SloTargets
 from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.latency_sources.model_catalogue import MODELS
 from halfmoon.sim.workloads.drawn_workload import synthetic_workload
@@ -33,13 +33,13 @@ class _Asked(NamedTuple):
     gpu: str
     lengths: str
     rate_per_s: float
-    targets: Targets
+    targets: SloTargets
 
 
 _QUESTIONS = (
-    _Asked("h200", "in=1024,out=256", 40.0, Targets(ttft_s=0.3, tpot_s=0.02)),
-    _Asked("h200", "in=4096,out=256", 8.0, Targets(ttft_s=0.5, tpot_s=0.02)),
-    _Asked("h100", "in=512,out=512", 30.0, Targets(ttft_s=0.3, tpot_s=0.015)),
+    _Asked("h200", "in=1024,out=256", 40.0, SloTargets(ttft_s=0.3, tpot_s=0.02)),
+    _Asked("h200", "in=4096,out=256", 8.0, SloTargets(ttft_s=0.5, tpot_s=0.02)),
+    _Asked("h100", "in=512,out=512", 30.0, SloTargets(ttft_s=0.3, tpot_s=0.015)),
 )
 
 
@@ -58,17 +58,17 @@ def show_steady(pool: Executor) -> None:
             print(f"| {text} | {who} | {layout} | {layout.num_gpus} | {share} | {times} |", flush=True)
 
 
-def _question(asked: _Asked) -> Question:
+def _question(asked: _Asked) -> PlanningProblem:
     fleet = read_fleet(asked.gpu, 1, 8, {})
     sources = {asked.gpu: latency_source(f"aiconfigurator-vllm:{_MODEL}")}
     workload = synthetic_workload(named_lengths(asked.lengths), 1000, asked.rate_per_s, seed=1)
     goal, rules = Goal(asked.targets, 0.9), default_rules(fleet, sources, _MAX_RUNNING)
-    return Question(
+    return PlanningProblem(
         sources, fleet, workload, goal, rules, shape=MODELS[_MODEL], rate_per_s=asked.rate_per_s, objective="gpus"
     )
 
 
-def _answers(question: Question, pool: Executor) -> Iterator[tuple[str, Layout]]:
+def _answers(question: PlanningProblem, pool: Executor) -> Iterator[tuple[str, Layout]]:
     best = [one.layout for one in search(question, pool).best]
     for together, layout in first_of_each_kind(best, lambda one: one).items():
         yield f"halfmoon plan, {'together' if together else 'apart'}", layout

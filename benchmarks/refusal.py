@@ -36,12 +36,12 @@ from halfmoon.pb.types_pb2 import DECODE, PREFILL, KVLayout
 from halfmoon.policy.admission.classes import Caller
 from halfmoon.policy.view.block_index import BlockEvents, short_keys
 from services.gateway.__main__ import load_model
-from services.gateway.openai.endpoint_bodies import intake_of, read_body
+from services.gateway.openai.endpoint_bodies import generation_request_of, read_body
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.routing.attempt import RelayRequest
 from services.gateway.routing.early_rejection import UnreadRequest
 from services.gateway.routing.progress import Progress
-from services.gateway.routing.prompt_prefix import beginning_of
+from services.gateway.routing.prompt_prefix import prompt_prefix_of
 from services.gateway.service import RunningGateway, running_gateway
 from services.gateway.settings import GatewaySettings
 
@@ -105,11 +105,11 @@ class Bench:
         body = read_body(_ENDPOINT, raw, self.model, _CONTEXT_TOKENS)
         qos = judge.gatekeeper.classes.of(Caller({}))
         unread, progress = UnreadRequest("r", qos, 0, has_gaps=True), Progress(clock())
-        judge.refuse_unread(unread, progress)
+        judge.reject_early(unread, progress)
         unread_s = time.perf_counter()
-        judge.refuse_begun(unread, partial(beginning_of, body, self.model, b""), b"", progress)
+        judge.reject_by_prefix(unread, partial(prompt_prefix_of, body, self.model, b""), b"", progress)
         begun_s = time.perf_counter()
-        intake = intake_of(body, self.model, _CONTEXT_TOKENS)
+        intake = generation_request_of(body, self.model, _CONTEXT_TOKENS)
         request = RelayRequest("r", intake.prompts[0], intake.sampling, qos=qos)
         with judge.case(request, progress) as case:
             case.place(())
@@ -195,7 +195,7 @@ def _body(model: ServedModel, text: str, system: str | None = None) -> bytes:
 
 
 def _prompt_of(raw: bytes, model: ServedModel) -> tuple[int, ...]:
-    return intake_of(read_body(_ENDPOINT, raw, model, _CONTEXT_TOKENS), model, _CONTEXT_TOKENS).prompts[0]
+    return generation_request_of(read_body(_ENDPOINT, raw, model, _CONTEXT_TOKENS), model, _CONTEXT_TOKENS).prompts[0]
 
 
 def _shown_ms(seconds: Sequence[float]) -> str:

@@ -4,7 +4,8 @@
 
 Mooncake, section 7.3: when admission looks at the decode load of now, requests that are still in prefill are
 overlooked, too many are let in, decode is flooded as they arrive there, and then nobody is let in until it has emptied,
-while prefill idles. A small deterministic model of a cluster (events on a fake clock, the gateway's own Gatekeeper)
+while prefill idles. A small deterministic model of a cluster (events on a fake clock, the gateway's own
+AdmissionController)
 is offered `--overload` times what its decode half sustains.
 
 Printed for each mode: requests refused at the gateway; requests dropped at the decode worker after their
@@ -22,7 +23,7 @@ from typing import get_args
 
 import numpy as np
 
-from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import ClassTable, QosClass
 from halfmoon.policy.admission.degradation import Admitted
 from halfmoon.policy.admission.refusal import AdmissionMode, Refused
@@ -42,7 +43,7 @@ MAX_BATCH = 30  # at which a step takes the target
 class Cluster:
     """Owns the modelled workers: prompts queue at a prefill worker, batches decode at one pace for all."""
 
-    gate: Gatekeeper
+    gate: AdmissionController
     now_s: float = 0.0
     events: list[tuple[float, int, str, str]] = field(default_factory=list)
     running: dict[str, Admitted] = field(default_factory=dict)
@@ -127,7 +128,7 @@ class Cluster:
 def run(mode: AdmissionMode, seconds: float, overload: float) -> Cluster:
     """One run; the first quarter, in which the load builds up, is not sampled."""
     rng = random.Random(1)
-    gate = Gatekeeper(mode, PlacementRules(), random.Random(2))
+    gate = AdmissionController(mode, PlacementRules(), random.Random(2))
     gate.classes = ClassTable((SLO,))
     for _ in range(64):  # as the ledger would have them
         gate.lengths.add(SLO.name, PROMPT_TOKENS, OUTPUT_TOKENS)

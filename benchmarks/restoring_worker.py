@@ -24,7 +24,7 @@ from halfmoon.worker.block_feed import CachedBlocks
 from halfmoon.worker.compute_rate import ComputeRate
 from halfmoon.worker.main import store_client, store_writer
 from halfmoon.worker.metrics import WorkerMetrics
-from halfmoon.worker.prefill_request_scope import Prefilling
+from halfmoon.worker.prefill_request_scope import PrefillRequestScope
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.chain_queue import ChainQueue
 from halfmoon.worker.store.restoring import Restorer
@@ -65,7 +65,9 @@ class Worker:
     async def prefill(self, prompt: Sequence[int], restorer: Restorer | None) -> Restored:
         """The first token of `prompt`."""
         began_s = time.perf_counter()
-        async with Prefilling(self.engine, self.state, self._generation(prompt), restorer=restorer) as prefilling:
+        async with PrefillRequestScope(
+            self.engine, self.state, self._generation(prompt), restorer=restorer
+        ) as prefilling:
             first = await prefilling.first
             ttft_s = time.perf_counter() - began_s
             event = prefilling.event(first).first_token

@@ -23,7 +23,7 @@ from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.replay.client import Gateway
 from halfmoon.replay.cluster import found_gateway, simulated_cluster
-from halfmoon.replay.outcome import Summary, Targets, summarized
+from halfmoon.replay.outcome import ReplayTargets, Summary, summarized
 from halfmoon.replay.player import played
 from halfmoon.replay.report import report_table
 from halfmoon.replay.virtual import simulated
@@ -46,7 +46,7 @@ class ReplayOptions:
     """What is replayed, how fast, against what, and what it is measured by (the trace's seconds)."""
 
     speed: float
-    targets: Targets
+    targets: ReplayTargets
     url: str | None
     cluster: UpOptions
     modes: tuple[Modes, ...]
@@ -92,7 +92,7 @@ def replay(
             speed = _SPEED if url is None else 1.0
         options = ReplayOptions(
             _positive(speed, "--speed"),
-            Targets(_positive(slo_ttft, "--slo-ttft"), _positive(slo_tbt, "--slo-tbt")),
+            ReplayTargets(_positive(slo_ttft, "--slo-ttft"), _positive(slo_tbt, "--slo-tbt")),
             url,
             UpOptions(
                 model,
@@ -174,7 +174,7 @@ async def _replayed(workload: Workload, options: ReplayOptions, terminal: Consol
 
 
 async def _on_simulated(
-    workload: Workload, options: UpOptions, model: PreparedModel, targets: Targets, on_done: Callable[[], None]
+    workload: Workload, options: UpOptions, model: PreparedModel, targets: ReplayTargets, on_done: Callable[[], None]
 ) -> Summary:
     async def work() -> Summary:
         gateway = await cluster.start(targets)
@@ -184,7 +184,7 @@ async def _on_simulated(
         return await cluster.while_well(work())
 
 
-async def _played(workload: Workload, gateway: Gateway, targets: Targets, on_done: Callable[[], None]) -> Summary:
+async def _played(workload: Workload, gateway: Gateway, targets: ReplayTargets, on_done: Callable[[], None]) -> Summary:
     return summarized(await played(workload, gateway, on_done), targets, workload.duration_s)
 
 

@@ -21,7 +21,7 @@ from halfmoon.engine.offload.build import Offload
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.parallel.runner import ParallelRunner
 from halfmoon.errors import Incompatible
-from halfmoon.kv.layout import KVDtype, KVLayout
+from halfmoon.kv.kv_layout import KVDtype, KVLayout
 
 _DTYPES: dict[KVDtype, torch.dtype] = {
     "float32": torch.float32,

@@ -21,7 +21,7 @@ from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Incompatible
 from halfmoon.kv.codec import Codec, decode, encode
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
-from halfmoon.kv.layout import KVDtype
+from halfmoon.kv.kv_layout import KVDtype
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention_backend import Span
+from halfmoon.engine.attention_backend import TokenSpan
 from halfmoon.engine.kv_arena import slot_runs
 
 
@@ -53,7 +53,7 @@ class SdpaBackend:
         self._block_tokens = block_tokens
         self._device = device
 
-    def step(self, spans: Sequence[Span]) -> AttentionBatch:
+    def step(self, spans: Sequence[TokenSpan]) -> AttentionBatch:
         """Slots of all rows and the runs of slots that each sequence sees."""
         slots: list[range] = []
         segments: list[Segment] = []

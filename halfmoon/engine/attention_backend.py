@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """One sequence's rows in a step: its tokens `start`..`end`. A step's rows are its spans, one after the other."""
 
     blocks: Sequence[int]  # hold the sequence's tokens 0..end, and may hold more
@@ -34,6 +34,6 @@ class StepAttention(Protocol):
 class AttentionBackend(Protocol):
     """Knows the arena's block size and device, nothing of requests or weights."""
 
-    def step(self, spans: Sequence[Span]) -> StepAttention:
+    def step(self, spans: Sequence[TokenSpan]) -> StepAttention:
         """What `spans` need, computed and copied to the device once."""
         ...

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVLayout
 
 
 class CanonicalKV:

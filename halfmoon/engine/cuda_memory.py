@@ -18,7 +18,7 @@ from torch import Tensor
 
 from halfmoon.errors import Incompatible, Unavailable
 from halfmoon.kv.device_bytes import DeviceBytes
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 
 class CudaRegion:

@@ -8,7 +8,7 @@ from typing import Protocol
 from halfmoon.engine.sequence import Sequence
 from halfmoon.errors import InvalidRequest, NotFound
 from halfmoon.kv.device_bytes import KVPlace, KVSource
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 
 class NotWritten(NotFound):

@@ -12,7 +12,7 @@ from halfmoon.engine.canonical_kv import CanonicalKV
 from halfmoon.engine.config import Kernels
 from halfmoon.errors import Incompatible
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from halfmoon.engine.kv_transfer import KVTransfer

@@ -9,7 +9,7 @@ from halfmoon.engine.scheduler import ScheduledSequence
 from halfmoon.engine.sequence import Sequence
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
 from halfmoon.kv.frame_plan import Written
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 OnKV = Callable[[Written | None], None]  # None: the request is gone, its KV with it
 

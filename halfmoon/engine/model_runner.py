@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention_backend import AttentionBackend, Span, StepAttention
+from halfmoon.engine.attention_backend import AttentionBackend, StepAttention, TokenSpan
 from halfmoon.engine.chunk import Chunk, chunk_of
 from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.kv_arena import KVArena
@@ -91,12 +91,12 @@ class ModelRunner:
         """The tensors of one forward pass over `chunks`, with an attention of its own, if given."""
         token_ids: list[int] = []
         positions: list[range] = []
-        spans: list[Span] = []
+        spans: list[TokenSpan] = []
         logit_rows: list[int] = []
         for chunk in chunks:
             token_ids += chunk.token_ids
             positions.append(range(chunk.start, chunk.end))
-            spans.append(Span(chunk.blocks, chunk.start, chunk.end))
+            spans.append(TokenSpan(chunk.blocks, chunk.start, chunk.end))
             if chunk.samples:
                 logit_rows.append(len(token_ids) - 1)
         return ForwardBatch(

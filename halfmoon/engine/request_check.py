@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from halfmoon.engine.request import SamplingParams
 from halfmoon.engine.sequence import Sequence
 from halfmoon.errors import InvalidRequest
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 _SAMPLING_RANGES = {  # both ends included; NaN is in none
     "temperature": (0.0, 100.0),

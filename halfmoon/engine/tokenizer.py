@@ -18,7 +18,7 @@ from tokenizers.decoders import ByteLevel
 
 from halfmoon.engine.checkpoint import Checkpoint, read_json
 from halfmoon.engine.piece_tokens import PieceTokens
-from halfmoon.engine.text_beginning import NOTHING_AROUND, Around, TextBeginning
+from halfmoon.engine.prefix_tokenizer import NOTHING_AROUND, Around, PrefixTokenizer
 from halfmoon.engine.text_pieces import PIECE_CHARS, can_be_cut
 from halfmoon.errors import InvalidRequest
 
@@ -63,9 +63,9 @@ class Tokenizer:
         in its time either."""
         return self._ids(text, with_special=with_special, salt=salt)
 
-    def begin(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> TextBeginning:
+    def begin(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> PrefixTokenizer:
         """Token ids of a text from its first one on, as far as they are asked for."""
-        return TextBeginning(text, self._pieces, self._around if with_special else NOTHING_AROUND, salt)
+        return PrefixTokenizer(text, self._pieces, self._around if with_special else NOTHING_AROUND, salt)
 
     def token_name(self, token_id: int) -> str:
         """The token as the vocabulary writes it; empty for an id that has none."""

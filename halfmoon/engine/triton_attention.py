@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from halfmoon.engine.attention_backend import Span
+from halfmoon.engine.attention_backend import TokenSpan
 from halfmoon.engine.kernels.decode_attention import choose_num_splits, decode_attention
 from halfmoon.engine.kernels.kv_store import kv_store
 from halfmoon.engine.kernels.paged_kv import PagedKV
@@ -80,7 +80,7 @@ class TritonBackend:
         elif not knobs.runtime.interpret:
             raise Incompatible("the triton kernels run on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1")
 
-    def step(self, spans: Sequence[Span]) -> TritonStep:
+    def step(self, spans: Sequence[TokenSpan]) -> TritonStep:
         """Leading spans of one row are decodes; the rest, of one row or more, are prefills."""
         num_decodes = next((index for index, span in enumerate(spans) if span.end - span.start > 1), len(spans))
         slots = [
@@ -106,7 +106,7 @@ class TritonBackend:
         paged = Paged(block_table, context_lens)
         return TritonStep(slot_mapping, self.block_tokens, paged, num_decodes, self._num_splits(num_decodes))
 
-    def _paged(self, spans: Sequence[Span]) -> Paged | None:
+    def _paged(self, spans: Sequence[TokenSpan]) -> Paged | None:
         if not spans:
             return None
         used = [-(-end // self.block_tokens) for _, _, end in spans]

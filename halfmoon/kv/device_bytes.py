@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfmoon.kv.layout import KVBytes
+from halfmoon.kv.kv_layout import KVBytes
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -11,7 +11,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.kv.codec import Codec, decode, encode, encoded_bytes
 from halfmoon.kv.codec.floats import UNSIGNED
 from halfmoon.kv.codec.lossless import Lossless, compress, compress_planes, decompress, decompress_planes
-from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVLayout
 
 _RESIDUAL_TOKENS = 128
 

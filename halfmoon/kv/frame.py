@@ -31,7 +31,7 @@ import xxhash
 from halfmoon.errors import DataLoss, Incompatible, InvalidRequest
 from halfmoon.kv.codec import Codec, Shape
 from halfmoon.kv.device_bytes import DeviceBytes, KVSource
-from halfmoon.kv.layout import KVBytes, KVLayout, Shard
+from halfmoon.kv.kv_layout import KVBytes, KVLayout, Shard
 
 VERSION = 3
 HEADER_BYTES = 64

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from halfmoon.kv.frame import KVRange, plan_frames
-from halfmoon.kv.layout import KVLayout, Shard
+from halfmoon.kv.kv_layout import KVLayout, Shard
 
 MIN_FRAME_TOKENS = 128
 MIN_FRAME_BYTES = 1 << 20

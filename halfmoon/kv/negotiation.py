@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.kv.layout import KVBytes
+from halfmoon.kv.kv_layout import KVBytes
 
 INLINE = "grpc"  # the transport that always works
 MAX_OFFERS = 8
@@ -38,7 +38,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TransportChoice:
     """What the receiver decided: the transport's name, and why not those that were offered before it."""
 
     name: str
@@ -57,13 +57,13 @@ def decode_open(payload: KVBytes) -> tuple[tuple[Offer, ...], bytes]:
     return tuple(Offer(name, value) for name, value in entries), body
 
 
-def encode_choice(choice: Choice) -> bytes:
+def encode_choice(choice: TransportChoice) -> bytes:
     """The payload of ACCEPT."""
     entries = [(choice.name, b""), *((name, reason.encode()[:500]) for name, reason in choice.declined)]
     return _encode(entries) + _TAKEN_US.pack(min(choice.taken_us, _MAX_TAKEN_US))
 
 
-def decode_choice(payload: KVBytes) -> Choice:
+def decode_choice(payload: KVBytes) -> TransportChoice:
     """What ACCEPT says. Raises InvalidRequest if it is something else."""
     entries, rest = _decode(payload)
     if not entries:
@@ -71,7 +71,7 @@ def decode_choice(payload: KVBytes) -> Choice:
     if len(rest) != _TAKEN_US.size:
         raise InvalidRequest("an ACCEPT frame must say how long its OPEN took")
     declined = tuple((name, value.decode(errors="replace")) for name, value in entries[1:])
-    return Choice(entries[0][0], declined, _TAKEN_US.unpack(rest)[0])
+    return TransportChoice(entries[0][0], declined, _TAKEN_US.unpack(rest)[0])
 
 
 def _encode(entries: Sequence[tuple[str, bytes]]) -> bytes:

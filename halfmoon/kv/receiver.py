@@ -20,8 +20,8 @@ from halfmoon.errors import Cancelled, DataLoss, Incompatible, InvalidRequest
 from halfmoon.kv.codec import Codec, encoded_bytes
 from halfmoon.kv.device_bytes import DeviceBytes
 from halfmoon.kv.frame import Frame, FrameKind, KVRange
-from halfmoon.kv.layout import KVBytes, KVDtype, KVLayout
-from halfmoon.kv.negotiation import Choice, Offer, decode_open, encode_choice
+from halfmoon.kv.kv_layout import KVBytes, KVDtype, KVLayout
+from halfmoon.kv.negotiation import Offer, TransportChoice, decode_open, encode_choice
 from halfmoon.kv.sender import credit_body
 
 State = Literal["fresh", "opened", "committed", "closed"]
@@ -126,7 +126,7 @@ class TransferReceiver:
         self._next_answer = 0
         self._coverage = Coverage(KVRange())
 
-    def accept(self, choice: Choice) -> Frame:
+    def accept(self, choice: TransportChoice) -> Frame:
         """The answer to OPEN, once there is room."""
         assert self.state == "opened"
         return self._answer(FrameKind.ACCEPT, encode_choice(choice))

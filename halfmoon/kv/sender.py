@@ -22,7 +22,7 @@ from halfmoon.errors import DataLoss, Incompatible, InvalidRequest
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.device_bytes import DeviceBytes, KVSource
 from halfmoon.kv.frame import Frame, FrameKind, KVRange
-from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVLayout
 
 State = Literal["fresh", "opening", "opened", "committing", "done"]
 

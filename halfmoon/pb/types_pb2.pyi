@@ -70,7 +70,7 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class KVLayout(_message.Message):
-    """halfmoon.kv.layout.KVLayout"""
+    """halfmoon.kv.kv_layout.KVLayout"""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.layout_trial import layout_trial
-from halfmoon.plan.problem import Question
+from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.evaluation import judged
 from halfmoon.plan.search.objective import Rated
 from halfmoon.plan.search.search import Progress
@@ -27,7 +27,7 @@ class Curve:
 
 
 def curves(
-    question: Question,
+    question: PlanningProblem,
     known: Mapping[WorkerKind, LatencyModel],
     layouts: Sequence[Rated],
     pool: Executor,
@@ -45,6 +45,6 @@ def curves(
     return [Curve(one.layout, tuple(_rates(question, one)), tuple(shares[one])) for one in layouts]
 
 
-def _rates(question: Question, one: Rated) -> list[float]:
+def _rates(question: PlanningProblem, one: Rated) -> list[float]:
     asked = () if question.rate_per_s is None else (question.rate_per_s,)
     return sorted({*(factor * one.goodput_per_s for factor in _FACTORS), *asked})

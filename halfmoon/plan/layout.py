@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from halfmoon.plan.fleet import Fleet, NodePool
+from halfmoon.plan.node_pools import Fleet, NodePool
 from halfmoon.policy.view.cluster_view import Role
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, Network
 from halfmoon.sim.cluster.kv_codecs import KvCodecName

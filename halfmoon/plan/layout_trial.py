@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from halfmoon.plan.fleet import Fleet
 from halfmoon.plan.layout import Layout, WorkerKind, WorkerSet
-from halfmoon.plan.problem import Question
+from halfmoon.plan.node_pools import Fleet
+from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.goodput import Trial
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Network, WorkerGroup
 from halfmoon.sim.cluster.contention import NO_CONTENTION, Contention
@@ -16,12 +16,12 @@ from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
 
 
-def layout_trial(question: Question, known: Mapping[WorkerKind, LatencyModel], layout: Layout) -> Trial:
+def layout_trial(question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel], layout: Layout) -> Trial:
     """One unit of a layout under the question's requests."""
     return Trial(unit_spec(question, known, layout), question.workload, question.goal, question.seed)
 
 
-def unit_spec(question: Question, known: Mapping[WorkerKind, LatencyModel], layout: Layout) -> ClusterSpec:
+def unit_spec(question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel], layout: Layout) -> ClusterSpec:
     """Without the requests."""
     fleet = question.fleet
     groups = [
@@ -52,7 +52,7 @@ def workers_per_node(layout: Layout, one: WorkerSet, fleet: Fleet) -> int:
     return one.num if layout.is_paired else max(fleet.pool(one.kind.gpu).gpus_per_node // one.kind.num_devices, 1)
 
 
-def layout_network(question: Question, layout: Layout) -> Network:
+def layout_network(question: PlanningProblem, layout: Layout) -> Network:
     """Between its workers, with its codec: between different GPUs it is as fast as the slower ends."""
     codec = KV_CODECS[layout.codec]
     all_ends = [question.rules.networks[gpu] for gpu in layout.gpus]

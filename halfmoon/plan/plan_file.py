@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.layout import Layout, WorkerSet
 from halfmoon.plan.layout_trial import layout_network, workers_per_node
-from halfmoon.plan.problem import Question
+from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.objective import Rated
 from halfmoon.policy.view.cluster_view import Role
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
@@ -96,7 +96,7 @@ def parse_plan(text: str, path: Path) -> PlannedCluster:
         ) from error
 
 
-def plan_text(question: Question, model: str, latencies: Mapping[str, str], best: Rated) -> str:
+def plan_text(question: PlanningProblem, model: str, latencies: Mapping[str, str], best: Rated) -> str:
     """The file's text; `latencies` are of each GPU."""
     targets, layout, expected = question.goal.targets, best.layout, best.verdict
     found = {
@@ -124,7 +124,7 @@ def plan_text(question: Question, model: str, latencies: Mapping[str, str], best
     return text
 
 
-def _worker(question: Question, layout: Layout, one: WorkerSet, unit: int) -> dict[str, Any]:
+def _worker(question: PlanningProblem, layout: Layout, one: WorkerSet, unit: int) -> dict[str, Any]:
     is_measured = isinstance(question.sources[one.kind.gpu], MeasuredProfile)
     return {
         "role": one.role,

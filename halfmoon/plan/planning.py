@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.curves import Curve, curves
-from halfmoon.plan.fleet import Fleet, read_fleet
+from halfmoon.plan.node_pools import Fleet, read_fleet
 from halfmoon.plan.plan_file import plan_text
-from halfmoon.plan.problem import OF_A_RATE, Question, default_rules
+from halfmoon.plan.problem import OF_A_RATE, PlanningProblem, default_rules
 from halfmoon.plan.request import PlanRequest
-from halfmoon.plan.search.evaluation import Verdict, judged, what_ifs
+from halfmoon.plan.search.evaluation import Evaluation, judged, what_ifs
 from halfmoon.plan.search.goodput import Goal
 from halfmoon.plan.search.objective import Rated
 from halfmoon.plan.search.search import Plan, Progress, search
 from halfmoon.plan.search.simulating_processes import simulating_processes
 from halfmoon.policy.view.cluster_view import Role
-from halfmoon.sim.cluster.cluster_spec import Targets
+from halfmoon.sim.cluster.cluster_spec import SloTargets
 from halfmoon.sim.latency_sources.latency_model import LatencySource
 from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.latency_sources.model_catalogue import known_shape, model_shape
@@ -40,9 +40,9 @@ class PlanResult:
     """
 
     request: PlanRequest
-    question: Question
+    question: PlanningProblem
     plan: Plan
-    what_if: dict[str, Verdict]
+    what_if: dict[str, Evaluation]
     curves: tuple[Curve, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -72,7 +72,7 @@ def make_plan(
     return PlanResult(request, question, found, what_if, tuple(drawn), notes)
 
 
-def _what_if(question: Question, found: Plan, pool: Executor, on_progress: Progress) -> dict[str, Verdict]:
+def _what_if(question: PlanningProblem, found: Plan, pool: Executor, on_progress: Progress) -> dict[str, Evaluation]:
     best = found.best[0]
     changed = what_ifs(question, found.models, best.layout, best.verdict.rate_per_s)
     judgements = []
@@ -103,7 +103,7 @@ def _fleet(request: PlanRequest) -> Fleet:
     return read_fleet(request.gpu, request.num_nodes, request.gpus_per_node, request.prices)
 
 
-def asked(request: PlanRequest) -> tuple[Question, tuple[str, ...]]:
+def asked(request: PlanRequest) -> tuple[PlanningProblem, tuple[str, ...]]:
     """The request, checked and with what it names, and what is odd about it. Raises InvalidRequest."""
     fleet = _fleet(request)
     if not request.model.strip():
@@ -117,9 +117,9 @@ def asked(request: PlanRequest) -> tuple[Question, tuple[str, ...]]:
     network = None if request.network_gbit_per_s is None else request.network_gbit_per_s * 1e9 / 8
     if network is not None and not 0 < network < math.inf:
         raise InvalidRequest(f"a network has more than 0 Gbit/s, got {request.network_gbit_per_s:g}", param="network")
-    targets = Targets(request.ttft_s, request.tpot_s, request.tbt_s, request.tbt_of)
+    targets = SloTargets(request.ttft_s, request.tpot_s, request.tbt_s, request.tbt_of)
     roles: dict[Role, str | None] = {"prefill": request.prefill_gpu, "decode": request.decode_gpu}
-    question = Question(
+    question = PlanningProblem(
         sources,
         fleet,
         workload,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.plan.fleet import Fleet, NodePool
 from halfmoon.plan.layout import Layout, Rules
+from halfmoon.plan.node_pools import Fleet, NodePool
 from halfmoon.plan.search.goodput import Goal
 from halfmoon.policy.view.cluster_view import Role
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, Network
@@ -30,7 +30,7 @@ OF_A_RATE: tuple[Objective, ...] = ("gpus", "price")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Question:
+class PlanningProblem:
     """Raises InvalidRequest for what makes no sense.
 
     - sources: of each GPU of the fleet.

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from halfmoon.plan.planning import PlanResult
-from halfmoon.plan.problem import Question
-from halfmoon.plan.search.evaluation import Verdict
+from halfmoon.plan.problem import PlanningProblem
+from halfmoon.plan.search.evaluation import Evaluation
 from halfmoon.plan.search.objective import Rated
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 
@@ -49,7 +49,7 @@ def _source(model: LatencyModel) -> dict[str, Any]:
     return {"source": model.source, "error_prefill": model.error.prefill, "error_step": model.error.step}
 
 
-def _rated(question: Question, one: Rated) -> dict[str, Any]:
+def _rated(question: PlanningProblem, one: Rated) -> dict[str, Any]:
     layout = one.layout
     return {
         "layout": question.text(layout),
@@ -73,7 +73,7 @@ def _rated(question: Question, one: Rated) -> dict[str, Any]:
     }
 
 
-def _judged(verdict: Verdict) -> dict[str, Any]:
+def _judged(verdict: Evaluation) -> dict[str, Any]:
     shares = verdict.attainment
     return {
         "rate_per_s": verdict.rate_per_s,

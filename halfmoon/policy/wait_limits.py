@@ -7,7 +7,7 @@ from typing import NamedTuple
 MAY_RETURN_S = 5.0  # a worker that lost its connection, or was started again, is back within these
 
 
-class Patience(NamedTuple):
+class WaitLimits(NamedTuple):
     """Of one gateway."""
 
     failover_s: float = 60.0  # of a request that lost its worker: so long a worker may need to start again

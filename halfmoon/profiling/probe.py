@@ -15,7 +15,7 @@ from uuid import uuid4
 from halfmoon.background import running
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.kv.frame import KVRange, plan_frames
-from halfmoon.kv.layout import Shard
+from halfmoon.kv.kv_layout import Shard
 from halfmoon.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.profiling.target import Target
 from halfmoon.profiling.token_watch import SeenStep, TokenWatch

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from halfmoon.errors import InvalidRequest, NoCapacity, Unavailable
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.policy.view.cluster_view import Role
 
 _CALL = aiohttp.ClientTimeout(total=10)

@@ -15,7 +15,7 @@ import aiohttp
 from halfmoon.background import first_result, running
 from halfmoon.errors import Unavailable
 from halfmoon.replay.client import Gateway
-from halfmoon.replay.outcome import Targets
+from halfmoon.replay.outcome import ReplayTargets
 from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec
 from halfmoon.up.simulated import simulated_model, simulation_specs
 from halfmoon.up.supervisor import Supervisor, children_ready
@@ -27,7 +27,7 @@ _CALL = aiohttp.ClientTimeout(total=10)
 T = TypeVar("T")
 
 
-class SimulatedCluster:
+class SimulatedTarget:
     """Owns the processes of one gateway and its simulated workers. `failing` runs work while they are well."""
 
     def __init__(self, options: UpOptions, model: PreparedModel) -> None:
@@ -38,7 +38,7 @@ class SimulatedCluster:
         self._model = PreparedModel(str(path), model.name)
         self._supervisor = Supervisor(options.state_dir / "logs", lambda service, event: None)
 
-    async def start(self, targets: Targets) -> Gateway:
+    async def start(self, targets: ReplayTargets) -> Gateway:
         """All of it, with `targets` (the trace's seconds) promised to everybody. Raises Unavailable."""
         options, speed = self._options, self._simulation.time_scale
         counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
@@ -63,9 +63,9 @@ class SimulatedCluster:
 
 
 @asynccontextmanager
-async def simulated_cluster(options: UpOptions, model: PreparedModel) -> AsyncIterator[SimulatedCluster]:
+async def simulated_cluster(options: UpOptions, model: PreparedModel) -> AsyncIterator[SimulatedTarget]:
     """A cluster whose processes end with the block."""
-    cluster = SimulatedCluster(options, model)
+    cluster = SimulatedTarget(options, model)
     try:
         yield cluster
     finally:
@@ -91,7 +91,7 @@ async def _until_joined(url: str, num_workers: int) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-async def _promise(url: str, targets: Targets, speed: float) -> None:
+async def _promise(url: str, targets: ReplayTargets, speed: float) -> None:
     """Puts the targets in force, in the gateway's time. The class is called default: it is everybody's."""
     times = {"ttft_s": targets.ttft_s, "tbt_s": targets.tbt_s}
     body = {name: time_s / speed if math.isfinite(time_s) else None for name, time_s in times.items()}

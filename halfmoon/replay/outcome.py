@@ -24,7 +24,7 @@ End = Literal["answered", "refused", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class ReplayTargets:
     """The SLO, in the trace's seconds; infinite where nothing is promised."""
 
     ttft_s: float = math.inf
@@ -44,7 +44,7 @@ class Outcome:
     num_cached_tokens: int = 0
     sent_late_s: float = 0.0  # after it was due: the replayer's own fault
 
-    def meets(self, targets: Targets) -> bool:
+    def meets(self, targets: ReplayTargets) -> bool:
         """Whether it was answered in time."""
         return self.end == "answered" and self.ttft_s <= targets.ttft_s and self.tbt_s <= targets.tbt_s
 
@@ -84,7 +84,7 @@ class Summary:
         return {key: _jsonable(value) for key, value in asdict(self).items()}
 
 
-def summarized(outcomes: Sequence[Outcome], targets: Targets, duration_s: float) -> Summary:
+def summarized(outcomes: Sequence[Outcome], targets: ReplayTargets, duration_s: float) -> Summary:
     """The figures of a replay whose requests came within `duration_s`."""
     answered = [one for one in outcomes if one.end == "answered"]
     in_time = sum(one.meets(targets) for one in answered)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
-from halfmoon.replay.outcome import End, Outcome, Targets
+from halfmoon.replay.outcome import End, Outcome, ReplayTargets
 from halfmoon.sim.cluster import cluster_spec as cluster
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
 from halfmoon.sim.result import OUTCOMES, SimResult
@@ -22,7 +22,7 @@ def simulated(
     profile: WorkerProfile,
     counts: tuple[int, int],
     modes: tuple[PlacementMode, AdmissionMode],
-    targets: Targets,
+    targets: ReplayTargets,
     on_progress: Callable[[int, int], None],
 ) -> list[Outcome]:
     """The outcome of each request on `counts` prefill and decode workers of one profile."""
@@ -31,7 +31,7 @@ def simulated(
 
 
 def cluster_spec(
-    profile: WorkerProfile, counts: tuple[int, int], modes: tuple[PlacementMode, AdmissionMode], targets: Targets
+    profile: WorkerProfile, counts: tuple[int, int], modes: tuple[PlacementMode, AdmissionMode], targets: ReplayTargets
 ) -> cluster.ClusterSpec:
     """The cluster that `halfmoon up --engine sim` would start."""
     limits = cluster.BatchLimits(profile.max_batch_tokens, profile.chunk_tokens, profile.max_running)
@@ -42,7 +42,7 @@ def cluster_spec(
         cluster.Network(profile.link_bytes_per_s or math.inf, profile.link_latency_s),
         modes[0],
         admission=modes[1],
-        targets=cluster.Targets(ttft_s=_limit(targets.ttft_s), tpot_s=_limit(targets.tbt_s)),
+        targets=cluster.SloTargets(ttft_s=_limit(targets.ttft_s), tpot_s=_limit(targets.tbt_s)),
     )
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from halfmoon.errors import AlreadyHere, DataLoss, NoCapacity
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame, plan_frames
-from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.kv.negotiation import encode_open
 from halfmoon.kv.receiver import Coverage
 from halfmoon.pb import kvstore_pb2

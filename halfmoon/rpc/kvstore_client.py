@@ -18,7 +18,7 @@ import xxhash
 from halfmoon.errors import DataLoss, InvalidRequest, Unavailable
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.frame import KVRange
-from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
 from halfmoon.rpc.block_streams import get_blocks, put_blocks, whole_blocks
 from halfmoon.rpc.chain import Chain, Stored

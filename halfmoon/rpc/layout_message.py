@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import types_pb2
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from halfmoon.errors import Incompatible
-from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
 from halfmoon.rpc.chain import Chain, Stored
 from halfmoon.rpc.layout_message import layout_message

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Targets, TbtOf
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, SloTargets, TbtOf
 from halfmoon.sim.cluster.spec_file import read_cluster
 from halfmoon.sim.latency_sources.latency_model import LatencySource
 from halfmoon.sim.latency_sources.latency_source import latency_source
@@ -46,7 +46,7 @@ class Point:
 
     spec: ClusterSpec
     workload: Workload
-    targets: Targets
+    targets: SloTargets
     request: PointRequest
     result: SimResult
 
@@ -67,7 +67,7 @@ def simulate_point(
         raise InvalidRequest(f"attainment is a share, at most 1, got {request.attainment:g}", param="attainment")
     spec = read_cluster(Path(request.cluster), request.latency, source_of)
     kept = spec.targets
-    targets = Targets(
+    targets = SloTargets(
         kept.ttft_s if request.ttft_s is None else request.ttft_s,
         kept.tpot_s if request.tpot_s is None else request.tpot_s,
         kept.tbt_s if request.tbt_s is None else request.tbt_s,

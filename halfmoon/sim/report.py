@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Targets
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, SloTargets
 from halfmoon.sim.result import OUTCOMES, Criterion, SimResult, quantiles
 from halfmoon.sim.workloads.workload import Workload
 
 
 def simulation_summary(
-    spec: ClusterSpec, found: SimResult, targets: Targets, attainment: float, criterion: Criterion
+    spec: ClusterSpec, found: SimResult, targets: SloTargets, attainment: float, criterion: Criterion
 ) -> dict[str, Any]:
     """All but the requests; `attainment` is the share of them that must meet the targets."""
     shares = found.attainment(targets)

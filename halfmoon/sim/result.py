@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.sim.cluster.cluster_spec import Targets
+from halfmoon.sim.cluster.cluster_spec import SloTargets
 from halfmoon.sim.workloads.workload import Floats, Ints
 
 Criterion = Literal["joint", "marginal"]
@@ -78,7 +78,7 @@ class SimResult:
         """From the first arrival to the last end."""
         return float(np.nanmax(self.end_s) - self.start_s[0]) if len(self.start_s) else 0.0
 
-    def attainment(self, targets: Targets) -> Attainment:
+    def attainment(self, targets: SloTargets) -> Attainment:
         """An answer of one token has no TPOT and no TBT to miss."""
         assert self.has_gaps or targets.tbt_s is None, "a TBT target needs a simulation with gaps"
         done = self.is_completed
@@ -89,7 +89,7 @@ class SimResult:
         shares = [float(met.mean()) if len(met) else 1.0 for met in (ttft & tpot & tbt, ttft, tpot, tbt)]
         return Attainment(*shares)
 
-    def goodput_per_s(self, targets: Targets) -> float:
+    def goodput_per_s(self, targets: SloTargets) -> float:
         """Requests that met all targets, for each second of arrivals (of the whole run, where all came at once)."""
         arriving_s = float(self.start_s[-1] - self.start_s[0]) if len(self.start_s) else 0.0
         seconds = arriving_s or self.duration_s

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from halfmoon.policy.placement.place import Placement
-from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Failure, Targets
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Failure, SloTargets
 from halfmoon.sim.cluster.contention import SharedCores
 from halfmoon.sim.cluster.idle_workers import idle_workers
 from halfmoon.sim.cluster.job import Job, Outcome
@@ -19,10 +19,10 @@ from halfmoon.sim.ended_requests import EndedRequests
 from halfmoon.sim.event_queue import EventQueue
 from halfmoon.sim.result import SimResult
 from halfmoon.sim.routers.attempts import Attempts
-from halfmoon.sim.routers.policy_router import SimGateway
-from halfmoon.sim.routers.router_of import PoliciesAsked, gateway_of
+from halfmoon.sim.routers.choose_router import PoliciesAsked, router_of
+from halfmoon.sim.routers.policy_router import PolicyRouter
 from halfmoon.sim.run_result import end_so_far, run_result
-from halfmoon.sim.slo_tracker import Misses
+from halfmoon.sim.slo_tracker import SloTracker
 from halfmoon.sim.token_times import gaps
 from halfmoon.sim.workloads.workload import Workload
 
@@ -39,7 +39,7 @@ def simulate(
     on_progress: Progress | None = None,
     *,
     policies: PoliciesAsked = "as needed",
-    misses: Misses | None = None,
+    misses: SloTracker | None = None,
     with_gaps: bool = True,
 ) -> SimResult:
     """Runs the workload until every request is over, or `misses` decided: then only those that came are in the result.
@@ -53,7 +53,7 @@ def simulate(
     Raises InvalidRequest where the workload's prefix blocks are no multiple of the cluster's blocks.
     """
     on_progress = on_progress or (lambda done, total: None)
-    misses = misses or Misses(Targets(), "joint", len(workload))
+    misses = misses or SloTracker(SloTargets(), "joint", len(workload))
     return _Run(spec, workload, seed, on_progress, misses, policies=policies, with_gaps=with_gaps).run()
 
 
@@ -66,7 +66,7 @@ class _Run:
         workload: Workload,
         seed: int,
         on_progress: Progress,
-        misses: Misses,
+        misses: SloTracker,
         *,
         policies: PoliciesAsked,
         with_gaps: bool,
@@ -82,8 +82,8 @@ class _Run:
         self._workers = idle_workers(spec, self._unit_tokens, keeps_times=self._keeps_times)
         self._by_name = {worker.name: worker for worker in self._workers}
         longest = int(workload.output_tokens.max(initial=1))
-        self._policies = SimGateway(spec, self._workers, prefixes, longest, seed)
-        self._gateway = gateway_of(spec, self._workers, longest, policies, self._policies, misses)
+        self._policies = PolicyRouter(spec, self._workers, prefixes, longest, seed)
+        self._gateway = router_of(spec, self._workers, longest, policies, self._policies, misses)
         self._events = EventQueue()
         listening = self._policies if self._gateway.wants_reports else None
         self._reports = LoadReports(self._events, spec.report_s, listening)
@@ -160,7 +160,7 @@ class _Run:
         if placement.fetched_tokens:
             self._fetch(job, job.prefill, placement)
         job.prefill.prompts.add(job)
-        self._steps.poke(job.prefill)
+        self._steps.wake(job.prefill)
         return True
 
     def _forget(self, job: Job) -> None:

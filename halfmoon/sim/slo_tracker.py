@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import Literal
 
-from halfmoon.sim.cluster.cluster_spec import Targets
+from halfmoon.sim.cluster.cluster_spec import SloTargets
 from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.result import Criterion
 
@@ -14,7 +14,7 @@ Stage = Literal["filling", "counting", "behind"]
 """What comes before the passes that count, of these, or behind them while the last ones of them are served."""
 
 
-class Misses:
+class SloTracker:
     """Owns who missed what, and how many were inside at the end of each pass. Knows no clock: it is told of arrivals,
     first tokens and ends.
 
@@ -24,7 +24,7 @@ class Misses:
 
     def __init__(
         self,
-        targets: Targets,
+        targets: SloTargets,
         criterion: Criterion,
         most: int,
         num_passes: int = 0,

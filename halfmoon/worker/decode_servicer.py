@@ -18,7 +18,7 @@ from halfmoon.rpc.spans import current_span
 from halfmoon.rpc.transfer import KVIntake, parse_body
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.worker.metrics import WorkerMetrics
-from halfmoon.worker.request_dropped import Gone
+from halfmoon.worker.request_dropped import RequestDropped
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
 from halfmoon.worker.wire import request_from
@@ -98,7 +98,7 @@ class _Reception:
         self._generation = types_pb2.Generation()
         self._reserved = False
         self._transfer = current_span()
-        self.gone = Gone(engine)
+        self.gone = RequestDropped(engine)
         self.num_bytes = 0
 
     async def act(self, effect: Effect) -> None:

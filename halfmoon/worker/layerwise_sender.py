@@ -12,14 +12,14 @@ from halfmoon.errors import NotFound
 from halfmoon.kv.codec import Codec, encoded_bytes, gainful
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.frame_plan import FramePlan, Written
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.rpc.transfer import TransferSender
 from halfmoon.rpc.transport.protocol import StagingBuffer
-from halfmoon.worker.request_dropped import Gone
+from halfmoon.worker.request_dropped import RequestDropped
 from halfmoon.worker.serving_engine import ServingEngine
 
 
-class KVOutflow:
+class LayerwiseSender:
     """Owns what of one request's KV has been sent. Event-loop thread only.
 
     The engine says how far it is and goes on; only the newest word is kept. A frame is gathered when the transfer has
@@ -44,7 +44,7 @@ class KVOutflow:
         self._plan = FramePlan(layout, num_tokens)
         self._written = Written()
         self._news = asyncio.Event()
-        self.gone = Gone(engine)
+        self.gone = RequestDropped(engine)
         self.num_bytes = 0
 
     def on_kv(self, written: Written | None) -> None:

@@ -17,7 +17,7 @@ from halfmoon.worker.token_router import FirstOutput
 from halfmoon.worker.wire import request_from, token_message
 
 
-class Prefilling:
+class PrefillRequestScope:
     """Owns the request while inside; leaving frees its blocks, unless it was let go. `first` is its first token."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Prefilling:
             generation.request_id, generation.gateway_id
         )
 
-    async def __aenter__(self) -> Prefilling:
+    async def __aenter__(self) -> PrefillRequestScope:
         try:
             await self._add()
         except BaseException as error:

@@ -20,10 +20,10 @@ from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.worker.decode_servicer import RENEW_S
 from halfmoon.worker.kv_channels import KVChannels
-from halfmoon.worker.layerwise_sender import KVOutflow
+from halfmoon.worker.layerwise_sender import LayerwiseSender
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.phase import Phase
-from halfmoon.worker.prefill_request_scope import Prefilling
+from halfmoon.worker.prefill_request_scope import PrefillRequestScope
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
 from halfmoon.worker.store.restoring import Restorer
@@ -84,7 +84,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     async def _first_only(self, generation: types_pb2.Generation) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """A request for a single token never needs a decode worker."""
-        async with Prefilling(self._engine, self._state, generation, restorer=self._restorer) as prefilling:
+        async with PrefillRequestScope(self._engine, self._state, generation, restorer=self._restorer) as prefilling:
             yield prefilling.event(await prefilling.first)
 
     async def _hand_over(
@@ -103,9 +103,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 await transfer.open(whole, body, codec)
                 self._state.check_can_serve(generation, types_pb2.PREFILL)  # it may have been cancelled meanwhile
                 opened_s = now_s()
-                outflow = KVOutflow(self._engine, transfer, layout, generation.request_id, num_tokens, codec)
+                outflow = LayerwiseSender(self._engine, transfer, layout, generation.request_id, num_tokens, codec)
                 async with (
-                    Prefilling(
+                    PrefillRequestScope(
                         self._engine,
                         self._state,
                         generation,
@@ -150,7 +150,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def _keep(self, generation: types_pb2.Generation) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """Role "both": the request goes on here, its further tokens on the gateway's token stream."""
         self._state.router.check_listening(generation.gateway_id)
-        async with Prefilling(
+        async with PrefillRequestScope(
             self._engine, self._state, generation, prefill_only=False, restorer=self._restorer
         ) as prefilling:
             first = await prefilling.first

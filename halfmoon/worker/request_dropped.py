@@ -8,7 +8,7 @@ from halfmoon.errors import Cancelled, HalfmoonError, Unavailable
 from halfmoon.worker.serving_engine import ServingEngine
 
 
-class Gone:
+class RequestDropped:
     """Owns one piece of news. `told` raises Cancelled once it has come, Unavailable if the whole engine went.
 
     Event-loop thread only.

@@ -9,7 +9,7 @@ from halfmoon.engine.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.device_bytes import KVPlace, KVSource
-from halfmoon.kv.layout import KVDtype
+from halfmoon.kv.kv_layout import KVDtype
 
 
 class ServingEngine(Protocol):

@@ -25,7 +25,7 @@ from halfmoon.kv.codec import Codec, encoded_bytes
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.keys import block_keys
-from halfmoon.kv.layout import KVDtype, KVLayout
+from halfmoon.kv.kv_layout import KVDtype, KVLayout
 from halfmoon.rpc.transport.limiter import LinkLimiter
 from halfmoon.sim.modelled_engine import ModelledEngine
 from halfmoon.sim.modelled_sequence import ModelledRequest, ModelledToken

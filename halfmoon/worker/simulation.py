@@ -13,7 +13,7 @@ from functools import partial
 import halfmoon
 from halfmoon.kv import frame
 from halfmoon.kv.keys import root_key
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import gateway_pb2
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.server import running_server

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Cancelled, Incompatible, InvalidRequest, Unavailable
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.worker.block_feed import CachedBlocks
@@ -16,7 +16,7 @@ from halfmoon.worker.compute_rate import ComputeRate
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.store.chain_queue import ChainQueue
-from halfmoon.worker.token_router import TokenRouter
+from halfmoon.worker.token_router import TokenStreams
 
 _NUM_REMEMBERED = 10_000
 _MAX_TIMINGS = 64  # of a report
@@ -35,7 +35,7 @@ class WorkerState:
         """chains: hears what the store may not have; None where there is no store."""
         self.identity = identity
         self.layout = layout
-        self.router = TokenRouter()
+        self.router = TokenStreams()
         self.draining = False
         self.cached_blocks = CachedBlocks()
         self.chains = chains or ChainQueue(0)

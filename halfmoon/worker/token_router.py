@@ -46,7 +46,7 @@ class _Outbox:
     left_at_s: float | None = None  # since when nobody reads; None while somebody does
 
 
-class TokenRouter:
+class TokenStreams:
     """Owns each request's route and each gateway's outbox. Knows nothing of the engine. Event-loop thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

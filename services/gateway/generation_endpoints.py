@@ -22,28 +22,34 @@ from halfmoon.policy.admission.refusal import Refused
 from halfmoon.rpc.spans import NO_SPAN, Span, Tracer, span_scope
 from services.gateway.cluster.membership import Membership
 from services.gateway.http.client_text import shortened
-from services.gateway.http.drain_gate import Door
+from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.error_responses import error_response, kind_of
 from services.gateway.http.received_body import receive_body
 from services.gateway.http.request_ids import request_id_of
-from services.gateway.openai.endpoint_bodies import AnyBody, intake_of, is_quickly_read, max_tokens_of, read_body
-from services.gateway.openai.generation_request import Intake, salt_of
+from services.gateway.openai.endpoint_bodies import (
+    AnyBody,
+    generation_request_of,
+    is_quickly_read,
+    max_tokens_of,
+    read_body,
+)
+from services.gateway.openai.generation_request import GenerationRequest, salt_of
 from services.gateway.openai.served_model import ServedModel
-from services.gateway.replies.chat_format import ChatShape
-from services.gateway.replies.completion_format import CompletionShape
+from services.gateway.replies.chat_format import ChatFormat
+from services.gateway.replies.completion_format import CompletionFormat
 from services.gateway.replies.event_body import ClientGone
 from services.gateway.replies.replies import ChoiceSink, StreamReply, TakesPieces, WholeReply
-from services.gateway.replies.reply_format import Shape
-from services.gateway.replies.responses_format import ResponsesShape
+from services.gateway.replies.reply_format import ReplyFormat
+from services.gateway.replies.responses_format import ResponsesFormat
 from services.gateway.replies.text_stream import TextPiece
 from services.gateway.routing.choices import Choices, choices_of
-from services.gateway.routing.early_rejection import Judge, UnreadRequest, caller_of
+from services.gateway.routing.early_rejection import EarlyRejection, UnreadRequest, caller_of
 from services.gateway.routing.fan_out import run_choices
 from services.gateway.routing.progress import Progress
-from services.gateway.routing.prompt_prefix import beginning_of
+from services.gateway.routing.prompt_prefix import prompt_prefix_of
 from services.gateway.routing.relay import Relay
 from services.gateway.telemetry.metrics import GatewayMetrics
-from services.gateway.telemetry.recent_telemetry import Observations, refusal_of
+from services.gateway.telemetry.recent_telemetry import RecentTelemetry, refusal_of
 from services.gateway.telemetry.request_span import begin_request, end_request
 
 log = logging.getLogger(__name__)
@@ -79,11 +85,11 @@ class GenerationEndpoints:
         model: ServedModel,
         membership: Membership,
         relay: Relay,
-        judge: Judge,
+        judge: EarlyRejection,
         ledger: Ledger,
         metrics: GatewayMetrics,
-        door: Door,
-        observations: Observations,
+        door: DrainGate,
+        observations: RecentTelemetry,
         tracer: Tracer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -145,7 +151,7 @@ class GenerationEndpoints:
         body = read() if is_quickly_read(raw) else await asyncio.to_thread(read)
         qos = self._judge.gatekeeper.classes.of(caller_of(request.headers, body.model))
         self._refuse_unread(body, len(raw), context_tokens, call, qos)
-        take_in = partial(intake_of, body, self._model, context_tokens)
+        take_in = partial(generation_request_of, body, self._model, context_tokens)
         intake = await asyncio.to_thread(take_in) if len(raw) > _SLOW_PROMPT_BYTES else take_in()
         call.labels = intake.labels
         call.choices = choices_of(intake, call.request_id, self._model, call.arrived_s, qos)
@@ -162,26 +168,26 @@ class GenerationEndpoints:
             return  # an echo: no worker hears of it
         has_gaps = 2 * num_bytes < context_tokens if max_tokens is None else max_tokens > 1
         unread = UnreadRequest(call.request_id, qos, body.priority or 0, has_gaps)
-        self._judge.refuse_unread(unread, call.outlook)
+        self._judge.reject_early(unread, call.outlook)
         salt = salt_of(body.cache_salt)
-        self._judge.refuse_begun(unread, partial(beginning_of, body, self._model, salt), salt, call.outlook)
+        self._judge.reject_by_prefix(unread, partial(prompt_prefix_of, body, self._model, salt), salt, call.outlook)
 
-    def _shape(self, call: _Call, intake: Intake) -> Shape:
+    def _shape(self, call: _Call, intake: GenerationRequest) -> ReplyFormat:
         created = int(call.created_at.timestamp())
         head = (call.request_id, self._model.name, created, self._model.tokenizer, intake.wanted)
         if call.endpoint == "responses":
-            return ResponsesShape(*head, intake.said)
+            return ResponsesFormat(*head, intake.said)
         if call.endpoint == "chat.completions":
-            return ChatShape(*head, intake.prompts[0], intake.new_tool_parser)
-        return CompletionShape(*head, intake.prompts, intake.echoes, intake.num_choices)
+            return ChatFormat(*head, intake.prompts[0], intake.new_tool_parser)
+        return CompletionFormat(*head, intake.prompts, intake.echoes, intake.num_choices)
 
-    async def _whole(self, intake: Intake, call: _Call, reply: WholeReply) -> web.StreamResponse:
+    async def _whole(self, intake: GenerationRequest, call: _Call, reply: WholeReply) -> web.StreamResponse:
         await self._run(intake, call, reply)
         response = await reply.finish(intake.num_choices, intake.best_of)
         self._write_down(call, "ok", 200, None)
         return response
 
-    async def _stream(self, intake: Intake, call: _Call, reply: StreamReply) -> web.StreamResponse:
+    async def _stream(self, intake: GenerationRequest, call: _Call, reply: StreamReply) -> web.StreamResponse:
         try:
             await self._run(intake, call, reply)
         except ClientGone:
@@ -197,7 +203,7 @@ class GenerationEndpoints:
         self._write_down(call, "ok", 200, None)
         return response
 
-    async def _run(self, intake: Intake, call: _Call, reply: TakesPieces) -> None:
+    async def _run(self, intake: GenerationRequest, call: _Call, reply: TakesPieces) -> None:
         if intake.sampling.max_tokens == 0:  # an echo and nothing else
             await reply.begin()
             for choice in call.choices.all:

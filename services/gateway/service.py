@@ -18,7 +18,7 @@ from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2_grpc import add_ClusterServicer_to_server
 from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.policy.placement.place import PlacementRules
-from halfmoon.policy.wait_limits import Patience
+from halfmoon.policy.wait_limits import WaitLimits
 from halfmoon.rpc.server import RunningServer, advertised_address, running_server
 from halfmoon.rpc.spans import NO_TRACER, Tracer
 from services.gateway.app import Admittance, make_app
@@ -26,29 +26,29 @@ from services.gateway.cluster.cluster import Cluster, running_cluster
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import StoreCopies
 from services.gateway.cluster.store_watch import StoreWatch
-from services.gateway.control.active_admission import AdmissionInForce
-from services.gateway.control.active_classes import ClassesInForce
+from services.gateway.control.active_admission import ActiveAdmission
+from services.gateway.control.active_classes import ActiveClasses
 from services.gateway.control.admission_endpoint import AdmissionEndpoint
 from services.gateway.control.class_endpoints import ClassEndpoints
 from services.gateway.control.console_endpoints import ConsoleEndpoints
 from services.gateway.control.known_classes import KnownClasses
-from services.gateway.control.ledger_sync import LedgerNews
+from services.gateway.control.ledger_sync import LedgerSync
 from services.gateway.control.live_workload import WorkloadEndpoint
 from services.gateway.control.status_endpoints import ControlEndpoints
 from services.gateway.control.store_view import StoreView
 from services.gateway.generation_endpoints import GenerationEndpoints
 from services.gateway.http.api_keys import ApiKeys
 from services.gateway.http.cors import Cors
-from services.gateway.http.drain_gate import Door
+from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.malformed_requests import answer_faults_as_json
 from services.gateway.http.operator_access import OperatorAccess
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
-from services.gateway.routing.early_rejection import Judge
+from services.gateway.routing.early_rejection import EarlyRejection
 from services.gateway.routing.relay import Relay
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.metrics import GatewayMetrics
-from services.gateway.telemetry.recent_telemetry import Observations
+from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class RunningGateway:
     http: str  # http://host:port
     address: str  # host:port where workers register
     cluster: Cluster
-    judge: Judge
-    observations: Observations
+    judge: EarlyRejection
+    observations: RecentTelemetry
 
 
 @asynccontextmanager
@@ -76,24 +76,24 @@ async def running_gateway(
     Raises InvalidRequest for an address that cannot be bound.
     """
     membership = Membership(model.fingerprint, settings.heartbeat_interval_s)
-    door = Door()
+    door = DrainGate()
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     async with (
         open_ledger(settings.ledger, gateway_id, may_be_away=True) as ledger,
         running_cluster(gateway_id, membership) as cluster,
     ):
         rules = PlacementRules(settings.placement, settings.balancing_threshold)
-        observations = Observations()
+        observations = RecentTelemetry()
         copies = StoreCopies(membership, rules.fetching_threshold)
-        judge = Judge(membership, settings.admission, rules, cluster.clock, observations, copies)
+        judge = EarlyRejection(membership, settings.admission, rules, cluster.clock, observations, copies)
         metrics = GatewayMetrics(membership, ledger, judge, model.name)
         codec = KVCodec.Value(settings.handover_codec.upper())
-        patience = Patience(settings.failover_wait_s, settings.return_wait_s)
-        relay = Relay(cluster, judge, settings.request_deadline_s, patience, codec)
+        wait_limits = WaitLimits(settings.failover_wait_s, settings.return_wait_s)
+        relay = Relay(cluster, judge, settings.request_deadline_s, wait_limits, codec)
         stores = StoreView(settings.kv_store, lambda: membership.stores)
-        classes = ClassesInForce(ledger.classes, judge.gatekeeper, KnownClasses(settings.state_dir, settings.ledger))
-        admission = AdmissionInForce(ledger.admission, judge.gatekeeper, settings.admission)
-        news = LedgerNews(ledger, classes, admission, judge.gatekeeper.lengths, membership, gateway_id)
+        classes = ActiveClasses(ledger.classes, judge.gatekeeper, KnownClasses(settings.state_dir, settings.ledger))
+        admission = ActiveAdmission(ledger.admission, judge.gatekeeper, settings.admission)
+        news = LedgerSync(ledger, classes, admission, judge.gatekeeper.lengths, membership, gateway_id)
         await news.load()
         app = make_app(
             GenerationEndpoints(model, membership, relay, judge, ledger, metrics, door, observations, tracer),
@@ -159,7 +159,9 @@ def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-async def _stop(door: Door, cluster: Cluster, server: RunningServer, runner: web.AppRunner, grace_s: float) -> None:
+async def _stop(
+    door: DrainGate, cluster: Cluster, server: RunningServer, runner: web.AppRunner, grace_s: float
+) -> None:
     """Refuses new work, gives running requests `grace_s`, ends them with an error, then lets the workers go."""
     door.close()
     rpc_end = asyncio.ensure_future(server.stop(grace_s + _GOODBYE_S + 1))  # registrations outlive the requests

@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings
 from halfmoon.ledger.database import mask_password
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
-from halfmoon.policy.wait_limits import Patience
+from halfmoon.policy.wait_limits import WaitLimits
 from halfmoon.rpc.service import service_config
 from halfmoon.rpc.tracing import OTLP_HELP
 
@@ -49,10 +49,10 @@ class GatewaySettings(BaseSettings):
     heartbeat_interval_s: float = Field(1.0, gt=0, description="workers report at least this often; 3 missed is dead")
     request_deadline_s: float = Field(600.0, gt=0, description="total time of one request")
     failover_wait_s: float = Field(
-        Patience().failover_s, ge=0, description="how long a request whose worker is lost waits for another one"
+        WaitLimits().failover_s, ge=0, description="how long a request whose worker is lost waits for another one"
     )
     return_wait_s: float = Field(
-        Patience().return_s, ge=0, description="how long a new request waits for a worker to come back"
+        WaitLimits().return_s, ge=0, description="how long a new request waits for a worker to come back"
     )
     handover_codec: Literal["raw", "int8", "int4", "fp8"] = Field(
         "raw",

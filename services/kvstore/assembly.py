@@ -18,8 +18,8 @@ from halfmoon.rpc.transport.memfd import SharedSegment, host_id
 from services.kvstore.bytes_servicer import KVBytesServicer
 from services.kvstore.movement.incoming import Arrivals
 from services.kvstore.movement.replication import Replicator
-from services.kvstore.movement.shared_memory_get import Lender
-from services.kvstore.movement.shared_memory_put import Taker
+from services.kvstore.movement.shared_memory_get import SharedMemoryGet
+from services.kvstore.movement.shared_memory_put import SharedMemoryPut
 from services.kvstore.pool import Pool
 from services.kvstore.servicer import KVStoreAdminServicer, KVStoreServicer
 from services.kvstore.settings import KVStoreSettings
@@ -54,8 +54,8 @@ async def running_store(settings: KVStoreSettings) -> AsyncIterator[Store]:
         pool = Pool(memory, options, disk, cold)
         name = None if segment is None else f"{host_id()}/{segment.name}"
         replicator, arrivals = Replicator(pool), Arrivals(pool)
-        taker = stack.enter_context(closing(Taker(pool, arrivals)))
-        control = KVStoreServicer(pool, Lender(pool, settings.lease_s, name), taker, replicator)
+        taker = stack.enter_context(closing(SharedMemoryPut(pool, arrivals)))
+        control = KVStoreServicer(pool, SharedMemoryGet(pool, settings.lease_s, name), taker, replicator)
         admin = KVStoreAdminServicer(pool)
         async with pool.running(replicator.run()):
             yield Store(

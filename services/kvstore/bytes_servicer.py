@@ -16,7 +16,7 @@ import grpc
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, decode_frame, encode_frame, plan_frames
-from halfmoon.kv.layout import KVLayout, Shard
+from halfmoon.kv.kv_layout import KVLayout, Shard
 from halfmoon.kv.negotiation import decode_open
 from halfmoon.kv.receiver import Commit, Effect, Reserve, Write
 from halfmoon.pb import kvstore_pb2

@@ -24,8 +24,8 @@ from services.kvstore.catalog.eviction import policy_named
 from services.kvstore.catalog.replica_marks import ReplicaMarks
 from services.kvstore.counts import Counts
 from services.kvstore.movement.loading import Loader
-from services.kvstore.movement.maintenance import Upkeep
-from services.kvstore.movement.write_behind import Copies
+from services.kvstore.movement.maintenance import Maintenance
+from services.kvstore.movement.write_behind import WriteBehind
 from services.kvstore.options import PoolOptions
 from services.kvstore.tiers.cold import ColdTier
 from services.kvstore.tiers.disk import DiskTier
@@ -77,8 +77,8 @@ class Pool:
         self._loader = Loader(
             self.catalog, self.dram, self.options.dram_codec, disk, self._disk_breaker, cold, self.counts
         )
-        self._copies = Copies(self.options, self.catalog, self.dram, disk, self._disk_breaker, cold, self.counts)
-        self._upkeep = Upkeep(self.options, self.catalog, self.replicas, disk, cold, self.counts, now_s)
+        self._copies = WriteBehind(self.options, self.catalog, self.dram, disk, self._disk_breaker, cold, self.counts)
+        self._upkeep = Maintenance(self.options, self.catalog, self.replicas, disk, cold, self.counts, now_s)
         if disk is not None:
             self._recover(disk)
 

@@ -13,8 +13,8 @@ from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.catalog.entry import Tier
 from services.kvstore.catalog.events import BlockEvent, EventKind, Snapshot
 from services.kvstore.movement.replication import Replicator
-from services.kvstore.movement.shared_memory_get import Lender
-from services.kvstore.movement.shared_memory_put import Taker
+from services.kvstore.movement.shared_memory_get import SharedMemoryGet
+from services.kvstore.movement.shared_memory_put import SharedMemoryPut
 from services.kvstore.pool import Pool
 from services.kvstore.wire import TIERS, checked_ids, info_message, named_layout, place_message, tiers_from
 
@@ -33,7 +33,7 @@ Item = TypeVar("Item")
 class KVStoreServicer(kvstore_pb2_grpc.KVStoreServicer):
     """Translates between workers and a `Pool`."""
 
-    def __init__(self, pool: Pool, lender: Lender, taker: Taker, replicator: Replicator) -> None:
+    def __init__(self, pool: Pool, lender: SharedMemoryGet, taker: SharedMemoryPut, replicator: Replicator) -> None:
         self._pool = pool
         self._lender = lender
         self._taker = taker

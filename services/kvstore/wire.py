@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import kvstore_pb2, types_pb2
 from halfmoon.rpc.layout_message import layout_from, layout_message
 from services.kvstore.catalog.block_identity import ID_BYTES, key_of, tag_of

@@ -10,7 +10,7 @@ from typing import cast, get_args
 
 from halfmoon.engine.model_config import ModelConfig
 from halfmoon.errors import InvalidRequest
-from halfmoon.kv.layout import KVDtype, KVLayout
+from halfmoon.kv.kv_layout import KVDtype, KVLayout
 from services.planner.weights import device_share, num_parameters
 
 _GIB = 1 << 30

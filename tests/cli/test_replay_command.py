@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from halfmoon.cli.app import app
 from halfmoon.policy.admission.refusal import AdmissionMode
-from halfmoon.replay.outcome import Targets, summarized
+from halfmoon.replay.outcome import ReplayTargets, summarized
 from halfmoon.replay.virtual import cluster_spec, simulated
 from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, PROFILES
 from halfmoon.sim.workloads.traces import read_workload
@@ -60,7 +60,7 @@ def test_modes_side_by_side(trace: Path, tmp_path: Path) -> None:
 
 
 def test_a_tight_target_makes_requests_late_or_refused(trace: Path) -> None:
-    workload, targets = read_workload(trace), Targets(ttft_s=0.05)
+    workload, targets = read_workload(trace), ReplayTargets(ttft_s=0.05)
     ends: dict[AdmissionMode, str] = {"off": "num_late", "predicted": "num_refused"}
     for admission, end in ends.items():
         outcomes = simulated(workload, PROFILE, (1, 1), ("random", admission), targets, lambda done, num: None)
@@ -68,7 +68,7 @@ def test_a_tight_target_makes_requests_late_or_refused(trace: Path) -> None:
 
 
 def test_the_virtual_cluster_is_that_of_the_profile() -> None:
-    spec = cluster_spec(PROFILE, (3, 2), ("random", "load"), Targets(ttft_s=2.0))
+    spec = cluster_spec(PROFILE, (3, 2), ("random", "load"), ReplayTargets(ttft_s=2.0))
     assert [(group.role, group.count) for group in spec.groups] == [("prefill", 3), ("decode", 2)]
     assert spec.groups[0].latency.prefill_s(1000, 500) == pytest.approx(PROFILE.prefill.seconds(1000, 500))
     assert (spec.targets.ttft_s, spec.targets.tpot_s) == (2.0, None)

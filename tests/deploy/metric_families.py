@@ -18,9 +18,9 @@ from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.worker.metrics import WorkerMetrics
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import StoreCopies
-from services.gateway.routing.early_rejection import Judge
+from services.gateway.routing.early_rejection import EarlyRejection
 from services.gateway.telemetry.metrics import GatewayMetrics
-from services.gateway.telemetry.recent_telemetry import Observations
+from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 from services.kvstore.metrics import KVStoreMetrics
 from services.kvstore.pool import Pool
 from services.planner.metrics import PlannerMetrics
@@ -46,7 +46,9 @@ def _families(registry: CollectorRegistry) -> Iterator[Family]:
 async def all_families(tmp_path: Path) -> dict[Family, set[str]]:
     """With the services that have them."""
     membership = Membership("f", 1.0)
-    judge = Judge(membership, "off", PlacementRules(), lambda: 0.0, Observations(), StoreCopies(membership, None))
+    judge = EarlyRejection(
+        membership, "off", PlacementRules(), lambda: 0.0, RecentTelemetry(), StoreCopies(membership, None)
+    )
     async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
         registries = {
             "gateway": GatewayMetrics(membership, ledger, judge, "m").registry,

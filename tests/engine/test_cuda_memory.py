@@ -18,7 +18,7 @@ import torch
 
 from halfmoon.engine.cuda_memory import CudaMemory
 from halfmoon.errors import Incompatible, Unavailable
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = KVLayout(3, 2, 16, "bfloat16", 8)
@@ -26,7 +26,7 @@ SENDER = """
 import sys, torch
 from halfmoon.engine.cuda_memory import CudaMemory
 from halfmoon.engine.kv_arena import KVArena
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 layout = KVLayout(3, 2, 16, "bfloat16", 8)
 arena = KVArena(layout, 10, torch.bfloat16, "cuda", "triton")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfmoon.engine.kv_arena import KVArena, slot_runs
-from halfmoon.kv.layout import KVDtype, KVLayout
+from halfmoon.kv.kv_layout import KVDtype, KVLayout
 
 NUM_BLOCKS = 12
 BLOCK_TOKENS = 4

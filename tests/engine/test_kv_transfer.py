@@ -8,7 +8,7 @@ import torch
 from halfmoon.engine.kv_arena import KVArena
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.kv.device_bytes import DeviceBytes
-from halfmoon.kv.layout import KVDtype, KVLayout
+from halfmoon.kv.kv_layout import KVDtype, KVLayout
 
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
 from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)

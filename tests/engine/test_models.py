@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.engine.attention import AttentionBatch, Segment
-from halfmoon.engine.attention_backend import AttentionBackend, Span
+from halfmoon.engine.attention_backend import AttentionBackend, TokenSpan
 from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.device_path import DevicePath, choose_path
@@ -19,7 +19,7 @@ from halfmoon.engine.models import ForwardBatch, Model, build_model
 from halfmoon.engine.models.linear import pack_onednn
 from halfmoon.engine.models.weights import fill_dummy_weights, load_weights
 from halfmoon.errors import Incompatible
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 BLOCK_TOKENS = 8
 MODELS = (
@@ -65,7 +65,7 @@ def paged_logits(
             token_ids=torch.tensor(token_ids[start:end]),
             positions=torch.arange(start, end),
             logit_rows=torch.arange(end - start),
-            attention=attention.step([Span(blocks, start, end)]),
+            attention=attention.step([TokenSpan(blocks, start, end)]),
         )
         with torch.inference_mode():
             logits.append(model.forward(batch, arena.tensor))

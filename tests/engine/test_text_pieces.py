@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import Sequence as Steps
 
 from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.piece_tokens import PieceTokens
-from halfmoon.engine.text_beginning import Around, TextBeginning
+from halfmoon.engine.prefix_tokenizer import Around, PrefixTokenizer
 from halfmoon.engine.text_pieces import PATTERNS, PIECE_CHARS, can_be_cut, least_tokens, pieces_of
 from halfmoon.engine.tokenizer import Tokenizer
 
@@ -199,17 +199,17 @@ def test_what_came_with_another_salt_is_not_known() -> None:
     for salt in (b"", b"a", b"b"):
         assert pieces.of_text(text, salt) == list(map(ord, text))
     assert [pieces.asked.count(one) for one in set(pieces.asked)] == [3, 3, 3]
-    beginning = TextBeginning(text, pieces, salt=b"a")
+    beginning = PrefixTokenizer(text, pieces, salt=b"a")
     beginning.read_on(1)
     assert beginning.is_whole  # what is remembered does not count
-    TextBeginning(text, pieces, salt=b"c").read_on(1)
+    PrefixTokenizer(text, pieces, salt=b"c").read_on(1)
     assert len(pieces.asked) == 3 * 3 + 1
 
 
 def test_a_beginning_is_read_as_far_as_wanted_and_what_is_remembered_comes_with_it() -> None:
     pieces = CountingPieces()
     known, text = long_text("one", 4), long_text("one", 4) + " " + long_text("two", 3)
-    beginning = TextBeginning(text, pieces, Around((7,), (8, 9)))
+    beginning = PrefixTokenizer(text, pieces, Around((7,), (8, 9)))
     beginning.read_on(1)
     first = next(pieces_of(text))
     assert list(beginning.token_ids) == [7, *map(ord, first)]
@@ -223,10 +223,10 @@ def test_a_beginning_is_read_as_far_as_wanted_and_what_is_remembered_comes_with_
     beginning.read_on(1)
     assert beginning.is_whole
     assert list(beginning.token_ids) == [7, *map(ord, text), 8, 9]
-    endless = TextBeginning(known + " " + 5_000 * "x" + " and so on", pieces)
+    endless = PrefixTokenizer(known + " " + 5_000 * "x" + " and so on", pieces)
     endless.read_on(10_000)
     assert (list(endless.token_ids), endless.is_whole) == (list(map(ord, known)), False)
-    unreadable = TextBeginning(text, None)
+    unreadable = PrefixTokenizer(text, None)
     unreadable.read_on(5)
     assert (list(unreadable.token_ids), unreadable.is_whole, unreadable.least_tokens()) == ([], False, 1)
 

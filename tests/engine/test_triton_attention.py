@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfmoon.engine.attention import SdpaBackend, attend_reference
-from halfmoon.engine.attention_backend import Span
+from halfmoon.engine.attention_backend import TokenSpan
 from halfmoon.errors import Incompatible
 
 pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
@@ -24,12 +24,12 @@ def backend(num_kv_heads: int = 2, context_tokens: int = 128) -> TritonBackend:
     return TritonBackend(BLOCK_TOKENS, num_kv_heads, context_tokens, DEVICE)
 
 
-def spans(*ranges: tuple[int, int]) -> list[Span]:
+def spans(*ranges: tuple[int, int]) -> list[TokenSpan]:
     """Sequences whose tokens `start`..`end` run; their blocks lie scattered, and each has one more than it needs."""
     free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(5)).tolist()
     needed = [-(-end // BLOCK_TOKENS) + 1 for _, end in ranges]
     ends = [0, *torch.tensor(needed).cumsum(0).tolist()]
-    return [Span(free[a:b], *one) for (a, b), one in zip(pairwise(ends), ranges, strict=True)]
+    return [TokenSpan(free[a:b], *one) for (a, b), one in zip(pairwise(ends), ranges, strict=True)]
 
 
 @pytest.mark.parametrize(

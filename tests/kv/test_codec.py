@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.codec import Codec, Shape, decode, encode, encoded_bytes, gainful
 from halfmoon.kv.codec.floats import LARGEST, UNSIGNED, widened
-from halfmoon.kv.layout import KVDtype
+from halfmoon.kv.kv_layout import KVDtype
 
 DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 QUANTISED = (Codec.INT8, Codec.INT4, Codec.FP8)  # INT2, whose bounds are of rotated values, has a file of its own

@@ -23,7 +23,7 @@ from halfmoon.kv.frame import (
     encode_frame,
     plan_frames,
 )
-from halfmoon.kv.layout import KVLayout, Shard
+from halfmoon.kv.kv_layout import KVLayout, Shard
 
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 ranges = st.builds(KVRange, u16, u16, u16, u16, u32, u32)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES, KVRange
 from halfmoon.kv.frame_plan import MIN_FRAME_BYTES, MIN_FRAME_TOKENS, MIN_LAST_BYTES, FramePlan, Written
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.receiver import Coverage
 
 DEMO = KVLayout(30, 3, 64, "bfloat16")  # 768 bytes a token and layer

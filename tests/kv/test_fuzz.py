@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from halfmoon.errors import HalfmoonError
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import Elsewhere, Frame, FrameKind, KVRange, decode_message, encode_frame
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.negotiation import decode_choice, encode_open
 from halfmoon.kv.receiver import TransferReceiver
 from halfmoon.kv.sender import TransferSending

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from halfmoon.kv.codec import Codec, decode, encode
 from halfmoon.kv.codec.floats import LARGEST, UNSIGNED, narrow, widened
-from halfmoon.kv.layout import KVDtype
+from halfmoon.kv.kv_layout import KVDtype
 
 DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 SHAPES = st.tuples(st.integers(1, 3), st.just(2), st.integers(1, 3), st.integers(1, 70), st.integers(1, 160))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.kv.keys import KEY_BYTES, block_keys, child_key, iter_block_keys, root_key
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 LAYOUT = KVLayout(30, 3, 64, "bfloat16", 4)
 ROOT = root_key("smollm2-135m", LAYOUT)

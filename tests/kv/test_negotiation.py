@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.negotiation import (
     MAX_OFFERS,
-    Choice,
     Offer,
+    TransportChoice,
     decode_choice,
     decode_open,
     encode_choice,
@@ -28,7 +28,7 @@ def test_offers_and_body_come_back(offered: list[Offer], body: bytes) -> None:
 
 @given(names, st.lists(st.tuples(names, st.text(max_size=50)), max_size=MAX_OFFERS), st.integers(0, (1 << 32) - 1))
 def test_a_choice_comes_back(name: str, declined: list[tuple[str, str]], taken_us: int) -> None:
-    choice = Choice(name, tuple(declined), taken_us)
+    choice = TransportChoice(name, tuple(declined), taken_us)
     assert decode_choice(encode_choice(choice)) == choice
 
 
@@ -55,7 +55,7 @@ def test_a_choice_names_a_transport() -> None:
 
 
 def test_a_choice_says_how_long_it_took() -> None:
-    whole = encode_choice(Choice("shm", taken_us=1 << 40))
+    whole = encode_choice(TransportChoice("shm", taken_us=1 << 40))
     assert decode_choice(whole).taken_us == (1 << 32) - 1
     with pytest.raises(InvalidRequest, match="how long"):
         decode_choice(whole[:-1])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from halfmoon.errors import Cancelled, DataLoss, HalfmoonError, Incompatible, InvalidRequest
 from halfmoon.kv.codec import Codec, encoded_bytes
 from halfmoon.kv.frame import Frame, FrameKind, KVRange, plan_frames
-from halfmoon.kv.layout import KVDtype, KVLayout
-from halfmoon.kv.negotiation import Choice, Offer, decode_choice, encode_open
+from halfmoon.kv.kv_layout import KVDtype, KVLayout
+from halfmoon.kv.negotiation import Offer, TransportChoice, decode_choice, encode_open
 from halfmoon.kv.receiver import Commit, Coverage, Effect, Reserve, TransferReceiver, Write
 
 LAYOUT = KVLayout(3, 2, 2, "float16", 4)
@@ -209,7 +209,7 @@ def test_an_open_without_its_list_of_transports_is_refused() -> None:
 def test_answers_are_numbered_and_carry_the_transfers_name() -> None:
     sender = opened()
     receiver = sender.receiver
-    answers = [receiver.accept(Choice("shm", (("nixl", "not here"),)))]
+    answers = [receiver.accept(TransportChoice("shm", (("nixl", "not here"),)))]
     sender.send(FrameKind.DATA, WHOLE)
     answers.append(receiver.credit(1))
     sender.send(FrameKind.COMMIT)
@@ -220,7 +220,7 @@ def test_answers_are_numbered_and_carry_the_transfers_name() -> None:
         (FrameKind.DONE, 2),
     ]
     assert all(answer.transfer_id == ID for answer in answers)
-    assert decode_choice(answers[0].payload) == Choice("shm", (("nixl", "not here"),))
+    assert decode_choice(answers[0].payload) == TransportChoice("shm", (("nixl", "not here"),))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, InvalidRequest
 from halfmoon.kv.frame import Frame, FrameKind, KVRange
-from halfmoon.kv.layout import KVLayout
-from halfmoon.kv.negotiation import Choice, encode_open
+from halfmoon.kv.kv_layout import KVLayout
+from halfmoon.kv.negotiation import TransportChoice, encode_open
 from halfmoon.kv.receiver import TransferReceiver
 from halfmoon.kv.sender import TransferSending, credit_body
 
@@ -33,7 +33,7 @@ class Ends:
 
     def open(self) -> None:
         self.send(self.sending.open(WHOLE, encode_open((), b"")))
-        assert self.sending.handle(self.receiver.accept(Choice("grpc"))) == []
+        assert self.sending.handle(self.receiver.accept(TransportChoice("grpc"))) == []
 
     def layer(self, layer: int) -> Frame:
         part = KVRange(layer, layer + 1, 0, 2, 0, 4)
@@ -115,4 +115,4 @@ def test_an_answer_to_another_transfer_is_refused() -> None:
     ends = Ends()
     ends.send(ends.sending.open(WHOLE, encode_open((), b"")))
     with pytest.raises(InvalidRequest, match="another transfer"):
-        ends.sending.handle(replace(ends.receiver.accept(Choice("grpc")), transfer_id=b"x" * 16))
+        ends.sending.handle(replace(ends.receiver.accept(TransportChoice("grpc")), transfer_id=b"x" * 16))

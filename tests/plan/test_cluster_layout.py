@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.plan.fleet import read_fleet
 from halfmoon.plan.layout import Layout, Parallelism, WorkerKind, WorkerSet
 from halfmoon.plan.layout_trial import layout_network, unit_spec
-from halfmoon.plan.problem import Question, default_rules
+from halfmoon.plan.node_pools import read_fleet
+from halfmoon.plan.problem import PlanningProblem, default_rules
 from halfmoon.plan.search.goodput import Goal
-from halfmoon.sim.cluster.cluster_spec import Targets
+from halfmoon.sim.cluster.cluster_spec import SloTargets
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.latency_sources.hardware import device
 from halfmoon.sim.latency_sources.measured_profile import MeasuredLimits, MeasuredPrefill, MeasuredProfile, MeasuredStep
@@ -83,7 +83,7 @@ def test_paired_workers_share_a_node_and_others_do_not() -> None:
     known = {one: source.model(None, *one.parallelism) for one in (kind(2, 1), kind(1, 1))}
     workload = synthetic_workload(named_lengths("in=512,out=64"), 10, 1.0, seed=0)
     sources = {"a100-80g": source}
-    question = Question(sources, fleet, workload, Goal(Targets(1.0, 1.0)), default_rules(fleet, sources))
+    question = PlanningProblem(sources, fleet, workload, Goal(SloTargets(1.0, 1.0)), default_rules(fleet, sources))
     spec = unit_spec(question, known, layout)
     apart = unit_spec(question, known, pair((2, 1, 2), (1, 1, 1), paired=False))
     assert spec.nodes == [0, 0, 0]
@@ -98,7 +98,7 @@ def test_a_codec_sends_fewer_bytes_and_works_for_it() -> None:
     workload = synthetic_workload(named_lengths("in=512,out=64"), 10, 1.0, seed=0)
     sources = {"a100-80g": source}
     rules = default_rules(fleet, sources, network_bytes_per_s=1e9)
-    question = Question(sources, fleet, workload, Goal(Targets(1.0, 1.0)), rules)
+    question = PlanningProblem(sources, fleet, workload, Goal(SloTargets(1.0, 1.0)), rules)
     layout = pair((1, 1, 1), (1, 1, 1), paired=False)
     plain = layout_network(question, layout)
     coded = layout_network(question, replace(layout, codec="int8"))

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmoon.plan.fleet import read_fleet
 from halfmoon.plan.layout import Parallelism, WorkerKind
-from halfmoon.plan.problem import Question, default_rules
+from halfmoon.plan.node_pools import read_fleet
+from halfmoon.plan.problem import PlanningProblem, default_rules
 from halfmoon.plan.search.bounds import decode_bound_per_s, prefill_bound_per_s
 from halfmoon.plan.search.feasible import Option
 from halfmoon.plan.search.goodput import Goal, Trial, goodput_per_s, holds, holds_at_first
-from halfmoon.plan.search.phases import half_trial
+from halfmoon.plan.search.phases import phase_trial
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.view.cluster_view import Role
-from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Targets, TbtOf, WorkerGroup
+from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, SloTargets, TbtOf, WorkerGroup
 from halfmoon.sim.latency_sources.coefficients import coefficients
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.result import Criterion
@@ -31,12 +31,12 @@ def half(
 ) -> tuple[Trial, Option]:
     """One worker of a role as the search simulates it, and its bound."""
     workload = synthetic_workload(named_lengths(lengths), 200, 1.0, seed=0, most_tokens=2048)
-    goal = Goal(Targets(ttft_s, tpot_s), share)
-    question = Question(SOURCES, FLEET, workload, goal, default_rules(FLEET, SOURCES))
+    goal = Goal(SloTargets(ttft_s, tpot_s), share)
+    question = PlanningProblem(SOURCES, FLEET, workload, goal, default_rules(FLEET, SOURCES))
     model, kind = SOURCES["a100-80g"].model("a100-80g", *parallelism), WorkerKind("a100-80g", parallelism)
     bound_per_s = prefill_bound_per_s if role == "prefill" else decode_bound_per_s
     option = Option(role, kind, bound_per_s(model, workload, goal, question.rules.limits[role]))
-    return half_trial(question, {kind: model}, option), option
+    return phase_trial(question, {kind: model}, option), option
 
 
 @settings(max_examples=12, deadline=None)
@@ -60,7 +60,7 @@ def test_nothing_simulated_exceeds_its_bound(
 def test_steps_that_take_no_time_bound_nothing() -> None:
     instant = coefficients("instant", PrefillModel(0, 0, 0), StepModel(0, 0, 0), 100_000, 1.0)
     workload = synthetic_workload(named_lengths("chat"), 20, 1.0, seed=0)
-    bound = decode_bound_per_s(instant, workload, Goal(Targets(0.2, 0.1), 0.9), BatchLimits())
+    bound = decode_bound_per_s(instant, workload, Goal(SloTargets(0.2, 0.1), 0.9), BatchLimits())
     assert bound.most_per_s > 1000
 
 
@@ -97,7 +97,7 @@ def test_a_simulation_that_gives_up_says_what_a_whole_one_says(
 ) -> None:
     model = SOURCES["a100-80g"].model("a100-80g", 1, 1)
     workload = synthetic_workload(named_lengths("code"), 60, 1.0, seed=0, most_tokens=2048)
-    goal = Goal(Targets(ttft_s, tpot_s, tbt_s, of), share, criterion)
+    goal = Goal(SloTargets(ttft_s, tpot_s, tbt_s, of), share, criterion)
     trial = Trial(ClusterSpec((WorkerGroup("both", 1, model),)), workload, goal)
     whole = simulate(trial.spec, workload.at_rate(rate_per_s))
     assert holds_at_first(trial, rate_per_s) == goal.is_met(whole)

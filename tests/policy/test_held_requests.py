@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import ClassTable, QosClass
 from halfmoon.policy.admission.refusal import AdmissionMode, Refused
 from halfmoon.policy.models.latency import PrefillModel, StepModel
@@ -19,13 +19,13 @@ TWO = QosClass("two", tbt_s=0.035)  # three would take 40 ms
 ASKED = PlacementRequest(50, 20)
 
 
-def gate_of(mode: AdmissionMode = "predicted") -> tuple[Gatekeeper, ClusterView]:
-    gate = Gatekeeper(mode, PlacementRules(), random.Random(0))
+def gate_of(mode: AdmissionMode = "predicted") -> tuple[AdmissionController, ClusterView]:
+    gate = AdmissionController(mode, PlacementRules(), random.Random(0))
     gate.classes = ClassTable((TWO,))
     return gate, ClusterView((P, D))
 
 
-def hold(gate: Gatekeeper, view: ClusterView, name: str, now_s: float = 0.0) -> None:
+def hold(gate: AdmissionController, view: ClusterView, name: str, now_s: float = 0.0) -> None:
     gate.hold(name, view, gate.decide(view, ASKED, TWO, now_s), ASKED.num_prompt_tokens, now_s)
 
 

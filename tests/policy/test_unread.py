@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import HalfmoonError
-from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import ClassTable, Degradation, QosClass
-from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, LeastPrompt
+from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, PromptLowerBound
 from halfmoon.policy.admission.refusal import AdmissionMode, Refused
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
 from halfmoon.policy.models.latency import PrefillModel, StepModel
@@ -68,8 +68,8 @@ class Scene:
         ]
         return ClusterView([*workers, replace(P, holder=len(workers)), D])
 
-    def gate(self, view: ClusterView) -> Gatekeeper:
-        gate = Gatekeeper(self.mode, PlacementRules(self.placement), random.Random(0))
+    def gate(self, view: ClusterView) -> AdmissionController:
+        gate = AdmissionController(self.mode, PlacementRules(self.placement), random.Random(0))
         gate.classes = ClassTable((self.qos,))
         for number, one in enumerate(sorted(self.earlier, key=lambda one: one.entered_s)):
             request = PlacementRequest(one.num_prompt, one.max_tokens, priority=one.priority)
@@ -150,7 +150,7 @@ def test_who_would_be_admitted_is_never_refused_by_the_beginning_of_a_prompt(
     view = scene.view()
     for worker, store in zip(view.workers, stores, strict=False):
         view.put(replace(worker, store_holder=store - 1))
-    early = unread_refusal(scene, view, priority, LeastPrompt(num_known, depths), has_gaps=max_tokens > 1)
+    early = unread_refusal(scene, view, priority, PromptLowerBound(num_known, depths), has_gaps=max_tokens > 1)
     if early is None:
         return
     request = PlacementRequest(num_known + num_unread, max_tokens, priority=priority)
@@ -163,17 +163,17 @@ def test_who_would_be_admitted_is_never_refused_by_the_beginning_of_a_prompt(
 
 
 def unread_refusal(
-    scene: Scene, view: ClusterView, priority: int, prompt: LeastPrompt = ANY_PROMPT, *, has_gaps: bool
+    scene: Scene, view: ClusterView, priority: int, prompt: PromptLowerBound = ANY_PROMPT, *, has_gaps: bool
 ) -> Refused | None:
     gate = scene.gate(view)
     try:
-        gate.refuse_unread(view, priority, has_gaps=has_gaps, qos=scene.qos, now_s=NOW_S)
+        gate.reject_early(view, priority, has_gaps=has_gaps, qos=scene.qos, now_s=NOW_S)
         return gate.least_refusal(view, prompt, priority, has_gaps=has_gaps, qos=scene.qos, now_s=NOW_S)
     except Refused as refusal:
         return refusal
 
 
-def busy(mode: AdmissionMode, qos: QosClass) -> tuple[Gatekeeper, ClusterView]:
+def busy(mode: AdmissionMode, qos: QosClass) -> tuple[AdmissionController, ClusterView]:
     """Twenty decode for a long time yet."""
     earlier = [Earlier(10, 4_000, 0, NOW_S - 2, NOW_S - 1)] * 20
     scene = Scene(mode, "kvcache-centric", (), (), earlier, qos)
@@ -188,10 +188,10 @@ def test_decode_workers_that_stay_too_full_need_no_prompt(mode: AdmissionMode) -
     with pytest.raises(
         Refused, match=r"between tokens would be at least [23]\d\.\d ms, class x allows 10 ms"
     ) as caught:
-        gate.refuse_unread(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)
+        gate.reject_early(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)
     assert caught.value.reason == "tbt"
-    gate.refuse_unread(view, 0, has_gaps=False, qos=qos, now_s=NOW_S)  # one token has no gap
-    gate.refuse_unread(view, 0, has_gaps=True, qos=QosClass("free"), now_s=NOW_S)
+    gate.reject_early(view, 0, has_gaps=False, qos=qos, now_s=NOW_S)  # one token has no gap
+    gate.reject_early(view, 0, has_gaps=True, qos=QosClass("free"), now_s=NOW_S)
 
 
 @given(
@@ -215,39 +215,39 @@ def test_no_moment_has_less_than_the_least_load(
 
 def test_a_queue_that_is_too_long_needs_no_prompt() -> None:
     qos = QosClass("x", ttft_s=2.0, degradation=("shed_lowest_class",))
-    gate, view = Gatekeeper("predicted", PlacementRules(), random.Random(0)), ClusterView((P, D))
+    gate, view = AdmissionController("predicted", PlacementRules(), random.Random(0)), ClusterView((P, D))
     gate.classes = ClassTable((qos, QosClass("low", priority=1)))
     view.put(replace(P, prefill_free_s=NOW_S + 5))
     with pytest.raises(Refused, match=r"first token would be at least 5\.01 s") as caught:
-        gate.refuse_unread(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)
+        gate.reject_early(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)
     assert caught.value.retry_after_ms == pytest.approx(3_011, abs=1)
     with pytest.raises(Refused, match="class low waits"):  # it was told what this means
-        gate.refuse_unread(view, 1_000, has_gaps=True, qos=gate.classes.classes[1], now_s=NOW_S)
+        gate.reject_early(view, 1_000, has_gaps=True, qos=gate.classes.classes[1], now_s=NOW_S)
 
 
 def test_a_worker_that_seems_slower_than_another_may_be_quicker_in_truth() -> None:
     qos, view = QosClass("x", ttft_s=0.2), ClusterView((P, D))
-    gate = Gatekeeper("predicted", PlacementRules("random"), random.Random(0))
+    gate = AdmissionController("predicted", PlacementRules("random"), random.Random(0))
     inside = gate.decide(view, PlacementRequest(1, 1), QosClass("free"), NOW_S)
     gate.enter("r", view, inside, 1, NOW_S)
     view.put(replace(P, prefill_free_s=NOW_S + 0.4))  # less than a step: it may all be ours
     view.put(replace(P, worker_id="other", prefill_free_s=NOW_S + 0.3))
-    gate.refuse_unread(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)
+    gate.reject_early(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)
     chosen = gate.decide(view, PlacementRequest(2, 2), qos, NOW_S).placement.prefill
     assert chosen.worker_id == "p"
 
 
 def test_off_refuses_nobody_unread_and_a_probe_is_let_through() -> None:
     qos, view = QosClass("x", ttft_s=0.001), ClusterView((P, D))
-    Scene("off", "random", (), (), (), qos).gate(view).refuse_unread(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)
+    Scene("off", "random", (), (), (), qos).gate(view).reject_early(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)
     gate = Scene("predicted", "random", (), (), (), qos).gate(view)
     for now_s in (NOW_S, NOW_S + 9.9):
         with pytest.raises(Refused):
-            gate.refuse_unread(view, 0, has_gaps=True, qos=qos, now_s=now_s)
-    gate.refuse_unread(view, 0, has_gaps=True, qos=qos, now_s=NOW_S + 10)
+            gate.reject_early(view, 0, has_gaps=True, qos=qos, now_s=now_s)
+    gate.reject_early(view, 0, has_gaps=True, qos=qos, now_s=NOW_S + 10)
     assert gate.decide(view, PlacementRequest(100, 10), qos, NOW_S + 10).placement.ttft_s > 0.001
 
 
 def test_a_half_that_is_missing_is_not_a_refusal() -> None:
     qos, view = QosClass("x", ttft_s=0.001), ClusterView((P,))
-    Scene("predicted", "random", (), (), (), qos).gate(view).refuse_unread(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)
+    Scene("predicted", "random", (), (), (), qos).gate(view).reject_early(view, 0, has_gaps=True, qos=qos, now_s=NOW_S)

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from halfmoon.replay.outcome import Outcome, Targets, summarized
+from halfmoon.replay.outcome import Outcome, ReplayTargets, summarized
 from halfmoon.replay.report import report_table
 
-TARGETS = Targets(ttft_s=1.0, tbt_s=0.1)
+TARGETS = ReplayTargets(ttft_s=1.0, tbt_s=0.1)
 OUTCOMES = [
     Outcome("answered", ttft_s=0.5, tbt_s=0.1, num_tokens=5, num_prompt_tokens=100, num_cached_tokens=50),
     Outcome("answered", ttft_s=1.5, tbt_s=0.05, num_tokens=5, num_prompt_tokens=100),
@@ -34,7 +34,7 @@ def test_each_request_has_one_end() -> None:
 
 
 def test_without_targets_every_answer_is_in_time() -> None:
-    assert summarized(OUTCOMES, Targets(), duration_s=2.0).num_in_time == 3
+    assert summarized(OUTCOMES, ReplayTargets(), duration_s=2.0).num_in_time == 3
 
 
 def test_nothing_gives_no_figures_and_still_a_report() -> None:

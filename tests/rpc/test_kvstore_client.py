@@ -12,7 +12,7 @@ import pytest
 
 from halfmoon.errors import DataLoss, DeadlineExceeded, Incompatible, NoCapacity, NotFound, Unavailable
 from halfmoon.kv.frame import KVRange
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.chain import Chain
 from halfmoon.rpc.kvstore_client import KVStoreClient

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from halfmoon.errors import DataLoss, HalfmoonError, Incompatible, InvalidRequest, NoCapacity, NotFound
-from halfmoon.kv.layout import KVBytes
+from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
 from halfmoon.rpc import outbox
 from halfmoon.rpc.block_streams import whole_blocks

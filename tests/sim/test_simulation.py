@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.models.latency import StepModel
 from halfmoon.policy.placement.ranking import PlacementMode
-from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Failure, Network, Targets, WorkerGroup
+from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, Failure, Network, SloTargets, WorkerGroup
 from halfmoon.sim.cluster.decode_batch import DecodeBatch
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.latency_sources.latency_model import StepPiece
@@ -44,8 +44,8 @@ def test_the_way_there_is_before_the_queue_and_the_way_back_holds_nobody_up() ->
     assert found.ttft_s == pytest.approx(plain.ttft_s + 0.52)
     assert found.end_s == pytest.approx(plain.end_s + 0.52)
     assert found.tpot_s == pytest.approx(plain.tpot_s)
-    met = simulate(pair(answer_s=0.5, targets=Targets(ttft_s=0.55)), work((0.0, 10, 2), (1.0, 100, 2)))
-    assert met.attainment(Targets(ttft_s=0.55)).ttft == 0.5
+    met = simulate(pair(answer_s=0.5, targets=SloTargets(ttft_s=0.55)), work((0.0, 10, 2), (1.0, 100, 2)))
+    assert met.attainment(SloTargets(ttft_s=0.55)).ttft == 0.5
 
 
 def test_a_colocated_step_computes_a_chunk_beside_decodes() -> None:
@@ -146,7 +146,7 @@ def test_who_waits_for_room_gets_what_was_reserved_for_one_whose_prefill_worker_
 
 
 def test_admission_refuses_before_anything_is_computed() -> None:
-    spec = pair(admission="predicted", targets=Targets(ttft_s=0.5))
+    spec = pair(admission="predicted", targets=SloTargets(ttft_s=0.5))
     found = simulate(spec, work(*((0.001 * number, 200, 2) for number in range(20))))
     refused = found.outcome == 1
     assert refused.any()
@@ -157,7 +157,7 @@ def test_admission_refuses_before_anything_is_computed() -> None:
 def test_admission_learns_what_the_hand_over_takes() -> None:
     """The first gap is 0.95 s longer by it, the mean of nineteen 50 ms: after three such answers that is known."""
     slow = Network(bytes_per_s=1e11, latency_s=0.95)
-    spec = pair(slow, admission="predicted", targets=Targets(tpot_s=0.04))
+    spec = pair(slow, admission="predicted", targets=SloTargets(tpot_s=0.04))
     found = simulate(spec, work(*((3.0 * number, 100, 20) for number in range(4))))
     assert found.tpot_s[:3] == pytest.approx([0.011 + 0.95 / 19] * 3, rel=0.02)
     assert found.outcome.tolist() == [0, 0, 0, 1]
@@ -167,18 +167,18 @@ def test_admission_learns_what_the_hand_over_takes() -> None:
 def test_admission_knows_that_prompts_go_in_chunks_beside_decodes(chunk_tokens: int, outcome: int) -> None:
     """Of 200 tokens: one step of 211 ms, or 13 steps, of which each takes the decode's 11 ms, too."""
     limits = BatchLimits(chunk_tokens=chunk_tokens)
-    spec = ClusterSpec((group("both", limits=limits),), FAST, admission="predicted", targets=Targets(ttft_s=0.25))
+    spec = ClusterSpec((group("both", limits=limits),), FAST, admission="predicted", targets=SloTargets(ttft_s=0.25))
     found = simulate(spec, work((0.0, 10, 500), (0.05, 200, 2)))
     assert found.outcome.tolist() == [0, outcome]
 
 
 def test_attainment_joint_and_marginal() -> None:
     found = simulate(pair(), work((0.0, 100, 9), (0.0, 50, 5)))
-    targets = Targets(ttft_s=0.12, tpot_s=0.0115)  # the first request meets both, the second neither
+    targets = SloTargets(ttft_s=0.12, tpot_s=0.0115)  # the first request meets both, the second neither
     assert found.attainment(targets) == Attainment(0.5, 0.5, 0.5, 1.0)
-    crossed = Targets(ttft_s=0.12, tpot_s=0.011)
+    crossed = SloTargets(ttft_s=0.12, tpot_s=0.011)
     assert found.attainment(crossed).value("joint") == 0
-    assert found.attainment(Targets()).value("marginal") == 1
+    assert found.attainment(SloTargets()).value("marginal") == 1
 
 
 def test_equal_prompts_wait_as_lindleys_recursion_says() -> None:
@@ -279,7 +279,7 @@ def test_without_gaps_all_else_is_the_same(spec: ClusterSpec, rows: list[tuple[f
         np.testing.assert_array_equal(getattr(whole, name), getattr(without, name))
     assert np.isnan(without.longest_gap_s).all()
     with pytest.raises(AssertionError, match="with gaps"):
-        without.attainment(Targets(tbt_s=1.0))
+        without.attainment(SloTargets(tbt_s=1.0))
 
 
 @settings(max_examples=15)
@@ -366,9 +366,9 @@ def test_a_handover_and_a_death_lengthen_a_gap() -> None:
 def test_a_tbt_target_is_of_the_longest_gap_or_of_the_longest_tenth() -> None:
     limits = BatchLimits(chunk_tokens=16, batching="prefill-first")
     found = simulate(ClusterSpec((group("both", limits=limits),), FAST), work((0.0, 10, 100), (0.05, 32, 2)))
-    assert found.attainment(Targets(tbt_s=0.02)) == Attainment(0.5, 1.0, 1.0, 0.5)
-    assert found.attainment(Targets(tbt_s=0.02, tbt_of="longest-tenth")) == Attainment(1.0, 1.0, 1.0, 1.0)
-    assert found.attainment(Targets(tbt_s=0.02)).value("marginal") == 0.5
+    assert found.attainment(SloTargets(tbt_s=0.02)) == Attainment(0.5, 1.0, 1.0, 0.5)
+    assert found.attainment(SloTargets(tbt_s=0.02, tbt_of="longest-tenth")) == Attainment(1.0, 1.0, 1.0, 1.0)
+    assert found.attainment(SloTargets(tbt_s=0.02)).value("marginal") == 0.5
 
 
 def test_progress_is_told_to_the_end() -> None:

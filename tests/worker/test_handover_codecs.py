@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.errors import Incompatible
 from halfmoon.kv.codec import Codec, encoded_bytes
-from halfmoon.kv.layout import KVDtype
+from halfmoon.kv.kv_layout import KVDtype
 from halfmoon.pb import prefill_pb2, types_pb2
 from halfmoon.worker.wire import codec_from
 from tests.worker.conftest import RunningWorker

@@ -14,7 +14,7 @@ from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame_plan import Written
 from halfmoon.rpc.transfer import transfer_to
 from halfmoon.rpc.transport.link import LinkSettings
-from halfmoon.worker.layerwise_sender import KVOutflow
+from halfmoon.worker.layerwise_sender import LayerwiseSender
 from tests.rpc.transport.conftest import LAYOUT, TOKENS, WHOLE, ends, until
 
 
@@ -41,7 +41,7 @@ async def test_who_was_preempted_waits_without_room(transports: tuple[str, ...])
         transfer_to(it.link, LAYOUT, deadline_s=30) as transfer,
     ):
         await transfer.open(WHOLE, b"1")
-        outflow = KVOutflow(cast(AsyncEngine, engine), transfer, LAYOUT, "r", TOKENS, Codec.RAW)
+        outflow = LayerwiseSender(cast(AsyncEngine, engine), transfer, LAYOUT, "r", TOKENS, Codec.RAW)
         async with outflow.running() as sending:
             outflow.on_kv(Written(TOKENS))
             await engine.was_asked.wait()

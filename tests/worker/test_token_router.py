@@ -9,7 +9,7 @@ import pytest
 from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import Cancelled, InvalidRequest, Unavailable
 from halfmoon.pb import types_pb2
-from halfmoon.worker.token_router import TokenRouter
+from halfmoon.worker.token_router import TokenStreams
 
 
 class Clock:
@@ -25,7 +25,7 @@ def token(request_id: str, position: int, *, last: bool = False) -> TokenOutput:
 
 
 async def test_first_token_goes_to_the_call_and_the_rest_to_the_gateway() -> None:
-    router = TokenRouter()
+    router = TokenStreams()
     steps = router.read("g")
     assert not (await anext(steps)).tokens
     first = router.expect_first("r", "g")
@@ -42,7 +42,7 @@ async def test_first_token_goes_to_the_call_and_the_rest_to_the_gateway() -> Non
 
 
 async def test_the_first_token_tells_of_queue_and_cache() -> None:
-    router = TokenRouter()
+    router = TokenStreams()
     first = router.expect_first("r", "g")
     router.note_begun({"r": 64, "other": 1}, 3.0)
     router.note_begun({"r": 0}, 5.0)  # preempted and begun again: the first time counts
@@ -51,7 +51,7 @@ async def test_the_first_token_tells_of_queue_and_cache() -> None:
 
 
 async def test_each_gateway_reads_its_own_requests() -> None:
-    router = TokenRouter()
+    router = TokenStreams()
     readers = {name: router.read(name) for name in ("a", "b")}
     for reader in readers.values():
         await anext(reader)
@@ -62,7 +62,7 @@ async def test_each_gateway_reads_its_own_requests() -> None:
 
 
 async def test_a_request_that_runs_cannot_be_routed_again() -> None:
-    router = TokenRouter()
+    router = TokenStreams()
     first = router.expect_first("r", "g")
     with pytest.raises(InvalidRequest, match="already"):
         router.expect_first("r", "g")
@@ -71,7 +71,7 @@ async def test_a_request_that_runs_cannot_be_routed_again() -> None:
 
 
 async def test_forget_wakes_who_waits() -> None:
-    router = TokenRouter()
+    router = TokenStreams()
     first = router.expect_first("r", "g")
     assert router.forget("r")
     with pytest.raises(Cancelled):
@@ -80,7 +80,7 @@ async def test_forget_wakes_who_waits() -> None:
 
 
 async def test_nothing_is_routed_to_a_gateway_that_does_not_listen() -> None:
-    router = TokenRouter()
+    router = TokenStreams()
     with pytest.raises(Unavailable):
         router.route_to_gateway("r", "g")
     steps = router.read("g")
@@ -92,7 +92,7 @@ async def test_nothing_is_routed_to_a_gateway_that_does_not_listen() -> None:
 
 
 async def test_a_newer_reader_takes_over_with_nothing_lost() -> None:
-    router = TokenRouter()
+    router = TokenStreams()
     old = router.read("g")
     await anext(old)
     waiting = asyncio.ensure_future(anext(old))
@@ -109,7 +109,7 @@ async def test_a_newer_reader_takes_over_with_nothing_lost() -> None:
 
 async def test_requests_of_a_gateway_that_stays_away_are_given_up() -> None:
     clock = Clock()
-    router = TokenRouter(clock)
+    router = TokenStreams(clock)
     steps = router.read("g")
     await anext(steps)
     router.route_to_gateway("r", "g")
@@ -124,7 +124,7 @@ async def test_requests_of_a_gateway_that_stays_away_are_given_up() -> None:
 
 async def test_a_gateway_that_comes_back_in_time_finds_its_tokens() -> None:
     clock = Clock()
-    router = TokenRouter(clock)
+    router = TokenStreams(clock)
     steps = router.read("g")
     await anext(steps)
     router.route_to_gateway("r", "g")

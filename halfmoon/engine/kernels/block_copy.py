@@ -1,4 +1,4 @@
-"""Blocks between the arena and a contiguous transfer buffer, which has the canonical order of `halfmoon.kv.layout`.
+"""Blocks between the arena and a contiguous transfer buffer, which has the canonical order of `halfmoon.kv.kv_layout`.
 
 One launch moves every layer and head of a transfer. Rows are moved as integers, so that no dtype is interpreted.
 """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfmoon.engine.model_config import ModelConfig
 from halfmoon.engine.models.linear import Linear
-from halfmoon.kv.layout import Shard
+from halfmoon.kv.kv_layout import Shard
 
 AllReduce = Callable[[Tensor], Tensor]  # the sum over the ranks of one stage
 

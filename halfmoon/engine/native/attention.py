@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention_backend import Span
+from halfmoon.engine.attention_backend import TokenSpan
 from halfmoon.engine.kv_arena import slot_runs
 from halfmoon.engine.native.library import NativeLibrary
 from halfmoon.errors import Incompatible
@@ -49,7 +49,7 @@ class NativeBackend:
         self._group = num_heads // num_kv_heads
         self._head_dim = head_dim
 
-    def step(self, spans: Sequence[Span]) -> NativeBatch:
+    def step(self, spans: Sequence[TokenSpan]) -> NativeBatch:
         """Slots of all rows, the runs of slots that each sequence sees, and the tasks."""
         slots: list[int] = []
         segments: list[tuple[int, int, int, int]] = []

@@ -20,7 +20,7 @@ from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.offload.staging import Staging
 from halfmoon.engine.offload.tiers import KeysValues, TieredKV
 from halfmoon.errors import Incompatible
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 logger = logging.getLogger(__name__)
 

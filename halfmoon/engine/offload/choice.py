@@ -38,7 +38,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RecomputeChoice:
     """What one step does with a group, beside loading the rest of it."""
 
     kind: Kind
@@ -75,9 +75,9 @@ class Chooser:
         split = choose_split(self._costs, num_tokens, num_layers, self._slowness)
         return split.num_tokens / num_tokens if split.kind == "inputs" else 0.0
 
-    def choose(self, group: Group, num_layers: int) -> Choice:
+    def choose(self, group: Group, num_layers: int) -> RecomputeChoice:
         """num_layers: of all groups and passes that follow one another without the link waiting."""
-        choice = Choice("load")
+        choice = RecomputeChoice("load")
         if self._costs is not None and group.num_tokens:
             split = choose_split(self._costs, group.num_tokens, num_layers, self._slowness)
             choice = self._choice(self._costs, group, num_layers, split)
@@ -148,27 +148,27 @@ class Chooser:
                 self._slowness[kind] = _mixed(slowness, took) if kind in self._tried else took
         self._tried |= used
 
-    def _choice(self, costs: OffloadCosts, group: Group, num_layers: int, split: Split) -> Choice:
+    def _choice(self, costs: OffloadCosts, group: Group, num_layers: int, split: Split) -> RecomputeChoice:
         kind: Kind = "inputs" if group.num_inputs else "load"
         if not self._knows_base:
-            return Choice(kind)
+            return RecomputeChoice(kind)
         if split.kind == "tokens":
-            return Choice("tokens", num_again=split.num_tokens)
+            return RecomputeChoice("tokens", num_again=split.num_tokens)
         wanted = split.num_tokens if split.kind == "inputs" else 0
         more_blocks = min((wanted - group.num_inputs) // self._block_tokens, group.num_plain_blocks, _MOST_REPLACED)
         if more_blocks > 0:
             blocks = blocks_to_run_again(
                 costs, group.num_tokens, num_layers, group.num_inputs, more_blocks, self._block_tokens, group.steps_left
             )
-            return Choice(kind, num_to_inputs=blocks)
+            return RecomputeChoice(kind, num_to_inputs=blocks)
         fewer_blocks = min((group.num_inputs - wanted) // self._block_tokens, _MOST_REPLACED)
         if fewer_blocks > 0:
             best_s = best_inputs(costs, group.num_tokens, num_layers).layer_s
             if is_worth_less_inputs(costs, group.num_tokens, num_layers, group.num_inputs, best_s):
-                return Choice(kind, num_to_kv=fewer_blocks)
-        return Choice(kind)
+                return RecomputeChoice(kind, num_to_kv=fewer_blocks)
+        return RecomputeChoice(kind)
 
-    def _log(self, costs: OffloadCosts, group: Group, num_layers: int, choice: Choice, layer_s: float) -> None:
+    def _log(self, costs: OffloadCosts, group: Group, num_layers: int, choice: RecomputeChoice, layer_s: float) -> None:
         if choice.kind == self._last_kind:
             return
         self._last_kind = choice.kind

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from halfmoon.engine.chunk import Chunk, chunk_of
 from halfmoon.engine.config import OffloadSchedule
-from halfmoon.engine.offload.choice import Choice, Chooser, Group
+from halfmoon.engine.offload.choice import Chooser, Group, RecomputeChoice
 from halfmoon.engine.offload.plan import Again, GroupPlan
 from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.engine.scheduler import ScheduledSequence
@@ -149,7 +149,7 @@ class PassPlanner:
         return [n for n, block in blocks if self._memory.holds_inputs(block) and block not in self._replaced]
 
     def _again(
-        self, chunk: Chunk, choice: Choice, group_tokens: int, to_inputs: Sequence[int], first_row: int
+        self, chunk: Chunk, choice: RecomputeChoice, group_tokens: int, to_inputs: Sequence[int], first_row: int
     ) -> Again | None:
         size = self._memory.block_tokens
         if to_inputs:

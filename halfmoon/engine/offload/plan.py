@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from halfmoon.engine.attention_backend import Span
+from halfmoon.engine.attention_backend import TokenSpan
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.offload.tiers import Run, TieredKV
 
@@ -47,7 +47,7 @@ class NewSlots(NamedTuple):
 class GroupPlan:
     """Owns the plan of sequences that are staged together while it grows. Rows come in the order of the chunks."""
 
-    spans: list[Span] = field(default_factory=list)  # over blocks of the staging buffer
+    spans: list[TokenSpan] = field(default_factory=list)  # over blocks of the staging buffer
     rows: list[int] = field(default_factory=list)  # of the forward pass, those of the spans one after the other
     loads: list[Load] = field(default_factory=list)  # K and V
     inputs: list[Load] = field(default_factory=list)  # of the tokens whose K and V are computed from them
@@ -68,14 +68,14 @@ class GroupPlan:
         base = staged.start * size
         pieces = [(0, chunk.start)]
         if again is not None:
-            self._add_span(Span(staged, again.start, again.end), again.first_row)
+            self._add_span(TokenSpan(staged, again.start, again.end), again.first_row)
             pieces = [(0, again.start), (again.end, chunk.start)]
             if again.keeps_inputs:
                 replaced = range(again.start // size, again.end // size)
                 self.to_inputs += [
                     Replaced(chunk.blocks[n], again.first_row + n * size - again.start) for n in replaced
                 ]
-        self._add_span(Span(staged, chunk.start, chunk.end), first_row)
+        self._add_span(TokenSpan(staged, chunk.start, chunk.end), first_row)
         for start, end in pieces:
             for run in memory.runs(chunk.blocks, start, end - start):
                 self._add_load(run, base + start + run.start)
@@ -85,7 +85,7 @@ class GroupPlan:
         for run in memory.runs(chunk.blocks, chunk.start, chunk.end - chunk.start):
             self.stores.append(_new_slots(run, first_row))
 
-    def _add_span(self, span: Span, first_row: int) -> None:
+    def _add_span(self, span: TokenSpan, first_row: int) -> None:
         self.spans.append(span)
         self.rows += range(first_row, first_row + span.end - span.start)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention_backend import AttentionBackend, Span
+from halfmoon.engine.attention_backend import AttentionBackend, TokenSpan
 from halfmoon.engine.config import OffloadSchedule
 from halfmoon.engine.kv_watch import LayerWatch
 from halfmoon.engine.model_runner import ModelRunner
@@ -98,7 +98,7 @@ class OffloadRunner:
     def _forward(self, one: Pass, groups: Sequence[ColdRows], pipeline: Pipeline, watch: LayerWatch | None) -> Tensor:
         hot = None
         if one.num_hot:
-            spans = [Span(chunk.blocks, chunk.start, chunk.end) for chunk in one.chunks[: one.num_hot]]
+            spans = [TokenSpan(chunk.blocks, chunk.start, chunk.end) for chunk in one.chunks[: one.num_hot]]
             rows = range(sum(span.end - span.start for span in spans))
             hot = self._numbers(rows), self._attention.step(spans)
         attention = OffloadedAttention(hot, tuple(groups), pipeline, self._memory)

@@ -12,7 +12,7 @@ from torch import Tensor
 from halfmoon.engine.offload.link import Copy, Fetch, Link
 from halfmoon.engine.offload.plan import GroupPlan, Load
 from halfmoon.engine.offload.tiers import TieredKV
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 Task = tuple[int, GroupPlan]  # (layer, whose KV)
 

@@ -20,7 +20,7 @@ from halfmoon.engine.canonical_kv import CanonicalKV
 from halfmoon.engine.kv_arena import KVArena
 from halfmoon.errors import Incompatible
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 # (layer, its inputs [num_tokens, hidden_size]) -> K and V, each [num_tokens, num_kv_heads, head_dim]
 KeysValues = Callable[[int, Tensor], tuple[Tensor, Tensor]]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfmoon.engine.model_config import ModelConfig
-from halfmoon.kv.layout import Shard
+from halfmoon.kv.kv_layout import Shard
 from halfmoon.policy.parallelism import check_parallelism
 
 

@@ -22,7 +22,7 @@ from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.parallel.grid import Grid
 from halfmoon.engine.parallel.links import Links
 from halfmoon.engine.parallel.weights import fill_dummy_part, load_part
-from halfmoon.kv.layout import KVLayout, Shard
+from halfmoon.kv.kv_layout import KVLayout, Shard
 
 
 class Rank:

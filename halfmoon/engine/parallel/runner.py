@@ -29,7 +29,7 @@ from halfmoon.engine.sampler import SampledToken
 from halfmoon.engine.scheduler import ScheduledSequence
 from halfmoon.errors import Incompatible, ServiceFailed
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
-from halfmoon.kv.layout import KVLayout, Shard
+from halfmoon.kv.kv_layout import KVLayout, Shard
 
 
 class ParallelRunner:

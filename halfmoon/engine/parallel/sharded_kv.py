@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from halfmoon.engine.canonical_kv import CanonicalKV
 from halfmoon.engine.parallel.messages import CopyKV, ReadKV, WriteKV
-from halfmoon.kv.layout import KVBytes, KVLayout, Shard
+from halfmoon.kv.kv_layout import KVBytes, KVLayout, Shard
 
 # Runs each rank's request, a write with its payload, and returns each rank's bytes.
 CopyAll = Callable[[Mapping[int, tuple[CopyKV, bytes]]], Mapping[int, bytes | memoryview]]

@@ -17,7 +17,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.kv.codec import fp8, int2, int4, int8
 from halfmoon.kv.codec.floats import UNSIGNED, Bits, convert
 from halfmoon.kv.codec.names import Codec
-from halfmoon.kv.layout import KVBytes, KVDtype
+from halfmoon.kv.kv_layout import KVBytes, KVDtype
 
 __all__ = ["Codec", "decode", "encode", "encoded_bytes", "gainful"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.kv.layout import KVDtype
+from halfmoon.kv.kv_layout import KVDtype
 
 Bits = NDArray[np.unsignedinteger[Any]]
 Floats = NDArray[np.float32]

@@ -31,7 +31,7 @@ from halfmoon.kv.codec.floats import (
     widen_finite,
     widened,
 )
-from halfmoon.kv.layout import KVBytes, KVDtype
+from halfmoon.kv.kv_layout import KVBytes, KVDtype
 
 _BIAS = 127  # of an exponent's byte
 _LARGEST_FRACTION = np.float32(448 / 512)

@@ -43,7 +43,7 @@ from halfmoon.kv.codec.floats import (
     widened,
 )
 from halfmoon.kv.codec.groups import Groups
-from halfmoon.kv.layout import KVBytes, KVDtype
+from halfmoon.kv.kv_layout import KVBytes, KVDtype
 
 _KEY_GROUPS = Groups(2, 32, 3, margin=0.1)  # of [layers, heads, tokens, head_dim]
 _VALUE_GROUPS = Groups(2, 64, 3, margin=0.1)  # of [layers, 1, head_dim, heads * tokens]

@@ -33,7 +33,7 @@ from halfmoon.kv.codec.floats import (
     widened,
 )
 from halfmoon.kv.codec.groups import Groups
-from halfmoon.kv.layout import KVBytes, KVDtype
+from halfmoon.kv.kv_layout import KVBytes, KVDtype
 
 _KEYS, _VALUES = 0, 1  # places in axis 1 of the canonical order
 _GROUPS = {_KEYS: Groups(2, 32, 15), _VALUES: Groups(3, 32, 15)}  # of [layers, heads, tokens, head_dim]

@@ -29,7 +29,7 @@ from halfmoon.kv.codec.floats import (
     widen_finite,
     widened,
 )
-from halfmoon.kv.layout import KVBytes, KVDtype
+from halfmoon.kv.kv_layout import KVBytes, KVDtype
 
 _LARGEST_CODE = np.float32(127)
 

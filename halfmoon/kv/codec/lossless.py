@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.errors import DataLoss, Incompatible
-from halfmoon.kv.layout import KVBytes
+from halfmoon.kv.kv_layout import KVBytes
 
 _ZSTD_LEVEL = 1  # 1.5x on the high plane; higher levels gain little and cost much
 

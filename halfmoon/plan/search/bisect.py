@@ -14,7 +14,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
-class Edge(Generic[Found]):
+class Bisection(Generic[Found]):
     """The value, and what was found there."""
 
     value: float
@@ -29,7 +29,7 @@ def highest(
     least: float = 0.0,
     most: float = math.inf,
     at_least: Found | None = None,
-) -> Edge[Found] | None:
+) -> Bisection[Found] | None:
     """Within a factor of `tolerance`; `held` tells None from the edge on. None where not even `least` is held.
 
     It is looked for from a guess on: where that is within the tolerance, two questions are enough. `at_least` is what
@@ -42,7 +42,7 @@ def highest(
         middle = (low * high) ** 0.5
         found = held(middle)
         low, high, best = (low, middle, best) if found is None else (middle, high, found)
-    return Edge(low, best)
+    return Bisection(low, best)
 
 
 def _bracket(

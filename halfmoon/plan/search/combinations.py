@@ -10,7 +10,7 @@ import numpy as np
 
 from halfmoon.plan.layout import Layout, WorkerKind, WorkerSet
 from halfmoon.plan.layout_trial import layout_network
-from halfmoon.plan.problem import Question
+from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.feasible import Option
 from halfmoon.policy.view.cluster_view import Role
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
@@ -50,7 +50,7 @@ class Combination:
         return Layout(tuple(sets), num_units, self.is_paired)
 
 
-def combinations(question: Question, options: Sequence[Option]) -> Iterator[Combination]:
+def combinations(question: PlanningProblem, options: Sequence[Option]) -> Iterator[Combination]:
     """All that the question allows."""
     of_role = {role: [one for one in options if one.role == role] for role in ("prefill", "decode", "both")}
     yield from (Combination((one,), is_paired=False) for one in of_role["both"])
@@ -65,7 +65,7 @@ def combinations(question: Question, options: Sequence[Option]) -> Iterator[Comb
                 yield Combination(pair, is_paired=True)
 
 
-def with_codecs(question: Question, model: LatencyModel, layout: Layout, rate_per_s: float) -> Iterator[Layout]:
+def with_codecs(question: PlanningProblem, model: LatencyModel, layout: Layout, rate_per_s: float) -> Iterator[Layout]:
     """With each codec that there may be, where KV takes long enough on its way to be worth one."""
     is_between_nodes = not layout.is_paired and not layout.is_colocated
     for codec in question.codecs if is_between_nodes else question.codecs[:1]:
@@ -73,7 +73,7 @@ def with_codecs(question: Question, model: LatencyModel, layout: Layout, rate_pe
             yield replace(layout, codec=codec if is_between_nodes else "raw")
 
 
-def _is_link_slow(question: Question, model: LatencyModel, layout: Layout, rate_per_s: float) -> bool:
+def _is_link_slow(question: PlanningProblem, model: LatencyModel, layout: Layout, rate_per_s: float) -> bool:
     """Whether a long prompt's KV takes more than a gap between tokens, or ports are busy."""
     network = layout_network(question, layout)
     prompts = question.workload.prompt_tokens
@@ -87,7 +87,7 @@ def _is_link_slow(question: Question, model: LatencyModel, layout: Layout, rate_
     return long * kv_s > question.goal.gap_s or rate_per_s * float(prompts.mean()) * kv_s > _BUSY_LINK * ports
 
 
-def larger(question: Question, layout: Layout, options: Sequence[Option]) -> Iterator[Layout]:
+def larger(question: PlanningProblem, layout: Layout, options: Sequence[Option]) -> Iterator[Layout]:
     """With one worker more of one role in each unit; where its kind of GPU is used up, with one of another kind.
 
     Only what fits the nodes.

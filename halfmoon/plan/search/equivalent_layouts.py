@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from halfmoon.plan.layout import Layout, WorkerKind
-from halfmoon.plan.search.evaluation import Verdict
+from halfmoon.plan.search.evaluation import Evaluation
 from halfmoon.policy.view.cluster_view import Role
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 
@@ -16,10 +16,10 @@ _DIFFERENCE = 0.01  # of any figure
 Twins = dict[Layout, tuple[Layout, ...]]
 
 
-def grouped(judged: Iterable[tuple[Layout, Verdict]]) -> Twins:
+def grouped(judged: Iterable[tuple[Layout, Evaluation]]) -> Twins:
     """In the given order; each first one with those behind it that have its workers and its figures."""
     found: dict[Layout, list[Layout]] = {}
-    verdicts: dict[Layout, Verdict] = {}
+    verdicts: dict[Layout, Evaluation] = {}
     for layout, verdict in judged:
         same = (one for one in found if _workers(one) == _workers(layout) and fare_alike(verdicts[one], verdict))
         first = next(same, layout)
@@ -30,7 +30,7 @@ def grouped(judged: Iterable[tuple[Layout, Verdict]]) -> Twins:
     return {one: tuple(twins) for one, twins in found.items()}
 
 
-def fare_alike(one: Verdict, other: Verdict) -> bool:
+def fare_alike(one: Evaluation, other: Evaluation) -> bool:
     """Whether all that is shown of them differs by a hundredth at most."""
     pairs = zip(_figures(one), _figures(other), strict=True)
     return one.keeps_up == other.keeps_up and all(_are_alike(*pair) for pair in pairs)
@@ -42,7 +42,7 @@ def _are_alike(one: float | None, other: float | None) -> bool:
     return math.isclose(one, other, rel_tol=_DIFFERENCE)
 
 
-def _figures(verdict: Verdict) -> Iterator[float | None]:
+def _figures(verdict: Evaluation) -> Iterator[float | None]:
     times = (one.values() for one in (verdict.ttft_s, verdict.tpot_s, verdict.tbt_s))
     return chain([verdict.rate_per_s], verdict.attainment, *times)
 

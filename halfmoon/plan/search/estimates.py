@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from halfmoon.plan.layout import WorkerKind
 from halfmoon.plan.layout_trial import layout_trial
-from halfmoon.plan.problem import Question
+from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.candidate import Candidate
 from halfmoon.plan.search.held_goodput import estimated_per_s
 from halfmoon.plan.search.objective import loss, worth_at
@@ -21,7 +21,12 @@ class Estimates:
     """Owns what layouts are estimated to hold, and how that compares with what their halves promised."""
 
     def __init__(
-        self, question: Question, known: Mapping[WorkerKind, LatencyModel], pool: Executor, num: int, margin: float
+        self,
+        question: PlanningProblem,
+        known: Mapping[WorkerKind, LatencyModel],
+        pool: Executor,
+        num: int,
+        margin: float,
     ) -> None:
         """Of the `num` best. A layout exceeds by `margin` at most what its halves promise, corrected by what those of
         its kind before it came to."""

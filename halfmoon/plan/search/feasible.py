@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from halfmoon.errors import Incompatible, InvalidRequest
-from halfmoon.plan.fleet import NodePool
 from halfmoon.plan.layout import Parallelism, WorkerKind
-from halfmoon.plan.problem import Question
+from halfmoon.plan.node_pools import NodePool
+from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.bounds import RateBound, decode_bound_per_s, prefill_bound_per_s
 from halfmoon.policy.view.cluster_view import Role
-from halfmoon.sim.cluster.cluster_spec import Targets
+from halfmoon.sim.cluster.cluster_spec import SloTargets
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
 from halfmoon.sim.latency_sources.model_shape import ModelShape
@@ -26,7 +26,7 @@ class NoLayout(InvalidRequest):
 class TargetsBroken(NoLayout):
     """Not even idle workers meet the targets; `idle` is what they take, where that is too long."""
 
-    def __init__(self, message: str, param: str, idle: Targets) -> None:
+    def __init__(self, message: str, param: str, idle: SloTargets) -> None:
         super().__init__(message, param=param)
         self.idle = idle
 
@@ -40,7 +40,7 @@ class Option:
     bound: RateBound
 
 
-def models(question: Question) -> dict[WorkerKind, LatencyModel]:
+def models(question: PlanningProblem) -> dict[WorkerKind, LatencyModel]:
     """All that the latency sources know, that a worker accepts and that fit the nodes.
 
     Raises NoLayout where there is none.
@@ -62,7 +62,7 @@ def models(question: Question) -> dict[WorkerKind, LatencyModel]:
     return found
 
 
-def _parallelisms(question: Question, pool: NodePool) -> Iterator[Parallelism]:
+def _parallelisms(question: PlanningProblem, pool: NodePool) -> Iterator[Parallelism]:
     """The devices that share a layer are in one node."""
     source = question.sources[pool.gpu.name]
     if isinstance(source, MeasuredProfile):
@@ -86,7 +86,7 @@ def _odd_heads(shape: ModelShape | None) -> list[int]:
     return [one for one in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % one == 0]
 
 
-def options(question: Question, known: Mapping[WorkerKind, LatencyModel]) -> list[Option]:
+def options(question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel]) -> list[Option]:
     """For every role. Raises NoLayout where memory does not hold the requests, and TargetsBroken, naming the bound."""
     share, workload = question.goal.attainment, question.workload
     fitting = _fitting(question, known)
@@ -105,12 +105,12 @@ def options(question: Question, known: Mapping[WorkerKind, LatencyModel]) -> lis
     ]
     if broken:
         step = min(step_s.values())
-        idle = Targets(None if prefills else min(first_s.values()), step, step)
+        idle = SloTargets(None if prefills else min(first_s.values()), step, step)
         raise TargetsBroken("; ".join(broken), "ttft" if not prefills else gap.lower(), idle)
     return _bounded(question, known, prefills, decodes)
 
 
-def _fitting(question: Question, known: Mapping[WorkerKind, LatencyModel]) -> dict[WorkerKind, LatencyModel]:
+def _fitting(question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel]) -> dict[WorkerKind, LatencyModel]:
     """Those whose memory holds the longest request."""
     longest = int((question.workload.prompt_tokens + question.workload.output_tokens).max())
     fitting = {one: model for one, model in known.items() if model.kv_tokens >= longest}
@@ -126,7 +126,7 @@ def _fitting(question: Question, known: Mapping[WorkerKind, LatencyModel]) -> di
 
 
 def _bounded(
-    question: Question,
+    question: PlanningProblem,
     known: Mapping[WorkerKind, LatencyModel],
     prefills: list[WorkerKind],
     decodes: list[WorkerKind],
@@ -156,7 +156,9 @@ def _of_both(prefill: RateBound, decode: RateBound) -> RateBound:
     return RateBound(most_per_s, 1 / (1 / prefill.typical_per_s + 1 / decode.typical_per_s))
 
 
-def _broken(question: Question, name: str, target_s: float, alone_s: Mapping[WorkerKind, float], what: str) -> str:
+def _broken(
+    question: PlanningProblem, name: str, target_s: float, alone_s: Mapping[WorkerKind, float], what: str
+) -> str:
     best = min(alone_s, key=lambda one: (alone_s[one], one))
     on = f"{best.gpu} {best.parallelism}" if question.fleet.is_mixed else str(best.parallelism)
     takes = f"{what} alone on an idle worker takes {alone_s[best]:.3g} s at best ({on})"

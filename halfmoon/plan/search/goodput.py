@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from halfmoon.plan.search.bisect import highest
-from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Targets
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, SloTargets
 from halfmoon.sim.result import Criterion, SimResult
-from halfmoon.sim.routers.least_loaded import LightestChoice
-from halfmoon.sim.routers.router_of import PoliciesAsked
-from halfmoon.sim.routers.single_route import SoleChoice
+from halfmoon.sim.routers.choose_router import PoliciesAsked
+from halfmoon.sim.routers.least_loaded import LeastLoadedRouter
+from halfmoon.sim.routers.single_route import SingleRouteRouter
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.slo_tracker import Misses
+from halfmoon.sim.slo_tracker import SloTracker
 from halfmoon.sim.workloads.workload import Workload
 
 MOST_OVERLOAD = 0.03  # of the requests of a pass, that may be inside after it beyond those inside before it
@@ -38,7 +38,7 @@ ESTIMATES_EXCEEDED = 1.05
 class Goal:
     """What every request is promised, and for how many of them it must come true."""
 
-    targets: Targets
+    targets: SloTargets
     attainment: float = 0.9
     criterion: Criterion = "joint"
 
@@ -74,12 +74,12 @@ class Trial:
     @property
     def is_of_one_way(self) -> bool:
         """Whether there is nothing to choose: an estimate is what policies hold, and takes as long."""
-        return SoleChoice.is_enough(self.spec)
+        return SingleRouteRouter.is_enough(self.spec)
 
     @property
     def has_estimates(self) -> bool:
         """Whether requests that go to the lightest worker tell about what policies hold: it knows no prefixes."""
-        return self.workload.prefixes is None and LightestChoice.is_possible(self.spec)
+        return self.workload.prefixes is None and LeastLoadedRouter.is_possible(self.spec)
 
     @property
     def has_choice(self) -> bool:
@@ -139,7 +139,7 @@ def holds_at_first(trial: Trial, rate_per_s: float, policies: PoliciesAsked = "a
     """Whether the goal is met by requests that come once, to an empty cluster: what holds does so at first, too."""
     workload = trial.workload.at_rate(rate_per_s)
     goal, has_tbt = trial.goal, trial.goal.targets.tbt_s is not None
-    misses = Misses(goal.targets, goal.criterion, goal.most_misses(len(workload)))
+    misses = SloTracker(goal.targets, goal.criterion, goal.most_misses(len(workload)))
     simulate(trial.spec, workload, trial.seed, misses=misses, with_gaps=has_tbt, policies=policies)
     return misses.full_pass is None
 
@@ -185,7 +185,7 @@ def _passes(
     num, length_s = len(once), once.duration_s + 1 / rate_per_s
     num_passes = min(2 + math.ceil(_STAYS * goal.stay_s(once) / length_s), _MOST_PASSES)
     is_filled_first, has_tbt = policies == "once full", goal.targets.tbt_s is not None
-    misses = Misses(
+    misses = SloTracker(
         goal.targets,
         goal.criterion,
         most_misses,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from halfmoon.plan.search.bisect import Edge, highest
-from halfmoon.plan.search.evaluation import Verdict, held_verdict
+from halfmoon.plan.search.bisect import Bisection, highest
+from halfmoon.plan.search.evaluation import Evaluation, verified_evaluation
 from halfmoon.plan.search.goodput import ESTIMATES_EXCEEDED, Trial, about_holds
 
 _ESTIMATES_WITHIN = 1.05
@@ -40,15 +40,15 @@ def held_goodput(
     tolerance: float,
     least_per_s: float,
     most_per_s: float = math.inf,
-    at_least: Verdict | None = None,
-) -> Edge[Verdict] | None:
+    at_least: Evaluation | None = None,
+) -> Bisection[Evaluation] | None:
     """Of `num_units` times the trial's cluster, from a guess on, with what is found at it; None where that is below
     `least_per_s`. More than `most_per_s` is not looked for. Rates are of all units; `at_least` is what was found at
     the least one.
     """
 
-    def held(rate_per_s: float) -> Verdict | None:
-        return held_verdict(trial, rate_per_s, num_units, num_first)
+    def held(rate_per_s: float) -> Evaluation | None:
+        return verified_evaluation(trial, rate_per_s, num_units, num_first)
 
     most_per_s = max(most_per_s, least_per_s)
     return highest(held, guess_per_s or least_per_s, tolerance, least=least_per_s, most=most_per_s, at_least=at_least)

@@ -7,19 +7,19 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from halfmoon.plan.layout import Layout
-from halfmoon.plan.problem import Question
-from halfmoon.sim.cluster.cluster_spec import Targets
+from halfmoon.plan.problem import PlanningProblem
+from halfmoon.sim.cluster.cluster_spec import SloTargets
 
 _WIDER = (1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 20.0, 50.0)
 _SLOWER = 1.02
 _MOST_SLOWER = 12
 _DIGITS = 3
 
-Answer = Callable[[Question], Layout | None]
+Answer = Callable[[PlanningProblem], Layout | None]
 """The cheapest layout that holds a question's rate, if there is one."""
 
 
-def nearest_rate(question: Question, guess_per_s: float, answer: Answer) -> tuple[float, Layout] | None:
+def nearest_rate(question: PlanningProblem, guess_per_s: float, answer: Answer) -> tuple[float, Layout] | None:
     """The highest rate that some layout holds, from the guess down by two percent each; None: far from the guess."""
     for number in range(_MOST_SLOWER):
         rate_per_s = _rounded(guess_per_s / _SLOWER**number, math.floor)
@@ -30,13 +30,13 @@ def nearest_rate(question: Question, guess_per_s: float, answer: Answer) -> tupl
 
 
 def nearest_targets(
-    question: Question, idle: Targets, answer: Answer, on_tried: Callable[[int, int], None]
-) -> tuple[Targets, Layout] | None:
+    question: PlanningProblem, idle: SloTargets, answer: Answer, on_tried: Callable[[int, int], None]
+) -> tuple[SloTargets, Layout] | None:
     """The least of some multiples of what idle workers take that holds the rate; None: not even the largest does.
 
     Targets that idle workers meet stay as they are. `on_tried` hears how many are tried of how many.
     """
-    found: tuple[Targets, Layout] | None = None
+    found: tuple[SloTargets, Layout] | None = None
     low, high, tried, most = 0, len(_WIDER), 0, len(_WIDER).bit_length()
     while low < high:
         middle = (low + high) // 2
@@ -52,7 +52,7 @@ def nearest_targets(
     return found
 
 
-def _wider(asked: Targets, idle: Targets, factor: float) -> Targets:
+def _wider(asked: SloTargets, idle: SloTargets, factor: float) -> SloTargets:
     def target(asked_s: float | None, idle_s: float | None) -> float | None:
         if asked_s is None or idle_s is None or asked_s >= idle_s:
             return asked_s

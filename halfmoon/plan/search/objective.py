@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from halfmoon.plan.layout import Layout
-from halfmoon.plan.problem import OF_A_RATE, Question
-from halfmoon.plan.search.evaluation import Verdict
+from halfmoon.plan.problem import OF_A_RATE, PlanningProblem
+from halfmoon.plan.search.evaluation import Evaluation
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 
 _LEAST_GAIN: Mapping[KvCodecName, float] = MappingProxyType({"raw": 1.0, "int8": 1.05, "int4": 1.1})
@@ -22,7 +22,7 @@ class Rated:
     layout: Layout
     goodput_per_s: float
     price_per_hour: float
-    verdict: Verdict = field(compare=False)
+    verdict: Evaluation = field(compare=False)
     twins: tuple[Layout, ...] = ()
 
     @property
@@ -41,17 +41,17 @@ def loss(layout: Layout) -> float:
     return _LEAST_GAIN[layout.codec]
 
 
-def worth(question: Question, one: Rated) -> float:
+def worth(question: PlanningProblem, one: Rated) -> float:
     """What it holds for its cost."""
     return worth_at(question, one.layout, one.goodput_per_s)
 
 
-def worth_at(question: Question, layout: Layout, rate_per_s: float) -> float:
+def worth_at(question: PlanningProblem, layout: Layout, rate_per_s: float) -> float:
     """A rate for what the layout costs; of codecs what is left after their loss."""
     return rate_per_s / loss(layout) / question.cost(layout)
 
 
-def rank(question: Question, one: Rated) -> tuple[float, ...]:
+def rank(question: PlanningProblem, one: Rated) -> tuple[float, ...]:
     """Ascending: the best first. Of a rate, the cheapest; else what holds most for its cost."""
     layout = one.layout
     if question.objective in OF_A_RATE:

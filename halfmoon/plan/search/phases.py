@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from halfmoon.plan.layout import WorkerKind
-from halfmoon.plan.problem import Question
+from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.feasible import Option
 from halfmoon.plan.search.goodput import Trial, goodput_per_s, holds_at_first, may_hold_at_first
 from halfmoon.policy.models.latency import PrefillModel
-from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Network, Targets, WorkerGroup
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Network, SloTargets, WorkerGroup
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece
 
 _NO_TIME_S = 1e-9  # what fits a latency divides by it
@@ -27,7 +27,7 @@ _INSTANT = Network(bytes_per_s=1e15, latency_s=0.0, node_bytes_per_s=1e15, hando
 
 
 @dataclass(frozen=True, slots=True)
-class Half:
+class Phase:
     """An option, and the goodput of one such worker alone, by a first look at it."""
 
     option: Option
@@ -39,24 +39,24 @@ class Half:
         return num * most - math.sqrt(num) * (most - self.alone_per_s)
 
 
-def measured_half(question: Question, known: Mapping[WorkerKind, LatencyModel], option: Option) -> Half:
+def measured_phase(question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel], option: Option) -> Phase:
     """By a few requests, which come once."""
-    trial = half_trial(question, known, option, 1)
+    trial = phase_trial(question, known, option, 1)
     trial = replace(trial, workload=trial.workload.first(question.num_first))
     guess_per_s = option.bound.typical_per_s / 2
     alone_per_s = goodput_per_s(trial, guess_per_s, _TOLERANCE, holds_at_first, option.bound.most_per_s)
-    return Half(option, alone_per_s)
+    return Phase(option, alone_per_s)
 
 
 def least_workers(
-    question: Question, known: Mapping[WorkerKind, LatencyModel], option: Option, most: int
+    question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel], option: Option, most: int
 ) -> int | None:
     """The fewest workers that hold the rate at first, with an ideal other half; None: more than `most`."""
     rate_per_s = question.rate_per_s
     assert rate_per_s is not None
 
     def is_enough(num: int) -> bool:
-        trial = half_trial(question, known, option, num).brief(question.num_first)
+        trial = phase_trial(question, known, option, num).brief(question.num_first)
         return holds_at_first(trial, rate_per_s) if question.is_thorough else may_hold_at_first(trial, rate_per_s)
 
     bounds = (option.bound.most_per_s, option.bound.typical_per_s)
@@ -86,7 +86,9 @@ def least(is_enough: Callable[[int], bool], low: int, guess: int, most: int) -> 
     return high
 
 
-def half_trial(question: Question, known: Mapping[WorkerKind, LatencyModel], option: Option, num: int = 1) -> Trial:
+def phase_trial(
+    question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel], option: Option, num: int = 1
+) -> Trial:
     """So many workers of the option, and another that takes no time for the other half."""
     model, workload, targets = known[option.kind], question.workload, question.goal.targets
     limits = question.rules.limits[option.role]
@@ -96,7 +98,7 @@ def half_trial(question: Question, known: Mapping[WorkerKind, LatencyModel], opt
     if option.role == "prefill":
         other = WorkerGroup("decode", 1, model, kv_tokens=_NO_LIMIT_TOKENS)
         workload = replace(workload, output_tokens=np.ones_like(workload.output_tokens))
-        goal = replace(question.goal, targets=Targets(targets.ttft_s, None))
+        goal = replace(question.goal, targets=SloTargets(targets.ttft_s, None))
     else:
         instant = replace(
             model, prefill=(PrefillPiece(0, PrefillModel(_NO_TIME_S, 0.0, 0.0)),), num_stages=1, launch_s=0.0

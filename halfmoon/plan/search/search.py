@@ -14,15 +14,15 @@ from functools import partial
 
 from halfmoon.plan.layout import Layout, WorkerKind, first_of_each_kind
 from halfmoon.plan.layout_trial import layout_trial
-from halfmoon.plan.problem import OF_A_RATE, Question
+from halfmoon.plan.problem import OF_A_RATE, PlanningProblem
 from halfmoon.plan.search.combinations import Combination
 from halfmoon.plan.search.equivalent_layouts import grouped
 from halfmoon.plan.search.feasible import NoLayout, Option, TargetsBroken, models, options
 from halfmoon.plan.search.held_goodput import estimated_per_s, held_goodput, verified_per_s
 from halfmoon.plan.search.nearest import nearest_rate, nearest_targets
 from halfmoon.plan.search.objective import Rated, rank
-from halfmoon.plan.search.search_cheapest import Fewest
-from halfmoon.plan.search.search_goodput import Most
+from halfmoon.plan.search.search_cheapest import CheapestSearch
+from halfmoon.plan.search.search_goodput import GoodputSearch
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 
 BEST = 5
@@ -45,7 +45,7 @@ class Plan:
     num_ruled_out: int
 
 
-def search(question: Question, pool: Executor, on_progress: Progress = lambda what, done, total: None) -> Plan:
+def search(question: PlanningProblem, pool: Executor, on_progress: Progress = lambda what, done, total: None) -> Plan:
     """The same question has the same plan. Raises NoLayout saying what is in the way."""
     known = models(question)
     try:
@@ -78,7 +78,7 @@ class _Found:
 
 
 def _cheapest(
-    question: Question,
+    question: PlanningProblem,
     known: Mapping[WorkerKind, LatencyModel],
     choices: Sequence[Option],
     pool: Executor,
@@ -86,7 +86,7 @@ def _cheapest(
     on_progress: Progress,
 ) -> _Found:
     """Those of the lowest cost that hold the rate, and how much more they hold."""
-    run = Fewest(question, known, choices, pool, on_measured)
+    run = CheapestSearch(question, known, choices, pool, on_measured)
     made = run.combinations
     held = run.found(made, BEST, partial(on_progress, "layouts"))
     twins = grouped((one, held[one]) for one in sorted(held, key=question.cost))
@@ -123,7 +123,7 @@ def _by_kind(made: Sequence[Combination]) -> Iterator[tuple[str, list[Combinatio
 
 
 def _worthiest(
-    question: Question,
+    question: PlanningProblem,
     known: Mapping[WorkerKind, LatencyModel],
     choices: Sequence[Option],
     pool: Executor,
@@ -131,7 +131,7 @@ def _worthiest(
     on_progress: Progress,
 ) -> _Found:
     """Those that hold most for their cost."""
-    run = Most(question, known, choices, pool, on_measured)
+    run = GoodputSearch(question, known, choices, pool, on_measured)
     made = run.combinations
     if run.has_estimates:
         rated = run.found_by_estimates(made, BEST, partial(on_progress, "layouts"))
@@ -155,7 +155,7 @@ def _counting(on_progress: Progress, what: str, total: int) -> Callable[[int], N
 
 def _wider(
     problem: TargetsBroken,
-    question: Question,
+    question: PlanningProblem,
     known: Mapping[WorkerKind, LatencyModel],
     pool: Executor,
     on_progress: Progress,
@@ -175,13 +175,15 @@ def _wider(
     return f"{problem.message}; the nearest feasible at {rate}: {text} ({question.text(layout)})"
 
 
-def _held(question: Question, known: Mapping[WorkerKind, LatencyModel], pool: Executor) -> Layout | None:
+def _held(question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel], pool: Executor) -> Layout | None:
     """The cheapest layout that holds the rate."""
-    run = Fewest(question, known, options(question, known), pool, lambda num: None)
+    run = CheapestSearch(question, known, options(question, known), pool, lambda num: None)
     return next(iter(run.found(run.combinations, 1, lambda done, total: None)), None)
 
 
-def _problem(question: Question, known: Mapping[WorkerKind, LatencyModel], can_halves: bool, pool: Executor) -> str:
+def _problem(
+    question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel], can_halves: bool, pool: Executor
+) -> str:
     """Why nothing was found, and the nearest that would be."""
     if question.rate_per_s is None and not can_halves:
         return "no worker meets its half of the targets for enough requests at any rate: relax TTFT, TPOT or TBT"
@@ -206,7 +208,7 @@ def _problem(question: Question, known: Mapping[WorkerKind, LatencyModel], can_h
     )
 
 
-def _copies(layout: Layout, question: Question) -> int:
+def _copies(layout: Layout, question: PlanningProblem) -> int:
     """How many times a layout fits the fleet, as units or as so many times the workers."""
 
     def times(num: int) -> Layout:

@@ -14,10 +14,10 @@ from concurrent.futures import Executor
 
 from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.layout_trial import layout_trial
-from halfmoon.plan.problem import Question
+from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.combinations import Combination, Kinds, combinations, kinds_of, larger, with_codecs
 from halfmoon.plan.search.equivalent_layouts import grouped
-from halfmoon.plan.search.evaluation import Verdict, about_verdict, held_verdict
+from halfmoon.plan.search.evaluation import Evaluation, estimated_evaluation, verified_evaluation
 from halfmoon.plan.search.feasible import Option
 from halfmoon.plan.search.phases import least_workers
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
@@ -25,12 +25,12 @@ from halfmoon.sim.latency_sources.latency_model import LatencyModel
 _WAVE = 4  # simulated at once; fixed, so that plans do not depend on the number of cores
 
 
-class Fewest:
+class CheapestSearch:
     """Owns what is known of the layouts of one question: how many workers each half needs at least, and what holds."""
 
     def __init__(
         self,
-        question: Question,
+        question: PlanningProblem,
         known: Mapping[WorkerKind, LatencyModel],
         options: Sequence[Option],
         pool: Executor,
@@ -41,8 +41,8 @@ class Fewest:
         self._pool = pool
         self._least = self._least_workers(options, on_measured)
         self._options = [one for one in options if one in self._least]
-        self._estimated: dict[Layout, Verdict] = {}  # of those that policies were asked about
-        self._verified: dict[Layout, Verdict | None] = {}  # the same by policies: what is held
+        self._estimated: dict[Layout, Evaluation] = {}  # of those that policies were asked about
+        self._verified: dict[Layout, Evaluation | None] = {}  # the same by policies: what is held
         self.num_simulated = 0
 
     @property
@@ -52,7 +52,7 @@ class Fewest:
 
     def found(
         self, among: Iterable[Combination], num: int, on_simulated: Callable[[int, int], None]
-    ) -> dict[Layout, Verdict]:
+    ) -> dict[Layout, Evaluation]:
         """The cheapest that hold the rate, of different combinations, cheapest first, and how they fare at it: `num`
         of them, those that fare as one of these does, and where `num` is above one the cheapest of either kind.
 
@@ -63,7 +63,7 @@ class Fewest:
         queue = _Queue(self._question)
         for one in among:
             queue.add(self._starts(one))
-        held: dict[Layout, Verdict] = {}
+        held: dict[Layout, Evaluation] = {}
         ended: set[Kinds] = set()
         while wave := queue.wave(ended, self._limit(held, num), kinds - {one.is_colocated for one in held}):
             self.num_simulated += len(wave)
@@ -77,7 +77,7 @@ class Fewest:
             on_simulated(min(len(held), num), num)
         return held
 
-    def _limit(self, held: Mapping[Layout, Verdict], num: int) -> float | None:
+    def _limit(self, held: Mapping[Layout, Evaluation], num: int) -> float | None:
         """What costs as much cannot come among the `num` cheapest; who fares as another one does not count."""
         different = list(grouped(held.items())) if len(held) >= num else []
         return self._question.cost(different[num - 1]) if len(different) >= num else None
@@ -95,7 +95,7 @@ class Fewest:
             if layout.fits(question.fleet):
                 yield from with_codecs(question, model, layout, question.rate_per_s or 0.0)
 
-    def _verdicts(self, layouts: Sequence[Layout]) -> Iterable[Verdict | None]:
+    def _verdicts(self, layouts: Sequence[Layout]) -> Iterable[Evaluation | None]:
         """Policies are asked where estimates leave it open, and once for those that are estimated to fare alike."""
         trials = [layout_trial(self._question, self._known, one) for one in layouts]
         at_once: list[Layout] = []
@@ -103,16 +103,18 @@ class Fewest:
         for one, trial in zip(layouts, trials, strict=True):
             has_estimate = trial.has_estimates and not trial.is_of_one_way and not self._question.is_thorough
             (later if has_estimate else at_once).append(one)
-        estimates = self._judged(about_verdict, later)
+        estimates = self._judged(estimated_evaluation, later)
         self._estimated |= {one: found for one, found in zip(later, estimates, strict=True) if found is not None}
         alike = {twin: first for first, twins in grouped(self._estimated.items()).items() for twin in (first, *twins)}
         asked = [*at_once, *(one for one in later if alike.get(one) == one)]
-        self._verified |= dict(zip(asked, self._judged(held_verdict, asked, self._question.num_first), strict=True))
+        self._verified |= dict(
+            zip(asked, self._judged(verified_evaluation, asked, self._question.num_first), strict=True)
+        )
         return [self._verified.get(alike.get(one, one)) for one in layouts]
 
     def _judged(
-        self, judge: Callable[..., Verdict | None], layouts: Sequence[Layout], *more: int
-    ) -> Iterator[Verdict | None]:
+        self, judge: Callable[..., Evaluation | None], layouts: Sequence[Layout], *more: int
+    ) -> Iterator[Evaluation | None]:
         """Each at the asked rate."""
         question, num = self._question, len(layouts)
         trials = [layout_trial(question, self._known, one) for one in layouts]
@@ -140,7 +142,7 @@ class Fewest:
 class _Queue:
     """Owns the layouts that are still to be simulated, the cheapest first."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: PlanningProblem) -> None:
         self._question = question
         self._heap: list[tuple[tuple[float, ...], int, Layout]] = []
         self._numbers = itertools.count()
@@ -177,7 +179,7 @@ class _Queue:
         return found
 
 
-def cut(question: Question, one: Combination, least: Sequence[int]) -> Layout:
+def cut(question: PlanningProblem, one: Combination, least: Sequence[int]) -> Layout:
     """As many as fit, where several kinds of GPU make up for what is missing."""
     nums = list(least)
     while max(nums) > 1 and not one.layout(nums).fits(question.fleet):

@@ -10,7 +10,7 @@ from itertools import product
 
 from halfmoon.plan.layout import WorkerKind, first_of_each_kind
 from halfmoon.plan.layout_trial import layout_trial
-from halfmoon.plan.problem import Question
+from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.candidate import Candidate
 from halfmoon.plan.search.combinations import Combination, Kinds, combinations, kinds_of, with_codecs
 from halfmoon.plan.search.estimates import Estimates
@@ -18,7 +18,7 @@ from halfmoon.plan.search.feasible import Option
 from halfmoon.plan.search.goodput import ESTIMATES_EXCEEDED
 from halfmoon.plan.search.held_goodput import estimated_per_s, held_goodput, verified_per_s
 from halfmoon.plan.search.objective import Rated, loss, rank, worth, worth_at
-from halfmoon.plan.search.phases import Half, measured_half
+from halfmoon.plan.search.phases import Phase, measured_phase
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 
 _WAVE = 3  # simulated at once; fixed, so that plans do not depend on the number of cores
@@ -27,12 +27,12 @@ _MARGIN = 1.15  # by which a layout may exceed what its halves promise, correcte
 _TOLERANCE = 1.06
 
 
-class Most:
+class GoodputSearch:
     """Owns what is known of the layouts of one question: what halves hold alone, and what whole layouts do."""
 
     def __init__(
         self,
-        question: Question,
+        question: PlanningProblem,
         known: Mapping[WorkerKind, LatencyModel],
         options: Sequence[Option],
         pool: Executor,
@@ -203,9 +203,9 @@ class Most:
             for layout in with_codecs(question, model, each.layout, each.guess_per_s)
         ]
 
-    def _measured(self, options: Sequence[Option], on_measured: Callable[[int], None]) -> dict[Option, Half]:
+    def _measured(self, options: Sequence[Option], on_measured: Callable[[int], None]) -> dict[Option, Phase]:
         num, found = len(options), {}
-        halves = self._pool.map(measured_half, [self._question] * num, [self._known] * num, options)
+        halves = self._pool.map(measured_phase, [self._question] * num, [self._known] * num, options)
         for one in halves:
             on_measured(1)
             if one.alone_per_s:

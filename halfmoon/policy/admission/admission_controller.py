@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.policy.admission.classes import ClassTable, QosClass
-from halfmoon.policy.admission.degradation import PRECISION_FACTOR, Admitted, Offers
-from halfmoon.policy.admission.feedback import Alone, Feedback, TargetKind, Targets, Tightening
-from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, LeastPrompt, least_outlook
-from halfmoon.policy.admission.refusal import AdmissionMode, Outlook, Refused, missed_target, over_target
+from halfmoon.policy.admission.degradation import PRECISION_FACTOR, Admitted, DegradationSteps
+from halfmoon.policy.admission.feedback import AdmissionTargets, Alone, Feedback, TargetKind, Tightening
+from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, PromptLowerBound, latency_lower_bound
+from halfmoon.policy.admission.refusal import AdmissionMode, PredictedLatency, Refused, missed_target, over_target
 from halfmoon.policy.admission.reservations import Reservations
 from halfmoon.policy.admission.shedding import Shedding
 from halfmoon.policy.forecast.request_forecast import RequestForecast, RunningRequest
@@ -30,8 +30,8 @@ _TELLING_TOKENS = 20  # of fewer the mean gap is mostly the hand-over, which a s
 class _Least(NamedTuple):
     """What no such prompt undercuts."""
 
-    outlook: Outlook
-    targets: Targets
+    outlook: PredictedLatency
+    targets: AdmissionTargets
     row: int  # of the least busy decode worker
 
 
@@ -46,7 +46,7 @@ class _Inside:
     entered_s: float
 
 
-class Gatekeeper:
+class AdmissionController:
     """Owns what admission knows of the requests inside: forecast, lengths, shares, feedback. Has no clock.
 
     The gateway and the simulator tell it of each request: `decide`, `enter`, `begin_decode`, `leave`. Another `mode`
@@ -58,7 +58,7 @@ class Gatekeeper:
         self.lengths = OutputLengths()
         self.mode = mode
         self._forecast = RequestForecast(rules, rng)
-        self._offers = Offers(self._forecast, self.lengths)
+        self._offers = DegradationSteps(self._forecast, self.lengths)
         self._reservations = Reservations()
         self._feedback = Feedback()
         self._usual_ttft_s: float | None = None  # mean of what was predicted for the latest requests
@@ -100,7 +100,7 @@ class Gatekeeper:
         self._shed_below(qos, refusal, now_s)
         raise refusal
 
-    def refuse_unread(self, view: ClusterView, priority: int, *, has_gaps: bool, qos: QosClass, now_s: float) -> None:
+    def reject_early(self, view: ClusterView, priority: int, *, has_gaps: bool, qos: QosClass, now_s: float) -> None:
         """Raises Refused where `decide` would admit no prompt at all: the queues alone are too long, or the decode
         workers too full. So nobody has to read the prompt; who is not refused here is for `decide`.
 
@@ -119,7 +119,7 @@ class Gatekeeper:
         return self.mode != "off" and not (qos.ttft_s is qos.tbt_s is None)
 
     def least_refusal(
-        self, view: ClusterView, prompt: LeastPrompt, priority: int, *, has_gaps: bool, qos: QosClass, now_s: float
+        self, view: ClusterView, prompt: PromptLowerBound, priority: int, *, has_gaps: bool, qos: QosClass, now_s: float
     ) -> Refused | None:
         """The same of all prompts of which so much is known, for `refuse_least`.
 
@@ -141,12 +141,12 @@ class Gatekeeper:
             raise refusal
 
     def _least(
-        self, view: ClusterView, prompt: LeastPrompt, priority: int, has_gaps: bool, qos: QosClass, now_s: float
+        self, view: ClusterView, prompt: PromptLowerBound, priority: int, has_gaps: bool, qos: QosClass, now_s: float
     ) -> _Least:
         targets = self._feedback.targets(qos, now_s)
         if "lower_kv_precision" in qos.degradation:
             prompt = prompt._replace(fetch_factor=PRECISION_FACTOR)
-        outlook, row = least_outlook(self._forecast, view, prompt, priority, targets, self.mode, now_s)
+        outlook, row = latency_lower_bound(self._forecast, view, prompt, priority, targets, self.mode, now_s)
         if not has_gaps or ("cap_max_tokens" in qos.degradation and qos.capped_tokens == 1):
             outlook = outlook._replace(tbt_s=None)
         return _Least(outlook, targets, row)
@@ -166,11 +166,11 @@ class Gatekeeper:
         """Another placement for an admitted request. Raises what `place` raises."""
         return self._forecast.place(view, replace(request, targets=self.applied(qos)), now_s, depths)
 
-    def applied(self, qos: QosClass) -> Targets:
+    def applied(self, qos: QosClass) -> AdmissionTargets:
         """The class's targets as feedback has them now."""
         tightened = self._feedback.tightenings(qos)
         ttft, tbt = tightened.get("ttft"), tightened.get("tbt")
-        return Targets(ttft.applied_s if ttft else qos.ttft_s, tbt.applied_s if tbt else qos.tbt_s)
+        return AdmissionTargets(ttft.applied_s if ttft else qos.ttft_s, tbt.applied_s if tbt else qos.tbt_s)
 
     def tightenings(self, qos: QosClass) -> dict[TargetKind, Tightening]:
         """Those of the class's targets that feedback has tightened, and why."""
@@ -265,7 +265,13 @@ class Gatekeeper:
         self._usual_ttft_s = before_s + _USUAL_WEIGHT * (ttft_s - before_s)
 
     def _over_target(
-        self, qos: QosClass, missed: TargetKind, outlook: Outlook, targets: Targets, row: int | None, now_s: float
+        self,
+        qos: QosClass,
+        missed: TargetKind,
+        outlook: PredictedLatency,
+        targets: AdmissionTargets,
+        row: int | None,
+        now_s: float,
     ) -> Refused:
         assert row is not None
         of_row = None if self.mode == "load" else row
@@ -282,7 +288,9 @@ class Gatekeeper:
             self._idle_refusal_s = now_s
         return now_s - self._idle_refusal_s >= _PROBE_S
 
-    def _check_not_shed(self, qos: QosClass, outlook: Outlook, targets: Targets, now_s: float) -> None:
+    def _check_not_shed(
+        self, qos: QosClass, outlook: PredictedLatency, targets: AdmissionTargets, now_s: float
+    ) -> None:
         left_s = self._shedding.left_s(qos.priority, now_s)
         if left_s > 0:
             message = f"class {qos.name} waits while classes before it cannot be served"

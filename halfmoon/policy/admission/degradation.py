@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.policy.admission.classes import Degradation, QosClass
-from halfmoon.policy.admission.refusal import Outlook
+from halfmoon.policy.admission.refusal import PredictedLatency
 from halfmoon.policy.forecast.request_forecast import RequestForecast
 from halfmoon.policy.models.output_lengths import OutputLengths
 from halfmoon.policy.placement.place import Placement, PlacementRequest, decodes_more
@@ -31,16 +31,16 @@ class Admitted:
     priority: int = 0  # smaller goes first
     mean_tbt_s: float = 0.0  # predicted, over the whole answer
 
-    def outlook(self, tbt_s: float) -> Outlook:
+    def outlook(self, tbt_s: float) -> PredictedLatency:
         """By which it is judged, where its TBT is that. One token has no gap; prompts of others that are computed in
         the same steps are waited for, too."""
         placement = self.placement
         tbt = tbt_s if self.max_tokens > 1 else None
         by_others_s = max(placement.queue_s, placement.ttft_s - placement.overhead_s - placement.work_s)
-        return Outlook(placement.ttft_s, tbt, by_others_s, ranked_by=placement.ranked_by)
+        return PredictedLatency(placement.ttft_s, tbt, by_others_s, ranked_by=placement.ranked_by)
 
 
-class Offers:
+class DegradationSteps:
     """Owns nothing: the forecast places, the lengths say how long an answer becomes. Whether one is taken is the
     gatekeeper's to judge."""
 

@@ -30,7 +30,7 @@ TargetKind = Literal["ttft", "tbt"]
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class AdmissionTargets:
     """What admission holds predictions against; None is no limit."""
 
     ttft_s: float | None
@@ -73,10 +73,12 @@ class Feedback:
                 scale = self._scales.setdefault((qos.name, kind), _Scale())
                 scale.add(_Measured(entered_s, now_s, measured_s, alone_s))
 
-    def targets(self, qos: QosClass, now_s: float) -> Targets:
+    def targets(self, qos: QosClass, now_s: float) -> AdmissionTargets:
         """The class's targets as admission should see them now: at most its own, and above what its
         requests take alone by half of what its own leave, at least."""
-        return Targets(self._scaled(qos, "ttft", qos.ttft_s, now_s), self._scaled(qos, "tbt", qos.tbt_s, now_s))
+        return AdmissionTargets(
+            self._scaled(qos, "ttft", qos.ttft_s, now_s), self._scaled(qos, "tbt", qos.tbt_s, now_s)
+        )
 
     def tightenings(self, qos: QosClass) -> dict[TargetKind, Tightening]:
         """Those of the class's targets that are tightened, as of the last `targets`. Changes nothing."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.policy.admission.feedback import Targets
-from halfmoon.policy.admission.refusal import AdmissionMode, Outlook
+from halfmoon.policy.admission.feedback import AdmissionTargets
+from halfmoon.policy.admission.refusal import AdmissionMode, PredictedLatency
 from halfmoon.policy.forecast.decode_forecast import DecodeLoads
 from halfmoon.policy.forecast.prefill_queue_model import Prefill
 from halfmoon.policy.forecast.request_forecast import RequestForecast
@@ -21,7 +21,7 @@ from halfmoon.policy.view.cluster_view import ClusterView
 _ROUNDING_S = 1e-9  # two sums of the same
 
 
-class LeastPrompt(NamedTuple):
+class PromptLowerBound(NamedTuple):
     """What is known of a prompt that is not read to its end; of no prompt more than this is known: one token.
 
     The leading blocks that are held are known exactly, or `num_tokens` is 1. They are whole ones of `num_tokens`, and
@@ -38,18 +38,18 @@ class LeastPrompt(NamedTuple):
         return self.num_tokens == 1
 
 
-ANY_PROMPT = LeastPrompt()
+ANY_PROMPT = PromptLowerBound()
 
 
-def least_outlook(
+def latency_lower_bound(
     forecast: RequestForecast,
     view: ClusterView,
-    prompt: LeastPrompt,
+    prompt: PromptLowerBound,
     priority: int,
-    targets: Targets,
+    targets: AdmissionTargets,
     mode: AdmissionMode,
     now_s: float,
-) -> tuple[Outlook, int]:
+) -> tuple[PredictedLatency, int]:
     """The least TTFT and TBT, and the row of the decode worker that is the least busy.
 
     A prompt may go to any worker: chance or a prefix may have it there. So the TTFT is the least of all workers', and
@@ -68,7 +68,7 @@ def least_outlook(
     decodes = np.flatnonzero(view.can_decode[:num_rows] | view.can_do_both[:num_rows])
     tbt_s = predict_tbt(view, loads, prompt.num_tokens)[decodes]
     lightest = int(np.argmin(tbt_s))
-    outlook = Outlook(least_s, float(tbt_s[lightest]), least_s - alone_s, is_least=True, ranked_by=ttft)
+    outlook = PredictedLatency(least_s, float(tbt_s[lightest]), least_s - alone_s, is_least=True, ranked_by=ttft)
     return outlook, int(decodes[lightest])
 
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from halfmoon.errors import NoCapacity
 from halfmoon.policy.admission.classes import QosClass
-from halfmoon.policy.admission.feedback import TargetKind, Targets, Tightening
+from halfmoon.policy.admission.feedback import AdmissionTargets, TargetKind, Tightening
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.placement.ttft import TtftPrediction
 
@@ -21,7 +21,7 @@ _SHORT_WAIT_S = 1.0
 _LONG_WAIT_S = 60.0
 
 
-class Outlook(NamedTuple):
+class PredictedLatency(NamedTuple):
     """What is predicted of a request, from now."""
 
     ttft_s: float
@@ -39,8 +39,8 @@ class Refused(NoCapacity):
         qos: QosClass,
         reason: RefusalReason,
         message: str,
-        outlook: Outlook,
-        applied: Targets,
+        outlook: PredictedLatency,
+        applied: AdmissionTargets,
         wait_s: float | None,
     ) -> None:
         """`wait_s` is None where the request would be refused by itself, too, with nobody else here."""
@@ -54,11 +54,11 @@ class Refused(NoCapacity):
         self.tbt_s = outlook.tbt_s
         self.is_least = outlook.is_least
         self.ranked_by = outlook.ranked_by
-        self.targets = Targets(qos.ttft_s, qos.tbt_s)
+        self.targets = AdmissionTargets(qos.ttft_s, qos.tbt_s)
         self.applied = applied  # the targets as feedback has them now
 
 
-def missed_target(outlook: Outlook, targets: Targets) -> TargetKind | None:
+def missed_target(outlook: PredictedLatency, targets: AdmissionTargets) -> TargetKind | None:
     """Which target the predictions miss; None where they meet both."""
     if targets.ttft_s is not None and outlook.ttft_s > targets.ttft_s:
         return "ttft"
@@ -70,8 +70,8 @@ def missed_target(outlook: Outlook, targets: Targets) -> TargetKind | None:
 def over_target(
     qos: QosClass,
     missed: TargetKind,
-    outlook: Outlook,
-    applied: Targets,
+    outlook: PredictedLatency,
+    applied: AdmissionTargets,
     tightening: Tightening | None,
     ends_in_s: Floats,
 ) -> Refused:
@@ -96,7 +96,7 @@ def over_target(
     return Refused(qos, missed, message + why, outlook, applied, wait_s)
 
 
-def _until_shorter_s(outlook: Outlook, target_s: float) -> float | None:
+def _until_shorter_s(outlook: PredictedLatency, target_s: float) -> float | None:
     """A prompt that takes longer than the target by itself gains nothing by waiting."""
     if outlook.ttft_s - outlook.queue_s > target_s:
         return None

@@ -12,23 +12,23 @@ from halfmoon.policy.forecast.colocated_workers import Decoding
 from halfmoon.policy.models.latency import Floats, StepModel
 
 
-class Lives(NamedTuple):
+class DecodeIntervals(NamedTuple):
     """Sequences that decode."""
 
     ends_s: Floats
     context_tokens: Floats  # of each, on average
 
 
-NO_LIVES = Lives(np.zeros(0), np.zeros(0))
+NO_LIVES = DecodeIntervals(np.zeros(0), np.zeros(0))
 
 
-class OwnDecodes:
+class ColocatedDecodes:
     """Owns who will decode on one worker, as far as that is foreseen. Is asked in the order of time.
 
     Until the first of them ends only their sums are known: most predictions look no further.
     """
 
-    def __init__(self, row: int, lives: Lives, model: StepModel) -> None:
+    def __init__(self, row: int, lives: DecodeIntervals, model: StepModel) -> None:
         """`row` of the cluster view."""
         self._row = row
         self._model = model

@@ -14,7 +14,7 @@ from halfmoon.policy.models.latency import Floats
 
 _FINE = 32  # busy ones whose changes are taken one by one; of more, in groups of so small a part of them
 
-Span = tuple[float, float]  # from, until
+BusySpan = tuple[float, float]  # from, until
 
 
 class Decoding(NamedTuple):
@@ -60,7 +60,7 @@ def _apart(rows: NDArray[np.int64], begins_s: Floats, ends_s: Floats) -> Spans:
     return Spans(rows[begin], begins_s[begin], np.maximum.reduceat(ends_s[order], firsts))
 
 
-class Neighbours:
+class ColocatedWorkers:
     """Owns how many of the workers beside one will be busy, as far as that is foreseen. Is asked in the order of time.
 
     Of more than 32 not every change counts: what work takes beside them is right within a 32nd.
@@ -70,7 +70,7 @@ class Neighbours:
         """`beside` are the neighbours' rows of the cluster view; `spans` are theirs, apart from each other."""
         self._beside = beside
         self._spans = spans
-        self._added: dict[int, list[Span]] = {}
+        self._added: dict[int, list[BusySpan]] = {}
         self._times_s, self._nums = _changes(spans)
         self._at = 0  # of these, the one that was passed last
 
@@ -96,7 +96,7 @@ class Neighbours:
         self._at = at
         return now_s + work_s * slowdown
 
-    def _add(self, row: int, span: Span) -> None:
+    def _add(self, row: int, span: BusySpan) -> None:
         """A worker that is busy already is not busier by more work."""
         new = [span]
         for begin_s, end_s in self._busy(row):
@@ -108,7 +108,7 @@ class Neighbours:
                 for at in range(self._change_at(from_s), self._change_at(until_s)):
                     self._nums[at] += 1
 
-    def _busy(self, row: int) -> list[Span]:
+    def _busy(self, row: int) -> list[BusySpan]:
         found = np.flatnonzero(self._spans.rows == row)
         known = zip(self._spans.begins_s[found].tolist(), self._spans.ends_s[found].tolist(), strict=True)
         return [*known, *self._added.get(row, ())]

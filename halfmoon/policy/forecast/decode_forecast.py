@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.policy.forecast.colocated_decodes import Lives
+from halfmoon.policy.forecast.colocated_decodes import DecodeIntervals
 from halfmoon.policy.forecast.colocated_workers import Spans
 from halfmoon.policy.models.latency import Floats
 
@@ -200,10 +200,10 @@ class DecodeForecast:
         extra = self._joins[row].mean_present(length_s, now_s) if row in self._joins else DecodeLoad(0.0, 0.0)
         return DecodeLoad(float(np.add.reduce(shares)) + extra.batch, float(shares @ context) + extra.context_tokens)
 
-    def present(self, row: int, now_s: float, without: Collection[str] = ()) -> Lives:
+    def present(self, row: int, now_s: float, without: Collection[str] = ()) -> DecodeIntervals:
         """Who decodes on `row` now, were those in `without` not there."""
         there = self._present(row, now_s, without)
-        return Lives(self._ends_s(now_s)[there], self._mean_contexts[there])
+        return DecodeIntervals(self._ends_s(now_s)[there], self._mean_contexts[there])
 
     def is_anybody_present(self, row: int, now_s: float, without: Collection[str] = ()) -> bool:
         """Whether `present_load` is of somebody."""

@@ -6,13 +6,13 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
-from halfmoon.policy.forecast.prefill_step import Chunk, Prompt, by_rank
+from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, by_rank
 
 _rank = attrgetter("priority", "order")
 _length = attrgetter("new_tokens", "priority", "order")
 
 
-class PromptsAhead:
+class PendingPrompts:
     """Owns what steps to come leave of prompts that stay as they are: what is left of one is another one.
 
     Its steps are those of `form_step`. A step costs what it computes, however many wait behind it: those that share
@@ -38,20 +38,20 @@ class PromptsAhead:
         if self._by_length is not None:
             insort(self._by_length, prompt, key=_length)
 
-    def next_step(self, step_tokens: int, now_s: float) -> list[Chunk]:
+    def next_step(self, step_tokens: int, now_s: float) -> list[PredictedChunk]:
         """The step that begins now: all of each prompt by rank, until one is too long for what is left of the step."""
-        step: list[Chunk] = []
+        step: list[PredictedChunk] = []
         budget = step_tokens
         for prompt in self._queue:
             if prompt.ready_s > now_s:
                 continue
             if prompt.new_tokens >= budget:
                 return step + self._shared(prompt, budget, now_s)
-            step.append(Chunk(prompt, prompt.new_tokens))
+            step.append(PredictedChunk(prompt, prompt.new_tokens))
             budget -= prompt.new_tokens
         return step
 
-    def end(self, step: Sequence[Chunk]) -> list[Prompt]:
+    def end(self, step: Sequence[PredictedChunk]) -> list[Prompt]:
         """The step is over: the prompts that are computed, and so left."""
         computed = []
         for prompt, num_tokens in step:
@@ -65,20 +65,20 @@ class PromptsAhead:
                 computed.append(prompt)
         return computed
 
-    def _shared(self, first: Prompt, budget: int, now_s: float) -> list[Chunk]:
+    def _shared(self, first: Prompt, budget: int, now_s: float) -> list[PredictedChunk]:
         """What is left of a step, for one that takes all of it: half goes to shorter ones behind it at most."""
         if first.new_tokens == budget:
-            return [Chunk(first, budget)]
+            return [PredictedChunk(first, budget)]
         left = budget // 2
-        shares: list[Chunk] = []
+        shares: list[PredictedChunk] = []
         for one in self._ascending():
             if one.new_tokens >= first.new_tokens or not left:
                 break
             if one.priority == first.priority and one.order > first.order and one.ready_s <= now_s:
                 num_tokens = min(one.new_tokens, left)
                 left -= num_tokens
-                shares.append(Chunk(one, num_tokens))
-        return [Chunk(first, budget - budget // 2 + left), *shares]
+                shares.append(PredictedChunk(one, num_tokens))
+        return [PredictedChunk(first, budget - budget // 2 + left), *shares]
 
     def _ascending(self) -> list[Prompt]:
         """By length, then by rank."""

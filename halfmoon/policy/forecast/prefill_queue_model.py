@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from halfmoon.policy.forecast.arrivals import ArrivalRate
-from halfmoon.policy.forecast.colocated_decodes import NO_LIVES, OwnDecodes
-from halfmoon.policy.forecast.colocated_workers import Decoding, Neighbours
-from halfmoon.policy.forecast.pending_prompts import PromptsAhead
-from halfmoon.policy.forecast.prefill_step import Chunk, Prompt, by_rank, form_step, sizes, work_s
-from halfmoon.policy.forecast.running_steps import StepUnderWay
+from halfmoon.policy.forecast.colocated_decodes import NO_LIVES, ColocatedDecodes
+from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding
+from halfmoon.policy.forecast.pending_prompts import PendingPrompts
+from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, by_rank, form_step, sizes, work_s
+from halfmoon.policy.forecast.running_steps import RunningStep
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 
 _MAX_STEPS = 512  # looked ahead; who is not computed by then waits as others predict it
@@ -55,7 +55,7 @@ class Times(NamedTuple):
     behind_tokens: int = 0  # of others that are there, not computed by then
 
 
-class PrefillCourse:
+class PrefillQueueModel:
     """Owns the prompts of this gateway that one worker has not computed yet, and the step that it is at.
 
     Steps are formed as `engine/scheduler.py` forms them: by rank; what does not fit into a step leaves half of it to
@@ -69,7 +69,7 @@ class PrefillCourse:
         self._cached: dict[str, int] = {}  # tokens that need no computing, of prompts that no step had
         self._num_cached = 0
         self._arrivals = ArrivalRate()
-        self._step: list[Chunk] = []
+        self._step: list[PredictedChunk] = []
         self._step_began_s = 0.0
 
     def __len__(self) -> int:
@@ -91,9 +91,9 @@ class PrefillCourse:
         return self._step_began_s
 
     @property
-    def step(self) -> StepUnderWay:
+    def step(self) -> RunningStep:
         """That step."""
-        return StepUnderWay(self._step_began_s, *sizes(self._step))
+        return RunningStep(self._step_began_s, *sizes(self._step))
 
     @property
     def is_computing(self) -> bool:
@@ -161,11 +161,11 @@ class PrefillCourse:
         self,
         work: Prefill,
         speed: Speed,
-        neighbours: Neighbours,
+        neighbours: ColocatedWorkers,
         past_busy: float,
         ahead_s: float,
         now_s: float,
-        own: OwnDecodes | None = None,
+        own: ColocatedDecodes | None = None,
     ) -> Times | None:
         """When such a prompt would begin and end, were it sent now; None where that is too far ahead.
 
@@ -173,11 +173,11 @@ class PrefillCourse:
         decodes in the same steps, None where nobody ever does.
         """
         mine = order = self._num_joined + 1
-        queue = PromptsAhead([*self._prompts.values(), Prompt("", order, *work, None)])
+        queue = PendingPrompts([*self._prompts.values(), Prompt("", order, *work, None)])
         step, left_tokens, num_looks = self._step, work.new_tokens, 0
         behind_tokens = self.num_tokens - _num_of_others(step)
         begins_s, to_come = math.inf, None
-        own = own or OwnDecodes(-1, NO_LIVES, StepModel())
+        own = own or ColocatedDecodes(-1, NO_LIVES, StepModel())
         decode_s = own.step_s(now_s)
         step_s = work_s(step, speed.model) + decode_s
         done_s = (now_s - self._step_began_s) / (1 + speed.contention * past_busy) if step else _UNKNOWN * step_s
@@ -256,7 +256,7 @@ class PrefillCourse:
         self._step_began_s = now_s
 
 
-def _num_of(order: int, step: Sequence[Chunk]) -> int:
+def _num_of(order: int, step: Sequence[PredictedChunk]) -> int:
     """Tokens of a step that are of that prompt."""
     for prompt, num_tokens in step:
         if prompt.order == order:
@@ -264,6 +264,6 @@ def _num_of(order: int, step: Sequence[Chunk]) -> int:
     return 0
 
 
-def _num_of_others(step: Sequence[Chunk]) -> int:
+def _num_of_others(step: Sequence[PredictedChunk]) -> int:
     """Tokens of a step that are of prompts that are there."""
     return sum([num_tokens for prompt, num_tokens in step if prompt.request_id])

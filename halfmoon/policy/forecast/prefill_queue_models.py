@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from halfmoon.policy.forecast.colocated_decodes import NO_LIVES, OwnDecodes
-from halfmoon.policy.forecast.colocated_workers import Decoding, Neighbours, Spans
+from halfmoon.policy.forecast.colocated_decodes import NO_LIVES, ColocatedDecodes
+from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding, Spans
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
-from halfmoon.policy.forecast.prefill_queue_model import Prefill, PrefillCourse, Speed
-from halfmoon.policy.forecast.running_steps import StepColumns
+from halfmoon.policy.forecast.prefill_queue_model import Prefill, PrefillQueueModel, Speed
+from halfmoon.policy.forecast.running_steps import RunningStepColumns
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.models.tbt_model import pace_among_prompts, pace_beside
 from halfmoon.policy.placement.place import Placement
@@ -23,7 +23,7 @@ _LEAST_CONTENTION = 0.02  # below it neighbours do not matter
 _COME_BEFORE = 0.5  # of those that come while a prompt is computed: shorter ones share its steps
 
 
-class PrefillCourses:
+class PrefillQueueModels:
     """Owns the course of each prefill worker whose steps are known, by row of the cluster view, and who is on which.
 
     Placement ranks many workers by sums of seconds; here are the steps of one.
@@ -31,9 +31,9 @@ class PrefillCourses:
 
     def __init__(self, decodes: DecodeForecast) -> None:
         self._decodes = decodes
-        self._courses: dict[int, PrefillCourse] = {}
+        self._courses: dict[int, PrefillQueueModel] = {}
         self._rows: dict[str, tuple[int, WorkerView]] = {}  # by request
-        self._steps = StepColumns(lambda row: self._courses[row].step)
+        self._steps = RunningStepColumns(lambda row: self._courses[row].step)
 
     def join(
         self,
@@ -136,22 +136,22 @@ class PrefillCourses:
             behind_s = (1 + prefill.contention) * placement.behind_s
         return pace_beside(step_s, worker.step_contention, usual, behind_s, num_gaps)
 
-    def _advanced(self, row: int, view: ClusterView, worker: WorkerView, now_s: float) -> PrefillCourse:
+    def _advanced(self, row: int, view: ClusterView, worker: WorkerView, now_s: float) -> PrefillQueueModel:
         """What decoding and neighbours add to a step is asked for where a step may be over."""
         course, speed = self._courses.get(row), _speed(worker)
         if course is None:
-            course = self._courses[row] = PrefillCourse()
+            course = self._courses[row] = PrefillQueueModel()
         if not course.is_in_step(speed, now_s):
             past_busy = self._past_busy(view, worker, course, now_s)
             course.advance(speed, past_busy, now_s, self._own_step_s(row, worker, now_s))
             self._steps.note_changed(row)
         return course
 
-    def _own(self, row: int, worker: WorkerView, now_s: float) -> OwnDecodes:
+    def _own(self, row: int, worker: WorkerView, now_s: float) -> ColocatedDecodes:
         """Who decodes in the steps of a worker that does both."""
         if worker.role != "both":
-            return OwnDecodes(row, NO_LIVES, worker.step_model)
-        return OwnDecodes(row, self._decodes.present(row, now_s, self._queued(row)), worker.step_model)
+            return ColocatedDecodes(row, NO_LIVES, worker.step_model)
+        return ColocatedDecodes(row, self._decodes.present(row, now_s, self._queued(row)), worker.step_model)
 
     def _own_step_s(self, row: int, worker: WorkerView, now_s: float) -> float:
         """What they take of a step that begins now."""
@@ -171,19 +171,21 @@ class PrefillCourses:
         is_shared = is_shared and self._decodes.is_anybody_present(row, now_s, self._queued(row))
         return worker.chunk_tokens if is_shared else worker.step_tokens
 
-    def _past_busy(self, view: ClusterView, worker: WorkerView, course: PrefillCourse, now_s: float) -> float:
+    def _past_busy(self, view: ClusterView, worker: WorkerView, course: PrefillQueueModel, now_s: float) -> float:
         if worker.contention < _LEAST_CONTENTION or not len(course):
             return 0.0
         return view.busy.mean_busy_beside(worker.worker_id, course.step_began_s, now_s)
 
-    def _neighbours(self, view: ClusterView, worker: WorkerView, course: PrefillCourse, now_s: float) -> Neighbours:
+    def _neighbours(
+        self, view: ClusterView, worker: WorkerView, course: PrefillQueueModel, now_s: float
+    ) -> ColocatedWorkers:
         """Those that decode by the forecast, those that prefill until what they have is computed."""
         if worker.contention < _LEAST_CONTENTION:
-            return Neighbours(())
+            return ColocatedWorkers(())
         beside = view.beside(worker.worker_id)
         decodes, prefills = self._decodes.spans(beside, now_s, course.request_ids), self._prefills(view, beside, now_s)
         both = [np.concatenate(of_both) for of_both in zip(decodes, prefills, strict=True)]
-        return Neighbours(set(np.flatnonzero(beside).tolist()), Spans(*both).union(now_s))
+        return ColocatedWorkers(set(np.flatnonzero(beside).tolist()), Spans(*both).union(now_s))
 
     def _prefills(self, view: ClusterView, beside: Bools, now_s: float) -> Spans:
         num = len(self._courses)
@@ -200,7 +202,7 @@ def _has_steps(worker: WorkerView) -> bool:
     return is_told and any(worker.prefill_model)
 
 
-def _others_s(view: ClusterView, row: int, course: PrefillCourse, now_s: float) -> float:
+def _others_s(view: ClusterView, row: int, course: PrefillQueueModel, now_s: float) -> float:
     """What the worker has to do that is not of this gateway; less than a step of it may be ours already."""
     others_s = float(view.column("others_prefill_s")[row])
     if others_s <= 0:

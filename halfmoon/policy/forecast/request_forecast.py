@@ -13,7 +13,7 @@ from halfmoon.policy.admission.feedback import Alone
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast, DecodeLoad, DecodeLoads
 from halfmoon.policy.forecast.prefill_forecast import PrefillForecast
 from halfmoon.policy.forecast.prefill_queue_model import Prefill
-from halfmoon.policy.forecast.prefill_queue_models import PrefillCourses
+from halfmoon.policy.forecast.prefill_queue_models import PrefillQueueModels
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.models.overheads import Overhead
 from halfmoon.policy.placement.place import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules, place
@@ -43,7 +43,7 @@ class RequestForecast:
         self._rules = rules
         self._rng = rng
         self._prefills = PrefillForecast()
-        self._courses = PrefillCourses(self.decodes)
+        self._courses = PrefillQueueModels(self.decodes)
         self._before_token = Overhead()
         self._handover = Overhead()
 

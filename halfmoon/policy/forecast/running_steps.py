@@ -11,7 +11,7 @@ from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.view.cluster_view import ClusterView
 
 
-class StepUnderWay(NamedTuple):
+class RunningStep(NamedTuple):
     """One step."""
 
     began_s: float
@@ -19,13 +19,13 @@ class StepUnderWay(NamedTuple):
     num_pairs: float  # of each token with those that it attends to
 
 
-class StepColumns:
+class RunningStepColumns:
     """Owns the step of each row of the cluster view, as it was last read, and which rows have to be read again."""
 
-    def __init__(self, read: Callable[[int], StepUnderWay]) -> None:
+    def __init__(self, read: Callable[[int], RunningStep]) -> None:
         self._read = read
         self._changed: set[int] = set()
-        self._steps: Floats = np.zeros((16, len(StepUnderWay._fields)), order="F")
+        self._steps: Floats = np.zeros((16, len(RunningStep._fields)), order="F")
 
     def note_changed(self, row: int) -> None:
         """Another step may be under way there."""

@@ -95,7 +95,7 @@ def profile_step(samples: Sequence[StepSample]) -> StepModel:
     return StepModel(*least_squares(*with_shape(*equations, step_shape(USUAL_STEP))))
 
 
-class Shape(NamedTuple):
+class WorkShape(NamedTuple):
     """A model as normal equations that weigh little; only its proportions matter. One of zeros says nothing."""
 
     gram: Floats
@@ -103,26 +103,26 @@ class Shape(NamedTuple):
     model: Floats  # [3]
 
 
-def prefill_shape(model: PrefillModel) -> Shape:
+def prefill_shape(model: PrefillModel) -> WorkShape:
     """The proportions of a model."""
     return _shape(*prefill_equations([PrefillSample(*at, model.seconds(*at)) for at in _SHAPE_PREFILLS]), model)
 
 
-def step_shape(model: StepModel) -> Shape:
+def step_shape(model: StepModel) -> WorkShape:
     """The proportions of a model."""
     return _shape(*step_equations([StepSample(*at, model.seconds(*at)) for at in _SHAPE_STEPS]), model)
 
 
-def _shape(features: Floats, seconds: Floats, model: Sequence[float]) -> Shape:
+def _shape(features: Floats, seconds: Floats, model: Sequence[float]) -> WorkShape:
     if not (seconds > 0).all():
-        return Shape(
+        return WorkShape(
             np.zeros((NUM_COEFFICIENTS, NUM_COEFFICIENTS)), np.zeros(NUM_COEFFICIENTS), np.zeros(NUM_COEFFICIENTS)
         )
     weights = np.full(len(seconds), _PRIOR_SAMPLES / len(seconds))
-    return Shape(*normal_equations(features, seconds, weights), np.array(model))
+    return WorkShape(*normal_equations(features, seconds, weights), np.array(model))
 
 
-def with_shape(gram: Floats, moment: Floats, shape: Shape) -> tuple[Floats, Floats]:
+def with_shape(gram: Floats, moment: Floats, shape: WorkShape) -> tuple[Floats, Floats]:
     """The equations of measurements and of the shape, scaled to fit them best; without measurements none."""
     fitted = float(shape.model @ gram @ shape.model)
     if fitted <= 0:

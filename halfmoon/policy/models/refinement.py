@@ -16,9 +16,9 @@ from halfmoon.policy.models.latency import (
     Floats,
     PrefillModel,
     PrefillSample,
-    Shape,
     StepModel,
     StepSample,
+    WorkShape,
     least_squares,
     normal_equations,
     prefill_equations,
@@ -75,7 +75,7 @@ class RecursiveFit:
     others would take.
     """
 
-    def __init__(self, shape: Shape, forgetting: float) -> None:
+    def __init__(self, shape: WorkShape, forgetting: float) -> None:
         self._forgetting = forgetting
         self._shape = shape
         self.forget()
@@ -108,7 +108,7 @@ class RefinedModel:
     equations; the model is that of a worker whose neighbours do nothing."""
 
     def __init__(
-        self, start: PrefillModel | StepModel, shape: Shape, forgetting: float, contention: LearnedContention
+        self, start: PrefillModel | StepModel, shape: WorkShape, forgetting: float, contention: LearnedContention
     ) -> None:
         self._fit = RecursiveFit(shape, forgetting)
         self.coefficients: tuple[float, float, float] = start

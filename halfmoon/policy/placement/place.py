@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.errors import InvalidRequest, Unavailable
-from halfmoon.policy.admission.feedback import Targets
+from halfmoon.policy.admission.feedback import AdmissionTargets
 from halfmoon.policy.forecast.decode_forecast import DecodeLoad, DecodeLoads
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.placement.ranking import PlacementMode, Ranking
 from halfmoon.policy.placement.ttft import TtftPrediction, predict_ttft
-from halfmoon.policy.view.capabilities import Halves
+from halfmoon.policy.view.capabilities import RoleMasks
 from halfmoon.policy.view.cluster_view import ClusterView, WorkerView
 
-NO_TARGETS = Targets(None, None)
+NO_TARGETS = AdmissionTargets(None, None)
 NOTHING_CACHED: NDArray[np.int64] = np.zeros(1, dtype=np.int64)  # depths where no block is known
 
 _RETRY_AFTER_MS = 1_000  # a worker that joins or drains takes about a second to show
@@ -90,10 +90,10 @@ class PlacementRequest:
     fetch_factor: float = 1.0  # of the time that fetching KV takes: below 1 at a lower precision
     priority: int = 0  # smaller goes first
     least_tokens: int = 0  # that the answer will have
-    targets: Targets = NO_TARGETS  # that it should meet where it can
+    targets: AdmissionTargets = NO_TARGETS  # that it should meet where it can
 
     @property
-    def judged_targets(self) -> Targets:
+    def judged_targets(self) -> AdmissionTargets:
         """One token has no gap."""
         return self.targets if self.max_tokens > 1 else replace(self.targets, tbt_s=None)
 
@@ -171,7 +171,7 @@ def decodes_more(view: ClusterView, num_tokens: int, fewer_tokens: int) -> bool:
     return bool((decodes & (capacity >= fewer_tokens) & (capacity < num_tokens)).any())
 
 
-def _candidates(view: ClusterView, request: PlacementRequest) -> Halves:
+def _candidates(view: ClusterView, request: PlacementRequest) -> RoleMasks:
     known = view.roster
     num_most = request.num_prompt_tokens + max(request.max_tokens, 1)
     if num_most <= known.least_capacity_tokens and known.is_complete and not request.exclude:  # most often
@@ -179,7 +179,7 @@ def _candidates(view: ClusterView, request: PlacementRequest) -> Halves:
     present, capacity = known.present, view.column("capacity_tokens")
     holds_prompt = capacity >= request.num_prompt_tokens + 1
     holds_all = capacity >= request.num_prompt_tokens + request.max_tokens
-    fitting = Halves(present.prefill & holds_prompt, present.decode & holds_all, present.both & holds_all)
+    fitting = RoleMasks(present.prefill & holds_prompt, present.decode & holds_all, present.both & holds_all)
     if not fitting.is_any:
         if view.missing:
             raise Unavailable(f"no {' and no '.join(view.missing)} is ready", retry_after_ms=_RETRY_AFTER_MS)
@@ -191,16 +191,16 @@ def _candidates(view: ClusterView, request: PlacementRequest) -> Halves:
     return left.useful
 
 
-def _without(fitting: Halves, rows: list[int]) -> Halves:
+def _without(fitting: RoleMasks, rows: list[int]) -> RoleMasks:
     allowed = np.ones(len(fitting.both), dtype=np.bool_)
     allowed[rows] = False
-    left = Halves(fitting.prefill & allowed, fitting.decode & allowed, fitting.both & allowed)
+    left = RoleMasks(fitting.prefill & allowed, fitting.decode & allowed, fitting.both & allowed)
     if not left.is_any:
         raise Unavailable("every worker that could serve the request refused it", retry_after_ms=_RETRY_AFTER_MS)
     return left
 
 
-def _most(present: Halves, capacity: Floats) -> int:
+def _most(present: RoleMasks, capacity: Floats) -> int:
     """The longest sequence that any pair holds."""
     prefill, decode, both = (float(capacity[rows].max(initial=0.0)) for rows in present)
     return int(max(min(prefill, decode), both))

@@ -9,10 +9,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.policy.admission.feedback import Targets
+from halfmoon.policy.admission.feedback import AdmissionTargets
 from halfmoon.policy.forecast.decode_forecast import DecodeLoads
 from halfmoon.policy.models.latency import Floats
-from halfmoon.policy.placement.speed_ties import at_one_speed
+from halfmoon.policy.placement.speed_ties import with_speed_ties
 from halfmoon.policy.placement.ttft import TtftPrediction, prefill_seconds
 from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
@@ -33,7 +33,7 @@ class Ranking:
     view: ClusterView
     mode: PlacementMode
     num_tokens: int  # of the prompt
-    targets: Targets
+    targets: AdmissionTargets
 
     def best_prefill(self, ttft: TtftPrediction, rows: Bools, rng: random.Random) -> int:
         """Of the rows that compute the prompt and hand it over."""
@@ -66,7 +66,7 @@ class Ranking:
         known, tbt_s = self.view.roster, predict_tbt(self.view, loads, self.num_tokens)
         cost, weight, rows = self._prefill_cost(ttft), self._decode_cost(tbt_s, loads), prefill | both
         if cost is ttft.seconds:
-            cost = cost if known.is_one_speed else at_one_speed(cost, self._prefill_s(), both)
+            cost = cost if known.is_one_speed else with_speed_ties(cost, self._prefill_s(), both)
             elsewhere_s = _of_request(tbt_s, decode, both)
             in_time = _within(ttft.seconds, self.targets.ttft_s) & _within(elsewhere_s, self.targets.tbt_s)
             rows = _among(rows, in_time)
@@ -99,7 +99,7 @@ class Ranking:
 
     def _at_one_step_time(self, tbt_s: Floats, rows: Bools) -> Floats:
         nobody = np.zeros(self.view.num_rows)
-        return at_one_speed(tbt_s, predict_tbt(self.view, DecodeLoads(nobody, nobody), self.num_tokens), rows)
+        return with_speed_ties(tbt_s, predict_tbt(self.view, DecodeLoads(nobody, nobody), self.num_tokens), rows)
 
     def _with_room(self, rows: Bools) -> Bools:
         """For the prompt and a token; where nobody has it one may by then."""

@@ -10,7 +10,7 @@ from halfmoon.policy.view.capabilities import Bools
 _LEARNING_ERROR = 1.15  # two workers of one host were believed 0.23 and 0.26 s a prompt: 13 % apart, and equal
 
 
-def at_one_speed(cost: Floats, alone_s: Floats, rows: Bools) -> Floats:
+def with_speed_ties(cost: Floats, alone_s: Floats, rows: Bools) -> Floats:
     """`cost`, where those of `rows` that are about as quick as the cheapest of them cost what they would at its speed.
 
     alone_s: what each row takes for one and the same work by itself, 0 where that is not known.

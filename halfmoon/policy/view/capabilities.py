@@ -13,7 +13,7 @@ from halfmoon.policy.models.latency import Floats
 Bools = NDArray[np.bool_]
 
 
-class Halves(NamedTuple):
+class RoleMasks(NamedTuple):
     """Rows that can be each half of a placement, or both."""
 
     prefill: Bools
@@ -27,21 +27,21 @@ class Halves(NamedTuple):
         return bool(is_any(self.both) or (is_any(self.prefill) and is_any(self.decode)))
 
     @property
-    def useful(self) -> Halves:
+    def useful(self) -> RoleMasks:
         """The same without those that compute prompts which nobody decodes."""
         if np.logical_or.reduce(self.decode):
             return self
         return self._replace(prefill=np.zeros_like(self.prefill))
 
 
-class Roster(NamedTuple):
+class Capabilities(NamedTuple):
     """True of a cluster view until a member joins, leaves, or is another in its role, its memory or its models.
 
     Not to be written to.
     """
 
-    present: Halves
-    useful: Halves  # of them
+    present: RoleMasks
+    useful: RoleMasks  # of them
     is_complete: bool  # somebody is there for each half
     least_capacity_tokens: float  # of those present; infinite of nobody
     most_capacity_tokens: float  # of all members that there were; 0 of nobody
@@ -52,10 +52,12 @@ class Roster(NamedTuple):
     is_one_step_time_of_decode: bool  # those that only decode
 
 
-def roster(present: Halves, capacity_tokens: Floats, prefill_coefficients: Floats, step_coefficients: Floats) -> Roster:
+def roster(
+    present: RoleMasks, capacity_tokens: Floats, prefill_coefficients: Floats, step_coefficients: Floats
+) -> Capabilities:
     """Of columns, an entry a row."""
     anybody = present.prefill | present.decode | present.both
-    return Roster(
+    return Capabilities(
         present,
         present.useful,
         present.is_any,

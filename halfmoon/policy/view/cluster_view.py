@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from halfmoon.policy.models.latency import NUM_COEFFICIENTS, Floats, PrefillModel, StepModel
 from halfmoon.policy.view.busy_times import BusyTimes
-from halfmoon.policy.view.capabilities import Bools, Halves, Roster, roster
+from halfmoon.policy.view.capabilities import Bools, Capabilities, RoleMasks, roster
 from halfmoon.policy.view.columns import FIGURES, LOAD
 
 UNKNOWN_PREFILL, UNKNOWN_STEP = PrefillModel(), StepModel()
@@ -131,7 +131,7 @@ class ClusterView:
         self._ids: list[str] = []  # of each row; the last one there where nobody is now
         self._free_rows: list[int] = []
         self._hosts: dict[str, int] = {}  # numbers
-        self._roster: Roster | None = None  # None: to be called again
+        self._roster: Capabilities | None = None  # None: to be called again
         self.busy = BusyTimes()  # of the members
         self._resize(16)
         for worker in workers:
@@ -148,11 +148,11 @@ class ClusterView:
         return len(self._ids)
 
     @property
-    def roster(self) -> Roster:
+    def roster(self) -> Capabilities:
         """Who can do what, as of the last `put` or `remove`."""
         if self._roster is None:
             rows = slice(self.num_rows)
-            present = Halves(self.can_prefill[rows], self.can_decode[rows], self.can_do_both[rows])
+            present = RoleMasks(self.can_prefill[rows], self.can_decode[rows], self.can_do_both[rows])
             models = self.prefill_coefficients[rows], self.step_coefficients[rows]
             self._roster = roster(present, self.column("capacity_tokens"), *models)
         return self._roster

@@ -11,7 +11,7 @@ from functools import partial
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
-from halfmoon.kv.negotiation import INLINE, Choice, Offer
+from halfmoon.kv.negotiation import INLINE, Offer, TransportChoice
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transport.cuda_ipc import NAME as CUDA_IPC
 from halfmoon.rpc.transport.cuda_ipc import CudaIpcOutlet, DeviceMemory
@@ -91,7 +91,7 @@ class KVLink:
         async with self._making:
             return [outlet.offer() for outlet in await self._usable(codec)]
 
-    def chosen(self, choice: Choice) -> Outlet:
+    def chosen(self, choice: TransportChoice) -> Outlet:
         """Takes the receiver's decision. Raises Incompatible for a transport that was not offered."""
         for name, reason in choice.declined:
             self._fall_back(name, reason)

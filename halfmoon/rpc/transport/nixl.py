@@ -20,7 +20,7 @@ from typing import Any
 
 from halfmoon.errors import DeadlineExceeded, HalfmoonError, Incompatible, Unavailable
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
-from halfmoon.kv.layout import KVBytes
+from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.kv.negotiation import Offer
 from halfmoon.rpc.transport.protocol import StagingBuffer
 from halfmoon.rpc.transport.slots import Slots, decode_reference, slots_bytes

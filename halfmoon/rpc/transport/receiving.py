@@ -13,8 +13,8 @@ from google.protobuf.message import DecodeError, Message
 
 from halfmoon.errors import DataLoss, DeadlineExceeded, HalfmoonError, Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.frame import Elsewhere, Frame, FrameKind, decode_message, encode_frame
-from halfmoon.kv.layout import KVBytes, KVLayout
-from halfmoon.kv.negotiation import INLINE, Choice, Offer
+from halfmoon.kv.kv_layout import KVBytes, KVLayout
+from halfmoon.kv.negotiation import INLINE, Offer, TransportChoice
 from halfmoon.kv.receiver import Commit, Effect, Reserve, TransferReceiver, Write, WriteFromDevice
 from halfmoon.rpc.transport.cuda_ipc import CudaIpcInlet, DeviceMemory
 from halfmoon.rpc.transport.nixl import NixlInlet
@@ -101,7 +101,7 @@ class KVIntake:
         self._running.add(transfer_id)
         return transfer_id
 
-    async def _choose(self, offers: Sequence[Offer]) -> tuple[Choice, Source | None]:
+    async def _choose(self, offers: Sequence[Offer]) -> tuple[TransportChoice, Source | None]:
         """The first offer that can really be used."""
         declined = []
         for offer in offers:
@@ -114,8 +114,8 @@ class KVIntake:
             except HalfmoonError as err:
                 declined.append((offer.name, err.message))
                 continue
-            return Choice(offer.name, tuple(declined)), source
-        return Choice(INLINE, tuple(declined)), None
+            return TransportChoice(offer.name, tuple(declined)), source
+        return TransportChoice(INLINE, tuple(declined)), None
 
 
 class _Reading:

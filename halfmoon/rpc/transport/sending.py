@@ -15,7 +15,7 @@ import grpc
 from halfmoon.errors import DeadlineExceeded, HalfmoonError, InvalidRequest, Unavailable
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES, Frame, KVRange, decode_frame, encode_frame
-from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.kv.negotiation import decode_choice, encode_open
 from halfmoon.kv.sender import TransferSending
 from halfmoon.rpc.peer import Peer

@@ -12,7 +12,7 @@ import asyncio
 import socket
 
 from halfmoon.errors import Incompatible, Unavailable
-from halfmoon.kv.layout import KVBytes
+from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.kv.negotiation import Offer
 from halfmoon.rpc.transport.memfd import SharedSegment, host_id, receive_segment
 from halfmoon.rpc.transport.protocol import StagingBuffer

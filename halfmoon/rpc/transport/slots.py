@@ -11,7 +11,7 @@ import struct
 from typing import NamedTuple
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.kv.layout import KVBytes
+from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.rpc.transport.protocol import StagingBuffer, lend
 
 USE_BYTES = 8  # of a slot's word

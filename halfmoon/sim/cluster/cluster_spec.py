@@ -100,7 +100,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class SloTargets:
     """What a request is promised; None is no limit."""
 
     ttft_s: float | None = None
@@ -125,7 +125,7 @@ class ClusterSpec:
     placement: PlacementMode = "kvcache-centric"
     balancing_threshold: float = 2.0
     admission: AdmissionMode = "off"
-    targets: Targets = Targets()  # that admission and the result hold requests against
+    targets: SloTargets = SloTargets()  # that admission and the result hold requests against
     block_tokens: int = 64
     report_s: float = 1.0  # between two load reports of a worker
     failures: tuple[Failure, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from halfmoon.sim.cluster.cluster_spec import Network
 
 
-class Coders:
+class CodecQueues:
     """Owns until when each worker's codec has work, at either end. Knows workers by numbers, and nothing of links."""
 
     def __init__(self, network: Network, num_workers: int) -> None:

@@ -9,7 +9,7 @@ from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.kv_memory import KvMemory
 
 
-class JobPages:
+class JobBlocks:
     """Owns `pages`, `reserved`, `cached_units` and `known_units` of the jobs that are with one worker.
 
     Knows nothing of queues, places and steps: who may hold what is the worker's to say.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from halfmoon.sim.cluster.cluster_spec import Network
-from halfmoon.sim.cluster.codec_queues import Coders
+from halfmoon.sim.cluster.codec_queues import CodecQueues
 from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.ports import Links
+from halfmoon.sim.cluster.ports import Ports
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.cluster.worker_steps import WorkerSteps
 from halfmoon.sim.event_queue import EventQueue
@@ -21,8 +21,8 @@ class KvTransfers:
 
     def __init__(self, network: Network, workers: Sequence[SimWorker], events: EventQueue, steps: WorkerSteps) -> None:
         self._network = network
-        self._links = Links(network, max(worker.node for worker in workers) + 1)
-        self._coders = Coders(network, len(workers))
+        self._links = Ports(network, max(worker.node for worker in workers) + 1)
+        self._coders = CodecQueues(network, len(workers))
         self._events = events
         self._steps = steps
 
@@ -56,7 +56,7 @@ class KvTransfers:
     def _on_fetched(self, job: Job, target: SimWorker, attempt: int) -> None:
         if job.attempt == attempt:
             job.is_loading = False
-            self._steps.poke(target)
+            self._steps.wake(target)
 
     def _on_handed_over(self, job: Job, sender: SimWorker, receiver: SimWorker, attempt: int) -> None:
         if job.attempt != attempt:
@@ -65,8 +65,8 @@ class KvTransfers:
         receiver.arrived.append(job)
         job.at = receiver
         job.state = "arrived"
-        self._steps.poke(sender)
-        self._steps.poke(receiver)
+        self._steps.wake(sender)
+        self._steps.wake(receiver)
 
     def _kv_bytes(self, worker: SimWorker, num_tokens: int) -> float:
         return num_tokens * worker.group.latency.kv_bytes_per_token * self._network.kv_ratio

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.event_queue import EventQueue
-from halfmoon.sim.routers.policy_router import SimGateway
+from halfmoon.sim.routers.policy_router import PolicyRouter
 
 
 class LoadReports:
     """Owns who changed since the last report, and whether the next one is under way."""
 
-    def __init__(self, events: EventQueue, report_s: float, gateway: SimGateway | None) -> None:
+    def __init__(self, events: EventQueue, report_s: float, gateway: PolicyRouter | None) -> None:
         """Every `report_s`; None where nobody listens."""
         self._events = events
         self._report_s = report_s
@@ -27,7 +27,7 @@ class LoadReports:
             self._has_tick = True
             self._events.at(_next_multiple(self._report_s, self._events.now_s), self._on_tick, self._gateway)
 
-    def _on_tick(self, gateway: SimGateway) -> None:
+    def _on_tick(self, gateway: PolicyRouter) -> None:
         self._has_tick = False
         changed, self._changed = self._changed, {}
         for worker in changed.values():

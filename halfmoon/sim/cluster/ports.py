@@ -7,7 +7,7 @@ from halfmoon.sim.cluster.cluster_spec import Network
 _LAST_FRAME_BYTES = 2 << 20  # of a hand-over that was sent while it was computed: what is left at its end
 
 
-class Links:
+class Ports:
     """Owns until when each port is taken. Knows nodes by numbers, and nothing of what is sent."""
 
     def __init__(self, network: Network, num_nodes: int) -> None:

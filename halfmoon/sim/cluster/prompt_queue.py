@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from halfmoon.sim.cluster.job import Job
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """So many tokens of a job, in one attempt of it, after `cached` ones."""
 
     job: Job
@@ -57,17 +57,17 @@ class PromptQueue:
         """It is elsewhere from now on."""
         _take_out(self.waiting if job.state == "waiting" else self.prefilling, job)
 
-    def last_tokens(self, now_s: float) -> list[Chunk]:
+    def last_tokens(self, now_s: float) -> list[PromptChunk]:
         """Prompts of which one token is left: to a step they are decodes."""
         return [_chunk(job, 1, now_s) for job in self.prefilling if _ready(job) == 1 == job.uncomputed]
 
-    def chunks(self, budget: int, now_s: float) -> list[Chunk]:
+    def chunks(self, budget: int, now_s: float) -> list[PromptChunk]:
         """At most `budget` tokens of prompts, by rank; they count as computed from now on.
 
         What a long prompt leaves to shorter ones goes to the shortest first; after the first that cannot be admitted
         no other is. A job whose prefix is on its way computes what comes before it, and is passed over then.
         """
-        chosen: list[Chunk] = []
+        chosen: list[PromptChunk] = []
         queue = self._by_rank()
         while queue and budget > 0:
             job = queue.popleft()
@@ -123,8 +123,8 @@ class PromptQueue:
         return True
 
 
-def _chunk(job: Job, num_tokens: int, now_s: float) -> Chunk:
-    chunk = Chunk(job, job.attempt, job.computed, num_tokens)
+def _chunk(job: Job, num_tokens: int, now_s: float) -> PromptChunk:
+    chunk = PromptChunk(job, job.attempt, job.computed, num_tokens)
     job.computed += num_tokens
     if job.begun_s < 0:
         job.begun_s = now_s

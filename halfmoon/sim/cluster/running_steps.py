@@ -5,11 +5,11 @@ from __future__ import annotations
 from halfmoon.sim.cluster.contention import Work
 from halfmoon.sim.cluster.decode_batch import DecodeBatch
 from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.prompt_queue import Chunk
+from halfmoon.sim.cluster.prompt_queue import PromptChunk
 from halfmoon.sim.latency_sources.latency_model import Cycle, LatencyModel
 
 
-class StepsUnderWay:
+class RunningSteps:
     """Owns the beginning and the end of the steps under way. Knows nothing of queues and of memory.
 
     Decode steps with nobody coming or going are one run. `version` changes with `wake_s`, so that events of another
@@ -69,7 +69,7 @@ class StepsUnderWay:
         self.begun_s = now_s
         self._end_after(num_steps)
 
-    def begin_prompts(self, sets: list[list[Chunk]], batch: int, context: int, now_s: float) -> None:
+    def begin_prompts(self, sets: list[list[PromptChunk]], batch: int, context: int, now_s: float) -> None:
         """A step with prompts begins. In a pipeline each set goes with its part of the batch, one behind the other."""
         latency = self._latency
         stages = latency.num_stages
@@ -82,7 +82,7 @@ class StepsUnderWay:
             first_stage_s += stage_s + latency.launching_s(seen + context / groups)
         self._begin(now_s, now_s + self.pace * max(longest_s, first_stage_s))
 
-    def enter_pipeline(self, chunks: list[Chunk], now_s: float) -> None:
+    def enter_pipeline(self, chunks: list[PromptChunk], now_s: float) -> None:
         """Each stage takes them when the one before is done with them and it is done with those before them."""
         latency, free_s = self._latency, self._stage_free_s
         new, pairs, seen = _work(chunks)
@@ -152,7 +152,7 @@ class StepsUnderWay:
         self.version += 1
 
 
-def _work(chunks: list[Chunk]) -> tuple[int, float, int]:
+def _work(chunks: list[PromptChunk]) -> tuple[int, float, int]:
     """New tokens, pairs of them with those before, and tokens of the sequences so far."""
     new, pairs, seen = 0, 0.0, 0
     for _, _, cached, num_tokens in chunks:

@@ -23,7 +23,15 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.cluster_view import Role
-from halfmoon.sim.cluster.cluster_spec import Batching, BatchLimits, ClusterSpec, Failure, Network, Targets, WorkerGroup
+from halfmoon.sim.cluster.cluster_spec import (
+    Batching,
+    BatchLimits,
+    ClusterSpec,
+    Failure,
+    Network,
+    SloTargets,
+    WorkerGroup,
+)
 from halfmoon.sim.cluster.contention import Contention
 from halfmoon.sim.latency_sources.hardware import DEVICES
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, LatencySource
@@ -118,7 +126,7 @@ def read_cluster(
         read.placement,
         read.balancing_threshold,
         read.admission,
-        _validated(path, Targets, read.targets, "targets"),
+        _validated(path, SloTargets, read.targets, "targets"),
         read.block_tokens,
         read.report_s,
         tuple(_validated(path, Failure, one, "failures") for one in read.failures),

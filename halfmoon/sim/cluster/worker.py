@@ -8,10 +8,10 @@ from typing import NamedTuple
 from halfmoon.sim.cluster.cluster_spec import WorkerGroup
 from halfmoon.sim.cluster.decode_batch import DecodeBatch
 from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.job_blocks import JobPages
+from halfmoon.sim.cluster.job_blocks import JobBlocks
 from halfmoon.sim.cluster.kv_memory import KvMemory
-from halfmoon.sim.cluster.prompt_queue import Chunk, PromptQueue
-from halfmoon.sim.cluster.running_steps import StepsUnderWay
+from halfmoon.sim.cluster.prompt_queue import PromptChunk, PromptQueue
+from halfmoon.sim.cluster.running_steps import RunningSteps
 
 
 class Finished(NamedTuple):
@@ -48,7 +48,7 @@ class SimWorker:
         kv_tokens = group.latency.kv_tokens if group.kv_tokens is None else group.kv_tokens
         can_cache = group.prefix_cache and group.role != "decode"
         self.kv = KvMemory(kv_tokens // page_tokens, unit_pages, is_cache=can_cache)
-        self.pages = JobPages(self.kv, page_tokens)
+        self.pages = JobBlocks(self.kv, page_tokens)
         self.is_alive = True
         self.busy_s = 0.0
         self.num_steps = 0
@@ -58,8 +58,8 @@ class SimWorker:
         self.backlog: deque[Job] = deque()  # their KV waits at a prefill worker for room here
         self.arrived: list[Job] = []  # their KV is here; they join with the next step
         self.num_reserved = 0
-        self.steps = StepsUnderWay(group.latency, self.decodes)
-        self._chunks: list[Chunk] = []
+        self.steps = RunningSteps(group.latency, self.decodes)
+        self._chunks: list[PromptChunk] = []
         self._does_decode = False
 
     # memory
@@ -151,7 +151,7 @@ class SimWorker:
         self.interrupt(now_s)
         return self.steps.set_pace(pace, now_s)
 
-    def start(self, now_s: float) -> list[Chunk]:
+    def start(self, now_s: float) -> list[PromptChunk]:
         """Begins the next step, if there is work: `steps.wake_s` says until when.
 
         Returns the chunks that entered a pipeline and are through at `steps.passage_s`; elsewhere `finish` brings them.
@@ -189,7 +189,7 @@ class SimWorker:
         chunks, self._chunks = self._chunks, []
         return Finished(self.computed(chunks), ended)
 
-    def computed(self, chunks: list[Chunk]) -> list[Job]:
+    def computed(self, chunks: list[PromptChunk]) -> list[Job]:
         """Prompts that these chunks complete: each has one token more, and the worker holds it until it is told."""
         done = []
         for job, attempt, cached, num_tokens in chunks:
@@ -266,7 +266,7 @@ class SimWorker:
         self.prompts.is_short = True
         self.prompts.add(job)
 
-    def _next_prompts(self, num_decodes: int, now_s: float) -> list[list[Chunk]]:
+    def _next_prompts(self, num_decodes: int, now_s: float) -> list[list[PromptChunk]]:
         """Chunks for the next step: one set for each group of decodes that is in a pipeline at a time."""
         limits, prompts = self.group.limits, self.prompts
         if not prompts.prefilling and not prompts.waiting:
@@ -282,7 +282,7 @@ class SimWorker:
             sets.append(chunks)
         return sets
 
-    def _begin_prompts(self, sets: list[list[Chunk]], now_s: float) -> list[Chunk]:
+    def _begin_prompts(self, sets: list[list[PromptChunk]], now_s: float) -> list[PromptChunk]:
         if self.group.role == "prefill" and self.steps.is_pipeline:
             self.steps.enter_pipeline(sets[0], now_s)
             return sets[0]

@@ -8,7 +8,7 @@ from typing import Protocol
 from halfmoon.sim.cluster.contention import SharedCores
 from halfmoon.sim.cluster.job import Job, Outcome
 from halfmoon.sim.cluster.load_reports import LoadReports
-from halfmoon.sim.cluster.prompt_queue import Chunk
+from halfmoon.sim.cluster.prompt_queue import PromptChunk
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.event_queue import EventQueue
 
@@ -44,7 +44,7 @@ class WorkerSteps:
         self._requests = requests
         self._told = [worker.steps.version for worker in workers]  # of which a wake event is in the queue
 
-    def poke(self, worker: SimWorker) -> None:
+    def wake(self, worker: SimWorker) -> None:
         """There may be something new to do for it."""
         self._reports.note(worker)
         if not worker.is_alive:
@@ -88,7 +88,7 @@ class WorkerSteps:
         if worker.steps.wake_s is None:
             self._start(worker)
 
-    def _on_passed(self, worker: SimWorker, chunks: list[Chunk]) -> None:
+    def _on_passed(self, worker: SimWorker, chunks: list[PromptChunk]) -> None:
         for job in worker.computed(chunks):
             self._requests.prefilled(job, worker)
-        self.poke(worker)
+        self.wake(worker)

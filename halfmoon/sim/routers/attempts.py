@@ -11,7 +11,7 @@ from halfmoon.errors import NoCapacity, Unavailable
 from halfmoon.policy.models.tbt_model import room_in_ms
 from halfmoon.policy.placement.place import ContextLengthExceeded, Placement
 from halfmoon.policy.retries import FailedAttempt, Reason, Retries
-from halfmoon.policy.wait_limits import MAY_RETURN_S, Patience
+from halfmoon.policy.wait_limits import MAY_RETURN_S, WaitLimits
 from halfmoon.sim.cluster.job import Job, Outcome
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.event_queue import EventQueue
@@ -53,7 +53,7 @@ class Attempts:
         self._longest_output = longest_output
         self._begin = begin
         self._end = end
-        self._patience = Patience()
+        self._patience = WaitLimits()
         self._waiting: dict[int, _Waiting] = {}
         self._left_s = -math.inf  # when a worker was lost the last time
 

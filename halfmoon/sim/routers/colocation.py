@@ -20,7 +20,7 @@ class KnownContention(NamedTuple):
     step: float = 0.0
 
 
-class Neighbourhood:
+class SimulatedColocation:
     """Owns nothing but who stands beside whom; `view.busy` is told who has work, as the live gateway tells it.
 
     Where nobody slows anybody down nothing is told, since nobody asks.

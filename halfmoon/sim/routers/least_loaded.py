@@ -10,7 +10,7 @@ from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.routers.single_route import Capacities, halves, worker_view
 
 
-class LightestChoice:
+class LeastLoadedRouter:
     """Owns who decodes where. Predicts nothing and knows no prefixes, so it costs a tenth of the policies' time.
 
     What it holds is within a few percent of what policies hold where prompts share little; it is never shown.
@@ -32,7 +32,7 @@ class LightestChoice:
         return spec.admission == "off" and not spec.failures
 
     def place(self, job: Job, exclude: tuple[str, ...], now_s: float) -> Placement:
-        """As `SimGateway.place`."""
+        """As `PolicyRouter.place`."""
         self._capacities.check(job)
         self.forget(job, now_s)  # else it counts where it is
         decodes = [one for one in self._decodes if one.name not in exclude]

@@ -8,7 +8,7 @@ import random
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import ClassTable, QosClass
 from halfmoon.policy.admission.degradation import LIKELY, Admitted
 from halfmoon.policy.models.overheads import handover_s
@@ -21,7 +21,7 @@ from halfmoon.policy.view.reported_prompts import ReportedPrompts
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
 from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.worker import SimWorker
-from halfmoon.sim.routers.colocation import Neighbourhood
+from halfmoon.sim.routers.colocation import SimulatedColocation
 from halfmoon.sim.token_times import in_order
 from halfmoon.sim.workloads.workload import Ints, Prefixes
 
@@ -58,7 +58,7 @@ class _Member:
         self.sequence = 0  # of its block events
 
 
-class SimGateway:
+class PolicyRouter:
     """Owns the view, the block index and the gatekeeper. Knows of workers what they report, every `report_s`."""
 
     wants_reports = True
@@ -75,12 +75,12 @@ class SimGateway:
         self._offsets = None if prefixes is None else prefixes.offsets
         self.index = BlockIndex()
         self.view = ClusterView()
-        self._neighbourhood = Neighbourhood(spec.contention, workers, self.view)
+        self._neighbourhood = SimulatedColocation(spec.contention, workers, self.view)
         self._members: dict[str, _Member] = {}
         targets = spec.targets
         self._qos = QosClass(_CLASS, ttft_s=targets.ttft_s, tbt_s=targets.tpot_s)
         rules = PlacementRules(spec.placement, spec.balancing_threshold)
-        self._gatekeeper = Gatekeeper(spec.admission, rules, random.Random(seed))
+        self._gatekeeper = AdmissionController(spec.admission, rules, random.Random(seed))
         self._gatekeeper.classes = ClassTable((self._qos,))
         self._longest = longest_output  # what clients give as `max_tokens`
         for worker in workers:

@@ -12,7 +12,7 @@ from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.worker import SimWorker
 
 
-class SoleChoice:
+class SingleRouteRouter:
     """Owns the one placement. It refuses what the policies refuse; a test holds the two against each other."""
 
     wants_reports = False
@@ -29,7 +29,7 @@ class SoleChoice:
         return roles in (["both"], ["decode", "prefill"]) and spec.admission == "off" and not spec.failures
 
     def place(self, job: Job, exclude: tuple[str, ...], now_s: float) -> Placement:
-        """As `SimGateway.place`."""
+        """As `PolicyRouter.place`."""
         self._capacities.check(job)
         if exclude:
             raise Unavailable("the only worker that could serve the request refused it")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from halfmoon.policy.placement.place import Placement
 from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.worker import SimWorker
-from halfmoon.sim.routers.least_loaded import LightestChoice
-from halfmoon.sim.routers.policy_router import SimGateway
-from halfmoon.sim.slo_tracker import Misses, Stage
+from halfmoon.sim.routers.least_loaded import LeastLoadedRouter
+from halfmoon.sim.routers.policy_router import PolicyRouter
+from halfmoon.sim.slo_tracker import SloTracker, Stage
 
 
-class WarmChoice:
+class WarmUpRouter:
     """Owns who is inside, and so who is handed to policies when the passes that count begin. `misses` says when.
 
     Until then requests go to the lightest workers; those who come while the last ones that count are served do so
@@ -20,7 +20,7 @@ class WarmChoice:
     wants_reports = True
 
     def __init__(
-        self, lightest: LightestChoice, policies: SimGateway, workers: list[SimWorker], misses: Misses
+        self, lightest: LeastLoadedRouter, policies: PolicyRouter, workers: list[SimWorker], misses: SloTracker
     ) -> None:
         self._lightest = lightest
         self._policies = policies
@@ -30,7 +30,7 @@ class WarmChoice:
         self._stage: Stage = "filling"
 
     def place(self, job: Job, exclude: tuple[str, ...], now_s: float) -> Placement:
-        """As `SimGateway.place`."""
+        """As `PolicyRouter.place`."""
         if self._misses.stage == "counting" != self._stage:
             self._hand_over(now_s)
         self._stage = self._misses.stage
@@ -56,7 +56,7 @@ class WarmChoice:
                 self._policies.adopt(job, at_s)
 
     def prefilled(self, job: Job, worker: SimWorker, now_s: float) -> None:
-        """As `SimGateway.prefilled`."""
+        """As `PolicyRouter.prefilled`."""
         if self._stage == "counting":
             self._policies.prefilled(job, worker, now_s)
 

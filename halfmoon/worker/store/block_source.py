@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 
 from halfmoon.errors import DataLoss, Incompatible, NotFound
-from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.rpc.kvstore_client import KVStoreClient
 
 log = logging.getLogger(__name__)

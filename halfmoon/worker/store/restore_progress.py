@@ -19,7 +19,7 @@ _STALLED = 4.0  # times longer than expected: what is on its way is not counted 
 _LEAST_STALL_S = 0.2
 
 
-class RestoreCourse:
+class RestoreProgress:
     """Owns how far both sides of one restore are. Blocks below `fence` are computed, the others loaded."""
 
     def __init__(

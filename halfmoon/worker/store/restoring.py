@@ -13,14 +13,14 @@ from halfmoon.engine.request import EngineRequest
 from halfmoon.engine.restoring import RestoreOrder
 from halfmoon.errors import HalfmoonError, NotFound
 from halfmoon.kv.keys import block_keys, root_key
-from halfmoon.kv.layout import KVBytes
+from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.policy.placement.restore_plan import RestorePlan
 from halfmoon.rpc.kvstore_client import TierName
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.block_source import BlockSource
 from halfmoon.worker.store.load_rate import LoadRate
-from halfmoon.worker.store.restore_progress import RestoreCourse
+from halfmoon.worker.store.restore_progress import RestoreProgress
 from halfmoon.worker.store.store_link import StoreLink
 from halfmoon.worker.store.store_metrics import StoreMetrics
 
@@ -89,7 +89,7 @@ class Restorer:
     ) -> Restoring | None:
         layout, config = self.engine.engine.layout, self.engine.engine.config
         s_per_byte = self.rate.s_per_byte(tiers[num_here:])
-        course = RestoreCourse(
+        course = RestoreProgress(
             len(keys), layout.block_tokens, config.prefill_chunk_tokens, model, s_per_byte * layout.block_bytes,
             config.step_tokens,
         )  # fmt: skip
@@ -123,7 +123,7 @@ class Restoring:
         request: EngineRequest,
         keys: Sequence[bytes],
         tiers: Sequence[TierName],
-        course: RestoreCourse,
+        course: RestoreProgress,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._restorer = restorer

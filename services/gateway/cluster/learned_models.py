@@ -9,13 +9,13 @@ from halfmoon.pb.gateway_pb2 import StepTiming
 from halfmoon.policy.models.latency import PrefillModel, PrefillSample, StepModel, StepSample, prefill_sample
 from halfmoon.policy.models.refinement import WorkerLatency
 from halfmoon.policy.view.cluster_view import ClusterView
-from services.gateway.cluster.model_fallback import Kinship
+from services.gateway.cluster.model_fallback import ModelFallback
 
 _AT_ONCE = 8  # prompts that were measured here, not by the worker: so few teach at once, later ones together
 _TOGETHER_S = 1.0  # of that time
 
 
-class BelievedModels(NamedTuple):
+class WorkerModels(NamedTuple):
     """What is to be believed of one worker."""
 
     prefill: PrefillModel
@@ -31,17 +31,17 @@ class LearnedModels:
     """
 
     def __init__(self) -> None:
-        self._prefill_models = Kinship[PrefillModel]()
-        self._step_models = Kinship[StepModel]()
+        self._prefill_models = ModelFallback[PrefillModel]()
+        self._step_models = ModelFallback[StepModel]()
         self._pending: dict[str, list[PrefillSample]] = {}
         self._num_prompts: dict[str, int] = {}
         self._learned_s: dict[str, float] = {}  # when it last did
 
-    def believed(self, worker_id: str, kind: str, latency: WorkerLatency, now_s: float) -> BelievedModels:
+    def believed(self, worker_id: str, kind: str, latency: WorkerLatency, now_s: float) -> WorkerModels:
         """The models of one worker, or those of its kind."""
         prefill = self._prefill_models.believed(worker_id, kind, latency.prefill, now_s)
         step = self._step_models.believed(worker_id, kind, latency.step, now_s)
-        return BelievedModels(prefill, step, latency.contention, latency.step_contention)
+        return WorkerModels(prefill, step, latency.contention, latency.step_contention)
 
     def report(
         self,

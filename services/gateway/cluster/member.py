@@ -12,7 +12,7 @@ from halfmoon.policy.models.refinement import WorkerLatency
 from halfmoon.policy.view.cluster_view import LinkView, Role, WorkerView
 from halfmoon.policy.view.reported_prompts import ReportedPrompts
 from halfmoon.rpc.layout_message import layout_from
-from services.gateway.cluster.learned_models import BelievedModels
+from services.gateway.cluster.learned_models import WorkerModels
 
 ROLES: dict[PbRole.ValueType, Role] = {PREFILL: "prefill", DECODE: "decode", BOTH: "both"}
 
@@ -47,7 +47,7 @@ class Member:
         """Workers of one kind are about equally fast."""
         return f"{self.role} {self.identity.device}"
 
-    def view(self, models: BelievedModels) -> WorkerView:
+    def view(self, models: WorkerModels) -> WorkerView:
         """What the policies see of it."""
         identity, load, prefill = self.identity, self.load, models.prefill
         return WorkerView(

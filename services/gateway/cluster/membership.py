@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from halfmoon.kv import layout
+from halfmoon.kv import kv_layout as layout
 from halfmoon.pb.gateway_pb2 import BlockEvents as PbBlockEvents
 from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
 from halfmoon.policy.models.latency import PrefillModel, PrefillSample, StepModel

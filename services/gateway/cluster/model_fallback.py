@@ -13,7 +13,7 @@ _STALE_S = 60.0  # a worker that was not measured for so long may be as fast as 
 Model = TypeVar("Model")
 
 
-class Kinship(Generic[Model]):
+class ModelFallback(Generic[Model]):
     """Owns the newest settled model of each kind of worker, such as a role on a device, and who is settled since when.
 
     As long as nobody of a kind is settled, any model of it counts for all: a worker without one would look infinitely

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.errors import HalfmoonError
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.policy.view.cluster_view import WorkerView
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from services.gateway.cluster.member import Member

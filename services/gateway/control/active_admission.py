@@ -11,7 +11,7 @@ from pydantic import Field
 
 from halfmoon.errors import Incompatible
 from halfmoon.ledger.admission import AdmissionEdit, AdmissionEdits
-from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.refusal import AdmissionMode
 from services.gateway.openai.strict_model import Part
 
@@ -27,10 +27,10 @@ class AdmissionBody(Part):
     version: int = Field(0, ge=0, lt=1 << 31)  # 0: nobody has set one
 
 
-class AdmissionInForce:
+class ActiveAdmission:
     """Owns the gatekeeper's mode. One edit or look at the ledger at a time."""
 
-    def __init__(self, stored: AdmissionEdits, gatekeeper: Gatekeeper, own: AdmissionMode) -> None:
+    def __init__(self, stored: AdmissionEdits, gatekeeper: AdmissionController, own: AdmissionMode) -> None:
         self._stored = stored
         self._gatekeeper = gatekeeper
         self._own = own

@@ -12,9 +12,9 @@ from pydantic import Field, ValidationError
 
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.ledger.classes import ClassesAt, StoredClass, StoredClasses
-from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import NO_PROMISES, ClassTable, Degradation, MatchKind, MatchRule, QosClass
-from halfmoon.policy.admission.feedback import Targets
+from halfmoon.policy.admission.feedback import AdmissionTargets
 from services.gateway.control.known_classes import KnownClasses
 from services.gateway.openai.strict_model import Items, Part
 
@@ -51,10 +51,10 @@ class ClassBody(Part):
     capped_tokens: int = Field(NO_PROMISES.capped_tokens, lt=1 << 31)
 
 
-class ClassesInForce:
+class ActiveClasses:
     """Owns which of the ledger's classes the gatekeeper has. One edit or look at the ledger at a time."""
 
-    def __init__(self, stored: StoredClasses, gatekeeper: Gatekeeper, known: KnownClasses) -> None:
+    def __init__(self, stored: StoredClasses, gatekeeper: AdmissionController, known: KnownClasses) -> None:
         self._stored = stored
         self._known = known
         self._gatekeeper = gatekeeper
@@ -85,14 +85,14 @@ class ClassesInForce:
             self._show(await self._stored.put(name, definition, body.version, _table))
         return StoredClass(name, body.version + 1, definition)
 
-    async def check(self, name: str, body: ClassBody) -> Targets:
+    async def check(self, name: str, body: ClassBody) -> AdmissionTargets:
         """The targets in force under that name. Raises InvalidRequest where `put` would refuse the class."""
         _check_reachable(name, body)
         definition = body.model_dump(mode="json", exclude={"version"})
         others = [one for one in await self.all() if one.name != name]
         _table([*others, StoredClass(name, body.version + 1, definition)])
         present = next((one for one in self._gatekeeper.classes.classes if one.name == name), NO_PROMISES)
-        return Targets(present.ttft_s, present.tbt_s)
+        return AdmissionTargets(present.ttft_s, present.tbt_s)
 
     def applied(self, name: str) -> dict[str, float | None]:
         """The class's targets as admission applies them here now, and what was measured where it has tightened them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from services.gateway.control.active_admission import AdmissionBody, AdmissionInForce
+from services.gateway.control.active_admission import ActiveAdmission, AdmissionBody
 from services.gateway.http.received_body import receive_body
 from services.gateway.openai.parse_body import parse_body
 
@@ -14,7 +14,7 @@ _MAX_VALUES = 8
 class AdmissionEndpoint:
     """Serves the mode. Owns nothing."""
 
-    def __init__(self, admission: AdmissionInForce) -> None:
+    def __init__(self, admission: ActiveAdmission) -> None:
         self._admission = admission
 
     async def get(self, request: web.Request) -> web.Response:

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.classes import StoredClass
-from services.gateway.control.active_classes import ClassBody, ClassesInForce
+from services.gateway.control.active_classes import ActiveClasses, ClassBody
 from services.gateway.http.received_body import receive_body
 from services.gateway.openai.parse_body import parse_body
 
@@ -20,7 +20,7 @@ _MAX_NAME_CHARS = 64
 class ClassEndpoints:
     """Serves the classes. Owns nothing."""
 
-    def __init__(self, classes: ClassesInForce) -> None:
+    def __init__(self, classes: ActiveClasses) -> None:
         self._classes = classes
 
     async def list(self, request: web.Request) -> web.Response:

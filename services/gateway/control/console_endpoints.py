@@ -10,15 +10,15 @@ from aiohttp import web
 from halfmoon.errors import NotFound
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.outcomes import Outcome
-from halfmoon.policy.admission.feedback import Targets
+from halfmoon.policy.admission.feedback import AdmissionTargets
 from services.gateway.cluster.cluster import Cluster
-from services.gateway.control.active_classes import ClassBody, ClassesInForce
+from services.gateway.control.active_classes import ActiveClasses, ClassBody
 from services.gateway.control.store_view import StoreView
 from services.gateway.control.target_preview import PastRequest, preview_targets
 from services.gateway.http.query_number import query_number
 from services.gateway.http.received_body import receive_body
 from services.gateway.openai.parse_body import parse_body
-from services.gateway.telemetry.recent_telemetry import Observations
+from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 from services.gateway.telemetry.timeline import timeline
 
 _MAX_PLACEMENTS = 512
@@ -37,8 +37,8 @@ class ConsoleEndpoints:
         self,
         cluster: Cluster,
         ledger: Ledger,
-        classes: ClassesInForce,
-        observations: Observations,
+        classes: ActiveClasses,
+        observations: RecentTelemetry,
         stores: StoreView,
     ) -> None:
         self._cluster = cluster
@@ -109,7 +109,7 @@ class ConsoleEndpoints:
         present = await self._classes.check(name, body)
         since = datetime.now(UTC) - _PREVIEW_WINDOW
         past = _past(await self._ledger.outcomes.since(since, name, _PREVIEW_ROWS))
-        wanted = Targets(body.ttft_s, body.tbt_s)
+        wanted = AdmissionTargets(body.ttft_s, body.tbt_s)
         return web.json_response(preview_targets(past, present, wanted)._asdict())
 
 

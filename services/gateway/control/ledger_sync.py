@@ -11,8 +11,8 @@ from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.profiles import StoredProfile
 from halfmoon.policy.models.output_lengths import OutputLengths
 from services.gateway.cluster.membership import Membership
-from services.gateway.control.active_admission import AdmissionInForce
-from services.gateway.control.active_classes import ClassesInForce
+from services.gateway.control.active_admission import ActiveAdmission
+from services.gateway.control.active_classes import ActiveClasses
 
 log = logging.getLogger(__name__)
 
@@ -20,14 +20,14 @@ _MAX_SAMPLES = 20_000  # at start
 _LENGTHS_EVERY = 10  # looks at the classes
 
 
-class LedgerNews:
+class LedgerSync:
     """Owns how far this gateway has read the ledger. Who serves requests never waits for it."""
 
     def __init__(
         self,
         ledger: Ledger,
-        classes: ClassesInForce,
-        admission: AdmissionInForce,
+        classes: ActiveClasses,
+        admission: ActiveAdmission,
         lengths: OutputLengths,
         membership: Membership,
         gateway_id: str,

@@ -14,12 +14,12 @@ from halfmoon.policy.view.cluster_view import WorkerView
 from services.gateway.cluster.cluster import Cluster
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
-from services.gateway.http.drain_gate import Door
+from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.query_number import query_number
 from services.gateway.openai.openapi import openapi_document
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.telemetry.metrics import GatewayMetrics
-from services.gateway.telemetry.recent_telemetry import Observations
+from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 
 _MAX_ROWS = 1_000
 _MAX_LINKS = 1_000_000
@@ -35,8 +35,8 @@ class ControlEndpoints:
         cluster: Cluster,
         ledger: Ledger,
         metrics: GatewayMetrics,
-        door: Door,
-        observations: Observations,
+        door: DrainGate,
+        observations: RecentTelemetry,
     ) -> None:
         self._model = model
         self._cluster = cluster

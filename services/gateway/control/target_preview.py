@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from halfmoon.policy.admission.feedback import Targets
-from halfmoon.policy.admission.refusal import Outlook, missed_target
+from halfmoon.policy.admission.feedback import AdmissionTargets
+from halfmoon.policy.admission.refusal import PredictedLatency, missed_target
 
 
 class PastRequest(NamedTuple):
@@ -22,7 +22,7 @@ class PastRequest(NamedTuple):
     tbt_s: float | None = None
     is_least: bool = False  # it was refused unread: no prompt would have had less than what was predicted
 
-    def meets(self, targets: Targets) -> bool:
+    def meets(self, targets: AdmissionTargets) -> bool:
         """Whether what was measured is within them; one token has no TBT."""
         if self.ttft_s is None:
             return False
@@ -42,14 +42,14 @@ class TargetPreview(NamedTuple):
     num_undecided: int  # refused unread, and maybe admitted now: their prompts' lengths are not known
 
 
-def preview_targets(past: Iterable[PastRequest], present: Targets, wanted: Targets) -> TargetPreview:
+def preview_targets(past: Iterable[PastRequest], present: AdmissionTargets, wanted: AdmissionTargets) -> TargetPreview:
     """Replays `past`. A refusal that the present targets do not explain (a reservation, shedding) stays one.
 
     Of one that was refused unread only a lower bound is known: targets below that refuse it, too.
     """
     num_requests = num_refused = num_would = num_served = num_meeting = num_new = num_undecided = 0
     for one in past:
-        predicted = Outlook(one.predicted_ttft_s, one.predicted_tbt_s)
+        predicted = PredictedLatency(one.predicted_ttft_s, one.predicted_tbt_s)
         for_another_reason = one.was_refused and missed_target(predicted, present) is None
         would_be = for_another_reason or missed_target(predicted, wanted) is not None
         num_requests += 1

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from halfmoon.errors import Unavailable
 
 
-class Door:
+class DrainGate:
     """Owns whether the gateway accepts requests and how many are running."""
 
     def __init__(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from services.gateway.openai.generation_request import Intake, chat_intake, completion_intake, max_values
+from services.gateway.openai.generation_request import GenerationRequest, chat_request, completion_request, max_values
 from services.gateway.openai.parse_body import num_separators, parse_body
 from services.gateway.openai.responses_body import ResponsesBody
-from services.gateway.openai.responses_request import responses_intake
+from services.gateway.openai.responses_request import responses_request
 from services.gateway.openai.schemas import ChatBody, CompletionBody
 from services.gateway.openai.served_model import ServedModel
 
@@ -35,13 +35,13 @@ def is_quickly_read(raw: bytes) -> bool:
     return len(raw) <= _QUICK_BYTES and num_separators(raw) <= _QUICK_SEPARATORS
 
 
-def intake_of(body: AnyBody, model: ServedModel, context_tokens: int) -> Intake:
+def generation_request_of(body: AnyBody, model: ServedModel, context_tokens: int) -> GenerationRequest:
     """Tokenizes. Raises InvalidRequest or ContextLengthExceeded."""
     if isinstance(body, ChatBody):
-        return chat_intake(body, model, context_tokens)
+        return chat_request(body, model, context_tokens)
     if isinstance(body, CompletionBody):
-        return completion_intake(body, model, context_tokens)
-    return responses_intake(body, model, context_tokens)
+        return completion_request(body, model, context_tokens)
+    return responses_request(body, model, context_tokens)
 
 
 def max_tokens_of(body: AnyBody) -> int | None:

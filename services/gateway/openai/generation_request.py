@@ -17,7 +17,7 @@ from services.gateway.openai.sampling import sampling_of, stops_of
 from services.gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.tool_use import NewToolParser, tool_use_of
-from services.gateway.replies.reply_format import Wanted
+from services.gateway.replies.reply_format import ReplyOptions
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _SPARE_VALUES = 100_000  # JSON values beside the prompt
@@ -25,14 +25,14 @@ _MAX_CHOICES = 1_024  # of all prompts together
 
 
 @dataclass(frozen=True, slots=True)
-class Intake:
+class GenerationRequest:
     """A request that may go to the workers, and how it wants to be answered."""
 
     prompts: tuple[tuple[int, ...], ...]  # token ids
     sampling: SamplingParams
     stops: tuple[str, ...]
     stream: bool
-    wanted: Wanted
+    wanted: ReplyOptions
     num_choices: int = 1  # for each prompt
     best_of: int = 1  # outputs for each prompt, of which `num_choices` are given
     keep_stop: bool = False  # in the text
@@ -49,7 +49,7 @@ class Intake:
         return len(self.prompts) * self.best_of
 
 
-def chat_intake(body: ChatBody, model: ServedModel, context_tokens: int) -> Intake:
+def chat_request(body: ChatBody, model: ServedModel, context_tokens: int) -> GenerationRequest:
     """Applies the chat template. Raises InvalidRequest or ContextLengthExceeded."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -74,7 +74,7 @@ def chat_intake(body: ChatBody, model: ServedModel, context_tokens: int) -> Inta
     return replace(intake, new_tool_parser=use.new_parser)
 
 
-def completion_intake(body: CompletionBody, model: ServedModel, context_tokens: int) -> Intake:
+def completion_request(body: CompletionBody, model: ServedModel, context_tokens: int) -> GenerationRequest:
     """The prompts as they are. Raises InvalidRequest or ContextLengthExceeded."""
     _check_completion(body)
     prompts = completion_prompts(body, model, context_tokens, salt=salt_of(body.cache_salt))
@@ -127,7 +127,7 @@ def _intake(
     echoes: tuple[str, ...] = (),
     best_of: int | None = None,
     forced: Constraint | None = None,
-) -> Intake:
+) -> GenerationRequest:
     num_choices = body.n or 1
     best_of = best_of or num_choices
     if len(prompts) * best_of > _MAX_CHOICES:
@@ -135,7 +135,7 @@ def _intake(
     wanted = _wanted(body, num_top_logprobs is not None)
     if best_of > num_choices and num_top_logprobs is None:
         num_top_logprobs = 0  # the best are told by it
-    return Intake(
+    return GenerationRequest(
         prompts=tuple(prompts),
         sampling=sampling_of(body, model, max_tokens, num_top_logprobs, forced),
         stops=stops_of(body),
@@ -154,7 +154,7 @@ def _intake(
 _LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 
 
-def _wanted(body: GenerationBody, logprobs: bool) -> Wanted:
+def _wanted(body: GenerationBody, logprobs: bool) -> ReplyOptions:
     options = body.stream_options
     if options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
@@ -163,7 +163,7 @@ def _wanted(body: GenerationBody, logprobs: bool) -> Wanted:
     if running and not with_usage:
         param = "stream_options.continuous_usage_stats"
         raise InvalidRequest(f"{param} needs include_usage to be true", param=param)
-    return Wanted(
+    return ReplyOptions(
         logprobs=logprobs,
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),

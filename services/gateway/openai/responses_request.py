@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from halfmoon.errors import InvalidRequest
-from services.gateway.openai.generation_request import Intake, chat_intake
+from services.gateway.openai.generation_request import GenerationRequest, chat_request
 from services.gateway.openai.responses_body import ResponsesBody
 from services.gateway.openai.served_model import ServedModel
 
@@ -18,13 +18,13 @@ _OWN_NAMES = {
 }
 
 
-def responses_intake(body: ResponsesBody, model: ServedModel, context_tokens: int) -> Intake:
+def responses_request(body: ResponsesBody, model: ServedModel, context_tokens: int) -> GenerationRequest:
     """Raises InvalidRequest or ContextLengthExceeded, naming the parameters of this endpoint."""
     if body.top_logprobs is not None and not body.include:
         message = "top_logprobs needs include to hold message.output_text.logprobs"
         raise InvalidRequest(message, param="top_logprobs")
     try:
-        intake = chat_intake(body.as_chat(), model, context_tokens)
+        intake = chat_request(body.as_chat(), model, context_tokens)
     except InvalidRequest as error:
         raise _in_own_names(error) from error
     return replace(intake, said=_said(body, intake))
@@ -36,7 +36,7 @@ def _in_own_names(error: InvalidRequest) -> InvalidRequest:
     return type(error)(error.message.replace(param, own) if param else error.message, param=own or None)
 
 
-def _said(body: ResponsesBody, intake: Intake) -> dict[str, Any]:
+def _said(body: ResponsesBody, intake: GenerationRequest) -> dict[str, Any]:
     """What a response repeats of its request."""
     form = None if body.text is None else body.text.format
     told = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)

@@ -12,8 +12,8 @@ from services.gateway.replies.text_stream import PushesText
 from services.gateway.replies.tool_parsers import ToolFormat
 
 
-class Beginning(Protocol):
-    """halfmoon.engine.text_beginning.TextBeginning: a prompt's leading tokens, as far as they are read."""
+class PromptPrefix(Protocol):
+    """halfmoon.engine.prefix_tokenizer.PrefixTokenizer: a prompt's leading tokens, as far as they are read."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -41,7 +41,7 @@ class Encodes(Protocol):
         """Token ids of a text, in a time that says nothing of texts of other salts."""
         ...
 
-    def begin(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> Beginning:
+    def begin(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> PromptPrefix:
         """The same ids, as far as they are asked for."""
         ...
 

@@ -11,9 +11,9 @@ from services.gateway.replies.logprob_entries import logprob_entries
 from services.gateway.replies.reply_format import (
     STREAM_END,
     Output,
+    ReplyOptions,
     Usage,
     UsageNow,
-    Wanted,
     ending,
     framed,
     prompt_token_ids,
@@ -22,7 +22,7 @@ from services.gateway.replies.reply_format import (
 from services.gateway.replies.text_stream import TextPiece
 
 
-class ChatShape:
+class ChatFormat:
     """Owns how far each choice's tool calls have been found. One object a request."""
 
     end = STREAM_END
@@ -33,7 +33,7 @@ class ChatShape:
         model: str,
         created: int,
         tokenizer: Encodes,
-        wanted: Wanted,
+        wanted: ReplyOptions,
         prompt: Sequence[int],
         new_tool_parser: NewToolParser | None = None,
     ) -> None:

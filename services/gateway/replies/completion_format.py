@@ -11,9 +11,9 @@ from services.gateway.openai.served_model import Encodes
 from services.gateway.replies.reply_format import (
     STREAM_END,
     Output,
+    ReplyOptions,
     Usage,
     UsageNow,
-    Wanted,
     ending,
     framed,
     prompt_token_ids,
@@ -23,7 +23,7 @@ from services.gateway.replies.reply_format import (
 from services.gateway.replies.text_stream import TextPiece
 
 
-class CompletionShape:
+class CompletionFormat:
     """Owns how far each choice's text has come. A prompt, and its text in `echoes`, is for `per_prompt` choices."""
 
     end = STREAM_END
@@ -34,7 +34,7 @@ class CompletionShape:
         model: str,
         created: int,
         tokenizer: Encodes,
-        wanted: Wanted,
+        wanted: ReplyOptions,
         prompts: Sequence[Sequence[int]],
         echoes: Sequence[str] = (),
         per_prompt: int = 1,

@@ -7,12 +7,12 @@ from typing import Any
 
 from halfmoon.pb.types_pb2 import Token
 from services.gateway.openai.served_model import Encodes
-from services.gateway.replies.reply_format import Wanted, token_name
+from services.gateway.replies.reply_format import ReplyOptions, token_name
 
 _REPLACEMENT = "\ufffd"
 
 
-def logprob_entries(tokens: Sequence[Token], tokenizer: Encodes, wanted: Wanted) -> list[dict[str, Any]]:
+def logprob_entries(tokens: Sequence[Token], tokenizer: Encodes, wanted: ReplyOptions) -> list[dict[str, Any]]:
     """One entry a token, with its likeliest rivals."""
     return [
         {
@@ -23,7 +23,7 @@ def logprob_entries(tokens: Sequence[Token], tokenizer: Encodes, wanted: Wanted)
     ]
 
 
-def _entry(token_id: int, logprob: float, tokenizer: Encodes, wanted: Wanted) -> dict[str, Any]:
+def _entry(token_id: int, logprob: float, tokenizer: Encodes, wanted: ReplyOptions) -> dict[str, Any]:
     text = tokenizer.decode([token_id])
     whole = _REPLACEMENT not in text  # else a part of a character, whose bytes we cannot see
     name = token_name(text, token_id, wanted)

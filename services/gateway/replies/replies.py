@@ -11,7 +11,7 @@ from halfmoon.errors import HalfmoonError
 from halfmoon.pb.types_pb2 import Token
 from services.gateway.http.error_responses import error_body
 from services.gateway.replies.event_body import EventBody, sse
-from services.gateway.replies.reply_format import Shape
+from services.gateway.replies.reply_format import ReplyFormat
 from services.gateway.replies.text_events import TextEvents
 from services.gateway.replies.text_stream import TextPiece, joined
 from services.gateway.routing.choices import Choice, Choices, best_outputs
@@ -50,7 +50,7 @@ class ChoiceSink:
 class WholeReply:
     """Owns the text of a response that is sent at once."""
 
-    def __init__(self, shape: Shape, choices: Choices) -> None:
+    def __init__(self, shape: ReplyFormat, choices: Choices) -> None:
         self._shape = shape
         self._choices = choices
         self._pieces: list[list[TextPiece]] = [[] for _ in choices.all]
@@ -71,7 +71,7 @@ class WholeReply:
 class StreamReply:
     """Owns an event stream. It begins with the first token: an error before that is an ordinary response."""
 
-    def __init__(self, request: web.Request, shape: Shape, choices: Choices) -> None:
+    def __init__(self, request: web.Request, shape: ReplyFormat, choices: Choices) -> None:
         self._shape = shape
         self._choices = choices
         self._opened: set[int] = set()

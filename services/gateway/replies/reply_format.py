@@ -31,7 +31,7 @@ UsageNow = Callable[[], Usage]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReplyOptions:
     """What a response carries besides its text."""
 
     logprobs: bool = False
@@ -60,7 +60,7 @@ class Output:
 STREAM_END = b"data: [DONE]\n\n"
 
 
-class Shape(Protocol):
+class ReplyFormat(Protocol):
     """What differs between the endpoints. One object a request; a choice's pieces must be given in order."""
 
     @property
@@ -98,14 +98,14 @@ class Shape(Protocol):
         ...
 
 
-def framed(chunk: dict[str, Any], usage: UsageNow, wanted: Wanted) -> dict[str, Any]:
+def framed(chunk: dict[str, Any], usage: UsageNow, wanted: ReplyOptions) -> dict[str, Any]:
     """A chunk with the usage as far as it is wanted: null where it comes in a last chunk."""
     if wanted.usage == "none":
         return chunk
     return {**chunk, "usage": usage().as_dict() if wanted.usage == "running" else None}
 
 
-def token_name(text: str, token_id: int, wanted: Wanted) -> str:
+def token_name(text: str, token_id: int, wanted: ReplyOptions) -> str:
     """A token in a list of log-probabilities."""
     return f"token_id:{token_id}" if wanted.tokens_as_ids else text
 
@@ -115,11 +115,11 @@ def ending(piece: TextPiece) -> dict[str, Any]:
     return {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
 
 
-def token_ids(piece: TextPiece, wanted: Wanted) -> dict[str, Any]:
+def token_ids(piece: TextPiece, wanted: ReplyOptions) -> dict[str, Any]:
     """The ids of a piece's tokens, if they are wanted."""
     return {"token_ids": list(piece.token_ids)} if wanted.token_ids else {}
 
 
-def prompt_token_ids(prompt: Sequence[int], wanted: Wanted) -> dict[str, Any]:
+def prompt_token_ids(prompt: Sequence[int], wanted: ReplyOptions) -> dict[str, Any]:
     """The ids of a prompt's tokens, if they are wanted; in a stream they come once for each choice."""
     return {"prompt_token_ids": list(prompt)} if wanted.token_ids else {}

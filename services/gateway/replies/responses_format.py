@@ -7,13 +7,13 @@ from typing import Any
 
 from services.gateway.openai.served_model import Encodes
 from services.gateway.replies.logprob_entries import logprob_entries
-from services.gateway.replies.reply_format import Output, Usage, UsageNow, Wanted
+from services.gateway.replies.reply_format import Output, ReplyOptions, Usage, UsageNow
 from services.gateway.replies.text_stream import Ending, TextPiece
 
 _STATUS: dict[Ending | None, str] = {None: "in_progress", "stop": "completed", "length": "incomplete"}
 
 
-class ResponsesShape:
+class ResponsesFormat:
     """Owns a response's text so far and the numbers of its events. There is one choice: one message of one text."""
 
     end = b""
@@ -25,7 +25,7 @@ class ResponsesShape:
         model: str,
         created: int,
         tokenizer: Encodes,
-        wanted: Wanted,
+        wanted: ReplyOptions,
         said: dict[str, Any],
     ) -> None:
         """`said` is what the response repeats of the request."""

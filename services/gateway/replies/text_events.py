@@ -5,7 +5,7 @@ from __future__ import annotations
 from json.encoder import encode_basestring_ascii
 
 from services.gateway.replies.event_body import sse
-from services.gateway.replies.reply_format import Shape, Usage
+from services.gateway.replies.reply_format import ReplyFormat, Usage
 from services.gateway.replies.text_stream import TextPiece
 
 _MARK = "\0"
@@ -16,7 +16,7 @@ _NO_USAGE = Usage(0, 0, 0)
 class TextEvents:
     """Owns, for each choice, what comes before and after the text in its events."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ReplyFormat) -> None:
         self._shape = shape
         self._around: dict[int, tuple[bytes, bytes]] = {}
 

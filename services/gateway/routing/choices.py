@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfmoon.policy.admission.classes import NO_PROMISES, QosClass
-from services.gateway.openai.generation_request import Intake
+from services.gateway.openai.generation_request import GenerationRequest
 from services.gateway.openai.sampling import with_seed
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.replies.reply_format import Output, Usage
@@ -59,7 +59,7 @@ class Choices:
 
 
 def choices_of(
-    intake: Intake, request_id: str, model: ServedModel, arrived_s: float, qos: QosClass = NO_PROMISES
+    intake: GenerationRequest, request_id: str, model: ServedModel, arrived_s: float, qos: QosClass = NO_PROMISES
 ) -> Choices:
     """The outputs that `intake` asks for. Each is a request of its own to the workers."""
     return Choices(
@@ -74,7 +74,13 @@ def choices_of(
 
 
 def _choice(
-    intake: Intake, index: int, offset: int, request_id: str, model: ServedModel, arrived_s: float, qos: QosClass
+    intake: GenerationRequest,
+    index: int,
+    offset: int,
+    request_id: str,
+    model: ServedModel,
+    arrived_s: float,
+    qos: QosClass,
 ) -> Choice:
     prompt = intake.prompts[index // intake.best_of]
     own_id = request_id if intake.num_outputs == 1 else f"{request_id}-{index}"

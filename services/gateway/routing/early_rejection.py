@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from functools import partial
 
 from halfmoon.errors import HalfmoonError
-from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import Caller, QosClass
-from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, LeastPrompt
+from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, PromptLowerBound
 from halfmoon.policy.admission.refusal import AdmissionMode, Refused
 from halfmoon.policy.models.refinement import PredictionErrors
 from halfmoon.policy.placement.place import PlacementRules
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import StoreCopies
-from services.gateway.openai.served_model import Beginning
+from services.gateway.openai.served_model import PromptPrefix
 from services.gateway.routing.attempt import RelayRequest
 from services.gateway.routing.progress import Progress
 from services.gateway.routing.prompt_prefix import held_blocks
-from services.gateway.routing.request_routing import Case, priority_in, shown_candidates, trace_admission
+from services.gateway.routing.request_routing import RequestRouting, priority_in, shown_candidates, trace_admission
 from services.gateway.telemetry.decisions import Decision
-from services.gateway.telemetry.recent_telemetry import Observations
+from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class UnreadRequest:
     has_gaps: bool  # more than one token is asked for, without doubt
 
 
-class Judge:
+class EarlyRejection:
     """Owns the gatekeeper, and how wrong its predictions of whole requests were."""
 
     def __init__(
@@ -46,10 +46,10 @@ class Judge:
         mode: AdmissionMode,
         rules: PlacementRules,
         clock: Callable[[], float],
-        observations: Observations,
+        observations: RecentTelemetry,
         copies: StoreCopies,
     ) -> None:
-        self.gatekeeper = Gatekeeper(mode, rules, random.Random())
+        self.gatekeeper = AdmissionController(mode, rules, random.Random())
         self.errors = {"ttft": PredictionErrors(), "tbt": PredictionErrors()}
         self._membership = membership
         self._clock = clock
@@ -57,16 +57,16 @@ class Judge:
         self.copies = copies
         self._names = map(str, itertools.count())
 
-    def refuse_unread(self, unread: UnreadRequest, progress: Progress) -> None:
+    def reject_early(self, unread: UnreadRequest, progress: Progress) -> None:
         """Raises Refused where no prompt could be admitted now, whatever it is: before it is tokenized."""
         qos, now_s = unread.qos, self._clock()
         progress.qos_class = qos.name
         priority, view = priority_in(qos, unread.priority), self._membership.view()
         with self._noting(unread, progress, ANY_PROMPT, now_s):
-            self.gatekeeper.refuse_unread(view, priority, has_gaps=unread.has_gaps, qos=qos, now_s=now_s)
+            self.gatekeeper.reject_early(view, priority, has_gaps=unread.has_gaps, qos=qos, now_s=now_s)
 
-    def refuse_begun(
-        self, unread: UnreadRequest, begin: Callable[[], Beginning | None], tenant_salt: bytes, progress: Progress
+    def reject_by_prefix(
+        self, unread: UnreadRequest, begin: Callable[[], PromptPrefix | None], tenant_salt: bytes, progress: Progress
     ) -> None:
         """Raises Refused where no prompt that begins like this one could be admitted now.
 
@@ -78,7 +78,7 @@ class Judge:
         beginning, priority = begin(), priority_in(qos, unread.priority)
         if beginning is None:
             return
-        prompt = LeastPrompt(beginning.least_tokens())
+        prompt = PromptLowerBound(beginning.least_tokens())
         refusal_of = partial(
             gate.least_refusal, view, priority=priority, has_gaps=unread.has_gaps, qos=qos, now_s=now_s
         )
@@ -87,14 +87,16 @@ class Judge:
         if depths is None:
             return
         if depths.any():
-            prompt = LeastPrompt(beginning.least_tokens(), depths)
+            prompt = PromptLowerBound(beginning.least_tokens(), depths)
             refusal = refusal_of(prompt)
         if refusal is not None:
             with self._noting(unread, progress, prompt, now_s):
                 gate.refuse_least(refusal, qos, now_s)
 
     @contextmanager
-    def _noting(self, unread: UnreadRequest, progress: Progress, prompt: LeastPrompt, now_s: float) -> Iterator[None]:
+    def _noting(
+        self, unread: UnreadRequest, progress: Progress, prompt: PromptLowerBound, now_s: float
+    ) -> Iterator[None]:
         """A refusal with its reasons, for those who look on."""
         try:
             yield
@@ -119,7 +121,7 @@ class Judge:
             self._observations.decisions.note(decision)
             raise
 
-    def hold_together(self, cases: Sequence[Case]) -> None:
+    def hold_together(self, cases: Sequence[RequestRouting]) -> None:
         """Admits all of these, the outputs of one HTTP request, or none. Raises Refused, and what `place` raises."""
         try:
             self._hold_each(cases)
@@ -129,7 +131,7 @@ class Judge:
                 raise
             self._hold_each(cases, is_probe=True)
 
-    def _hold_each(self, cases: Sequence[Case], *, is_probe: bool = False) -> None:
+    def _hold_each(self, cases: Sequence[RequestRouting], *, is_probe: bool = False) -> None:
         try:
             for case in cases:
                 case.hold(is_probe=is_probe)
@@ -139,10 +141,10 @@ class Judge:
             raise
 
     @contextmanager
-    def case(self, request: RelayRequest, progress: Progress) -> Iterator[Case]:
+    def case(self, request: RelayRequest, progress: Progress) -> Iterator[RequestRouting]:
         """One request as long as it is here."""
         name = next(self._names)
-        made = Case(
+        made = RequestRouting(
             name, request, progress, self.gatekeeper, self._membership, self._clock, self._observations, self.copies
         )
         try:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from halfmoon.errors import leaf_errors
 from services.gateway.routing.choices import Choice, Choices
 from services.gateway.routing.relay import Relay
-from services.gateway.routing.request_routing import Case
+from services.gateway.routing.request_routing import RequestRouting
 from services.gateway.routing.token_flow import TokenSink
 
 SinkOf = Callable[[Choice], TokenSink]
@@ -21,7 +21,7 @@ SinkOf = Callable[[Choice], TokenSink]
 
 class _Running(NamedTuple):
     choice: Choice
-    case: Case
+    case: RequestRouting
 
     async def run(self, relay: Relay, sink: TokenSink) -> None:
         await relay.run(self.case, self.choice.progress, sink)

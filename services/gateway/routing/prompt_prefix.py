@@ -19,7 +19,7 @@ from services.gateway.openai.endpoint_bodies import AnyBody
 from services.gateway.openai.prompts import each_prompt, text_of_chat
 from services.gateway.openai.responses_body import ResponsesBody
 from services.gateway.openai.schemas import CompletionBody
-from services.gateway.openai.served_model import Beginning, ServedModel
+from services.gateway.openai.served_model import PromptPrefix, ServedModel
 from services.gateway.openai.tool_use import tool_use_of
 
 _MOST_TOKENS = 2_048  # read for it in one go; who needs more is read whole
@@ -51,7 +51,7 @@ class KnownTokens:
         return len(self._all)
 
 
-def beginning_of(body: AnyBody, model: ServedModel, tenant_salt: bytes) -> Beginning | None:
+def prompt_prefix_of(body: AnyBody, model: ServedModel, tenant_salt: bytes) -> PromptPrefix | None:
     """None where something is wrong with it: who reads it whole says what."""
     try:
         if isinstance(body, CompletionBody):
@@ -72,7 +72,7 @@ def beginning_of(body: AnyBody, model: ServedModel, tenant_salt: bytes) -> Begin
     return model.tokenizer.begin(text, with_special=False, salt=tenant_salt)
 
 
-def held_blocks(beginning: Beginning, membership: Membership, tenant_salt: bytes) -> NDArray[np.int64] | None:
+def held_blocks(beginning: PromptPrefix, membership: Membership, tenant_salt: bytes) -> NDArray[np.int64] | None:
     """How many of the prompt's leading blocks each holder has, as `BlockIndex.match` says it of the whole prompt.
 
     That counts from the first block to the first one that is missing: once everybody lacks one of those that were read,

@@ -17,14 +17,14 @@ from halfmoon.errors import DeadlineExceeded, NoCapacity, Unavailable
 from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.policy.placement.place import ContextLengthExceeded, Placement
 from halfmoon.policy.retries import FailedAttempt, Reason, Retries
-from halfmoon.policy.wait_limits import Patience
+from halfmoon.policy.wait_limits import WaitLimits
 from halfmoon.rpc.context import request_scope
 from services.gateway.cluster.cluster import Cluster
 from services.gateway.cluster.token_streams import GatewayStopping
 from services.gateway.routing.attempt import Attempt, RelayRequest
-from services.gateway.routing.early_rejection import Judge
+from services.gateway.routing.early_rejection import EarlyRejection
 from services.gateway.routing.progress import Progress
-from services.gateway.routing.request_routing import Case
+from services.gateway.routing.request_routing import RequestRouting
 from services.gateway.routing.token_flow import TokenSink
 
 log = logging.getLogger(__name__)
@@ -40,22 +40,22 @@ class Relay:
     def __init__(
         self,
         cluster: Cluster,
-        judge: Judge,
+        judge: EarlyRejection,
         deadline_s: float,
-        patience: Patience,
+        wait_limits: WaitLimits,
         kv_codec: KVCodec.ValueType,
     ) -> None:
         self._cluster = cluster
         self._judge = judge
         self._kv_codec = kv_codec
         self._deadline_s = deadline_s
-        self._patience = patience
+        self._patience = wait_limits
 
-    def case(self, request: RelayRequest, progress: Progress) -> AbstractContextManager[Case]:
+    def case(self, request: RelayRequest, progress: Progress) -> AbstractContextManager[RequestRouting]:
         """One request as long as it is here, for `run`."""
         return self._judge.case(request, progress)
 
-    async def admit(self, by_prompt: Sequence[Sequence[Case]]) -> None:
+    async def admit(self, by_prompt: Sequence[Sequence[RequestRouting]]) -> None:
         """Admits all of these or none, before any of them begins. Raises Refused, or Unavailable without workers."""
         for leader, *others in by_prompt:
             await _name_blocks(leader)
@@ -64,7 +64,7 @@ class Relay:
         cases = [case for of_prompt in by_prompt for case in of_prompt]
         await self._within(partial(self._judge.hold_together, cases), self._patience_s(False))
 
-    async def run(self, case: Case, progress: Progress, sink: TokenSink) -> None:
+    async def run(self, case: RequestRouting, progress: Progress, sink: TokenSink) -> None:
         """Streams the request's tokens into `sink` until the last one, or until the sink has enough.
 
         Raises Refused when admission forbids it, NoCapacity or Unavailable when no worker took it, DeadlineExceeded, or
@@ -80,7 +80,7 @@ class Relay:
         finally:
             case.close()
 
-    async def _run(self, case: Case, progress: Progress, sink: TokenSink) -> None:
+    async def _run(self, case: RequestRouting, progress: Progress, sink: TokenSink) -> None:
         retries = Retries()
         await _name_blocks(case)
         while True:
@@ -100,10 +100,10 @@ class Relay:
                 fields = {"reason": error.message, "num_output_tokens": len(progress.output_token_ids)}
                 log.warning("request.retried", extra=fields)
 
-    async def _placement(self, case: Case, progress: Progress, retries: Retries) -> Placement:
+    async def _placement(self, case: RequestRouting, progress: Progress, retries: Retries) -> Placement:
         """Where to try next: elsewhere if there is an elsewhere, else after a pause anywhere.
 
-        A request whose worker is lost waits up to `Patience.failover_s` for a worker to come, with tokens or without:
+        A request whose worker is lost waits up to `WaitLimits.failover_s` for a worker to come, with tokens or without:
         so long a worker may need to start again. A new one waits up to `return_s` where one was a moment ago.
         """
         for exclude in retries.exclusions():
@@ -139,7 +139,7 @@ def _failed(error: NoCapacity | Unavailable, placement: Placement, gave_tokens: 
     return FailedAttempt(reason, prefill, decode, gave_tokens, error.retry_after_ms)
 
 
-async def _name_blocks(case: Case) -> None:
+async def _name_blocks(case: RequestRouting) -> None:
     if len(case.request.prompt_token_ids) > _SLOW_PROMPT_TOKENS:
         await asyncio.to_thread(case.name_blocks)
     else:

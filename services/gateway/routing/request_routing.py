@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.kv.keys import block_keys, root_key
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb.prefill_pb2 import FP8, INT4, INT8, RAW, KVCodec
-from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import QosClass
 from halfmoon.policy.admission.degradation import Admitted
-from halfmoon.policy.admission.feedback import Targets
+from halfmoon.policy.admission.feedback import AdmissionTargets
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.placement.candidates import Candidate, ranked_candidates
 from halfmoon.policy.placement.place import NOTHING_CACHED, Placement, PlacementRequest
@@ -29,14 +29,14 @@ from services.gateway.routing.attempt import RelayRequest
 from services.gateway.routing.progress import Progress
 from services.gateway.routing.token_flow import TokenSink
 from services.gateway.telemetry.decisions import Decision, Move
-from services.gateway.telemetry.recent_telemetry import Observations
+from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 
 _LOWER: dict[KVCodec.ValueType, KVCodec.ValueType] = {RAW: INT8, FP8: INT4, INT8: INT4, INT4: INT4}
 _SHOWN_CANDIDATES = 6  # of the workers that a prompt could have gone to
 _PRIORITIES_PER_CLASS = 1_000  # that a client may choose from: a class goes before all of the next one
 
 
-class Case:
+class RequestRouting:
     """Owns one request's standing with the gatekeeper."""
 
     def __init__(
@@ -44,10 +44,10 @@ class Case:
         name: str,
         request: RelayRequest,
         progress: Progress,
-        gatekeeper: Gatekeeper,
+        gatekeeper: AdmissionController,
         membership: Membership,
         clock: Callable[[], float],
-        observations: Observations,
+        observations: RecentTelemetry,
         copies: StoreCopies,
     ) -> None:
         self.request = request  # as admitted
@@ -73,7 +73,7 @@ class Case:
             keys = block_keys(root, self.request.prompt_token_ids, layout.block_tokens)
             self._keys, self._block_keys = (layout, short_keys(keys)), keys
 
-    def share_blocks(self, other: Case) -> None:
+    def share_blocks(self, other: RequestRouting) -> None:
         """Takes the names of its blocks from one of the same prompt."""
         self._keys, self._block_keys = other._keys, other._block_keys
 
@@ -199,7 +199,7 @@ class Case:
             decode_worker=placement.decode.worker_id if placement else None,
             ttft_s=outcome.ttft_s,
             tbt_s=outcome.tbt_s,
-            targets=Targets(request.qos.ttft_s, request.qos.tbt_s),
+            targets=AdmissionTargets(request.qos.ttft_s, request.qos.tbt_s),
             applied=self._gatekeeper.applied(request.qos),
             refusal=outcome.reason if isinstance(outcome, Refused) else None,
         )

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from halfmoon.pb.prefill_pb2 import Phase
-from halfmoon.policy.admission.feedback import Targets
+from halfmoon.policy.admission.feedback import AdmissionTargets
 from halfmoon.policy.placement.candidates import Candidate
 from services.gateway.routing.progress import Progress
 
@@ -29,8 +29,8 @@ class Decision:
     decode_worker: str | None
     ttft_s: float  # from the decision
     tbt_s: float | None  # None for one token
-    targets: Targets  # the class's own
-    applied: Targets  # as feedback had them
+    targets: AdmissionTargets  # the class's own
+    applied: AdmissionTargets  # as feedback had them
     refusal: str | None = None
 
     @property

@@ -13,7 +13,7 @@ from halfmoon.policy.models.refinement import ErrorFigures
 from halfmoon.rpc.metrics import RpcMetrics
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
-from services.gateway.routing.early_rejection import Judge
+from services.gateway.routing.early_rejection import EarlyRejection
 from services.gateway.telemetry.vllm_metrics import VllmMetrics
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -32,7 +32,7 @@ WORKER_GAUGES = {
 class GatewayMetrics:
     """Owns the gateway's registry."""
 
-    def __init__(self, membership: Membership, ledger: Ledger, judge: Judge, model_name: str) -> None:
+    def __init__(self, membership: Membership, ledger: Ledger, judge: EarlyRejection, model_name: str) -> None:
         self.registry = registry = CollectorRegistry()
         self.rpc = RpcMetrics(registry)
         self.requests = Counter(
@@ -118,7 +118,7 @@ class _Predictions(Collector):
     """Reads what the judge knows: how wrong the latest predictions were, of requests and of each worker's steps, and
     what stores were asked to copy."""
 
-    def __init__(self, membership: Membership, judge: Judge) -> None:
+    def __init__(self, membership: Membership, judge: EarlyRejection) -> None:
         self._membership = membership
         self._judge = judge
 

@@ -14,21 +14,21 @@ from services.gateway.cluster.membership import Membership
 from services.gateway.routing.choices import Choices
 from services.gateway.telemetry.decisions import Decisions
 from services.gateway.telemetry.hot_prefixes import HotPrefixes
-from services.gateway.telemetry.recently_left import Departures
+from services.gateway.telemetry.recently_left import RecentlyLeft
 from services.gateway.telemetry.time_series import Ended, Sample, Series
 
 _SAMPLE_S = 1.0
 _NO_CLASS = "none"  # what was refused before its class was known
 
 
-class Observations:
+class RecentTelemetry:
     """Owns them. Bounded, and gone with the gateway: what lasts is in the ledger."""
 
     def __init__(self) -> None:
         self.series = Series()
         self.decisions = Decisions()
         self.prefixes = HotPrefixes()
-        self.departures = Departures()
+        self.departures = RecentlyLeft()
 
     def note_members(self, members: Sequence[Member], now_s: float) -> None:
         """The workers as they are now."""

@@ -9,7 +9,7 @@ _REMEMBERED_S = 120.0
 _MOST = 256
 
 
-class Departures:
+class RecentlyLeft:
     """Owns who was a member a moment ago and is none now. Has no clock."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from halfmoon.pb.prefill_pb2 import Phase
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """What one service did for the request. Seconds since the request arrived."""
 
     service: str
@@ -20,7 +20,7 @@ class Span(NamedTuple):
     num_bytes: int | None = None  # sent
 
 
-def timeline(row: Mapping[str, Any], waited_s: float = 0.0, phases: Sequence[Phase] = ()) -> list[Span]:
+def timeline(row: Mapping[str, Any], waited_s: float = 0.0, phases: Sequence[Phase] = ()) -> list[TimelineSpan]:
     """The spans of a request, by its row in the ledger, how long it waited for its first placement, and what the
     prefill worker told; that is known of the latest requests only.
 
@@ -28,7 +28,7 @@ def timeline(row: Mapping[str, Any], waited_s: float = 0.0, phases: Sequence[Pha
     """
     ttft_s, e2e_s = row["ttft_s"], row["e2e_s"]
     admitted_s = min(waited_s, e2e_s)
-    spans = [Span("gateway", "admission", 0.0, admitted_s)]
+    spans = [TimelineSpan("gateway", "admission", 0.0, admitted_s)]
     if row["prefill_worker"] is None:
         return spans
     spans += _prefilled(row, admitted_s, e2e_s if ttft_s is None else ttft_s, phases)
@@ -36,35 +36,35 @@ def timeline(row: Mapping[str, Any], waited_s: float = 0.0, phases: Sequence[Pha
     if ttft_s is not None:
         num_gaps = max(row["output_tokens"] - 1, 0)
         predicted_s = row["predicted_tbt_s"] * num_gaps if row["predicted_tbt_s"] is not None else None
-        spans.append(Span(row["decode_worker"], "decode", ttft_s, e2e_s, predicted_s))
+        spans.append(TimelineSpan(row["decode_worker"], "decode", ttft_s, e2e_s, predicted_s))
     return spans
 
 
-def _prefilled(row: Mapping[str, Any], admitted_s: float, end_s: float, phases: Sequence[Phase]) -> list[Span]:
+def _prefilled(row: Mapping[str, Any], admitted_s: float, end_s: float, phases: Sequence[Phase]) -> list[TimelineSpan]:
     """From the placement to the first token, which came at `end_s`."""
     prefill = row["prefill_worker"]
     if row["queue_s"] is None or row["prefill_s"] is None:
-        return [Span(prefill, "prefill", admitted_s, end_s)]
+        return [TimelineSpan(prefill, "prefill", admitted_s, end_s)]
     queued_s = next((admitted_s + one.start_s for one in phases if one.kind == Phase.QUEUE), admitted_s)
     queued_s = min(queued_s, end_s)
     begun_s = min(queued_s + row["queue_s"], end_s)
     computed_s = min(begun_s + row["prefill_s"], end_s)
     return [
-        Span(prefill, "queue", queued_s, begun_s, row["predicted_queue_s"]),
-        Span(prefill, "prefill", begun_s, computed_s, row["predicted_prefill_s"]),
-        Span("gateway", "first token", computed_s, end_s),
+        TimelineSpan(prefill, "queue", queued_s, begun_s, row["predicted_queue_s"]),
+        TimelineSpan(prefill, "prefill", begun_s, computed_s, row["predicted_prefill_s"]),
+        TimelineSpan("gateway", "first token", computed_s, end_s),
     ]
 
 
-def _told(row: Mapping[str, Any], phase: Phase, admitted_s: float) -> list[Span]:
+def _told(row: Mapping[str, Any], phase: Phase, admitted_s: float) -> list[TimelineSpan]:
     """What goes on beside that, on lines of its own."""
     prefill, decode = row["prefill_worker"], row["decode_worker"]
     start_s, end_s = (min(max(admitted_s + at_s, 0.0), row["e2e_s"]) for at_s in (phase.start_s, phase.end_s))
     match phase.kind:
         case Phase.RESTORE:
-            return [Span(f"store → {prefill}", "restore", start_s, end_s, num_tokens=phase.num_tokens)]
+            return [TimelineSpan(f"store → {prefill}", "restore", start_s, end_s, num_tokens=phase.num_tokens)]
         case Phase.CHUNK:
-            return [Span(f"{prefill}: steps", "chunk", start_s, end_s, num_tokens=phase.num_tokens)]
+            return [TimelineSpan(f"{prefill}: steps", "chunk", start_s, end_s, num_tokens=phase.num_tokens)]
         case Phase.TRANSFER:
-            return [Span(f"{prefill} → {decode}", "transfer", start_s, end_s, num_bytes=phase.num_bytes)]
+            return [TimelineSpan(f"{prefill} → {decode}", "transfer", start_s, end_s, num_bytes=phase.num_bytes)]
     return []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.keys import KEY_BYTES
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 TAG_BYTES = 8
 ID_BYTES = TAG_BYTES + KEY_BYTES

@@ -15,7 +15,7 @@ from dataclasses import replace
 from services.kvstore.catalog.block_identity import BlockMeta
 from services.kvstore.catalog.entry import Change, Entry, Holding, Tier
 from services.kvstore.catalog.eviction import EvictionPolicy, Usage
-from services.kvstore.catalog.eviction_queue import EvictionQueue, Verdict
+from services.kvstore.catalog.eviction_queue import Evaluation, EvictionQueue
 from services.kvstore.catalog.known_costs import KnownCosts
 
 _RETRY_S = 1.0  # an expired block that something rests on is looked at again after this
@@ -219,7 +219,7 @@ class Catalog:
         if not entry.num_children_in[tier] and not entry.pinned:
             self._queues[tier].offer(entry.meta.id, entry.tiers[tier].rank)
 
-    def _judge(self, block: bytes, tier: Tier) -> Verdict:
+    def _judge(self, block: bytes, tier: Tier) -> Evaluation:
         entry = self._entries.get(block)
         if entry is None or tier not in entry.tiers or entry.num_children_in[tier] or entry.pinned:
             return "kept"

@@ -8,7 +8,7 @@ from typing import Literal
 
 from services.kvstore.catalog.eviction import Rank
 
-Verdict = Rank | Literal["kept", "blocked"]  # the rank as of now; not to be evicted; not now
+Evaluation = Rank | Literal["kept", "blocked"]  # the rank as of now; not to be evicted; not now
 
 
 class EvictionQueue:
@@ -24,7 +24,7 @@ class EvictionQueue:
             self._queued.add(block)
             heapq.heappush(self._heap, (rank, block))
 
-    def pop(self, judge: Callable[[bytes], Verdict]) -> bytes | None:
+    def pop(self, judge: Callable[[bytes], Evaluation]) -> bytes | None:
         """The block to evict. `kept` ones leave the queue until they are offered again, `blocked` ones stay."""
         blocked: list[tuple[Rank, bytes]] = []
         found = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from services.kvstore.catalog.block_identity import BlockMeta
 
 _NUM_COUNTED = 1024  # blocks that the mean goes back to, or it would never follow workers that became faster

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.kv.entry_codec import EntryCodec
-from halfmoon.kv.layout import KVBytes
+from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.catalog.block_identity import BlockMeta
 from services.kvstore.catalog.catalog import Catalog

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from halfmoon.errors import AlreadyHere, HalfmoonError, InvalidRequest
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from services.kvstore.catalog.block_identity import BlockMeta, block_id
 from services.kvstore.pool import Pool
 from services.kvstore.tiers.dram import Draft

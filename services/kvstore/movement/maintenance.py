@@ -21,7 +21,7 @@ from services.kvstore.tiers.disk import DiskTier
 log = logging.getLogger(__name__)
 
 
-class Upkeep:
+class Maintenance:
     """Owns no state: two loops over the tiers."""
 
     def __init__(

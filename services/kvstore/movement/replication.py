@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from halfmoon.errors import HalfmoonError, NoCapacity
 from halfmoon.kv.frame import KVRange
-from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from services.kvstore.catalog.block_identity import BlockMeta, block_id
 from services.kvstore.pool import Pool

@@ -19,7 +19,7 @@ from services.kvstore.pool import Loan, Pool
 _MAX_BLOCKS = 4096
 
 
-class Lender:
+class SharedMemoryGet:
     """Owns nothing but the segment's name; a loan lives in its call."""
 
     def __init__(self, pool: Pool, lease_s: float, segment: str | None) -> None:

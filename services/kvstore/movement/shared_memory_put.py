@@ -17,7 +17,7 @@ from services.kvstore.tiers.dram import Draft, digest
 from services.kvstore.wire import named_layout
 
 
-class Taker:
+class SharedMemoryPut:
     """Owns the mappings of the writers' segments. Close it."""
 
     def __init__(self, pool: Pool, arrivals: Arrivals) -> None:

@@ -23,7 +23,7 @@ from services.kvstore.tiers.record import Record
 from services.kvstore.tiers.residual import left_behind
 
 
-class Copies:
+class WriteBehind:
     """Owns the queues to the slower tiers, those that there are."""
 
     def __init__(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from halfmoon.errors import DataLoss, NotFound
-from halfmoon.kv.layout import KVBytes
+from halfmoon.kv.kv_layout import KVBytes
 from services.kvstore.catalog.block_identity import BlockMeta
 from services.kvstore.tiers.disk_index import DiskIndex, IndexedBlock, whole_rows
 from services.kvstore.tiers.record import Record, decode_record

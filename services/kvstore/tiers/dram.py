@@ -16,7 +16,7 @@ from typing_extensions import Buffer
 from halfmoon.errors import DataLoss, NoCapacity, NotFound
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.frame import KVRange
-from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from services.kvstore.catalog.block_identity import BlockMeta
 from services.kvstore.catalog.catalog import Catalog
 from services.kvstore.catalog.entry import Tier

@@ -23,7 +23,7 @@ from halfmoon.errors import DataLoss, HalfmoonError
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.codec.lossless import Lossless
 from halfmoon.kv.entry_codec import EntryCodec
-from halfmoon.kv.layout import KVBytes, KVDtype, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVDtype, KVLayout
 from services.kvstore.catalog.block_identity import ID_BYTES, BlockMeta
 
 VERSION = 1

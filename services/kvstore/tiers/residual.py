@@ -8,7 +8,7 @@ long. A prompt that leaves a longer one within its coarse part reads coarse valu
 from __future__ import annotations
 
 from halfmoon.kv.entry_codec import EntryCodec
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from services.kvstore.catalog.block_identity import BlockMeta
 from services.kvstore.catalog.catalog import Catalog
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from halfmoon.engine.attention import SdpaBackend, attend_reference
-from halfmoon.engine.attention_backend import Span
+from halfmoon.engine.attention_backend import TokenSpan
 from halfmoon.engine.checkpoint import default_cache_dir
 from halfmoon.engine.models.rotary import rotate
 from halfmoon.engine.native.attention import NativeBackend
@@ -39,7 +39,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 @st.composite
-def spans(draw: st.DrawFn) -> list[Span]:
+def spans(draw: st.DrawFn) -> list[TokenSpan]:
     """A few sequences over scattered or neighbouring blocks: decodes, first and later chunks, long and short."""
     free = list(draw(st.permutations(range(NUM_BLOCKS)))) if draw(st.booleans()) else list(range(NUM_BLOCKS))
     drawn = []
@@ -47,7 +47,7 @@ def spans(draw: st.DrawFn) -> list[Span]:
         past = draw(st.integers(0, 500))
         new = draw(st.sampled_from((1, 1, 2, 15, 33, 100)))
         num_blocks = -(-(past + new) // BLOCK_TOKENS)
-        drawn.append(Span(free[:num_blocks], past, past + new))
+        drawn.append(TokenSpan(free[:num_blocks], past, past + new))
         free = free[num_blocks:]
     return drawn
 
@@ -57,7 +57,13 @@ def spans(draw: st.DrawFn) -> list[Span]:
 @given(drawn=spans(), seed=st.integers(0, 99), num_threads=st.sampled_from((1, 2, 5)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 def test_attention_equals_the_reference(
-    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, drawn: list[Span], seed: int, num_threads: int
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    drawn: list[TokenSpan],
+    seed: int,
+    num_threads: int,
 ) -> None:
     library = NativeLibrary(compiled(default_cache_dir()), dtype, lambda: num_threads)
     num_tokens = sum(end - start for _, start, end in drawn)
@@ -82,11 +88,13 @@ def test_a_broken_key_is_not_hidden(library: NativeLibrary, num_new: int, what: 
     q, k, v = (random(num_new, 1, 16, dtype=dtype, seed=seed) for seed in range(3))
     memory = random(2, 1, NUM_BLOCKS * BLOCK_TOKENS, 16, dtype=dtype, seed=3)
     memory[0, 0, 7] = what
-    batch = NativeBackend(library, BLOCK_TOKENS, 1, 1, 16).step([Span(range(19), num_tokens - num_new, num_tokens)])
+    batch = NativeBackend(library, BLOCK_TOKENS, 1, 1, 16).step(
+        [TokenSpan(range(19), num_tokens - num_new, num_tokens)]
+    )
     assert batch.attend(q.abs(), k, v, memory, 0.25).isnan().all()
 
 
-def seen_slots(drawn: list[Span]) -> Tensor:
+def seen_slots(drawn: list[TokenSpan]) -> Tensor:
     """[num_slots] bool: where a token of some sequence lies."""
     seen = torch.zeros(NUM_BLOCKS * BLOCK_TOKENS, dtype=torch.bool)
     for blocks, _, end in drawn:

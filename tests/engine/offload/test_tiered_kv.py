@@ -13,7 +13,7 @@ from halfmoon.engine.kv_arena import KVArena
 from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.kv.device_bytes import DeviceBytes
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=3, dtype="float32", block_tokens=4)
 NUM_DEVICE, NUM_HOST = 3, 6

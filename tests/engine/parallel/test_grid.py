@@ -22,7 +22,7 @@ from halfmoon.engine.parallel.grid import Grid
 from halfmoon.engine.parallel.runner import ParallelRunner
 from halfmoon.engine.parallel.weights import fill_dummy_part, load_part
 from halfmoon.errors import Incompatible
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 
 Tiny = Callable[[str], Checkpoint]
 

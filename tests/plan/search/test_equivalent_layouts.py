@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from halfmoon.plan.layout import Layout, Parallelism, WorkerKind, WorkerSet
 from halfmoon.plan.search.equivalent_layouts import grouped
-from halfmoon.plan.search.evaluation import Verdict
+from halfmoon.plan.search.evaluation import Evaluation
 from halfmoon.sim.result import Attainment
 
 ONE = WorkerKind("h100", Parallelism(1, 1))
@@ -16,7 +16,7 @@ PAIRED, UNITS = replace(APART, is_paired=True), Layout(
 )  # fmt: skip
 OTHER = Layout((WorkerSet("prefill", ONE, 4), WorkerSet("decode", ONE, 2)))
 TIMES: dict[str, float | None] = {"mean": 0.1, "p50": 0.1, "p90": 0.2, "p99": None}
-VERDICT = Verdict(10.0, Attainment(0.95, 0.96, 0.99, 1.0), TIMES, TIMES, TIMES, keeps_up=True)
+VERDICT = Evaluation(10.0, Attainment(0.95, 0.96, 0.99, 1.0), TIMES, TIMES, TIMES, keeps_up=True)
 
 
 def test_paired_or_apart_or_in_units_is_one_row_where_figures_are_equal() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmoon.plan.search.evaluation import about_verdict
+from halfmoon.plan.search.evaluation import estimated_evaluation
 from halfmoon.plan.search.goodput import (
     Goal,
     Trial,
@@ -22,7 +22,7 @@ from halfmoon.plan.search.goodput import (
     steady_at,
 )
 from halfmoon.policy.view.cluster_view import Role
-from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Targets, WorkerGroup
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, SloTargets, WorkerGroup
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.workloads.drawn_workload import synthetic_workload
@@ -31,7 +31,7 @@ from halfmoon.sim.workloads.workload import Prefixes
 
 MODEL = DistServeCoefficients("opt-13b").model("a100-80g", 1, 1)
 WORKLOAD = synthetic_workload(named_lengths("chat"), 200, 1.0, seed=0, most_tokens=2048)
-GOAL = Goal(Targets(0.3, 0.1))
+GOAL = Goal(SloTargets(0.3, 0.1))
 
 
 def trial(*groups: WorkerGroup, goal: Goal = GOAL) -> Trial:
@@ -55,7 +55,7 @@ def test_what_is_shown_is_of_a_rate_that_is_held(rate_per_s: float, share: float
 @pytest.mark.parametrize("tbt_s", [None, 0.5])
 def test_the_last_ones_count_as_they_are(tbt_s: float | None) -> None:
     """The pass of a run that goes on is the same one; but for two of its requests all of it was over before."""
-    goal = Goal(Targets(0.3, 0.1, tbt_s))
+    goal = Goal(SloTargets(0.3, 0.1, tbt_s))
     found = held_at(trial(WorkerGroup("both", 1, MODEL), goal=goal), 0.5)
     assert found is not None
     whole = simulate(ClusterSpec((WorkerGroup("both", 1, MODEL),)), WORKLOAD.at_rate(0.5).repeated(4))
@@ -68,7 +68,7 @@ def test_the_last_ones_count_as_they_are(tbt_s: float | None) -> None:
 
 
 def test_an_estimate_is_near_what_policies_hold() -> None:
-    asked = trial(WorkerGroup("both", 2, MODEL), goal=Goal(Targets(0.4, 0.1)))
+    asked = trial(WorkerGroup("both", 2, MODEL), goal=Goal(SloTargets(0.4, 0.1)))
     about = goodput_per_s(asked, 2.0, 1.05, about_holds)
     assert holds(asked, about / 1.15)
     assert not holds(asked, about * 1.2)
@@ -78,9 +78,9 @@ def test_an_estimate_is_near_what_policies_hold() -> None:
 def test_no_estimate_rules_out_what_policies_hold(roles: tuple[Role, ...]) -> None:
     asked = replace(trial(*(WorkerGroup(role, 2, MODEL) for role in roles)), workload=WORKLOAD.first(80))
     most = goodput_per_s(asked, 2.0, 1.1)
-    assert about_verdict(asked, most, 1) is not None
+    assert estimated_evaluation(asked, most, 1) is not None
     assert may_hold_at_first(asked, most)
-    assert about_verdict(asked, 1.5 * most, 1) is None
+    assert estimated_evaluation(asked, 1.5 * most, 1) is None
 
 
 def test_what_nothing_estimates_is_left_to_policies() -> None:

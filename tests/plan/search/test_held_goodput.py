@@ -6,14 +6,14 @@ import pytest
 
 from halfmoon.plan.search.goodput import Goal, Trial, holds
 from halfmoon.plan.search.held_goodput import estimated_per_s, held_goodput, verified_per_s
-from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Targets, WorkerGroup
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, SloTargets, WorkerGroup
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.workloads.drawn_workload import synthetic_workload
 from halfmoon.sim.workloads.lengths import named_lengths
 
 MODEL = DistServeCoefficients("opt-13b").model("a100-80g", 1, 1)
 WORKLOAD = synthetic_workload(named_lengths("chat"), 200, 1.0, seed=0, most_tokens=2048)
-GOAL = Goal(Targets(0.3, 0.1))
+GOAL = Goal(SloTargets(0.3, 0.1))
 
 
 def trial(num: int) -> Trial:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from halfmoon.plan.layout import Layout, Parallelism, WorkerKind, WorkerSet
 from halfmoon.plan.layout_trial import layout_trial
 from halfmoon.plan.planning import asked
-from halfmoon.plan.problem import OF_A_RATE, Objective, Question
+from halfmoon.plan.problem import OF_A_RATE, Objective, PlanningProblem
 from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.search.bounds import RateBound
 from halfmoon.plan.search.combinations import Combination
@@ -32,7 +32,7 @@ SAME, MIXED = "a100-80g:1x3", "h100:1x1,a100-80g:1x1"
 
 
 @cache
-def question(fleet: str, workload: str, objective: Objective, rate_per_s: float | None) -> Question:
+def question(fleet: str, workload: str, objective: Objective, rate_per_s: float | None) -> PlanningProblem:
     """Few requests, and targets that one GPU just meets."""
     return asked(
         PlanRequest(
@@ -49,7 +49,7 @@ def question(fleet: str, workload: str, objective: Objective, rate_per_s: float 
     )[0]
 
 
-def everything(question: Question) -> Iterator[Layout]:
+def everything(question: PlanningProblem) -> Iterator[Layout]:
     """Whatever fits: workers of one kind, or of one kind for each half, on one node of each GPU."""
     fleet, kinds = question.fleet, list(models(question))
 
@@ -65,7 +65,7 @@ def everything(question: Question) -> Iterator[Layout]:
     yield from (one for one in (*both, *pairs) if one.fits(fleet))
 
 
-def trial_of(question: Question, layout: Layout) -> Trial:
+def trial_of(question: PlanningProblem, layout: Layout) -> Trial:
     return layout_trial(question, models(question), layout)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.classes import Caller, ClassTable, MatchRule, QosClass
-from halfmoon.policy.admission.feedback import Alone, Feedback, Targets
+from halfmoon.policy.admission.feedback import AdmissionTargets, Alone, Feedback
 from halfmoon.policy.admission.reservations import Reservations
 from halfmoon.policy.models.output_lengths import OutputLengths
 
@@ -119,7 +119,7 @@ def fed(feedback: Feedback, qos: QosClass, ttft_s: Sequence[float], entered_s: f
 
 def test_targets_tighten_while_too_many_are_late_and_recover() -> None:
     feedback = Feedback()
-    assert feedback.targets(GOLD, 0.0) == Targets(1.0, None)
+    assert feedback.targets(GOLD, 0.0) == AdmissionTargets(1.0, None)
     seen = []
     for step in range(0, 40, 2):
         fed(feedback, GOLD, [1.05] * 30, step, step + 1.0)
@@ -128,7 +128,7 @@ def test_targets_tighten_while_too_many_are_late_and_recover() -> None:
     assert seen[0] == pytest.approx(0.9)
     assert seen[-1] == 0.5  # not below
     fed(feedback, GOLD, [0.1] * 600, 39.0, 39.0)
-    assert feedback.targets(GOLD, 39.5) == Targets(0.5, None)  # once a second at most
+    assert feedback.targets(GOLD, 39.5) == AdmissionTargets(0.5, None)  # once a second at most
     later = [feedback.targets(GOLD, 100.0 + 2 * step).ttft_s for step in range(60)]  # nothing was measured since
     assert later[-1] == 1.0
 

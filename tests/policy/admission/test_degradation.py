@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from halfmoon.policy.admission.classes import Degradation, QosClass
-from halfmoon.policy.admission.degradation import Offers
+from halfmoon.policy.admission.degradation import DegradationSteps
 from halfmoon.policy.forecast.request_forecast import RequestForecast
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.models.output_lengths import OutputLengths
@@ -55,7 +55,9 @@ def test_less_is_predicted_anew_only_where_another_worker_may_serve_it(
     view, forecast = ClusterView(workers), Counting()
     steps: tuple[Degradation, ...] = ("cap_max_tokens", "lower_kv_precision", "shed_lowest_class")
     qos = QosClass("x", ttft_s=0.01, capped_tokens=100, degradation=steps)
-    offers = Offers(forecast, OutputLengths()).of(view, PlacementRequest(200, 500), qos, 0.0, np.array(depths))
+    offers = DegradationSteps(forecast, OutputLengths()).of(
+        view, PlacementRequest(200, 500), qos, 0.0, np.array(depths)
+    )
     found = [(one.max_tokens, one.lower_kv_precision) for one in offers]
     assert found == [(500, False), (100, False), (100, True)]
     assert forecast.num_placed == num_placed
@@ -64,7 +66,7 @@ def test_less_is_predicted_anew_only_where_another_worker_may_serve_it(
 def test_what_is_not_taken_is_not_predicted() -> None:
     forecast = Counting()
     qos = QosClass("x", capped_tokens=100, degradation=("cap_max_tokens",))
-    offers = Offers(forecast, OutputLengths()).of(
+    offers = DegradationSteps(forecast, OutputLengths()).of(
         ClusterView((P, D)), PlacementRequest(200, 50), qos, 0.0, NOTHING_CACHED
     )
     assert next(offers).max_tokens == 50

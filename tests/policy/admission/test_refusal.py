@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import ClassTable, QosClass
 from halfmoon.policy.admission.degradation import Admitted
-from halfmoon.policy.admission.feedback import Targets
+from halfmoon.policy.admission.feedback import AdmissionTargets
 from halfmoon.policy.admission.refusal import AdmissionMode, Refused
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
 from halfmoon.policy.models.latency import PrefillModel, StepModel
@@ -24,19 +24,19 @@ P = WorkerView("p", "prefill", "p:1", 1000, 10, 100, 100, prefill_model=PREFILL)
 D = WorkerView("d", "decode", "d:1", 1000, 10, 100, 100, step_model=STEP)
 
 
-def keeper(mode: AdmissionMode = "predicted", *classes: QosClass) -> Gatekeeper:
-    made = Gatekeeper(mode, PlacementRules(), random.Random(0))
+def keeper(mode: AdmissionMode = "predicted", *classes: QosClass) -> AdmissionController:
+    made = AdmissionController(mode, PlacementRules(), random.Random(0))
     made.classes = ClassTable(classes)
     return made
 
 
-def enter(gate: Gatekeeper, view: ClusterView, name: str, qos: QosClass, now_s: float = 0.0) -> Admitted:
+def enter(gate: AdmissionController, view: ClusterView, name: str, qos: QosClass, now_s: float = 0.0) -> Admitted:
     admitted = gate.decide(view, REQUEST, qos, now_s)
     gate.enter(name, view, admitted, REQUEST.num_prompt_tokens, now_s)
     return admitted
 
 
-def leave(gate: Gatekeeper, name: str, num_output: int = 50) -> None:
+def leave(gate: AdmissionController, name: str, num_output: int = 50) -> None:
     gate.leave(name, 9.0, num_output=num_output, ttft_s=1.0, tbt_s=0.01)
 
 
@@ -71,14 +71,14 @@ def test_a_refusal_tells_the_classs_own_target_and_why_another_one_is_applied() 
     for number in range(30):
         gate.enter(str(number), view, gate.decide(view, REQUEST, gold, 0.0), 100, 0.0)
         gate.leave(str(number), 0.0, num_output=1, ttft_s=2.4, tbt_s=None)
-    assert gate.applied(gold) == Targets(2.0, None)  # nobody has asked since
+    assert gate.applied(gold) == AdmissionTargets(2.0, None)  # nobody has asked since
     told = "would be 1.85 s, class gold allows 2 s; now 1.8 s, because 90 % of its latest requests took up to 2.4 s"
     view.put(replace(P, prefill_free_s=1.85))
     with pytest.raises(Refused, match=told) as caught:
         gate.decide(view, REQUEST, gold, 1.0)
-    assert (caught.value.targets, caught.value.applied) == (Targets(2.0, None), Targets(1.8, None))
-    assert gate.applied(gold) == Targets(1.8, None)
-    assert gate.applied(replace(gold, ttft_s=3.0)) == Targets(3.0, None)  # an edit begins anew
+    assert (caught.value.targets, caught.value.applied) == (AdmissionTargets(2.0, None), AdmissionTargets(1.8, None))
+    assert gate.applied(gold) == AdmissionTargets(1.8, None)
+    assert gate.applied(replace(gold, ttft_s=3.0)) == AdmissionTargets(3.0, None)  # an edit begins anew
 
 
 @pytest.mark.parametrize("mode", ["load", "predicted"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfmoon.policy.forecast.colocated_decodes import OwnDecodes
+from halfmoon.policy.forecast.colocated_decodes import ColocatedDecodes
 from halfmoon.policy.forecast.colocated_workers import Decoding
 from halfmoon.policy.models.latency import StepModel
 from tests.policy.sequences import lives
@@ -13,14 +13,14 @@ MODEL = StepModel(1.0, 0.1, 0.001)
 
 
 def test_steps_get_shorter_as_sequences_end() -> None:
-    own = OwnDecodes(3, lives((9.0, 200.0), (5.0, 100.0)), MODEL)
+    own = ColocatedDecodes(3, lives((9.0, 200.0), (5.0, 100.0)), MODEL)
     assert own.step_s(0.0) == pytest.approx(1.0 + 0.2 + 0.3)
     assert own.step_s(5.0) == pytest.approx(1.0 + 0.1 + 0.2)
     assert own.step_s(9.0) == 0
 
 
 def test_a_prompt_that_is_computed_decodes_in_the_same_steps_if_it_stays() -> None:
-    own = OwnDecodes(3, lives(), MODEL)
+    own = ColocatedDecodes(3, lives(), MODEL)
     own.decode(None, 1.0)
     own.decode(Decoding(4, 2.0, 50.0), 1.0)
     assert own.step_s(1.0) == 0

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.forecast.colocated_workers import Decoding, Span
+from halfmoon.policy.forecast.colocated_workers import BusySpan, Decoding
 from tests.policy.busy_host import beside
 
 spans = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(lambda pair: (min(pair), max(pair))), max_size=4)
 
 
-def done_alone_s(by_row: Mapping[int, Sequence[Span]], begin_s: int, end_s: float, contention: float) -> float:
+def done_alone_s(by_row: Mapping[int, Sequence[BusySpan]], begin_s: int, end_s: float, contention: float) -> float:
     """How much work is done between two whole seconds, or the first and the end of the world."""
     done_s = 0.0
     for second in range(begin_s, math.ceil(end_s)):
@@ -27,7 +27,7 @@ def done_alone_s(by_row: Mapping[int, Sequence[Span]], begin_s: int, end_s: floa
 
 @given(st.dictionaries(st.integers(0, 3), spans), st.lists(st.floats(0, 4), min_size=1, max_size=4), st.floats(0.1, 2))
 def test_work_is_done_as_the_busy_ones_leave_it_time(
-    by_row: Mapping[int, Sequence[Span]], works_s: Sequence[float], contention: float
+    by_row: Mapping[int, Sequence[BusySpan]], works_s: Sequence[float], contention: float
 ) -> None:
     neighbours, now_s = beside(by_row), 0.0
     for work_s in works_s:
@@ -48,7 +48,7 @@ def test_more_work_makes_a_busy_worker_no_busier() -> None:
 
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(0, 9)), max_size=300), st.floats(0.01, 3), st.floats(0.01, 2))
 def test_of_hundreds_the_slowdown_is_right_within_a_32nd(
-    lives: Sequence[Span], work_s: float, contention: float
+    lives: Sequence[BusySpan], work_s: float, contention: float
 ) -> None:
     by_row = {row: [(begin_s, begin_s + length_s)] for row, (begin_s, length_s) in enumerate(lives)}
     found_s = beside(by_row).after(work_s, 0.0, contention)

@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.forecast.pending_prompts import PromptsAhead
-from halfmoon.policy.forecast.prefill_step import Chunk, Prompt, by_rank, form_step
+from halfmoon.policy.forecast.pending_prompts import PendingPrompts
+from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, by_rank, form_step
 
 STEP = 100
 
@@ -19,11 +19,11 @@ def prompt(order: int, new_tokens: int, priority: int = 0, ready_s: float = -mat
     return Prompt(str(order), order, new_tokens, 0, priority, ready_s, None)
 
 
-def told(step: list[Chunk]) -> list[tuple[int, int, int, int]]:
+def told(step: list[PredictedChunk]) -> list[tuple[int, int, int, int]]:
     return [(one.order, one.new_tokens, one.known_tokens, num_tokens) for one, num_tokens in step]
 
 
-def behind(step: list[Chunk], prompts: list[Prompt]) -> list[Prompt]:
+def behind(step: list[PredictedChunk], prompts: list[Prompt]) -> list[Prompt]:
     """Who is left when it is over."""
     computed = {id(one): num_tokens for one, num_tokens in step}
     left = [one.without(computed[id(one)]) if id(one) in computed else one for one in prompts]
@@ -36,7 +36,7 @@ def test_each_step_is_formed_of_what_those_before_it_left(
 ) -> None:
     left = [prompt(order, *row) for order, row in enumerate(rows)]
     came = [(number, prompt(len(rows) + order, *row)) for order, (number, row) in enumerate(coming)]
-    ahead = PromptsAhead(left)
+    ahead = PendingPrompts(left)
     for number in range(12):
         now_s = 0.5 * number
         expected = form_step(by_rank(left), STEP, now_s)
@@ -52,10 +52,10 @@ def test_each_step_is_formed_of_what_those_before_it_left(
 
 def test_prompts_stay_as_they_are() -> None:
     one = prompt(0, 250)
-    ahead = PromptsAhead([one])
+    ahead = PendingPrompts([one])
     assert ahead.end(ahead.next_step(STEP, 0.0)) == []
     assert (one.new_tokens, one.known_tokens) == (250, 0)
 
 
 def test_the_first_that_is_restored_is_told() -> None:
-    assert PromptsAhead([prompt(0, 5, ready_s=3.0), prompt(1, 5, ready_s=2.0)]).ready_s == 2.0
+    assert PendingPrompts([prompt(0, 5, ready_s=3.0), prompt(1, 5, ready_s=2.0)]).ready_s == 2.0

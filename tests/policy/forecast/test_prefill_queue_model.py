@@ -14,24 +14,24 @@ from halfmoon.engine.prefix_cache import PrefixCache
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.scheduler import Scheduler, SchedulerLimits
 from halfmoon.engine.sequence import Sequence
-from halfmoon.policy.forecast.colocated_decodes import OwnDecodes
-from halfmoon.policy.forecast.colocated_workers import Decoding, Neighbours
-from halfmoon.policy.forecast.prefill_queue_model import Prefill, PrefillCourse, Speed
+from halfmoon.policy.forecast.colocated_decodes import ColocatedDecodes
+from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding
+from halfmoon.policy.forecast.prefill_queue_model import Prefill, PrefillQueueModel, Speed
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from tests.policy.busy_host import beside
 from tests.policy.sequences import lives
 
 STEP = 100
 SPEED = Speed(PrefillModel(0.0, 0.01, 0.0), STEP)  # a second a full step
-NOBODY = Neighbours({})
+NOBODY = ColocatedWorkers({})
 
 
 def work(num_tokens: int, priority: int = 0, ready_s: float = -math.inf) -> Prefill:
     return Prefill(num_tokens, 0, priority, ready_s)
 
 
-def course(*prompts: int) -> PrefillCourse:
-    made = PrefillCourse()
+def course(*prompts: int) -> PrefillQueueModel:
+    made = PrefillQueueModel()
     for number, num_tokens in enumerate(prompts):
         made.join(str(number), work(num_tokens), None, STEP, 0.0)
     return made
@@ -43,7 +43,11 @@ class When(NamedTuple):
 
 
 def predict(
-    made: PrefillCourse, wanted: Prefill, now_s: float = 0.0, speed: Speed = SPEED, neighbours: Neighbours = NOBODY
+    made: PrefillQueueModel,
+    wanted: Prefill,
+    now_s: float = 0.0,
+    speed: Speed = SPEED,
+    neighbours: ColocatedWorkers = NOBODY,
 ) -> When:
     found = made.predict(wanted, speed, neighbours, 0.0, 0.0, now_s)
     assert found is not None
@@ -52,7 +56,7 @@ def predict(
 
 def test_every_step_has_its_fixed_cost() -> None:
     speed = Speed(PrefillModel(0.5, 0.01, 0.0), STEP)
-    assert predict(PrefillCourse(), work(250), speed=speed) == (0.0, 3 * 0.5 + 2.5)
+    assert predict(PrefillQueueModel(), work(250), speed=speed) == (0.0, 3 * 0.5 + 2.5)
 
 
 def test_what_comes_before_is_computed_first() -> None:
@@ -97,12 +101,12 @@ def test_no_prompt_is_done_before_the_earliest_moment(
         new_tokens=wanted.new_tokens - num_unread - num_cached, known_tokens=wanted.known_tokens + num_cached
     )
     speed = Speed(PrefillModel(*model), STEP, 0.5, 2 * STEP if in_chunks else 0)
-    made = PrefillCourse()
+    made = PrefillQueueModel()
     for number, one in enumerate(prompts):
         made.join(str(number), one, Decoding(1, 2.0, 10) if number % 2 else None, STEP, 0.0)
     made.advance(speed, 1.0, now_s)
-    own = OwnDecodes(1, lives((2.0, 10)), StepModel(0.1, 0.1, 0.0)) if in_chunks else None
-    found = made.predict(wanted, speed, Neighbours({}), 1.0, ahead_s, now_s, own)
+    own = ColocatedDecodes(1, lives((2.0, 10)), StepModel(0.1, 0.1, 0.0)) if in_chunks else None
+    found = made.predict(wanted, speed, ColocatedWorkers({}), 1.0, ahead_s, now_s, own)
     assert found is not None
     assert made.earliest_s(least, speed, ahead_s, now_s) <= found.ends_s + 1e-9
 
@@ -136,14 +140,14 @@ def test_priority_goes_before_order() -> None:
 
 
 def test_who_waits_for_what_is_restored_lets_others_pass() -> None:
-    made = PrefillCourse()
+    made = PrefillQueueModel()
     made.join("restored", work(100, ready_s=5.0), None, STEP, 0.0)
     assert predict(made, work(50)) == (0.0, 0.5)
-    assert predict(PrefillCourse(), work(50, ready_s=3.0)) == (3.0, 3.5)
+    assert predict(PrefillQueueModel(), work(50, ready_s=3.0)) == (3.0, 3.5)
 
 
 def test_who_was_restored_meanwhile_is_computed_since_then() -> None:
-    made = PrefillCourse()
+    made = PrefillQueueModel()
     made.join("restored", work(250, ready_s=5.0), None, STEP, 0.0)
     made.advance(SPEED, 0.0, 4.0)
     assert predict(made, work(50), now_s=4.0) == (4.0, 4.5)  # nobody waits for it yet
@@ -160,14 +164,14 @@ def test_one_that_is_taken_away_takes_its_time_with_it() -> None:
 
 
 def test_what_is_too_far_ahead_is_not_predicted() -> None:
-    assert PrefillCourse().predict(work(10**6), SPEED, NOBODY, 0.0, 0.0, 0.0) is None
+    assert PrefillQueueModel().predict(work(10**6), SPEED, NOBODY, 0.0, 0.0, 0.0) is None
     assert predict(course(*[100] * 50), work(100)) == (50.0, 51.0)
     assert course(*[100] * 200).predict(work(100), SPEED, NOBODY, 0.0, 0.0, 0.0) is None  # each step would look at all
 
 
 def test_busy_neighbours_slow_it_down_as_long_as_they_are() -> None:
     speed = SPEED._replace(contention=1.0)
-    made = PrefillCourse()
+    made = PrefillQueueModel()
     for spans, ends_s in (({}, 1.0), ({7: [(0.0, 9.0)]}, 2.0), ({7: [(0.0, 1.0)]}, 1.5), ({7: [(0.5, 0.7)]}, 1.1)):
         found = made.predict(work(100), speed, beside(spans), 0.0, 0.0, 0.0)
         assert found is not None
@@ -177,7 +181,7 @@ def test_busy_neighbours_slow_it_down_as_long_as_they_are() -> None:
 
 
 def test_what_is_computed_before_makes_a_neighbour_busy() -> None:
-    made = PrefillCourse()
+    made = PrefillQueueModel()
     made.join("first", work(100), Decoding(7, 10.0), STEP, 0.0)
     speed = SPEED._replace(contention=1.0)
     assert predict(made, work(100), 0.0, speed, beside({7: []})) == (1.0, 3.0)
@@ -214,7 +218,7 @@ def scheduled_until(prompts: list[tuple[int, int]], decode_s: float = 0.0) -> fl
 
 @given(st.lists(st.tuples(st.integers(1, 175).map(lambda half: 2 * half), st.integers(-1, 1)), min_size=2, max_size=12))
 def test_steps_are_those_of_the_scheduler(prompts: list[tuple[int, int]]) -> None:
-    made = PrefillCourse()
+    made = PrefillQueueModel()
     for number, (num_tokens, priority) in enumerate(prompts[:-1]):
         made.join(str(number), work(num_tokens, priority), None, STEP, 0.0)
     assert predict(made, work(*prompts[-1])).ends_s == pytest.approx(scheduled_until(prompts))
@@ -227,10 +231,10 @@ def test_steps_are_those_of_the_scheduler(prompts: list[tuple[int, int]]) -> Non
 )
 def test_steps_beside_decoding_are_those_of_the_scheduler(prompts: list[tuple[int, int]]) -> None:
     """Of whole chunks: who has one token left decodes, as far as the scheduler is concerned."""
-    made = PrefillCourse()
+    made = PrefillQueueModel()
     for number, (num_tokens, priority) in enumerate(prompts[:-1]):
         made.join(str(number), work(num_tokens, priority), None, CHUNK, 0.0)
-    own = OwnDecodes(0, lives((math.inf, 1.0)), ONE_STEP)
+    own = ColocatedDecodes(0, lives((math.inf, 1.0)), ONE_STEP)
     found = made.predict(work(*prompts[-1]), BOTH, NOBODY, 0.0, 0.0, 0.0, own)
     assert found is not None
     assert found.ends_s == pytest.approx(scheduled_until(prompts, decode_s=0.1))
@@ -242,16 +246,20 @@ ONE_STEP = StepModel(0.1, 0.0, 0.0)
 
 
 def test_a_worker_that_decodes_too_computes_chunks_beside_its_tokens() -> None:
-    found = PrefillCourse().predict(work(100), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, lives((99.0, 1.0)), ONE_STEP))
+    found = PrefillQueueModel().predict(
+        work(100), BOTH, NOBODY, 0.0, 0.0, 0.0, ColocatedDecodes(0, lives((99.0, 1.0)), ONE_STEP)
+    )
     assert found == pytest.approx((0.05, 0.05 + 1.0 + 3 * 0.1, 0))  # half of a decode step, then three chunks
-    found = PrefillCourse().predict(work(100), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, lives((0.4, 1.0)), ONE_STEP))
+    found = PrefillQueueModel().predict(
+        work(100), BOTH, NOBODY, 0.0, 0.0, 0.0, ColocatedDecodes(0, lives((0.4, 1.0)), ONE_STEP)
+    )
     assert found == pytest.approx((0.05, 0.05 + 0.5 + 0.6, 0))  # a chunk, and then all of the rest
 
 
 def test_what_it_computed_before_decodes_beside_a_prompt() -> None:
     made = course(100)
     made.join("second", work(100), Decoding(0, 99.0, 1.0), STEP, 0.0)
-    found = made.predict(work(30), BOTH, NOBODY, 0.0, 0.0, 0.0, OwnDecodes(0, lives(), ONE_STEP))
+    found = made.predict(work(30), BOTH, NOBODY, 0.0, 0.0, 0.0, ColocatedDecodes(0, lives(), ONE_STEP))
     assert found == pytest.approx((2.0, 2.4, 0))
 
 
@@ -262,14 +270,14 @@ def test_what_is_left_behind_a_prompt_is_told() -> None:
 
 
 def test_steps_with_decoding_are_over_later() -> None:
-    made = PrefillCourse()
+    made = PrefillQueueModel()
     made.join("long", work(1000), None, CHUNK, 0.0)
     made.advance(BOTH, 0.0, 2.6, decode_s=0.1)
     assert made.num_tokens == 1000 - 5 * CHUNK
 
 
 def test_as_many_prompts_will_come_as_do_half_of_the_times() -> None:
-    made = PrefillCourse()
+    made = PrefillQueueModel()
     speed = BOTH._replace(model=PrefillModel(0.1, 0.01, 0.0))
     for number in range(12):
         assert number >= 10 or made.usual_work_s(speed, 99.0, float(number)) == 0  # little is known
@@ -281,15 +289,15 @@ def test_as_many_prompts_will_come_as_do_half_of_the_times() -> None:
 
 
 def test_prompts_that_usually_come_will_share_the_steps() -> None:
-    made = PrefillCourse()
+    made = PrefillQueueModel()
     for number in range(21):  # two short ones a second
         made.join(str(number), work(25), None, STEP, number / 2)
         made.computed(str(number), STEP, number / 2)
-    alone, last = PrefillCourse(), 10.0
+    alone, last = PrefillQueueModel(), 10.0
     assert predict(alone, work(400), now_s=last).ends_s == last + 4.0
     assert last + 6.0 <= predict(made, work(400), now_s=last).ends_s <= last + 8.0  # half of what it computes, at most
     assert predict(made, work(20), now_s=last).ends_s == last + 0.2  # who comes later comes later
-    few = PrefillCourse()
+    few = PrefillQueueModel()
     few.join("a", work(25), None, STEP, last - 1)
     few.computed("a", STEP, last)
     assert predict(few, work(400), now_s=last).ends_s == last + 4.0  # nothing is known of what will come
@@ -303,7 +311,7 @@ def test_prompts_that_usually_come_will_share_the_steps() -> None:
 def test_a_prediction_is_no_sooner_than_its_own_work(
     events: list[tuple[float, int, bool]], num_tokens: int, contention: float
 ) -> None:
-    made, now_s = PrefillCourse(), 0.0
+    made, now_s = PrefillQueueModel(), 0.0
     speed = SPEED._replace(contention=contention)
     for number, (pause_s, length, is_computed) in enumerate(events):
         now_s += pause_s

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
-from halfmoon.policy.forecast.prefill_queue_models import PrefillCourses
+from halfmoon.policy.forecast.prefill_queue_models import PrefillQueueModels
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.placement.place import Placement
 from halfmoon.policy.view.cluster_view import ClusterView, WorkerView
@@ -25,7 +25,7 @@ def at(view: ClusterView, prefill: WorkerView, decode: WorkerView, num_tokens: i
     return Placement(prefill, decode, ttft_s=work_s, tbt_s=0.01, work_s=work_s)
 
 
-def refined(courses: PrefillCourses, view: ClusterView, placement: Placement, now_s: float) -> tuple[float, float]:
+def refined(courses: PrefillQueueModels, view: ClusterView, placement: Placement, now_s: float) -> tuple[float, float]:
     found = courses.refined(view, placement, 100, 0, now_s)
     return pytest.approx(found.queue_s), pytest.approx(found.prefill_s)  # type: ignore[return-value]
 
@@ -33,7 +33,7 @@ def refined(courses: PrefillCourses, view: ClusterView, placement: Placement, no
 def test_who_decodes_beside_a_worker_slows_it_down() -> None:
     for decode, num_output, expected in ((D, 1000, (0.0, 2.0)), (D, 50, (0.0, 1.25)), (ELSEWHERE, 1000, (0.0, 1.0))):
         forecast, view = DecodeForecast(), ClusterView()
-        courses, placement = PrefillCourses(forecast), at(view, P, decode)
+        courses, placement = PrefillQueueModels(forecast), at(view, P, decode)
         row = view.row(decode.worker_id)
         assert row is not None
         forecast.join("r", row, 0.0, num_output * 0.01, 100, num_output)
@@ -41,7 +41,7 @@ def test_who_decodes_beside_a_worker_slows_it_down() -> None:
 
 
 def test_the_queue_is_that_of_its_steps_until_tokens_are_there() -> None:
-    view, courses = ClusterView(), PrefillCourses(DecodeForecast())
+    view, courses = ClusterView(), PrefillQueueModels(DecodeForecast())
     placement = at(view, replace(P, contention=0.0), D)
     courses.join("long", view, placement, 250, 10, 0, 0.0)
     assert refined(courses, view, placement, 0.5) == (0.5, 2.5)  # shares two steps
@@ -53,14 +53,14 @@ def test_the_queue_is_that_of_its_steps_until_tokens_are_there() -> None:
 
 
 def test_what_is_computed_there_is_decoded_beside_it() -> None:
-    view, courses = ClusterView(), PrefillCourses(DecodeForecast())
+    view, courses = ClusterView(), PrefillQueueModels(DecodeForecast())
     placement = at(view, P, D)
     courses.join("first", view, placement, 100, 1000, 0, 0.0)
     assert refined(courses, view, placement, 0.0) == (1.0, 2.0)
 
 
 def test_steps_in_the_past_were_beside_whoever_was_busy() -> None:
-    view, courses = ClusterView(), PrefillCourses(DecodeForecast())
+    view, courses = ClusterView(), PrefillQueueModels(DecodeForecast())
     placement = at(view, P, D)
     view.busy.begin("d", "r", 0.0)
     courses.join("first", view, placement, 100, 0, 0, 0.0)
@@ -70,7 +70,7 @@ def test_steps_in_the_past_were_beside_whoever_was_busy() -> None:
 
 @pytest.mark.parametrize("known", [{"step_tokens": 0}, {"role": "both"}, {"prefill_model": PrefillModel()}])
 def test_a_worker_whose_steps_are_not_known_keeps_what_was_predicted(known: dict[str, object]) -> None:
-    view, courses = ClusterView(), PrefillCourses(DecodeForecast())
+    view, courses = ClusterView(), PrefillQueueModels(DecodeForecast())
     worker = replace(P, **known)  # type: ignore[arg-type]
     placement = at(view, worker, D)
     courses.join("first", view, placement, 100, 10, 0, 0.0)
@@ -91,18 +91,18 @@ def decoding_at(view: ClusterView, worker: WorkerView, until_s: float) -> Decode
 def test_a_worker_of_both_roles_computes_in_chunks_beside_its_decoding() -> None:
     view = ClusterView()
     placement = at(view, B, B)
-    courses = PrefillCourses(decoding_at(view, B, 99.0))
+    courses = PrefillQueueModels(decoding_at(view, B, 99.0))
     assert refined(courses, view, placement, 0.0) == (0.05, 1.2)
     courses.join("first", view, placement, 100, 1000, 0, 0.0)
     assert refined(courses, view, placement, 0.0) == (1.2, 1.2)  # its second step is the first one's, too
     courses.computed("first", 1.2)
     assert refined(courses, view, placement, 1.2) == (0.05, 1.2)
-    assert refined(PrefillCourses(DecodeForecast()), view, placement, 0.0) == (0.0, 1.0)
+    assert refined(PrefillQueueModels(DecodeForecast()), view, placement, 0.0) == (0.0, 1.0)
 
 
 def test_an_answer_comes_slower_where_prompts_are_computed_in_its_steps() -> None:
     view = ClusterView()
-    courses, placement = PrefillCourses(DecodeForecast()), at(view, B, B)
+    courses, placement = PrefillQueueModels(DecodeForecast()), at(view, B, B)
     assert courses.tbt_s(view, placement, 0.1, 10, 0.0) == 0.1
     for number in range(20):
         courses.join(str(number), view, placement, 50, 10, 0, float(number))
@@ -116,7 +116,7 @@ def test_an_answer_comes_slower_where_prompts_are_computed_in_its_steps() -> Non
 def test_an_answer_comes_slower_beside_who_computes_prompts() -> None:
     slowed = replace(D, step_contention=0.5)
     for decode, num_gaps, expected_s in ((D, 10, 0.1), (slowed, 1000, 0.125), (slowed, 10, 0.135)):
-        view, courses = ClusterView(), PrefillCourses(DecodeForecast())
+        view, courses = ClusterView(), PrefillQueueModels(DecodeForecast())
         placement = replace(at(view, P, decode), behind_s=0.25)
         for number in range(10):  # half of the time
             view.busy.begin("p", str(number), 2.0 * number)
@@ -124,11 +124,11 @@ def test_an_answer_comes_slower_beside_who_computes_prompts() -> None:
         found_s = courses.tbt_s(view, placement, 0.1, num_gaps, 20.0)
         assert found_s == pytest.approx(expected_s, rel=0.02)
     elsewhere = replace(ELSEWHERE, step_contention=0.5)
-    assert PrefillCourses(DecodeForecast()).tbt_s(view, at(view, P, elsewhere), 0.1, 10, 20.0) == 0.1
+    assert PrefillQueueModels(DecodeForecast()).tbt_s(view, at(view, P, elsewhere), 0.1, 10, 20.0) == 0.1
 
 
 def test_what_others_sent_there_is_ahead() -> None:
-    view, courses = ClusterView(), PrefillCourses(DecodeForecast())
+    view, courses = ClusterView(), PrefillQueueModels(DecodeForecast())
     placement = at(view, replace(P, prefill_free_s=5.0), D)
     assert refined(courses, view, placement, 0.0) == (5.0, 1.0)
     row = view.row("p")
@@ -139,7 +139,7 @@ def test_what_others_sent_there_is_ahead() -> None:
 
 
 def test_what_caches_have_of_its_own_prompts_is_not_the_work_of_others() -> None:
-    view, courses = ClusterView(), PrefillCourses(DecodeForecast())
+    view, courses = ClusterView(), PrefillQueueModels(DecodeForecast())
     placement = at(view, replace(P, contention=0.0, prefill_free_s=10.0), D)  # says that 1,000 tokens wait
     courses.join("own", view, replace(placement, cached_tokens=900), 1000, 10, 0, 0.0)
     assert refined(courses, view, placement, 0.0) == (1.0, 1.0)

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.forecast.prefill_step import Chunk, Prompt, by_rank, form_step, work_s
+from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, by_rank, form_step, work_s
 from halfmoon.policy.models.latency import PrefillModel
 
 STEP = 100
@@ -36,7 +36,7 @@ def test_who_waits_for_what_is_restored_is_not_in_it() -> None:
 
 
 def test_its_time_is_that_of_its_tokens_and_of_those_before_them() -> None:
-    step = [Chunk(prompt(0, 50, known_tokens=100), 50), Chunk(prompt(1, 90), 10)]
+    step = [PredictedChunk(prompt(0, 50, known_tokens=100), 50), PredictedChunk(prompt(1, 90), 10)]
     assert work_s(step, PrefillModel(0.5, 0.01, 0.001)) == 0.5 + 0.01 * 60 + 0.001 * (50 * 125 + 10 * 5)
     assert work_s([], PrefillModel(0.5, 0.01, 0.001)) == 0.0
 

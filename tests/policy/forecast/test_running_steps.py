@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.admission.admission_controller import Gatekeeper
+from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import QosClass
 from halfmoon.policy.forecast.prefill_queue_model import Prefill
 from halfmoon.policy.forecast.request_forecast import RequestForecast
@@ -19,7 +19,7 @@ from halfmoon.policy.view.cluster_view import ClusterView
 from tests.policy.test_unread import NOW_S, D, P, Scene, scenes
 
 
-def forecast_of(gate: Gatekeeper) -> RequestForecast:
+def forecast_of(gate: AdmissionController) -> RequestForecast:
     return gate._forecast
 
 
@@ -38,7 +38,7 @@ def test_no_prompt_is_computed_before_the_step_under_way_and_its_own_work(
 
 def test_steps_are_read_again_where_they_changed() -> None:
     view = ClusterView((P, replace(P, worker_id="idle", prefill_free_s=NOW_S + 100), D))
-    gate = Gatekeeper("predicted", PlacementRules(), random.Random(0))
+    gate = AdmissionController("predicted", PlacementRules(), random.Random(0))
     forecast, free = forecast_of(gate), QosClass("free")
     assert forecast.steps_left_s(view, NOW_S).tolist() == [0.0, 0.0, 0.0]
     for name, num_tokens in (("first", 100), ("second", 200)):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import Unavailable
-from halfmoon.policy.admission.feedback import Targets
+from halfmoon.policy.admission.feedback import AdmissionTargets
 from halfmoon.policy.forecast.decode_forecast import DecodeLoads
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.placement.place import (
@@ -286,7 +286,7 @@ def test_decode_workers_share_the_load_though_one_is_believed_quicker(factor: fl
 def test_a_decode_worker_that_meets_the_target_goes_first() -> None:
     tbt_s = STEP.seconds(1, 100)
     for seed in range(20):
-        request = PlacementRequest(100, 50, targets=Targets(None, 1.05 * tbt_s))
+        request = PlacementRequest(100, 50, targets=AdmissionTargets(None, 1.05 * tbt_s))
         placement = place(ClusterView((Q0, E0, slower(E1, 1.12))), request, PlacementRules(), 0.0, random.Random(seed))
         assert placement.decode.worker_id == "e0"
 
@@ -305,7 +305,7 @@ def test_a_prefix_counts_more_than_a_light_load() -> None:
         assert both_shares(busy, other, depths=depths(2, 0)) == {"c0": 200}
 
 
-def targeted(*workers: WorkerView, targets: Targets) -> str:
+def targeted(*workers: WorkerView, targets: AdmissionTargets) -> str:
     request = PlacementRequest(100, 50, targets=targets)
     return place(ClusterView(workers), request, PlacementRules(), 0.0, random.Random(0)).prefill.worker_id
 
@@ -314,10 +314,10 @@ def test_who_would_miss_a_target_goes_behind_who_meets_both() -> None:
     crowded = replace(C0, num_running=50, context_in_use_tokens=5000)
     later = replace(C1, prefill_free_s=0.1)
     ttft_s, tbt_s = 0.1 + PREFILL.seconds(100), STEP.seconds(1, 100)
-    assert targeted(crowded, later, targets=Targets(None, None)) == "c0"
-    assert targeted(crowded, later, targets=Targets(2 * ttft_s, 2 * tbt_s)) == "c1"
-    assert targeted(crowded, later, targets=Targets(ttft_s - 0.05, 2 * tbt_s)) == "c0"  # nobody meets both
-    assert targeted(crowded, later, Q0, E0, targets=Targets(ttft_s - 0.05, 2 * tbt_s)) == "q0"
+    assert targeted(crowded, later, targets=AdmissionTargets(None, None)) == "c0"
+    assert targeted(crowded, later, targets=AdmissionTargets(2 * ttft_s, 2 * tbt_s)) == "c1"
+    assert targeted(crowded, later, targets=AdmissionTargets(ttft_s - 0.05, 2 * tbt_s)) == "c0"  # nobody meets both
+    assert targeted(crowded, later, Q0, E0, targets=AdmissionTargets(ttft_s - 0.05, 2 * tbt_s)) == "q0"
 
 
 def test_least_loaded_asks_no_predictions_of_those_that_do_both() -> None:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.kv.frame import KVRange
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.receiver import Effect, Reserve, Write, WriteFromDevice
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer

@@ -9,7 +9,7 @@ import pytest
 
 from halfmoon.errors import DeadlineExceeded, Unavailable
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES, KVRange
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.rpc.transfer import TransferSender, transfer_to
 from halfmoon.rpc.transport.link import LinkSettings
 from tests.rpc.transport.conftest import Ends, ends, raising, until

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.kv.frame import KVRange
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.rpc.transfer import transfer_to
 from halfmoon.rpc.transport.limiter import LinkLimiter
 from halfmoon.rpc.transport.link import LinkSettings

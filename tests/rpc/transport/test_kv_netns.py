@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from tests.rpc.transport.conftest import ends
 
 ROOT = Path(__file__).parents[3]
@@ -24,7 +24,7 @@ NUM_LAYERS = 8  # of 1 MiB
 SENDER = """
 import asyncio, json, sys
 from halfmoon.kv.frame import KVRange
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.transfer import transfer_to
 from halfmoon.rpc.transport.link import KVLink

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from halfmoon.kv.keys import block_keys, root_key
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, StepTiming, WorkerLoad
 from halfmoon.policy.admission.classes import ClassTable, MatchRule, QosClass
 from halfmoon.policy.models.latency import PrefillSample

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.policy.placement.place import ContextLengthExceeded
-from services.gateway.openai.endpoint_bodies import intake_of, read_body
+from services.gateway.openai.endpoint_bodies import generation_request_of, read_body
 from services.gateway.openai.prompt_size import refuse_hopeless
 from services.gateway.openai.served_model import ServedModel
 from tests.services.gateway.fakes import MODEL, PATIENCE_S, ByteTokenizer, running_fleet, served_model
@@ -25,7 +25,7 @@ CONTEXT_TOKENS = 10_000
 
 
 def take_in(endpoint: str, raw: bytes, model: ServedModel, context_tokens: int) -> None:
-    intake_of(read_body(endpoint, raw, model, context_tokens), model, context_tokens)
+    generation_request_of(read_body(endpoint, raw, model, context_tokens), model, context_tokens)
 
 
 class CountingTokenizer(ByteTokenizer):

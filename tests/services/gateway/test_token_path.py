@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.pb.types_pb2 import LENGTH, NOT_FINISHED, Token
 from services.gateway.cluster.token_streams import Event, TokenArrived, WorkerLost
-from services.gateway.replies.chat_format import ChatShape
-from services.gateway.replies.completion_format import CompletionShape
+from services.gateway.replies.chat_format import ChatFormat
+from services.gateway.replies.completion_format import CompletionFormat
 from services.gateway.replies.event_body import ClientGone, EventBody, sse
-from services.gateway.replies.reply_format import Shape, Usage, Wanted
+from services.gateway.replies.reply_format import ReplyFormat, ReplyOptions, Usage
 from services.gateway.replies.text_events import TextEvents
 from services.gateway.replies.text_stream import TextPiece
 from services.gateway.routing.token_flow import TokenFlow
@@ -30,15 +30,15 @@ MIB = 1 << 20
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
-def shape_of(kind: type[ChatShape] | type[CompletionShape], wanted: Wanted, model: str = "m") -> Shape:
+def shape_of(kind: type[ChatFormat] | type[CompletionFormat], wanted: ReplyOptions, model: str = "m") -> ReplyFormat:
     return kind("id", model, 7, ByteTokenizer(), wanted, [])
 
 
-@pytest.mark.parametrize("kind", [ChatShape, CompletionShape])
+@pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
 @pytest.mark.parametrize("usage", ["none", "last"])
 @given(text=st.text(min_size=1), index=st.integers(0, 3), model=st.text())
 def test_a_prepared_event_is_the_event(kind: Any, usage: Any, text: str, index: int, model: str) -> None:
-    shape = shape_of(kind, Wanted(usage=usage), model)
+    shape = shape_of(kind, ReplyOptions(usage=usage), model)
     assert shape.repeats
     events = TextEvents(shape)
     for one in (text, text[::-1]):
@@ -46,9 +46,11 @@ def test_a_prepared_event_is_the_event(kind: Any, usage: Any, text: str, index: 
         assert events.of(index, one) == sse(shape.frame(chunk, lambda: Usage(1, 2, 3)))
 
 
-@pytest.mark.parametrize("wanted", [Wanted(logprobs=True), Wanted(token_ids=True), Wanted(usage="running")])
-@pytest.mark.parametrize("kind", [ChatShape, CompletionShape])
-def test_what_changes_is_not_prepared(kind: Any, wanted: Wanted) -> None:
+@pytest.mark.parametrize(
+    "wanted", [ReplyOptions(logprobs=True), ReplyOptions(token_ids=True), ReplyOptions(usage="running")]
+)
+@pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
+def test_what_changes_is_not_prepared(kind: Any, wanted: ReplyOptions) -> None:
     assert not shape_of(kind, wanted).repeats
 
 

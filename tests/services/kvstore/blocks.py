@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from halfmoon.kv.frame import KVRange
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from services.kvstore.catalog.block_identity import BlockMeta, block_id, key_of
 from services.kvstore.pool import Pool
 

@@ -25,7 +25,7 @@ from halfmoon.errors import (
 )
 from halfmoon.kv.codec import Codec, encode
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES, Frame, FrameKind, KVRange, decode_frame, encode_frame, plan_frames
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.negotiation import encode_open
 from halfmoon.kv.receiver import Coverage
 from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc, types_pb2
@@ -38,8 +38,8 @@ from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.metrics import KVStoreMetrics
 from services.kvstore.movement.incoming import Arrivals
 from services.kvstore.movement.replication import Replicator
-from services.kvstore.movement.shared_memory_get import Lender
-from services.kvstore.movement.shared_memory_put import Taker
+from services.kvstore.movement.shared_memory_get import SharedMemoryGet
+from services.kvstore.movement.shared_memory_put import SharedMemoryPut
 from services.kvstore.pool import Pool
 from services.kvstore.servicer import KVStoreServicer
 
@@ -111,7 +111,9 @@ class Store:
 async def served(budget_bytes: int = 64 << 20, lease_s: float = 30) -> AsyncIterator[Store]:
     pool = Pool(memoryview(bytearray(budget_bytes)))
     metrics, arrivals = KVStoreMetrics(pool), Arrivals(pool)
-    control = KVStoreServicer(pool, Lender(pool, lease_s, None), Taker(pool, arrivals), Replicator(pool))
+    control = KVStoreServicer(
+        pool, SharedMemoryGet(pool, lease_s, None), SharedMemoryPut(pool, arrivals), Replicator(pool)
+    )
     intake = KVIntake()
     services = (
         lambda server: kvstore_pb2_grpc.add_KVStoreServicer_to_server(control, server),

@@ -8,7 +8,7 @@ import pytest
 
 from halfmoon.errors import Incompatible, NoCapacity, NotFound
 from halfmoon.kv.entry_codec import EntryCodec
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.catalog.entry import Tier
 from services.kvstore.catalog.events import BlockEvent, Snapshot

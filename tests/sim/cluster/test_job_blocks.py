@@ -6,22 +6,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.job_blocks import JobPages
+from halfmoon.sim.cluster.job_blocks import JobBlocks
 from halfmoon.sim.cluster.kv_memory import KvMemory
 
 PAGE, UNIT_PAGES, NUM_PAGES = 16, 2, 24
 
 
-def memory() -> tuple[KvMemory, JobPages]:
+def memory() -> tuple[KvMemory, JobBlocks]:
     kv = KvMemory(NUM_PAGES, UNIT_PAGES, is_cache=True)
-    return kv, JobPages(kv, PAGE)
+    return kv, JobBlocks(kv, PAGE)
 
 
 def job(prompt: int, *units: int, index: int = 0) -> Job:
     return Job(index, 0.0, prompt, 9, list(units))
 
 
-def computed(pages: JobPages, one: Job) -> Job:
+def computed(pages: JobBlocks, one: Job) -> Job:
     assert pages.admit(one)
     pages.make_known(one, one.target)
     return one

@@ -8,7 +8,7 @@ import pytest
 from halfmoon.sim.cluster.idle_workers import idle_workers
 from halfmoon.sim.cluster.load_reports import LoadReports
 from halfmoon.sim.event_queue import EventQueue
-from halfmoon.sim.routers.policy_router import SimGateway
+from halfmoon.sim.routers.policy_router import PolicyRouter
 from halfmoon.sim.simulation import simulate
 from tests.sim.small_clusters import group, pair, work
 
@@ -19,7 +19,7 @@ def test_the_next_report_is_after_now(now_s: float) -> None:
     spec = pair(report_s=0.1)
     events, workers = EventQueue(), idle_workers(spec, spec.block_tokens, keeps_times=False)
     events.now_s = float(now_s)
-    LoadReports(events, spec.report_s, SimGateway(spec, workers, None, 1, 0)).note(workers[0])
+    LoadReports(events, spec.report_s, PolicyRouter(spec, workers, None, 1, 0)).note(workers[0])
     assert now_s < events.pending[0][0] <= now_s + 0.1 + 1e-9
 
 

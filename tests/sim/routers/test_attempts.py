@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from halfmoon.policy.wait_limits import MAY_RETURN_S, Patience
+from halfmoon.policy.wait_limits import MAY_RETURN_S, WaitLimits
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Failure
 from halfmoon.sim.result import OUTCOMES, SimResult
 from halfmoon.sim.simulation import simulate
@@ -24,7 +24,7 @@ def test_a_new_request_waits_a_moment_for_a_worker_that_was_there_a_moment_ago()
     arrivals_s = (1.5, back_s - 2.0, 20.0)
     found = simulate(spec, work(*((at_s, 100, 1) for at_s in arrivals_s)))
     assert outcomes(found) == ["failed", "completed", "completed"]
-    assert found.end_s[0] == pytest.approx(1.5 + Patience().return_s)
+    assert found.end_s[0] == pytest.approx(1.5 + WaitLimits().return_s)
     assert found.ttft_s[1] == pytest.approx(2.0 + 0.1)
     never = replace(spec, failures=(Failure(0, 1.0),))
     found = simulate(never, work((1.0 + MAY_RETURN_S + 1.0, 100, 1)))
@@ -39,7 +39,7 @@ def test_a_request_that_lost_its_worker_waits_longer_for_another() -> None:
     gone = replace(spec, failures=(Failure(0, 1.0, 100.0),))
     found = simulate(gone, work((0.95, 100, 3)))
     assert outcomes(found) == ["failed"]
-    assert found.end_s[0] == pytest.approx(1.0 + 0.1 + Patience().failover_s)
+    assert found.end_s[0] == pytest.approx(1.0 + 0.1 + WaitLimits().failover_s)
 
 
 def test_a_full_decode_worker_says_when_to_ask_again() -> None:

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Network, Targets
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Network, SloTargets
 from halfmoon.sim.cluster.contention import Contention
 from halfmoon.sim.cluster.idle_workers import idle_workers
-from halfmoon.sim.routers.policy_router import SimGateway
+from halfmoon.sim.routers.policy_router import PolicyRouter
 from halfmoon.sim.simulation import simulate
-from tests.sim.cluster.test_contention import beside
+from tests.sim.cluster.test_shared_cores import beside
 from tests.sim.small_clusters import FAST, group, pair, work
 
 SLOWED = Contention(
@@ -20,7 +20,7 @@ SLOWED = Contention(
 
 
 def predicted(spec: ClusterSpec, ttft_s: float | None = None, tpot_s: float | None = None) -> ClusterSpec:
-    return replace(spec, admission="predicted", targets=Targets(ttft_s, tpot_s))
+    return replace(spec, admission="predicted", targets=SloTargets(ttft_s, tpot_s))
 
 
 def test_a_figure_is_the_mean_of_those_beside() -> None:
@@ -34,13 +34,13 @@ def test_workers_of_a_node_are_on_one_host_and_those_of_others_are_not() -> None
     """Two nodes of a prefill and a decode worker each, and a prefill worker that has its own."""
     shared = [group(role, first_node=node) for node in (0, 1) for role in ("prefill", "decode")]
     spec = ClusterSpec((*shared, group("prefill", first_node=2)), FAST, contention=SLOWED)
-    gateway = SimGateway(spec, idle_workers(spec, spec.block_tokens, keeps_times=False), None, 1, 0)
+    gateway = PolicyRouter(spec, idle_workers(spec, spec.block_tokens, keeps_times=False), None, 1, 0)
     views = {one.worker_id: one for one in gateway.view.workers}
     assert views["prefill-0"].host == views["decode-1"].host != views["prefill-2"].host == views["decode-3"].host
     assert [views[f"prefill-{number}"].contention for number in (0, 2, 4)] == pytest.approx([0.5, 0.5, 0.0])
     assert views["decode-1"].step_contention == pytest.approx(3.0)
     apart = replace(spec, contention=Contention())
-    plain = SimGateway(apart, idle_workers(apart, apart.block_tokens, keeps_times=False), None, 1, 0).view.workers
+    plain = PolicyRouter(apart, idle_workers(apart, apart.block_tokens, keeps_times=False), None, 1, 0).view.workers
     assert all(one.contention == one.step_contention == 0 for one in plain)
     assert len({one.host for one in plain}) == 5
 
@@ -76,7 +76,7 @@ def test_what_requests_take_beside_their_work_is_learned_from_the_first_three() 
     found = simulate(spec, work(*((float(number), 100, 2) for number in range(6))))
     assert found.outcome.tolist() == [0, 0, 0, 1, 1, 1]
     roomy = simulate(
-        replace(spec, targets=Targets(ttft_s=0.17)), work(*((float(number), 100, 2) for number in range(6)))
+        replace(spec, targets=SloTargets(ttft_s=0.17)), work(*((float(number), 100, 2) for number in range(6)))
     )
     assert roomy.is_completed.all()
 
@@ -90,4 +90,4 @@ def test_what_a_handover_takes_is_learned_where_there_are_overheads() -> None:
     for with_gaps in (True, False):
         found = simulate(spec, rows, with_gaps=with_gaps)
         assert found.outcome.tolist() == [0, 0, 0, 1, 1, 1]
-    assert simulate(replace(spec, targets=Targets(tpot_s=0.03)), rows).is_completed.all()
+    assert simulate(replace(spec, targets=SloTargets(tpot_s=0.03)), rows).is_completed.all()

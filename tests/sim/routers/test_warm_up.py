@@ -8,28 +8,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Targets, WorkerGroup
+from halfmoon.sim.cluster.cluster_spec import ClusterSpec, SloTargets, WorkerGroup
 from halfmoon.sim.cluster.contention import Contention
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.result import SimResult
-from halfmoon.sim.routers.router_of import PoliciesAsked
+from halfmoon.sim.routers.choose_router import PoliciesAsked
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.slo_tracker import Misses
+from halfmoon.sim.slo_tracker import SloTracker
 from halfmoon.sim.workloads.drawn_workload import synthetic_workload
 from halfmoon.sim.workloads.lengths import named_lengths
 
 MODEL = DistServeCoefficients("opt-13b").model("a100-80g", 1, 1)
 NUM, NUM_PASSES = 150, 8
 PASSES = synthetic_workload(named_lengths("chat"), NUM, 8.0, seed=0, most_tokens=2048).repeated(2 * NUM_PASSES)
-TARGETS = Targets(0.3, 0.1)
+TARGETS = SloTargets(0.3, 0.1)
 APART = ClusterSpec((WorkerGroup("prefill", 2, MODEL), WorkerGroup("decode", 3, MODEL)))
 BOTH = ClusterSpec((WorkerGroup("both", 4, MODEL),))
 SLOWED = replace(BOTH, contention=Contention(1.1, 1.1, 1.1, 1.1), request_s=0.01, answer_s=0.01)
 
 
-def run(spec: ClusterSpec, policies: PoliciesAsked, most: int = NUM) -> tuple[Misses, SimResult]:
+def run(spec: ClusterSpec, policies: PoliciesAsked, most: int = NUM) -> tuple[SloTracker, SimResult]:
     is_warm = policies == "once full"
-    misses = Misses(TARGETS, "joint", most, NUM_PASSES, NUM, 0.05 * NUM, 0.0, is_filled_first=is_warm)
+    misses = SloTracker(TARGETS, "joint", most, NUM_PASSES, NUM, 0.05 * NUM, 0.0, is_filled_first=is_warm)
     return misses, simulate(spec, PASSES, misses=misses, policies=policies)
 
 
@@ -72,6 +72,6 @@ def test_what_the_lightest_choice_does_not_fill_is_left_to_policies() -> None:
 
 def test_where_nobody_is_left_between_passes_one_that_counts_is_enough() -> None:
     slowly = replace(PASSES, start_s=100 * PASSES.start_s)
-    misses = Misses(TARGETS, "joint", NUM, NUM_PASSES, NUM, 0.05 * NUM, 0.0, is_filled_first=True)
+    misses = SloTracker(TARGETS, "joint", NUM, NUM_PASSES, NUM, 0.05 * NUM, 0.0, is_filled_first=True)
     simulate(BOTH, slowly, misses=misses, policies="once full")
     assert (misses.first_pass, misses.steady_pass) == (1, 1)

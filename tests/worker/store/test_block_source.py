@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from halfmoon.errors import Incompatible
 from halfmoon.kv.frame import KVRange
-from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.rpc.kvstore_client import KVStoreClient, Lent
 from halfmoon.worker.store.block_source import BlockSource
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from halfmoon.policy.models.latency import PrefillModel
-from halfmoon.worker.store.restore_progress import RestoreCourse
+from halfmoon.worker.store.restore_progress import RestoreProgress
 
 BLOCK_TOKENS, CHUNK_TOKENS = 64, 512
 CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
@@ -21,7 +21,7 @@ class Simulated:
 
     def __init__(
         self,
-        course: RestoreCourse,
+        course: RestoreProgress,
         compute_s: float,
         load_s: float,
         dead_after_s: float,
@@ -88,9 +88,9 @@ class Simulated:
         return next(others, self.course.num_blocks)
 
 
-def course_of(num_blocks: int, compute_s: float, load_s: float) -> RestoreCourse:
+def course_of(num_blocks: int, compute_s: float, load_s: float) -> RestoreProgress:
     """Expects these seconds a block."""
-    course = RestoreCourse(num_blocks, BLOCK_TOKENS, CHUNK_TOKENS, PrefillModel(0, compute_s / BLOCK_TOKENS), load_s)
+    course = RestoreProgress(num_blocks, BLOCK_TOKENS, CHUNK_TOKENS, PrefillModel(0, compute_s / BLOCK_TOKENS), load_s)
     course.begin(0, course.costs(0, load_s, 0.0))
     return course
 
@@ -151,17 +151,17 @@ def test_little_is_asked_for_before_the_link_is_known() -> None:
 def test_what_a_step_costs_is_counted() -> None:
     """Half of two blocks: the time of a step more is more than what loading the other half saves."""
     model = PrefillModel(0.05, 0.001, 0.0)
-    both = RestoreCourse(40, BLOCK_TOKENS, CHUNK_TOKENS, model, 0.06)
+    both = RestoreProgress(40, BLOCK_TOKENS, CHUNK_TOKENS, model, 0.06)
     assert both.begin(0, both.costs(0, 0.06, 0.0)).method == "both"
-    short = RestoreCourse(2, BLOCK_TOKENS, CHUNK_TOKENS, model, 0.06)
+    short = RestoreProgress(2, BLOCK_TOKENS, CHUNK_TOKENS, model, 0.06)
     assert short.begin(0, short.costs(0, 0.09, 0.0)).method != "both"
-    course = RestoreCourse(40, BLOCK_TOKENS, 128, PrefillModel(0.1, 0.0005, 0.0), 0.2, step_tokens=2048)
+    course = RestoreProgress(40, BLOCK_TOKENS, 128, PrefillModel(0.1, 0.0005, 0.0), 0.2, step_tokens=2048)
     assert course.begin(0, course.costs(0, 0.2, 0.0)).method == "compute", "in large steps it is quick"
 
 
 def test_a_single_method_is_preferred_where_both_save_little() -> None:
     plans = []
     for compute_s, load_s in ((0.1, 0.001), (0.001, 0.1), (0.1, 0.1)):
-        course = RestoreCourse(20, BLOCK_TOKENS, CHUNK_TOKENS, PrefillModel(0, compute_s / BLOCK_TOKENS), load_s)
+        course = RestoreProgress(20, BLOCK_TOKENS, CHUNK_TOKENS, PrefillModel(0, compute_s / BLOCK_TOKENS), load_s)
         plans.append(course.begin(4, course.costs(0, load_s, 0.0)).method)
     assert plans == ["load", "compute", "both"]

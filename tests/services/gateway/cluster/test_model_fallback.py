@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from services.gateway.cluster.model_fallback import Kinship
+from services.gateway.cluster.model_fallback import ModelFallback
 
 
 def test_its_own_once_enough_was_measured_lately() -> None:
-    kin = Kinship[str]()
+    kin = ModelFallback[str]()
     assert kin.believed("a", "gpu", "own", 0.0) == "own"  # nobody knows better
     kin.note("b", "gpu", "fast", 8, 0.0)
     kin.note("c", "cpu", "slow", 8, 0.0)
@@ -23,7 +23,7 @@ def test_its_own_once_enough_was_measured_lately() -> None:
 
 
 def test_the_first_measurement_of_a_kind_counts_for_all_of_it() -> None:
-    kin = Kinship[str]()
+    kin = ModelFallback[str]()
     kin.note("a", "gpu", "first", 1, 0.0)
     assert kin.believed("b", "gpu", "own", 0.0) == "first"
     kin.note("a", "gpu", "settled", 7, 1.0)

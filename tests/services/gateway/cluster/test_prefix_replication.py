@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from halfmoon.errors import NoCapacity
 from halfmoon.kv.keys import block_keys, root_key
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb.gateway_pb2 import BlockEvents
 from halfmoon.pb.kvstore_pb2 import ReplicateRequest, ReplicateResponse
 from halfmoon.pb.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server

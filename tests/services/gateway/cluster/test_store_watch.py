@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from halfmoon.kv.keys import block_keys, root_key
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, LinkSpeed, WorkerLoad
 from halfmoon.pb.kvstore_pb2 import BlockEvent, BlockPlace, WatchRequest, WatchResponse
 from halfmoon.pb.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server

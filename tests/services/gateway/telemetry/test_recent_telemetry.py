@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.pb.prefill_pb2 import Phase
-from halfmoon.policy.admission.feedback import Targets
+from halfmoon.policy.admission.feedback import AdmissionTargets
 from services.gateway.telemetry.decisions import Decision, Decisions
 from services.gateway.telemetry.hot_prefixes import HotPrefixes
-from services.gateway.telemetry.recently_left import Departures
+from services.gateway.telemetry.recently_left import RecentlyLeft
 from services.gateway.telemetry.time_series import BUCKET_S, Ended, Sample, Series
 from services.gateway.telemetry.timeline import timeline
 
@@ -68,7 +68,7 @@ def test_refusals_by_reason() -> None:
     assert shown["ttft_s"]["p50"] == [None]
 
 
-NO_TARGETS = Targets(None, None)
+NO_TARGETS = AdmissionTargets(None, None)
 
 
 def decision(request_id: str) -> Decision:
@@ -96,7 +96,7 @@ def test_hot_prefixes_are_ranked_by_tokens_saved() -> None:
 
 
 def test_who_left_is_shown_until_it_is_back() -> None:
-    departures = Departures()
+    departures = RecentlyLeft()
     departures.note({"a": "prefill", "b": "decode"}, 0.0)
     departures.note({"a": "prefill"}, 1.0)
     assert departures.shown(4.0) == [{"worker_id": "b", "role": "decode", "left_s_ago": 3.0}]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.kv.layout import KVLayout
+from halfmoon.kv.kv_layout import KVLayout
 from services.kvstore.catalog.block_identity import BlockMeta, block_id
 from services.kvstore.catalog.catalog import Catalog
 from services.kvstore.catalog.entry import Tier

@@ -13,7 +13,7 @@ import pytest
 
 from halfmoon.errors import InvalidRequest, NoCapacity
 from halfmoon.kv.entry_codec import EntryCodec
-from halfmoon.kv.layout import KVBytes, KVLayout
+from halfmoon.kv.kv_layout import KVBytes, KVLayout
 from halfmoon.pb import kvstore_pb2_grpc
 from halfmoon.rpc.chain import Chain
 from halfmoon.rpc.kvstore_client import KVStoreClient
@@ -25,8 +25,8 @@ from services.kvstore.catalog.entry import Tier
 from services.kvstore.metrics import KVStoreMetrics
 from services.kvstore.movement.incoming import Arrivals
 from services.kvstore.movement.replication import MAX_WAITING, Replicator
-from services.kvstore.movement.shared_memory_get import Lender
-from services.kvstore.movement.shared_memory_put import Taker
+from services.kvstore.movement.shared_memory_get import SharedMemoryGet
+from services.kvstore.movement.shared_memory_put import SharedMemoryPut
 from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool
 from services.kvstore.servicer import KVStoreServicer
@@ -59,7 +59,7 @@ async def store(disk: DiskTier | None = None, copying: bool = True, codec: str =
     options = PoolOptions(sweep_s=3600, drain_s=0, replica_cool_s=60, dram_codec=EntryCodec.parse(codec))
     pool = Pool(memoryview(bytearray(16 * LAYOUT.block_bytes)), options, disk, now_s=clock)
     replicator, arrivals = Replicator(pool), Arrivals(pool)
-    control = KVStoreServicer(pool, Lender(pool, 30, None), Taker(pool, arrivals), replicator)
+    control = KVStoreServicer(pool, SharedMemoryGet(pool, 30, None), SharedMemoryPut(pool, arrivals), replicator)
     services = (
         lambda server: kvstore_pb2_grpc.add_KVStoreServicer_to_server(control, server),
         KVBytesServicer(pool, arrivals, intake, 30).registration(),

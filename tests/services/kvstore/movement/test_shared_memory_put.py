@@ -16,7 +16,7 @@ from halfmoon.rpc.transport.memfd import SharedSegment, host_id
 from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.movement import shared_memory_put as taking
 from services.kvstore.movement.incoming import Arrivals, Run, run_metas
-from services.kvstore.movement.shared_memory_put import Taker
+from services.kvstore.movement.shared_memory_put import SharedMemoryPut
 from services.kvstore.pool import Pool
 from tests.services.kvstore.blocks import LAYOUT, content, is_right, key, meta, put
 
@@ -50,7 +50,7 @@ async def test_rooms_are_nobody_elses_while_a_cancelled_copy_goes_on(monkeypatch
         return copied(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(taking, "_copied", held_up)
-    with closing(Taker(pool, Arrivals(pool))) as taker:
+    with closing(SharedMemoryPut(pool, Arrivals(pool))) as taker:
         async with offered() as request:
             call = asyncio.ensure_future(taker.take(request))
             await begun.wait()

@@ -22,7 +22,7 @@ class Around(NamedTuple):
 NOTHING_AROUND = Around()
 
 
-class TextBeginning:
+class PrefixTokenizer:
     """Owns the leading tokens of one text, and how far they reach."""
 
     def __init__(

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from halfmoon.errors import Incompatible
-from halfmoon.kv.layout import KVLayout, Shard
+from halfmoon.kv.kv_layout import KVLayout, Shard
 
 SMOLLM2 = KVLayout(30, 3, 64, "bfloat16", 64)
 
