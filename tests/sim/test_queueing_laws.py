@@ -190,7 +190,7 @@ from halfmoon.sim.simulation import simulate
 from halfmoon.sim.workloads.drawn_workload import synthetic_workload
 model = latency_source("roofline:llama-3-8b@h100").model(None, 1, 1)
 groups = WorkerGroup("prefill", 2, model), WorkerGroup("decode", 2, model)
-spec = ClusterSpec(groups, placement="random", admission="predicted", targets=Targets(0.3, 0.02))
+spec = ClusterSpec(groups, placement="random", admission="predicted", targets=SloTargets(0.3, 0.02))
 found = simulate(spec, synthetic_workload(named_lengths("chat"), 300, 60.0, seed=4), seed=9)
 columns = found.ttft_s, found.end_s, found.outcome
 print(hashlib.sha256(b"".join(np.ascontiguousarray(one).tobytes() for one in columns)).hexdigest())
