@@ -1,6 +1,6 @@
 """Every metric that the services have, out of their own registries.
 
-`python -m tests.deploy.metric_families` writes the table of docs/metrics.md anew.
+`python -m tests.deploy.metric_families` writes the table of docs/reference/metrics.md anew.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from services.kvstore.metrics import KVStoreMetrics
 from services.kvstore.pool import Pool
 from services.planner.metrics import PlannerMetrics
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 _RULE = "|---|---|---|---|\n"
 
 

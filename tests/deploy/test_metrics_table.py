@@ -1,4 +1,4 @@
-"""docs/metrics.md is one table of what the registries have: no more, no less, in the same words."""
+"""docs/reference/metrics.md is one table of what the registries have: no more, no less, in the same words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of parameters in the API reference, made from the schemas by running this module."""
+"""The parameters in docs/reference/api.md, from the schemas: `python -m services.gateway.openai.parameter_table`."""
 
 from __future__ import annotations
 

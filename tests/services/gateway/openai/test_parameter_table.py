@@ -1,4 +1,4 @@
-"""docs/api.md says of every parameter what the schemas do with it, and none of vLLM's server is unknown to them."""
+"""docs/reference/api.md has every parameter as the schemas treat it, and the schemas know every parameter of vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from services.gateway.openai.parameter_table import ENDPOINTS, parameter_table
 from services.gateway.openai.unsupported import REFUSED
 
-DOCUMENT = Path(__file__).parents[4] / "docs" / "api.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "reference" / "api.md"
 
 SAMPLING = """
     model frequency_penalty logit_bias logprobs max_tokens n presence_penalty response_format seed stop stream
