@@ -1,4 +1,4 @@
-"""The simulator against what others measured; the tables of docs/planner.md.
+"""The simulator against what others measured; the tables of docs/evaluation/.
 
     python -m benchmarks.planner distserve
     python -m benchmarks.planner roofline [--splitwise perf_model.csv]

@@ -1,4 +1,4 @@
-"""Which layouts the planner finds for DistServe's cases, beside the paper's; the table of docs/planner.md.
+"""Which layouts the planner finds for DistServe's cases, beside the paper's; the table of docs/evaluation/planner.md.
 
     python -m benchmarks.planner_search [--case NAME ...] [--requests N] [--jobs N] [--lengths FILE] [--halves]
 

@@ -87,7 +87,7 @@ def _cost(one: dict[str, Any]) -> str:
 def _fit(one: dict[str, Any]) -> str:
     errors = [(what, one[f"error_{what}"]) for what in ("prefill", "step")]
     known = [f"{what} {error:.1%}" for what, error in errors if error is not None]
-    return f"median fit error: {', '.join(known)}" if known else "fit error not known: docs/planner.md has comparisons"
+    return f"median fit error: {', '.join(known)}" if known else "fit error not known: docs/evaluation/ has comparisons"
 
 
 def _quantiles(found: dict[str, float | None]) -> str:

@@ -1,6 +1,6 @@
 """The hardware catalogue: what makers promise of each device, and about what it costs.
 
-docs/planner.md says what each figure was checked against, and how far rents differ.
+docs/reference/planner.md says what each figure was checked against, and how far rents differ.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Efficiency:
     """What of the data sheet a good engine gets, and what a step costs beside it.
 
     The defaults are of an engine that is bound by neither launches nor the host. Engines of 2023 and 2024 were, and
-    the more so the more devices shared a layer: docs/planner.md has the errors against what was measured of them.
+    the more so the more devices shared a layer: docs/evaluation/ has the errors against what was measured of them.
     """
 
     flops: float = 0.6  # of matrix products
@@ -31,7 +31,7 @@ class Efficiency:
     kv_memory: float = 0.9  # of the device's memory, for weights, activations and KV
     step_bytes: float = 2.0**30  # for activations and staging at least, as a worker keeps
     batch_tokens: int = 2048  # of the largest step, whose activations have to fit
-    error: FitError = _MODERN_ERROR  # median over the ten measured tables of docs/planner.md
+    error: FitError = _MODERN_ERROR  # median over the ten measured tables of docs/evaluation/simulator.md
 
 
 OF_2023 = Efficiency(all_reduce_s=100e-6, error=_ERROR_OF_2023)
