@@ -196,7 +196,7 @@ def _gpus(num_devices: list[int], device: str) -> list[tuple[dict[str, str], tup
 
 
 def _openmp_waiting(options: UpOptions) -> dict[str, str]:
-    """How OpenMP threads wait between two operations: docs/log.md has the measurements.
+    """How OpenMP threads wait between two operations: docs/log/up.md has the measurements.
 
     Alone on its cores a worker is a fifth faster when they spin for a moment; where several share cores, spinning
     takes them from each other.

@@ -92,7 +92,7 @@ WHO = ["client", "gateway, at the prefill worker", "gateway, at the decode worke
 
 
 async def check_ended(prefill: RunningWorker, decode: RunningWorker, call: asyncio.Task[Any]) -> None:
-    with pytest.raises((Cancelled, Unavailable, asyncio.CancelledError)):  # gRPC may lose a status: see docs/log.md
+    with pytest.raises((Cancelled, Unavailable, asyncio.CancelledError)):  # gRPC may lose a status: see docs/log/rpc.md
         await call
     in_flight = partial(decode.metrics.registry.get_sample_value, "halfmoon_rpc_in_flight", {"method": PUSH})
     await until(lambda: in_flight() == 0 and prefill.num_used_blocks + decode.num_used_blocks == 0)

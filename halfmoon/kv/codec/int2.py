@@ -1,7 +1,7 @@
 """INT2: four levels, in groups of 32 tokens of a channel for keys, of 64 rotated channels of a token for values.
 
 Coarse: for blocks that lie well before the end of their prompt (`EntryCodec.residual_tokens`). What makes it bearable,
-each of it measured (docs/log.md): the first token's keys are kept in bfloat16, for a prompt's first token draws much of
+each of it measured (docs/log/kv.md): the first token's keys stay bfloat16, for a prompt's first token draws much of
 all attention and stretches its groups; the levels leave a tenth of a group's extent out at each end; values are turned
 by a Hadamard matrix (QuaRot: Ashkboos et al., 2024), which leaves no channel of outliers, so that one group may be
 twice as large.

@@ -27,4 +27,4 @@ KV_CODECS: MappingProxyType[KvCodecName, KvCodec] = MappingProxyType(
         "int4": KvCodec("int4", 1 / 3.20, 0.86e9, 1.58e9, 4.8e-3),
     }
 )
-"""Measured on SmolLM2-135M by `benchmarks/codecs` (docs/log.md, "KV codecs"), on two cores of 2025."""
+"""Measured on SmolLM2-135M by `benchmarks/codecs` (docs/log/kv.md), on two cores of 2025."""
