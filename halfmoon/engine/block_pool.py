@@ -17,6 +17,9 @@ class BlockPool:
     sequence may lay a claim to free blocks after its last one; others take claimed blocks only when nothing else is
     left, so a claim costs nobody capacity.
 
+    Ids above the highest that was ever used or claimed are known to be free without a look at them: a pool of millions
+    of blocks costs what is used of it.
+
     The last `num_divisible` blocks are of two halves each: one of the block's own id, and a second one, whose id is
     no block's meanwhile. A used one can do with its own half (`halve`); two halves without a use make a free block.
     """
@@ -30,9 +33,12 @@ class BlockPool:
         self._claimed: NDArray[np.bool_] = np.zeros(num_ids, dtype=np.bool_)
         self._claim_ends: dict[int, int] = {}  # last block of a sequence -> end of the claim that follows it
         self._first_divisible = num_blocks - num_divisible
-        self._seconds: NDArray[np.int64] = np.full(num_ids, -1, dtype=np.int64)  # -1: has no second half
+        # -1: has no second half. Nobody asks where no block is divisible.
+        self._seconds: NDArray[np.int64] = np.full(num_ids if num_divisible else 0, -1, dtype=np.int64)
         self._seconds[self._first_divisible : num_blocks] = np.arange(num_blocks, num_ids)
-        self._is_block: NDArray[np.bool_] = np.arange(num_ids) < num_blocks  # others are second halves, or odd
+        self._is_no_block: NDArray[np.bool_] = np.zeros(num_ids, dtype=np.bool_)  # second halves, and the odd one
+        self._is_no_block[num_blocks:] = True
+        self._num_touched = num_ids if num_divisible else 0  # ids from here on are blocks, free and unclaimed
         self._odd: int | None = None  # a half that nobody uses and no block has
 
     @property
@@ -68,6 +74,7 @@ class BlockPool:
             if not self._is_available(following):
                 taken = self._best_run(num_blocks - len(blocks), room)
             self._references[taken.start : taken.stop] = 1
+            self._num_touched = max(self._num_touched, taken.stop)
             blocks.extend(taken)
         self._num_free -= num_blocks
         if blocks:
@@ -88,7 +95,7 @@ class BlockPool:
             if self._references[block] == 0:
                 self._drop_claim(block)
                 if self.is_half(block):
-                    self._is_block[block] = False
+                    self._is_no_block[block] = True
                     self._put_half(block)
                 else:
                     self._num_free += 1
@@ -114,7 +121,7 @@ class BlockPool:
             if not len(free) or free[-1] < self._first_divisible:
                 return False
             self._odd = int(free[-1])
-            self._is_block[self._odd] = False
+            self._is_no_block[self._odd] = True
             self._num_free -= 1
             self._seconds[block], self._seconds[self._odd] = self._seconds[self._odd], -1
             return True
@@ -123,26 +130,31 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Asserts that counts, free blocks and claims agree."""
-        free = self._free()
+        free = (self._references == 0) & ~self._is_no_block
         assert (self._references >= 0).all(), "a reference count is negative"
         assert int(free.sum()) == self._num_free, "the number of free blocks is wrong"
-        halves = [*np.flatnonzero(self._is_block), *self._seconds[self._seconds >= 0]]
+        halves = [*np.flatnonzero(~self._is_no_block), *self._seconds[self._seconds >= 0]]
         halves += [] if self._odd is None else [self._odd]
         assert sorted(halves) == list(range(len(self._references))), "a half is used twice, or was lost"
-        assert (self._seconds[free][np.flatnonzero(free) >= self._first_divisible] >= 0).all(), "a free block is half"
+        free_divisible = self._first_divisible + np.flatnonzero(free[self._first_divisible :])
+        assert (self._seconds[free_divisible] >= 0).all(), "a free block is half"
+        assert free[self._num_touched :].all(), "an id was used, and is not known to be"
         claims = np.zeros(len(self._references), dtype=np.bool_)
         for last, end in self._claim_ends.items():
             assert self._references[last] > 0, f"free block {last} lays a claim"
             claims[last + 1 : end] = True
+        assert not claims[self._num_touched :].any(), "an id was claimed, and is not known to be"
         assert (claims == self._claimed).all(), "the claims overlap or were lost"
 
     def _is_available(self, block: int) -> bool:
-        if block >= len(self._references) or not self._is_block[block]:
+        if block >= len(self._references) or self._is_no_block[block]:
             return False
         return bool(self._references[block] == 0 and not self._claimed[block])
 
     def _free(self) -> NDArray[np.bool_]:
-        free: NDArray[np.bool_] = (self._references == 0) & self._is_block
+        """By id, up to the first that was never touched."""
+        end = self._num_touched + 1
+        free: NDArray[np.bool_] = (self._references[:end] == 0) & ~self._is_no_block[:end]
         return free
 
     def _put_half(self, half: int) -> None:
@@ -151,19 +163,22 @@ class BlockPool:
             self._odd = half
             return
         self._seconds[half], self._odd = self._odd, None
-        self._is_block[half] = True
+        self._is_no_block[half] = False
         self._num_free += 1
 
     def _best_run(self, num_blocks: int, room: int) -> range:
         """The start of the smallest unclaimed free run that has room, else of the largest, else of any free run."""
-        for free in (self._free() & ~self._claimed, self._free()):
+        num_ids = len(self._references)
+        for free in (self._free() & ~self._claimed[: self._num_touched + 1], self._free()):
             edges = np.flatnonzero(np.diff(free, prepend=False, append=False))  # starts and ends, in turn
             if not len(edges):
                 continue
+            if self._num_touched < num_ids:
+                edges[-1] = num_ids  # the last run ends in the first untouched id, and goes on
             starts, lengths = edges[::2], edges[1::2] - edges[::2]
             for size in (num_blocks + room, num_blocks):
                 if (lengths >= size).any():
-                    best = int(np.argmin(np.where(lengths >= size, lengths, len(free) + 1)))
+                    best = int(np.argmin(np.where(lengths >= size, lengths, num_ids + 1)))
                     return range(int(starts[best]), int(starts[best]) + num_blocks)
             best = int(np.argmax(lengths))
             return range(int(starts[best]), int(starts[best] + lengths[best]))
@@ -178,6 +193,7 @@ class BlockPool:
             position += 1
         if position > last + 1:
             self._claim_ends[last] = position
+            self._num_touched = max(self._num_touched, position)
 
     def _drop_claim(self, last: int) -> int | None:
         end = self._claim_ends.pop(last, None)
