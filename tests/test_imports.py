@@ -64,6 +64,7 @@ TORCH_FREE_FILES = (
             "request_check",
             "canonical_kv",
             "scheduler",
+            "engine_core",
             "checkpoint",
             "model_config",
         )

@@ -16,7 +16,8 @@ from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.kv_arena import KVArena
 from halfmoon.engine.kv_watch import LayerWatch
 from halfmoon.engine.models import ForwardBatch, Model
-from halfmoon.engine.sampler import SampledToken, SamplingRow, sample
+from halfmoon.engine.request import SampledToken
+from halfmoon.engine.sampler import SamplingRow, sample
 from halfmoon.engine.scheduler import ScheduledSequence
 from halfmoon.engine.watched_attention import DeviceWatch, WatchedAttention
 

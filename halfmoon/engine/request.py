@@ -14,6 +14,8 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
 
+ERROR_TOKEN_ID = -1  # of a row, or of a whole step, that failed
+
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
@@ -74,6 +76,14 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A drawn token, with log-probabilities where they were asked for."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

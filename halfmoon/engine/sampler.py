@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from halfmoon.engine.constraint import TokenMasks
-from halfmoon.engine.request import SamplingParams, TokenLogprobs
+from halfmoon.engine.request import ERROR_TOKEN_ID, SampledToken, SamplingParams, TokenLogprobs
 
 logger = logging.getLogger(__name__)
-
-ERROR_TOKEN_ID = -1  # of a row, or of a whole step, that failed
 
 _GREEDY_BELOW = 1e-5  # temperatures; logits divided by less would leave the range of float32 (vLLM's limit, too)
 _FIRST_CANDIDATES = 256  # most likely tokens looked at before a whole vocabulary is sorted
@@ -38,14 +36,6 @@ class SamplingRow:
     def position(self) -> int:
         """Output position that is drawn now."""
         return len(self.token_ids) - self.num_prompt
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """A drawn token, with log-probabilities where they were asked for."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
 
 
 def sample(

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from halfmoon.engine.config import EngineConfig
-from halfmoon.engine.request import EngineRequest, SamplingParams
-from halfmoon.engine.sampler import ERROR_TOKEN_ID, SampledToken
+from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, SampledToken, SamplingParams
 from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound
 from tests.engine.engine_runs import MakeEngine, finish, generate, request, tokens
 

@@ -20,8 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from halfmoon.engine.request import SamplingParams
-from halfmoon.engine.sampler import ERROR_TOKEN_ID, SamplingRow, adjust_logits, num_kept, sample, uniform
+from halfmoon.engine.request import ERROR_TOKEN_ID, SamplingParams
+from halfmoon.engine.sampler import SamplingRow, adjust_logits, num_kept, sample, uniform
 
 EOS = frozenset({2})
 VOCAB_SIZE = 600  # more than the sampler looks at first

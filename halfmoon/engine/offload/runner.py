@@ -20,7 +20,7 @@ from halfmoon.engine.offload.passes import Pass, PassPlanner
 from halfmoon.engine.offload.plan import GroupPlan, Replaced
 from halfmoon.engine.offload.staging import Pipeline, Staging, Task
 from halfmoon.engine.offload.tiers import TieredKV
-from halfmoon.engine.sampler import SampledToken
+from halfmoon.engine.request import SampledToken
 from halfmoon.engine.scheduler import ScheduledSequence
 from halfmoon.engine.step_result import StagedWork
 

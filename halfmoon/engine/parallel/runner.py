@@ -25,7 +25,7 @@ from halfmoon.engine.parallel.links import Links, PeerGone, Store, serve_rendezv
 from halfmoon.engine.parallel.messages import CopyKV, Setup, Step, WriteKV
 from halfmoon.engine.parallel.rank import Rank, rank_device, shard_layout
 from halfmoon.engine.parallel.sharded_kv import ShardedKV
-from halfmoon.engine.sampler import SampledToken
+from halfmoon.engine.request import SampledToken
 from halfmoon.engine.scheduler import ScheduledSequence
 from halfmoon.errors import Incompatible, ServiceFailed
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource

@@ -26,8 +26,7 @@ from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.parallel.messages import ReadKV
-from halfmoon.engine.request import EngineRequest, SamplingParams
-from halfmoon.engine.sampler import ERROR_TOKEN_ID
+from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, SamplingParams
 from halfmoon.errors import Incompatible, InvalidRequest, ServiceFailed
 from halfmoon.kv.frame_plan import Written
 

@@ -1,0 +1,277 @@
+"""Continuous batching without a model: requests in, steps that somebody else computes, their tokens out. No torch.
+
+The engine proper runs its steps on a model, a simulated worker waits as long as a model would take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+
+from halfmoon.engine.block_chains import BlockChains
+from halfmoon.engine.block_pool import BlockPool
+from halfmoon.engine.engine_stats import EngineStats
+from halfmoon.engine.kv_watch import KVWatch, LayerWatch, OnKV
+from halfmoon.engine.prefix_cache import PrefixCache
+from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, FinishReason, SampledToken, TokenOutput
+from halfmoon.engine.request_check import RequestLimits
+from halfmoon.engine.restore_watch import RestoreWatch
+from halfmoon.engine.restoring import Restore, RestoreOrder
+from halfmoon.engine.scheduler import Schedule, Scheduler, SchedulerLimits
+from halfmoon.engine.sequence import Sequence, SequenceState
+from halfmoon.engine.step_counts import step_counts
+from halfmoon.engine.step_result import StepResult
+from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
+from halfmoon.policy.models.tbt_model import room_in_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step to compute: its schedule, how much that is, and who wants to know how far it has come."""
+
+    schedule: Schedule
+    counts: StepResult  # without outputs and times
+    watch: LayerWatch | None
+
+
+class EngineCore:
+    """Owns the sequences by request id, from the request to its last token. Knows nothing of tensors and of time.
+
+    One step at most is under way: `begin_step`, then `end_step` with its tokens.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: RequestLimits,
+        step_limits: SchedulerLimits,
+        root: Callable[[bytes], bytes] | None,
+        finish_reason: Callable[[Sequence], FinishReason | None],
+    ) -> None:
+        """`root` is the prefix cache's; `finish_reason` says whether a sequence's newest token is its last, and why."""
+        self.layout = limits.layout
+        self.num_blocks = limits.num_blocks
+        self.last_step_s = 0.0  # duration of the last step that computed something, for whoever times steps to set
+        self._limits = limits
+        self._finish_reason = finish_reason
+        self._cache = PrefixCache(pool, self.layout.block_tokens, root)
+        self._scheduler = Scheduler(self._cache, self.layout.block_tokens, step_limits)
+        self._kv_watch = KVWatch(self.layout)
+        self._restores = RestoreWatch(self.layout.block_tokens)
+        self._chains = BlockChains(self.layout.block_tokens)
+        self._sequences: dict[str, Sequence] = {}
+        self._num_added = 0
+
+    def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
+        """Queues a request. `on_kv` hears what of a prefill-only one's KV is written, on this thread or the device's.
+
+        With `order`, blocks behind the fence are not computed but waited for: `load_block`, `note_loaded` and
+        `move_fence`. Raises InvalidRequest when it can never run here.
+        """
+        sequence = self._admit(request, order)
+        if on_kv is not None:
+            self._kv_watch.add(request.request_id, on_kv)
+        self._scheduler.add(sequence)
+        self._restores.tell(sequence)
+
+    def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
+        """Blocks for a request whose KV comes from another worker: `kv_write` it all, then `start`.
+
+        `on_kv` hears, on this thread, when it is gone before it was started. Raises InvalidRequest when it can never
+        run here and NoCapacity when there is no room now.
+        """
+        sequence = self._admit(request)
+        try:
+            self._scheduler.reserve(sequence)
+        except NoCapacity as error:
+            self._forget(sequence)
+            raise NoCapacity(error.message, retry_after_ms=self._retry_after_ms()) from None
+        if on_kv is not None:
+            self._kv_watch.add(request.request_id, on_kv)
+
+    def start(self, request_id: str, first_token_id: int) -> None:
+        """All KV of a reserved request is in place: it joins the running batch.
+
+        The next token computed has position `len(output_token_ids) + 1`. Raises NotFound for a request that is not
+        reserved, InvalidRequest for a token outside the vocabulary or one that ends the request.
+        """
+        sequence = self.find_in("reserved", request_id)
+        self._limits.check_token_ids((first_token_id,), "first_token_id")
+        self._scheduler.start(sequence, first_token_id)
+        self._kv_watch.forget(request_id)
+        if self._finish_reason(sequence) is not None:
+            self._remove(sequence)
+            raise InvalidRequest("the first token ends the request; there is nothing to decode", param="first_token_id")
+
+    def cancel(self, request_id: str) -> bool:
+        """Frees a request's blocks at once, in any state; no more outputs. False when it is not here (any more)."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return False
+        self._remove(sequence)
+        return True
+
+    def cancel_all(self) -> None:
+        """`cancel` for every request that is here."""
+        for request_id in tuple(self._sequences):
+            self.cancel(request_id)
+
+    def note_loaded(self, request_id: str, loaded: SequenceOf[int], given_up: SequenceOf[int] = ()) -> None:
+        """`loaded` were loaded, and are right: computing skips them; `given_up` are computed here.
+
+        Where nobody waits for them any more it means nothing.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is None or not self._restores.note_loaded(sequence, loaded, given_up):
+            return
+        self._cache.insert(sequence)
+        self._kv_watch.loaded(sequence)
+        self._restores.tell(sequence)
+
+    def move_fence(self, request_id: str, fence: int) -> int:
+        """Blocks below `fence` are computed after all, the others waited for; gives where it is now.
+
+        That is not below what is computed. Raises NotFound for a request that waits for nothing to be loaded.
+        """
+        return self._restores.move_fence(self.find(request_id), fence)
+
+    def hold_cached(self, keys: SequenceOf[bytes]) -> list[int]:
+        """Keeps the blocks of the leading keys that the prefix cache has until `let_cached_go`."""
+        return self._cache.hold(keys)
+
+    def let_cached_go(self, blocks: SequenceOf[int]) -> None:
+        """Ends a `hold_cached`."""
+        self._cache.release(blocks)
+
+    def release(self, request_id: str) -> None:
+        """Drops the KV of a prefill-only request that has its token. Raises NotFound."""
+        self._remove(self.find_in("held", request_id))
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache, but for what requests use; nobody is told of what was in it."""
+        self._cache.forget_idle()
+        self._cache.take_changes()
+
+    def has_work(self) -> bool:
+        """Whether `step` could have something to compute. It computes nothing while all work waits for blocks."""
+        return self._scheduler.has_work()
+
+    def begin_step(self) -> Step:
+        """The next batch, with its blocks. It is empty when there is no work, or all of it waits for blocks."""
+        schedule = self._scheduler.schedule()
+        counts = step_counts(schedule)
+        for item in schedule.scheduled:
+            self._restores.tell(item.sequence)  # it may just have got its blocks
+        return Step(schedule, counts, self._kv_watch.begin(schedule.scheduled))
+
+    def end_step(self, step: Step, sampled: list[SampledToken] | None) -> StepResult:
+        """Books what a step computed; the result has no times. `sampled` has a token for each item that samples.
+
+        None: the step failed, and its requests end with "error". A request that was cancelled since the step began
+        took its part of it, and nothing comes of that.
+        """
+        if sampled is None:
+            outputs = [self._fail(item.sequence) for item in step.schedule.scheduled]
+        else:
+            outputs = self._advance(step.schedule, sampled)
+        changes = self._cache.take_changes()
+        return replace(
+            step.counts,
+            outputs=tuple(outputs),
+            stored_keys=changes.stored,
+            evicted_keys=changes.evicted,
+            chains=self._chains.take(),
+        )
+
+    def stats(self) -> EngineStats:
+        """Counts as of now; from another thread than `step`'s they may be of two moments."""
+        running, waiting = self._scheduler.running, self._scheduler.waiting
+        return EngineStats(
+            num_blocks=self.num_blocks,
+            num_free_blocks=self._cache.num_available,
+            num_cached_blocks=self._cache.num_cached,
+            num_running=len(running),
+            num_waiting=len(waiting),
+            num_reserved=self._scheduler.num_reserved,
+            num_held=self._scheduler.num_held,
+            num_waiting_tokens=sum(sequence.num_uncomputed for sequence in (*running, *waiting)),
+        )
+
+    def check_integrity(self) -> None:
+        """Asserts that block counts and the cache agree with each other."""
+        self._cache.check_integrity()
+
+    def find(self, request_id: str) -> Sequence:
+        """The request's sequence. Raises NotFound when it is not here (any more)."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            raise NotFound(f"request {request_id} is not here")
+        return sequence
+
+    def find_in(self, state: SequenceState, request_id: str) -> Sequence:
+        """As `find`. Raises NotFound when it is in another state, too."""
+        sequence = self.find(request_id)
+        if sequence.state != state:
+            raise NotFound(f"request {request_id} is not {state} here")
+        return sequence
+
+    def _admit(self, request: EngineRequest, order: RestoreOrder | None = None) -> Sequence:
+        if request.request_id in self._sequences:
+            raise InvalidRequest(f"request {request.request_id} is here already", param="request_id")
+        sequence = Sequence(request, self._num_added, None if order is None else Restore(order))
+        self._limits.check(sequence)
+        if order is not None:
+            self._restores.add(request.request_id, order.on_progress)
+        self._num_added += 1
+        self._sequences[request.request_id] = sequence
+        return sequence
+
+    def _advance(self, schedule: Schedule, sampled: list[SampledToken]) -> list[TokenOutput]:
+        """Books counts, cache, new tokens, finished requests."""
+        tokens = iter(sampled)
+        outputs = []
+        for item in schedule.scheduled:
+            token = next(tokens) if item.samples else None
+            if item.sequence.state == "removed":
+                continue
+            item.sequence.num_computed += item.num_tokens
+            item.sequence.skip_loaded(self.layout.block_tokens)
+            self._restores.tell(item.sequence)
+            has_new = self._cache.insert(item.sequence)
+            self._kv_watch.advance(item.sequence)
+            if token is not None:
+                self._chains.note(item.sequence, has_new)
+                failed = token.token_id == ERROR_TOKEN_ID
+                outputs.append(self._fail(item.sequence) if failed else self._append(item.sequence, token))
+        return outputs
+
+    def _append(self, sequence: Sequence, token: SampledToken) -> TokenOutput:
+        position = sequence.num_output
+        sequence.token_ids.append(token.token_id)
+        reason = self._finish_reason(sequence)
+        if sequence.request.prefill_only:
+            self._scheduler.hold(sequence)
+        elif reason is not None:
+            self._remove(sequence)
+        return TokenOutput(sequence.request_id, token.token_id, position, reason, token.logprobs)
+
+    def _fail(self, sequence: Sequence) -> TokenOutput:
+        self._kv_watch.forget(sequence.request_id)  # its output says so
+        self._remove(sequence)
+        return TokenOutput(sequence.request_id, ERROR_TOKEN_ID, sequence.num_output, "error")
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request_id]
+        self._restores.forget(sequence.request_id)
+        self._kv_watch.remove(sequence.request_id)
+
+    def _retry_after_ms(self) -> int:
+        """When the first running request will have made room, at the pace of the last step."""
+        return room_in_ms(
+            self.last_step_s, (one.sampling.max_tokens - one.num_output for one in self._scheduler.running)
+        )

@@ -1,0 +1,118 @@
+"""Blocks and queues add up whatever comes in whatever order, also beside a step that is under way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfmoon.engine.block_pool import BlockPool
+from halfmoon.engine.engine_core import EngineCore, Step
+from halfmoon.engine.request import EngineRequest, SampledToken, SamplingParams
+from halfmoon.engine.request_check import RequestLimits
+from halfmoon.engine.scheduler import SchedulerLimits
+from halfmoon.engine.step_result import StepResult
+from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
+from halfmoon.kv.kv_layout import KVLayout
+
+BLOCK = 16
+NUM_BLOCKS = 16
+
+
+def make(num_blocks: int = NUM_BLOCKS) -> EngineCore:
+    limits = RequestLimits(10, 1024, num_blocks, KVLayout(1, 1, 1, "float16", BLOCK))
+    step_limits = SchedulerLimits(max_batch_tokens=256, chunk_tokens=32, max_running=8)
+    return EngineCore(BlockPool(num_blocks), limits, step_limits, bytes, lambda one: one.finish_reason(frozenset()))
+
+
+def request(name: str, num_prompt: int, max_tokens: int, token: int = 1, **options: Any) -> EngineRequest:
+    return EngineRequest(name, (token,) * num_prompt, SamplingParams(max_tokens), **options)
+
+
+def end(core: EngineCore, step: Step) -> StepResult:
+    return core.end_step(step, [SampledToken(1) for item in step.schedule.scheduled if item.samples])
+
+
+def test_a_step_counts_what_was_cancelled_while_it_ran_and_nothing_comes_of_it() -> None:
+    """Latency models are fitted to steps: a time without its work would be a wrong measurement."""
+    core = make()
+    for name in ("one", "two"):
+        core.reserve(request(name, 40, 9))
+        core.start(name, 1)
+    core.add(request("three", 50, 1))
+    step = core.begin_step()
+    assert core.cancel("two")
+    assert core.cancel("three")
+    result = end(core, step)
+    assert (result.num_decode_seqs, result.decode_context_tokens, result.num_prefill_tokens) == (2, 82, 32)
+    assert [output.request_id for output in result.outputs] == ["one"]
+    core.check_integrity()
+
+
+def test_a_name_is_free_again_while_the_step_of_its_first_owner_runs() -> None:
+    core = make()
+    core.add(request("r", 20, 1))
+    step = core.begin_step()
+    core.cancel("r")
+    core.add(request("r", 30, 1))
+    assert end(core, step).outputs == ()
+    assert [output.position for output in end(core, core.begin_step()).outputs] == [0]
+    assert not core.has_work()
+
+
+_ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "hold", "reserve", "start", "cancel", "begin", "end", "step", "step"]),
+        st.integers(0, 7),
+        st.integers(1, 150),
+        st.integers(1, 40),
+        st.sampled_from([1, 2]),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=200)
+@given(_ACTIONS)
+def test_blocks_and_queues_always_add_up(actions: list[tuple[str, int, int, int, int]]) -> None:
+    core = make()
+    known: set[bytes] = set()
+    running: Step | None = None
+    for action, number, num_prompt, max_tokens, token in actions:
+        name = f"r{number}"
+        one = request(name, num_prompt, max_tokens, token, priority=number % 2, prefill_only=action == "hold")
+        try:
+            match action:
+                case "add" | "hold":
+                    core.add(one)
+                case "reserve":
+                    core.reserve(one)
+                case "start":
+                    core.start(name, 1)
+                case "cancel":
+                    core.cancel(name)
+                case "begin" | "step" if running is None:
+                    running = core.begin_step()
+        except (NoCapacity, InvalidRequest, NotFound):
+            pass
+        if action in ("end", "step") and running is not None:
+            result = end(core, running)
+            assert not known & set(result.stored_keys)
+            assert known >= set(result.evicted_keys)
+            known = (known - set(result.evicted_keys)) | set(result.stored_keys)
+            running = None
+        core.check_integrity()
+    core.cancel_all()
+    stats = core.stats()
+    assert stats.num_free_blocks == NUM_BLOCKS
+    assert stats.num_running == stats.num_waiting == stats.num_reserved == stats.num_held == 0
+
+
+@pytest.mark.parametrize("state", ["reserved", "held"])
+def test_a_request_is_found_in_its_state_alone(state: Any) -> None:
+    core = make()
+    core.add(request("r", 5, 1))
+    with pytest.raises(NotFound, match=state):
+        core.find_in(state, "r")
