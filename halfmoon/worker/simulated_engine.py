@@ -1,4 +1,4 @@
-"""A `ServingEngine` without a model: a modelled engine in real time. No torch.
+"""A `ServingEngine` without a model: the engine's own core, whose steps take as long as a latency model says. No torch.
 
 It answers the worker's servicers as the real one does, so everything that a gateway or another worker sees is the
 protocol's own: reservations, transfers, block events, token streams, cancellation. Only KV and text mean nothing.
@@ -10,26 +10,27 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from halfmoon.background import running
+from halfmoon.engine.block_pool import BlockPool
+from halfmoon.engine.engine_core import EngineCore, Step
 from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.kv_access import NotWritten
 from halfmoon.engine.kv_watch import OnKV
-from halfmoon.engine.request import EngineRequest, FinishReason, TokenLogprobs, TokenOutput
+from halfmoon.engine.request import EngineRequest, FinishReason, SampledToken, TokenLogprobs
 from halfmoon.engine.request_check import RequestLimits
+from halfmoon.engine.scheduler import SchedulerLimits
 from halfmoon.engine.sequence import Sequence
 from halfmoon.engine.step_result import StepResult
-from halfmoon.errors import Incompatible, InvalidRequest, NotFound
+from halfmoon.errors import Incompatible, NotFound
 from halfmoon.kv.codec import Codec, encoded_bytes
 from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.frame_plan import Written
-from halfmoon.kv.keys import block_keys
 from halfmoon.kv.kv_layout import KVDtype, KVLayout
 from halfmoon.rpc.transport.limiter import LinkLimiter
-from halfmoon.sim.modelled_engine import ModelledEngine
-from halfmoon.sim.modelled_sequence import ModelledRequest, ModelledToken
-from halfmoon.sim.modelled_step import StepOutcome
+from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
 from halfmoon.worker.answer_model import AnswerModel
 
 _LEAST_STEP_S = 1e-6  # as reported: nothing is measured in no time
@@ -38,17 +39,16 @@ _MAX_LAG_S = 0.05  # steps that are this late are not caught up with: the machin
 
 @dataclass(slots=True)
 class _Entry:
-    """One request that is here, and how much of its KV has crossed the modelled link."""
+    """One request that is here: how long its answer is, and how much of its KV has crossed the modelled link."""
 
     request: EngineRequest
     num_output: int
-    on_kv: OnKV | None
     num_queued: int = 0  # tokens whose KV was put on the link
     num_sent: int = 0  # tokens whose KV has crossed it
 
 
 class SimulatedEngine:
-    """Owns the requests' answers and the pace of a modelled engine. Event-loop thread only.
+    """Owns the requests' answers, and the pace of an `EngineCore`. Event-loop thread only.
 
     Steps follow each other without a gap: one ends when it is due, counted from the due end of the one before, so
     timers that fire late do not add up. A prompt's KV is told as written when it would have crossed the modelled link.
@@ -56,7 +56,7 @@ class SimulatedEngine:
 
     def __init__(
         self,
-        modelled: ModelledEngine,
+        profile: WorkerProfile,
         layout: KVLayout,
         root: Callable[[bytes], bytes] | None,
         answers: AnswerModel,
@@ -64,14 +64,19 @@ class SimulatedEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`root` gives the parent of a tenant's first block keys by its salt; with None nothing is cached."""
-        profile = modelled.profile
         self.layout = layout
-        self._modelled = modelled
-        self._root = root
+        self.num_blocks = profile.kv_tokens // layout.block_tokens
+        self._profile = profile
         self._answers = answers
         self._on_step = on_step
         self._clock = clock
-        self._limits = RequestLimits(answers.vocab_size, profile.context_tokens, modelled.blocks.num_blocks, layout)
+        self._core = EngineCore(
+            BlockPool(self.num_blocks),
+            RequestLimits(answers.vocab_size, profile.context_tokens, self.num_blocks, layout),
+            SchedulerLimits(profile.max_batch_tokens, profile.chunk_tokens, profile.max_running),
+            root,
+            self._finish_reason,
+        )
         self._link = LinkLimiter(profile.link_bytes_per_s or None, profile.link_latency_s)
         self._entries: dict[str, _Entry] = {}
         self._wake = asyncio.Event()
@@ -86,33 +91,27 @@ class SimulatedEngine:
 
     async def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
         """As `AsyncEngine.add`. Raises Incompatible for what needs a model."""
-        tokens = (*request.prompt_token_ids, *request.output_token_ids)
-        entry = self._checked(request, on_kv)
-        self._modelled.add(_modelled(request, entry.num_output, self._keys(request.tenant_salt, tokens)))
-        self._entries[request.request_id] = entry
+        _check_needs_no_model(request)
+        self._core.add(request, None if on_kv is None else partial(self._put_on_link, request.request_id, on_kv))
+        self._enter(request)
         self._wake.set()
 
     async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
         """As `AsyncEngine.reserve`."""
-        entry = self._checked(request, on_kv)
-        self._modelled.reserve(_modelled(request, entry.num_output, ()))
-        self._entries[request.request_id] = entry
+        _check_needs_no_model(request)
+        self._core.reserve(request, on_kv)
+        self._enter(request)
 
     async def start(self, request_id: str, first_token_id: int) -> None:
         """As `AsyncEngine.start`."""
-        self._limits.check_token_ids((first_token_id,), "first_token_id")
-        self._modelled.start(request_id)
-        self._entries[request_id].on_kv = None
+        self._core.start(request_id, first_token_id)
         self._wake.set()
 
     async def cancel(self, request_id: str) -> bool:
-        """As `AsyncEngine.cancel`."""
-        entry = self._entries.pop(request_id, None)
-        was_here = self._modelled.cancel(request_id)
-        if entry is not None and entry.on_kv is not None:
-            entry.on_kv(None)
+        """As `AsyncEngine.cancel`, but does not wait for the end of a step."""
+        self._entries.pop(request_id, None)
         self._wake.set()  # who waits for blocks may have some now
-        return was_here
+        return self._core.cancel(request_id)
 
     async def kv_write(
         self,
@@ -126,8 +125,7 @@ class SimulatedEngine:
         dtype: KVDtype | None = None,
     ) -> None:
         """As `AsyncEngine.kv_write`; what arrives is dropped."""
-        if not self._modelled.has(request_id, "reserved"):
-            raise NotFound(f"request {request_id} is not reserved here")
+        self._core.find_in("reserved", request_id)
 
     async def kv_read(
         self,
@@ -155,43 +153,40 @@ class SimulatedEngine:
 
     def stats_now(self) -> EngineStats:
         """As `AsyncEngine.stats_now`."""
-        modelled = self._modelled
-        return EngineStats(
-            num_blocks=modelled.blocks.num_blocks,
-            num_free_blocks=modelled.blocks.num_available,
-            num_cached_blocks=modelled.blocks.num_known,
-            num_running=modelled.num_running,
-            num_waiting=modelled.num_waiting,
-            num_reserved=modelled.num_reserved,
-            num_held=modelled.num_held,
-            num_waiting_tokens=modelled.num_waiting_tokens,
-        )
+        return self._core.stats()
 
     async def _run(self) -> None:
         due_s = self._clock()
         while True:
-            step = self._modelled.begin_step()
-            if step is None:
+            step = self._core.begin_step()
+            if not step.schedule.scheduled and not step.schedule.num_preempted:
                 self._wake.clear()
                 await self._wake.wait()
                 due_s = self._clock()
                 continue
-            due_s = max(due_s, self._clock() - _MAX_LAG_S) + step.seconds
+            seconds = self._seconds(step)
+            due_s = max(due_s, self._clock() - _MAX_LAG_S) + seconds
             await asyncio.sleep(max(due_s - self._clock(), 0.0))
-            outcome = self._modelled.end_step(step)
-            self._tell_written(outcome)
-            self._on_step(self._result(outcome))
+            self._on_step(self._ended(step, seconds))
 
-    def _keys(self, salt: bytes, tokens: tuple[int, ...]) -> tuple[bytes, ...]:
-        return () if self._root is None else tuple(block_keys(self._root(salt), tokens, self.layout.block_tokens))
+    def _seconds(self, step: Step) -> float:
+        """Chunks and decodes share a pass."""
+        counts = step.counts
+        return self._profile.latency.stage_s(
+            counts.num_prefill_tokens, counts.num_prefill_pairs, counts.num_decode_seqs, counts.decode_context_tokens
+        )
 
-    def _checked(self, request: EngineRequest, on_kv: OnKV | None) -> _Entry:
+    def _ended(self, step: Step, seconds: float) -> StepResult:
+        sampled = [self._next_token(item.sequence) for item in step.schedule.scheduled if item.samples]
+        result = self._core.end_step(step, sampled)
+        for output in result.outputs:
+            if output.finish_reason is not None and not self._entries[output.request_id].request.prefill_only:
+                del self._entries[output.request_id]
+        self._core.last_step_s = max(seconds, _LEAST_STEP_S)
+        return replace(result, duration_s=self._core.last_step_s, ended_s=self._clock())
+
+    def _enter(self, request: EngineRequest) -> None:
         sampling = request.sampling
-        if sampling.constraint is not None:
-            raise Incompatible("a simulated worker cannot follow a structure: it has no model", param="constraint")
-        if request.request_id in self._entries:
-            raise InvalidRequest(f"request {request.request_id} is here already", param="request_id")
-        self._limits.check(Sequence(request, 0))
         num_output = self._answers.num_tokens(
             sampling.seed, sampling.max_tokens, sampling.min_tokens, ignore_eos=sampling.ignore_eos
         )
@@ -199,76 +194,49 @@ class SimulatedEngine:
             if self._token_id(request, position) in sampling.stop_token_ids:
                 num_output = position + 1
                 break
-        return _Entry(request, max(num_output, len(request.output_token_ids) + 1), on_kv)
+        num_output = max(num_output, len(request.output_token_ids) + 1)
+        self._entries[request.request_id] = _Entry(request, num_output)
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        if sequence.num_output < self._entries[sequence.request_id].num_output:
+            return None
+        return "length" if sequence.num_output >= sequence.sampling.max_tokens else "stop"
+
+    def _next_token(self, sequence: Sequence) -> SampledToken:
+        logprobs = None if sequence.sampling.num_top_logprobs is None else TokenLogprobs(0.0, ())
+        return SampledToken(self._token_id(sequence.request, sequence.num_output), logprobs)
 
     def _token_id(self, request: EngineRequest, position: int) -> int:
         return self._answers.token_id(request.sampling.seed, position, request.prompt_token_ids)
 
-    def _tell_written(self, outcome: StepOutcome) -> None:
-        """KV leaves as it is computed, what the prefix cache had with the first of it; the link takes its time."""
-        for request_id, num_tokens in outcome.computed.items():
-            entry = self._entries.get(request_id)
-            if entry is None or entry.on_kv is None or num_tokens <= entry.num_queued:
-                continue
-            num_bytes = (num_tokens - entry.num_queued) * self._modelled.profile.kv_token_bytes
-            entry.num_queued = num_tokens
-            now_s = self._clock()
-            wait_s = self._link.arrival_s(num_bytes, now_s) - now_s
-            if wait_s > 0:
-                asyncio.get_running_loop().call_later(wait_s, self._tell, entry, num_tokens)
-            else:
-                self._tell(entry, num_tokens)
+    def _put_on_link(self, request_id: str, on_kv: OnKV, written: Written | None) -> None:
+        """KV leaves as it is computed; the link takes its time."""
+        if written is None:
+            on_kv(None)
+            return
+        entry, num_tokens = self._entries[request_id], written.num_tokens
+        if num_tokens <= entry.num_queued:  # computed again after a preemption
+            return
+        num_bytes = (num_tokens - entry.num_queued) * self._profile.kv_token_bytes
+        entry.num_queued = num_tokens
+        now_s = self._clock()
+        wait_s = self._link.arrival_s(num_bytes, now_s) - now_s
+        if wait_s > 0:
+            asyncio.get_running_loop().call_later(wait_s, self._tell, entry, on_kv, num_tokens)
+        else:
+            self._tell(entry, on_kv, num_tokens)
 
-    def _tell(self, entry: _Entry, num_tokens: int) -> None:
+    def _tell(self, entry: _Entry, on_kv: OnKV, num_tokens: int) -> None:
         """Timers of one moment fire in any order: KV is never taken back."""
         is_here = self._entries.get(entry.request.request_id) is entry
-        if is_here and entry.on_kv is not None and num_tokens > entry.num_sent:
+        if is_here and num_tokens > entry.num_sent:
             entry.num_sent = num_tokens
-            entry.on_kv(Written(num_tokens))
-
-    def _result(self, outcome: StepOutcome) -> StepResult:
-        return StepResult(
-            outputs=tuple(self._output(token) for token in outcome.tokens),
-            num_prefill_tokens=outcome.num_prefill_tokens,
-            num_prefill_pairs=outcome.num_prefill_pairs,
-            num_decode_seqs=outcome.num_decodes,
-            context_tokens=outcome.context_tokens,
-            decode_context_tokens=outcome.decode_context_tokens,
-            num_preempted=outcome.num_preempted,
-            duration_s=max(outcome.seconds, _LEAST_STEP_S),
-            ended_s=self._clock(),
-            num_cached_tokens=outcome.began,
-            num_computed_tokens=outcome.chunks,
-            stored_keys=outcome.stored,
-            evicted_keys=outcome.evicted,
-        )
-
-    def _output(self, token: ModelledToken) -> TokenOutput:
-        entry = self._entries[token.request_id]
-        request, reason = entry.request, None
-        if token.is_last:
-            reason = _finish_reason(request, token.position)
-            if not request.prefill_only:
-                del self._entries[token.request_id]
-        token_id = self._token_id(request, token.position)
-        logprobs = None if request.sampling.num_top_logprobs is None else TokenLogprobs(0.0, ())
-        return TokenOutput(token.request_id, token_id, token.position, reason, logprobs)
+            on_kv(Written(num_tokens))
 
 
-def _finish_reason(request: EngineRequest, position: int) -> FinishReason:
-    return "length" if position + 1 >= request.sampling.max_tokens else "stop"
-
-
-def _modelled(request: EngineRequest, num_output: int, keys: tuple[bytes, ...]) -> ModelledRequest:
-    return ModelledRequest(
-        request.request_id,
-        len(request.prompt_token_ids),
-        num_output,
-        len(request.output_token_ids),
-        keys,
-        request.priority,
-        request.prefill_only,
-    )
+def _check_needs_no_model(request: EngineRequest) -> None:
+    if request.sampling.constraint is not None:
+        raise Incompatible("a simulated worker cannot follow a structure: it has no model", param="constraint")
 
 
 def _note_death(task: asyncio.Task[None], death: asyncio.Future[BaseException]) -> None:

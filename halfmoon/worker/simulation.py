@@ -20,7 +20,6 @@ from halfmoon.rpc.server import running_server
 from halfmoon.rpc.spans import NO_TRACER, Tracer
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
-from halfmoon.sim.modelled_engine import ModelledEngine
 from halfmoon.worker.answer_model import AnswerModel
 from halfmoon.worker.decode_servicer import LEASE_S, DecodeServicer
 from halfmoon.worker.kv_channels import KVChannels
@@ -113,11 +112,10 @@ class Simulation:
 
     async def _run(self, worker: SimulatedWorker) -> None:
         model, metrics = self._model, WorkerMetrics()
-        modelled = ModelledEngine(model.profile, model.block_tokens)
         identity = gateway_pb2.WorkerIdentity()
         state = WorkerState(identity, model.layout, metrics)
         root = None if worker.role == "decode" else partial(root_key, model.fingerprint, model.layout)
-        engine = SimulatedEngine(modelled, model.layout, root, model.answers, state.on_step)
+        engine = SimulatedEngine(model.profile, model.layout, root, model.answers, state.on_step)
         with closing(DecodeServicer(engine, state, metrics, self._cluster.lease_s)) as decode:
             prefill = PrefillServicer(engine, state, metrics, channels=self._channels)
             services = worker_services(prefill, decode)
@@ -126,7 +124,7 @@ class Simulation:
                 running_server(f"{self._cluster.host}:0", services, metrics.rpc, _GRACE_S, self._tracer) as server,
             ):
                 address = f"{self._cluster.host}:{server.port}"
-                identity.CopyFrom(self._identity(worker, address, modelled.blocks.num_blocks))
+                identity.CopyFrom(self._identity(worker, address, engine.num_blocks))
                 await server.set_serving()
                 worker.address.set_result(address)
                 serving = Serving(engine, state, lambda: state.load(engine, {}), death, self._cluster.report_s)
