@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from statistics import mean
+from typing import TypeVar
 
+from halfmoon.errors import NoCapacity
 from halfmoon.profiling.measuring import Progress, usual_mean
-from halfmoon.profiling.probe import WorkerProbe
+from halfmoon.profiling.probe import Prefilled, WorkerProbe
 from halfmoon.sim.cluster.contention import Work
 from halfmoon.sim.latency_sources.measured_profile import MeasuredSlowdown
 
@@ -18,7 +20,11 @@ _BATCH = 4
 _CONTEXT_TOKENS = 256
 _STEPS = 16
 _ROUNDS = 5
+_PAUSE_S = 0.01
+_TRIES = 500
 _WORKS: tuple[Work, Work] = ("prefill", "decode")
+
+Measured = TypeVar("Measured")
 
 
 async def measured_slowdowns(one: WorkerProbe, other: WorkerProbe, on_progress: Progress) -> list[MeasuredSlowdown]:
@@ -51,10 +57,10 @@ async def measured_slowdowns(one: WorkerProbe, other: WorkerProbe, on_progress: 
 async def _mean_s(probe: WorkerProbe, work: Work, other: WorkerProbe) -> float:
     """Of some prompts, which are handed over, or of some steps."""
     if work == "prefill":
-        num_tokens = min(_PROMPT_TOKENS, probe.target.context_tokens // 2)
         async with probe.handing_over(other) as receiver:
-            return mean([(await probe.prefill(probe.prompt(num_tokens), receiver)).seconds for _ in range(_PROMPTS)])
-    return mean(step.seconds for step in await probe.decode(_BATCH, _context_tokens(probe), _STEPS))
+            return mean([(await _prompt(probe, receiver)).seconds for _ in range(_PROMPTS)])
+    steps = await _with_room(lambda: probe.decode(_BATCH, _context_tokens(probe), _STEPS))
+    return mean(step.seconds for step in steps)
 
 
 @asynccontextmanager
@@ -80,8 +86,25 @@ async def _busy(probe: WorkerProbe, work: Work, other: WorkerProbe) -> AsyncIter
 
 async def _prompt_after_prompt(probe: WorkerProbe, receiver: WorkerProbe | None, begun: asyncio.Event) -> None:
     while True:
-        await probe.prefill(probe.prompt(min(_PROMPT_TOKENS, probe.target.context_tokens // 2)), receiver)
+        await _prompt(probe, receiver)
         begun.set()
+
+
+async def _prompt(probe: WorkerProbe, receiver: WorkerProbe | None) -> Prefilled:
+    num_tokens = min(_PROMPT_TOKENS, probe.target.context_tokens // 2)
+    return await _with_room(lambda: probe.prefill(probe.prompt(num_tokens), receiver))
+
+
+async def _with_room(call: Callable[[], Awaitable[Measured]]) -> Measured:
+    """Its result, once there is a place: each prompt leaves the receiver a step to do, and that may fall behind.
+
+    Raises NoCapacity where that lasts.
+    """
+    for _ in range(_TRIES):
+        with suppress(NoCapacity):
+            return await call()
+        await asyncio.sleep(_PAUSE_S)
+    return await call()
 
 
 def _context_tokens(probe: WorkerProbe) -> int:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, NoCapacity, Unavailable
 from halfmoon.policy.models.latency import PrefillModel, StepModel
-from halfmoon.profiling import measured_slowdowns as beside
+from halfmoon.profiling import measured_slowdowns as slowdowns_module
 from halfmoon.profiling import profiler, served_load
+from halfmoon.profiling.measured_slowdowns import measured_slowdowns
 from halfmoon.profiling.measuring import Progress, usual_mean
+from halfmoon.profiling.probe import WorkerProbe
 from halfmoon.profiling.profiler import ProfileOptions, profiled
 from halfmoon.profiling.sweep import SweepLimits
+from halfmoon.profiling.target import seen_cluster
 from halfmoon.sim.latency_sources.coefficients import coefficients
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
 from tests.services.simulation.test_simulated_fleet import INSTANTLY, SimulatedFleet, running_fleet
@@ -74,13 +79,31 @@ async def test_a_profile_has_all_parts_and_leaves_nothing(
 async def test_workers_that_share_a_host_with_others_elsewhere_are_measured_beside_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "_ROUNDS", 1)  # of real time
+    monkeypatch.setattr(slowdowns_module, "_ROUNDS", 1)  # of real time
     monkeypatch.setattr(profiler, "_is_one_host", lambda workers: False)
     async with running_fleet(tmp_path, QUICK) as fleet:
         await fleet.add(1, 1)
         found = await profiled(options(fleet, beside=True), lambda *news: None)
         await fleet.until_idle()
     assert {(one.work, one.neighbour) for one in found.beside} == {("prefill", "decode"), ("decode", "prefill")}
+
+
+async def test_who_measures_waits_where_prompts_come_faster_than_their_receiver_ends_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_steps = coefficients("slow steps", PrefillModel(a=0.0005), StepModel(d=0.02), 4_096, 1)
+    monkeypatch.setattr(slowdowns_module, "_ROUNDS", 1)  # of real time
+    async with (
+        running_fleet(tmp_path, replace(QUICK, latency=slow_steps)) as fleet,
+        aiohttp.ClientSession() as control,
+        AsyncExitStack() as probes,
+    ):
+        await fleet.add(1, 1)
+        workers = sorted((await seen_cluster(control, fleet.gateway.http)).workers, key=lambda one: one.role)
+        decode, prefill = [await probes.enter_async_context(WorkerProbe(one, ("grpc",))) for one in workers]
+        found = await measured_slowdowns(prefill, decode, lambda *news: None)
+        await fleet.until_idle()
+    assert {(one.work, one.neighbour) for one in found} == {("prefill", "decode"), ("decode", "prefill")}
 
 
 @pytest.mark.parametrize("stage", ["prompts", "decode batches", "transfers", "side by side"])
