@@ -9,12 +9,29 @@ from threading import Timer
 import pytest
 import pytest_timeout
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 # A deadline of an example asserts a timing, and a busy machine fails it.
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
+# Their one system takes ten seconds of processor to start.
+_OF_ONE_SYSTEM = tuple(f"tests/e2e/test_{name}.py::" for name in ("api", "golden", "system"))
+
 _LAST = pytest.StashKey[Timer]()
+
+
+class _Schedule(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+    """Of processes: tests of one file, and those of one started system, come to one of them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "one system" if nodeid.startswith(_OF_ONE_SYSTEM) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    return _Schedule(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

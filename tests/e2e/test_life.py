@@ -16,6 +16,7 @@ import jsonschema
 import psutil
 import pytest
 
+from tests.e2e.small_model import small_model
 from tests.e2e.system import running_system, start_up
 
 pytestmark = pytest.mark.e2e
@@ -32,13 +33,14 @@ def shared_memory() -> set[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_stop_leaves_no_process_and_no_shared_memory(tmp_path: Path, number: signal.Signals) -> None:
+    model = small_model(tmp_path / "small")
     before = shared_memory()
-    async with running_system(tmp_path, "--both", "1") as system:
+    async with running_system(tmp_path, "--both", "1", "--model", str(model)) as system:
         started = system.descendants()
         names = {Path(name).stem for name in os.listdir(tmp_path / "logs")}
         assert names == {"gateway", "kvstore", "planner", "both-0"}
         async with aiohttp.ClientSession(system.url) as http:
-            body = {"model": "demo", "prompt": "x", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+            body = {"model": "small", "prompt": "x", "max_tokens": 5000, "ignore_eos": True, "stream": True}
             async with http.post("/v1/completions", json=body) as response:
                 await response.content.readline()  # busy when the signal comes
                 system.process.send_signal(number)
@@ -50,7 +52,7 @@ async def test_a_stop_leaves_no_process_and_no_shared_memory(tmp_path: Path, num
 
 
 async def test_services_stop_when_their_supervisor_is_killed(tmp_path: Path) -> None:
-    async with running_system(tmp_path, "--both", "1") as system:
+    async with running_system(tmp_path, "--both", "1", "--model", str(small_model(tmp_path / "small"))) as system:
         started = system.descendants()
         system.process.kill()
         _, alive = await asyncio.to_thread(psutil.wait_procs, started, 30)
@@ -73,6 +75,11 @@ CONSTRAINED = {
 }
 
 
+async def whole(http: aiohttp.ClientSession, body: dict[str, Any]) -> str:
+    async with http.post("/v1/completions", json=body) as response:
+        return str((await response.json())["choices"][0]["text"])
+
+
 async def streamed(http: aiohttp.ClientSession, body: dict[str, Any], well_begun: asyncio.Event) -> str:
     parts: list[str] = []
     async with http.post("/v1/completions", json=body | {"stream": True}) as response:
@@ -88,10 +95,7 @@ async def streamed(http: aiohttp.ClientSession, body: dict[str, Any], well_begun
 
 async def test_a_killed_decode_worker_only_pauses_the_streams(tmp_path: Path) -> None:
     async with running_system(tmp_path, "--dtype", "float32") as system, aiohttp.ClientSession(system.url) as http:
-        undisturbed = []
-        for body in (PLAIN, CONSTRAINED):
-            async with http.post("/v1/completions", json=body) as response:
-                undisturbed.append((await response.json())["choices"][0]["text"])
+        undisturbed = [*await asyncio.gather(*(whole(http, body) for body in (PLAIN, CONSTRAINED)))]
         begun = [asyncio.Event(), asyncio.Event()]
         streams = [
             asyncio.create_task(streamed(http, body, one))

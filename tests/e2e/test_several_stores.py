@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.up.stores import known_stores
+from tests.e2e.small_model import small_model
 from tests.e2e.system import System, running_system
 
 pytestmark = pytest.mark.e2e
@@ -45,26 +42,6 @@ async def both_stores(state_dir: Path) -> AsyncIterator[Stores]:
     finally:
         for client in clients:
             await client.close()
-
-
-def small_model(path: Path) -> Path:
-    """The demo model's tokenizer, and two layers of random weights, which are there at once."""
-    demo = Path(prepare_checkpoint("demo").path)
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    for file in (*demo.glob("tokenizer*"), *demo.glob("*special_tokens*"), *demo.glob("chat_template*")):
-        shutil.copy(file, path)
-    return path
 
 
 async def answer(system: System, session: aiohttp.ClientSession, prompt: list[int]) -> str:
