@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -117,11 +118,12 @@ def test_the_demo_is_ready_at_once_the_second_time(demo: Checkpoint) -> None:
     assert again.context_tokens == 8192
 
 
-@pytest.fixture
-def tiny_gguf(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of one layer with a byte-level vocabulary, its feed-forward matrices in Q8_0."""
     rng = np.random.default_rng(0)
-    writer = GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    writer = GGUFWriter(path, "llama")
     words = [chr(ord("a") + i) for i in range(26)] + ["<s>", "</s>", "<unk>", "ab", "bc", "cd"]
     writer.add_context_length(128)
     writer.add_embedding_length(32)
@@ -152,13 +154,27 @@ def tiny_gguf(tmp_path: Path) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return tmp_path / "tiny.gguf"
+    return path
 
 
-def test_gguf_is_converted_once_by_whoever_comes_first(tiny_gguf: Path, tmp_path: Path) -> None:
+class Conversion(NamedTuple):
+    cache: Path
+    both: list[Checkpoint]
+    told: list[str]
+
+
+@pytest.fixture(scope="module")
+def conversion(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Conversion:
+    """By two at once."""
+    cache = tmp_path_factory.mktemp("cache")
     told: list[str] = []
     with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda _: prepare_checkpoint(str(tiny_gguf), tmp_path / "cache", told.append), range(2)))
+        both = list(pool.map(lambda _: prepare_checkpoint(str(tiny_gguf), cache, told.append), range(2)))
+    return Conversion(cache, both, told)
+
+
+def test_gguf_is_converted_once_by_whoever_comes_first(conversion: Conversion) -> None:
+    cache, both, told = conversion
     assert both[0] == both[1]
     assert told == ["converting tiny.gguf (once)"]
     assert both[0].eos_token_ids == {27}
@@ -167,15 +183,15 @@ def test_gguf_is_converted_once_by_whoever_comes_first(tiny_gguf: Path, tmp_path
     assert weights["model.layers.0.mlp.gate_proj.weight"].shape == (64, 32)
     assert np.abs(weights["model.layers.0.mlp.gate_proj.weight"]).max() <= 1.29
     assert both[0].model_config.tie_word_embeddings
-    assert [path.name for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()] == [both[0].path.name]
+    assert [path.name for path in (cache / "models").iterdir() if path.is_dir()] == [both[0].path.name]
 
 
-def test_what_a_killed_conversion_left_is_no_obstacle(tiny_gguf: Path, tmp_path: Path) -> None:
-    target = prepare_checkpoint(str(tiny_gguf), tmp_path / "cache").path
+def test_what_a_killed_conversion_left_is_no_obstacle(tiny_gguf: Path, conversion: Conversion, tmp_path: Path) -> None:
+    target = tmp_path / "cache" / "models" / conversion.both[0].path.name
+    target.parent.mkdir(parents=True)
     for name in (f".{target.name}.{os.getpid()}", f".{target.name}.1"):
         target.with_name(name).mkdir()
     target.with_name(".other.1").mkdir()  # of another model: perhaps at work
-    shutil.rmtree(target)
     assert prepare_checkpoint(str(tiny_gguf), tmp_path / "cache").path == target
     assert {path.name for path in target.parent.iterdir() if path.is_dir()} == {target.name, ".other.1"}
 
