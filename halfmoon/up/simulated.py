@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.sim.answer_model import LengthKind, TextKind
 from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, WorkerProfile, load_profile
 from halfmoon.up.supervisor import ServiceSpec
-from halfmoon.worker.answer_model import LengthKind, TextKind
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "*.jinja", "vocab.*", "merges.txt")
 

@@ -30,8 +30,8 @@ from halfmoon.kv.device_bytes import KVPlace, KVSource
 from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.kv_layout import KVDtype, KVLayout
 from halfmoon.rpc.transport.limiter import LinkLimiter
+from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
-from halfmoon.worker.answer_model import AnswerModel
 
 _LEAST_STEP_S = 1e-6  # as reported: nothing is measured in no time
 _MAX_LAG_S = 0.05  # steps that are this late are not caught up with: the machine is too slow for the model

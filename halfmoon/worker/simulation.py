@@ -19,8 +19,8 @@ from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.spans import NO_TRACER, Tracer
 from halfmoon.rpc.transport.link import LinkSettings
+from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
-from halfmoon.worker.answer_model import AnswerModel
 from halfmoon.worker.decode_servicer import LEASE_S, DecodeServicer
 from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.metrics import WorkerMetrics

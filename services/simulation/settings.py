@@ -9,8 +9,8 @@ from pydantic_settings import BaseSettings
 
 from halfmoon.rpc.service import service_config
 from halfmoon.rpc.tracing import OTLP_HELP
+from halfmoon.sim.answer_model import LengthKind, TextKind
 from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, PROFILES
-from halfmoon.worker.answer_model import LengthKind, TextKind
 
 
 class SimulationSettings(BaseSettings):

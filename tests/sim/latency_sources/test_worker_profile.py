@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.models.latency import PrefillModel
+from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, INSTANT, PROFILES, load_profile
-from halfmoon.worker.answer_model import AnswerModel
 
 
 def written(path: Path, **fields: object) -> str:
