@@ -133,7 +133,7 @@ def main() -> None:
 
 async def _run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as state_dir:
-        settings = GatewaySettings(port=0, state_dir=Path(state_dir), heartbeat_interval_s=1e6)
+        settings = GatewaySettings(port=0, state_dir=Path(state_dir), heartbeat_interval_s=1e6, slo="off")
         model, same_model = (replace(load_model(settings), context_tokens=_CONTEXT_TOKENS) for _ in range(2))
         async with running_gateway(settings, model) as gateway, aiohttp.ClientSession() as session:
             _join(gateway, model, args.workers)

@@ -14,7 +14,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SERVICES = ("gateway", "prefill", "decode", "kvstore", "planner", "simulation")
-ROOMS = ("errors", "background", "pb", "kv", "engine", "policy", "sim", "plan", "rpc", "ledger", "worker", "profiling")
+ROOMS = (
+    *("errors", "background", "pb", "kv", "config", "engine", "policy", "sim", "plan", "rpc", "ledger", "worker"),
+    "profiling",
+)
 
 # A room may import itself, `halfmoon` (the version) and the rooms named here.
 ALLOWED: dict[str, frozenset[str]] = {
@@ -23,6 +26,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.background": frozenset(),
     "halfmoon.pb": frozenset(),
     "halfmoon.kv": frozenset({"halfmoon.errors"}),
+    "halfmoon.config": frozenset(f"halfmoon.{room}" for room in ("errors", "kv", "policy", "rpc", "sim")),
     "halfmoon.policy": frozenset({"halfmoon.errors"}),
     "halfmoon.ledger": frozenset({"halfmoon.errors"}),
     "halfmoon.engine": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
@@ -30,7 +34,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "halfmoon.sim": frozenset({"halfmoon.errors", "halfmoon.kv", "halfmoon.policy"}),
     "halfmoon.plan": frozenset({"halfmoon.errors", "halfmoon.policy", "halfmoon.sim"}),
     "halfmoon.worker": frozenset(
-        f"halfmoon.{room}" for room in ("engine", "kv", "rpc", "pb", "policy", "sim", "background", "errors")
+        f"halfmoon.{room}" for room in ("config", "engine", "kv", "rpc", "pb", "policy", "sim", "background", "errors")
     ),
     "halfmoon.profiling": frozenset(
         f"halfmoon.{room}" for room in ("kv", "rpc", "pb", "policy", "sim", "background", "errors")
@@ -43,7 +47,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "console": frozenset({"halfmoon.rpc", "halfmoon.pb"}),
 }
 TORCH_FREE_PACKAGES = (
-    *(f"halfmoon/{room}" for room in ("kv", "policy", "sim", "plan", "rpc", "ledger", "pb", "profiling")),
+    *(f"halfmoon/{room}" for room in ("kv", "config", "policy", "sim", "plan", "rpc", "ledger", "pb", "profiling")),
     *(f"services/{name}" for name in ("gateway", "kvstore", "planner", "simulation")),
 )
 TORCH_FREE_FILES = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -11,7 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.errors import Incompatible
 from halfmoon.ledger.database import Database
-from halfmoon.ledger.models import ClassEditRow, ClassRevisionRow, QosClassRow
+from halfmoon.ledger.declared_classes import ClassHistory, Declaration
+from halfmoon.ledger.models import ClassEditRow, ClassRevisionRow, DeclaredClassRow, QosClassRow
 
 
 class VersionConflict(Incompatible):
@@ -101,6 +102,47 @@ class StoredClasses:
             return await _edited(session, name, version, None, check)
 
         return await self._database.run(work)
+
+    async def declare(self, declarations: Mapping[str, Declaration], check: Check) -> ClassesAt:
+        """Takes over the classes of a configuration, by the rules of `halfmoon.ledger.declared_classes`.
+
+        Raises what `check` raises of the classes as they would be; nothing has changed then.
+        """
+
+        async def work(session: AsyncSession) -> ClassesAt:
+            return await _declared(session, declarations, check)
+
+        return await self._database.run(work)
+
+
+async def _declared(session: AsyncSession, declarations: Mapping[str, Declaration], check: Check) -> ClassesAt:
+    history = await _history(session)
+    if history.remembered(declarations) == history.declared:
+        return ClassesAt(await _revision(session), await _classes(session))
+    await _next_revision(session)
+    history = await _history(session)  # nobody edits from here on
+    versions = {one.name: one.version for one in await _classes(session)}
+    for name, definition in history.changes(declarations):
+        version = versions.get(name, 0)
+        new = None if definition is None else StoredClass(name, version + 1, definition)
+        await _edited(session, name, version, new, lambda classes: None)
+    await session.execute(delete(DeclaredClassRow))
+    rows = [{"name": name, "definition": text} for name, text in history.remembered(declarations).items()]
+    if rows:
+        await session.execute(insert(DeclaredClassRow), rows)
+    after = await _classes(session)
+    check(after)
+    return ClassesAt(await _revision(session), after)
+
+
+async def _history(session: AsyncSession) -> ClassHistory:
+    declared = await session.scalars(select(DeclaredClassRow))
+    names = await session.scalars(select(ClassEditRow.name).distinct())
+    return ClassHistory(
+        {row.name: row.definition for row in declared},
+        {one.name: one.definition for one in await _classes(session)},
+        frozenset(names),
+    )
 
 
 async def _edited(session: AsyncSession, name: str, version: int, new: StoredClass | None, check: Check) -> ClassesAt:

@@ -69,6 +69,18 @@ class ClassEditRow(Base):
     before: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
+class DeclaredClassRow(Base):
+    """A class as a configuration declared it last; what it is by now, `QosClassRow` says.
+
+    `definition` is None for one that the configuration withdrew: no operator removed it.
+    """
+
+    __tablename__ = "declared_classes"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    definition: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+
+
 class AdmissionEditRow(Base):
     """One edit of the admission mode; the newest counts."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import halfmoon
+from halfmoon.config.worker import Calibrate
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
@@ -28,7 +29,6 @@ from halfmoon.policy.models.latency import (
     profile_prefill,
     profile_step,
 )
-from halfmoon.worker.settings import Calibrate
 
 log = logging.getLogger(__name__)
 

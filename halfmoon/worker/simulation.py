@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import halfmoon
+from halfmoon.config.worker import RoleName
 from halfmoon.kv import frame
 from halfmoon.kv.keys import root_key
 from halfmoon.kv.kv_layout import KVLayout
@@ -26,7 +27,6 @@ from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import ROLES, Serving, worker_services
-from halfmoon.worker.settings import RoleName
 from halfmoon.worker.simulated_engine import SimulatedEngine
 from halfmoon.worker.state import WorkerState
 

@@ -27,7 +27,7 @@ from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import StoreCopies
 from services.gateway.cluster.store_watch import StoreWatch
 from services.gateway.control.active_admission import ActiveAdmission
-from services.gateway.control.active_classes import ActiveClasses
+from services.gateway.control.active_classes import ActiveClasses, declarations_of
 from services.gateway.control.admission_endpoint import AdmissionEndpoint
 from services.gateway.control.class_endpoints import ClassEndpoints
 from services.gateway.control.console_endpoints import ConsoleEndpoints
@@ -91,7 +91,8 @@ async def running_gateway(
         wait_limits = WaitLimits(settings.failover_wait_s, settings.return_wait_s)
         relay = Relay(cluster, judge, settings.request_deadline_s, wait_limits, codec)
         stores = StoreView(settings.kv_store, lambda: membership.stores)
-        classes = ActiveClasses(ledger.classes, judge.gatekeeper, KnownClasses(settings.state_dir, settings.ledger))
+        known = KnownClasses(settings.state_dir, settings.ledger)
+        classes = ActiveClasses(ledger.classes, judge.gatekeeper, known, declarations_of(settings))
         admission = ActiveAdmission(ledger.admission, judge.gatekeeper, settings.admission)
         news = LedgerSync(ledger, classes, admission, judge.gatekeeper.lengths, membership, gateway_id)
         await news.load()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from halfmoon.config.worker import RoleName
 from halfmoon.rpc.service import service_config
-from halfmoon.worker.settings import RoleName, WorkerSettings
+from halfmoon.worker.settings import WorkerSettings
 
 
 class PrefillSettings(WorkerSettings):

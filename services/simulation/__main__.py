@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from halfmoon.config.worker import RoleName
 from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.server import until_told_to_stop
@@ -12,7 +13,6 @@ from halfmoon.rpc.service import service_main
 from halfmoon.rpc.tracing import tracing
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import load_profile
-from halfmoon.worker.settings import RoleName
 from halfmoon.worker.simulation import SimulatedCluster, SimulatedModel, running_simulation
 from services.simulation.settings import SimulationSettings
 

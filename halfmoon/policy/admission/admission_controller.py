@@ -85,7 +85,8 @@ class AdmissionController:
         self._note_ttft(plain.placement.ttft_s)
         for found in itertools.chain((plain,), offers):
             outlook = found.outlook(self._judged_tbt_s(view, request, found.placement, now_s))
-            missed = missed_target(outlook, targets)
+            held_to = self._held_to(qos, targets, found, request.num_prompt_tokens)
+            missed = missed_target(outlook, held_to)
             if missed is None and self._has_share(view, request, found, now_s):
                 return found
         if missed is not None and self.is_probe(now_s):
@@ -95,8 +96,10 @@ class AdmissionController:
             refusal = Refused(qos, "reservation", message, outlook, targets, 0.0)
         else:
             refusal = self._over_target(
-                qos, missed, outlook, targets, view.row(found.placement.decode.worker_id), now_s
+                qos, missed, outlook, held_to, view.row(found.placement.decode.worker_id), now_s
             )
+            if qos.early_rejection == "overload" and not refusal.is_by_others:
+                return plain
         self._shed_below(qos, refusal, now_s)
         raise refusal
 
@@ -149,6 +152,8 @@ class AdmissionController:
         outlook, row = latency_lower_bound(self._forecast, view, prompt, priority, targets, self.mode, now_s)
         if not has_gaps or ("cap_max_tokens" in qos.degradation and qos.capped_tokens == 1):
             outlook = outlook._replace(tbt_s=None)
+        if qos.early_rejection == "overload":  # what the prompt itself takes is not known here
+            outlook = outlook._replace(ttft_s=outlook.queue_s, tbt_s=None)
         return _Least(outlook, targets, row)
 
     def _least_refusal(self, least: _Least, qos: QosClass, now_s: float) -> Refused | None:
@@ -242,6 +247,22 @@ class AdmissionController:
             self.lengths.add(inside.qos.name, inside.work.num_prompt_tokens, num_output)
             telling_s = tbt_s if num_output >= _TELLING_TOKENS else None
             self._feedback.add(inside.qos, ttft_s, telling_s, inside.alone, inside.entered_s, now_s)
+
+    def _held_to(
+        self, qos: QosClass, targets: AdmissionTargets, admitted: Admitted, num_prompt_tokens: int
+    ) -> AdmissionTargets:
+        """What the predictions must not exceed.
+
+        Where only overload is refused, a target that the request would miss on an idle cluster, too, is not held
+        against it; its first token may still wait for others no longer than the target.
+        """
+        if qos.early_rejection == "strict":
+            return targets
+        alone = self._forecast.alone(admitted.placement, num_prompt_tokens, admitted.num_output)
+        ttft_s, tbt_s = targets.ttft_s, targets.tbt_s
+        if ttft_s is not None and alone.ttft_s > ttft_s:
+            ttft_s += alone.ttft_s
+        return AdmissionTargets(ttft_s, None if tbt_s is not None and alone.tbt_s > tbt_s else tbt_s)
 
     def _judged_tbt_s(self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float) -> float:
         """The TBT of the placement by which its mode judges.

@@ -11,6 +11,7 @@ from halfmoon.errors import InvalidRequest
 
 MatchKind = Literal["header", "api_key", "model"]
 Degradation = Literal["cap_max_tokens", "lower_kv_precision", "shed_lowest_class"]
+EarlyRejection = Literal["strict", "overload"]
 
 DEFAULT_CLASS = "default"
 _ROUNDING = 1e-9  # 0.1 three times and 0.7 may be more than 1
@@ -43,6 +44,7 @@ class QosClass:
     rules: tuple[MatchRule, ...] = ()
     degradation: tuple[Degradation, ...] = ()  # in this order, each on top of those before
     capped_tokens: int = 256  # what cap_max_tokens leaves
+    early_rejection: EarlyRejection = "strict"  # overload: only of what would meet its targets on an idle cluster
 
     def __post_init__(self) -> None:
         _check(bool(self.name), "name", "must not be empty")

@@ -10,9 +10,10 @@ cost-aware    the fewest seconds of recompute saved per byte, times its uses, ag
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-PolicyName = Literal["lru", "lfu", "length-aware", "cost-aware"]
+from halfmoon.config.stores import PolicyName
+
 Rank = tuple[float, ...]  # the lowest goes first; of one block it never falls while it is used
 
 ASSUMED_S_PER_TOKEN = 1e-3  # where no worker said what a block of the layout costs; only the ratio to others matters

@@ -160,7 +160,7 @@ async def test_a_taken_port_is_a_clear_error(tmp_path: Path) -> None:
     async with running_fleet(tmp_path) as fleet:
         port = int(fleet.http.rpartition(":")[2])
         with pytest.raises(InvalidRequest, match="cannot listen"):
-            async with running_gateway(GatewaySettings(port=port, state_dir=tmp_path), served_model()):
+            async with running_gateway(GatewaySettings(port=port, state_dir=tmp_path, slo="off"), served_model()):
                 pass
 
 

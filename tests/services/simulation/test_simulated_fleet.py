@@ -97,7 +97,7 @@ async def running_fleet(tmp_path: Path, profile: WorkerProfile, **settings: Any)
     answers = AnswerModel(VOCAB_SIZE, text="echo")
     model = SimulatedModel(MODEL, FINGERPRINT, profile, block_tokens=8, answers=answers)
     served = replace(served_model(), context_tokens=4096)
-    chosen = GatewaySettings(port=0, state_dir=tmp_path, **options)
+    chosen = GatewaySettings(port=0, state_dir=tmp_path, slo="off", **options)
     connector = aiohttp.TCPConnector(limit=0)
     async with running_gateway(chosen, served) as gateway, aiohttp.ClientSession(connector=connector) as session:
         cluster = SimulatedCluster(gateway.address, report_s=0.1)

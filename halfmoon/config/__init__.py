@@ -1,0 +1,1 @@
+"""What a system can be told: one definition of each option, shared by the services' settings and `halfmoon.yaml`."""

@@ -1,0 +1,19 @@
+"""How a system is watched."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from halfmoon.config.section import Section
+from halfmoon.rpc.tracing import OTLP_HELP
+
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+
+class ObservedConfig(Section):
+    """What every service has."""
+
+    otlp_endpoint: str | None = Field(None, description=OTLP_HELP)
+    log_level: LogLevel = Field("INFO", description="least severe messages that are logged")

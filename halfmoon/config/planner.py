@@ -1,0 +1,20 @@
+"""What a planner can be told."""
+
+from __future__ import annotations
+
+import os
+
+from pydantic import Field
+
+from halfmoon.config.section import Section
+
+
+class PlannerConfig(Section):
+    """How much it may do at once."""
+
+    max_running: int = Field(1, ge=1, description="searches and simulations at once")
+    max_waiting: int = Field(4, ge=0, description="searches that wait for their turn; more are refused")
+    deadline_s: float = Field(900.0, gt=0, description="total time of one search")
+    processes: int = Field(
+        default_factory=lambda: os.cpu_count() or 1, ge=1, description="processes of one search; default: one a core"
+    )

@@ -1,0 +1,127 @@
+"""QoS classes as a file and the control API write them; `halfmoon.policy.classes.QosClass` has the law."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from halfmoon.config.section import Section
+from halfmoon.errors import InvalidRequest
+from halfmoon.policy.admission.classes import (
+    NO_PROMISES,
+    ClassTable,
+    Degradation,
+    EarlyRejection,
+    MatchKind,
+    MatchRule,
+    QosClass,
+)
+
+_MAX_RULES = 256
+_MAX_VALUE_CHARS = 1_024
+_MAX_HEADER_CHARS = 256
+_MAX_TARGET_S = 1e6
+_MAX_NAME_CHARS = 64
+_HEADER_NAME = re.compile(r"[-!#$%&'*+.^_`|~0-9A-Za-z]+")  # a token of HTTP: RFC 9110, 5.6.2
+_CONTROL = re.compile(r"[\0-\x08\x0a-\x1f\x7f]")
+_PATH_STEPS = (".", "..")  # clients take them out of a URL
+
+
+class _Strict(BaseModel):
+    """ "5" is not 5, true is not 1."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class RuleConfig(_Strict):
+    """A request is of the class when this holds of it."""
+
+    kind: MatchKind = Field(description="what is compared: an HTTP header, the API key, or the model's name")
+    value: str = Field(max_length=_MAX_VALUE_CHARS, description="what it has to be")
+    header: str = Field("", max_length=_MAX_HEADER_CHARS, description="name of the header, for that kind")
+
+
+class ClassConfig(_Strict):
+    """One class. Times are targets that `attainment` of its requests must meet; none promises nothing."""
+
+    priority: int = Field(0, ge=-1_000, le=1_000, description="smaller goes first")
+    reserved: float = Field(
+        0.0, description="share of the decode workers' KV memory that waits for the class, and is lent out meanwhile"
+    )
+    ttft_s: float | None = Field(None, le=_MAX_TARGET_S, description="target for the time to the first token")
+    tbt_s: float | None = Field(None, le=_MAX_TARGET_S, description="target for the time between tokens")
+    attainment: float = Field(0.9, description="share of requests that must meet the targets")
+    early_rejection: EarlyRejection = Field(
+        "strict",
+        description="what gets 429: 'strict': whatever is predicted to miss a target; 'overload': only what others "
+        "make miss it, so that a slow host still serves what takes longer than the target by itself",
+    )
+    rules: Annotated[list[RuleConfig], Field(fail_fast=True, max_length=_MAX_RULES)] = Field(
+        default_factory=list, description="a request for which one of them holds is of this class"
+    )
+    degradation: Annotated[list[Degradation], Field(fail_fast=True)] = Field(
+        default_factory=list, description="what is given up before a request is refused, in this order"
+    )
+    capped_tokens: int = Field(
+        NO_PROMISES.capped_tokens, lt=1 << 31, description="output tokens that cap_max_tokens leaves"
+    )
+
+    def as_class(self, name: str) -> QosClass:
+        """Raises InvalidRequest for values that are none."""
+        return QosClass(
+            name,
+            self.priority,
+            self.reserved,
+            self.ttft_s,
+            self.tbt_s,
+            self.attainment,
+            tuple(MatchRule(rule.kind, rule.value, rule.header) for rule in self.rules),
+            tuple(self.degradation),
+            self.capped_tokens,
+            self.early_rejection,
+        )
+
+
+DEFAULT_TARGETS = ClassConfig(ttft_s=30.0, tbt_s=1.0, early_rejection="overload")
+"""The class called default, until somebody says something else."""
+
+
+class ClassesConfig(Section):
+    """The classes that a file declares."""
+
+    classes: dict[str, ClassConfig] = Field(
+        default_factory=dict,
+        description="QoS classes by name: whose requests they are, and their targets. One called default takes what "
+        "no rule names",
+    )
+
+
+def check_reachable(name: str, written: ClassConfig) -> None:
+    """Raises InvalidRequest for a name that no URL says well, and for rules that hold of no request.
+
+    Only edits are held to it: what the ledger has of an earlier release stays in force.
+    """
+    if name != name.strip() or name in _PATH_STEPS:
+        raise InvalidRequest("a class's name must not begin or end with a space, nor be . or ..", param="name")
+    if not (name.isprintable() and len(name) <= _MAX_NAME_CHARS):
+        raise InvalidRequest(f"a class's name has at most {_MAX_NAME_CHARS} characters, all printable", param="name")
+    for index, rule in enumerate(written.rules):
+        if rule.kind == "header" and rule.header and not _HEADER_NAME.fullmatch(rule.header):
+            _refuse_rule(index, "header", "is not the name of an HTTP header")
+        if rule.kind != "model" and (rule.value != rule.value.strip() or _CONTROL.search(rule.value)):
+            _refuse_rule(index, "value", "holds of no request: HTTP strips spaces, and knows no control characters")
+
+
+def check_classes(classes: Mapping[str, ClassConfig]) -> None:
+    """Raises InvalidRequest for classes that cannot be in force together."""
+    for name, written in classes.items():
+        check_reachable(name, written)
+    ClassTable(written.as_class(name) for name, written in classes.items())
+
+
+def _refuse_rule(index: int, part: str, problem: str) -> NoReturn:
+    param = f"rules[{index}].{part}"
+    raise InvalidRequest(f"{param} {problem}", param=param)

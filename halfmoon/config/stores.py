@@ -1,0 +1,60 @@
+"""What a store of KV blocks can be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, ByteSize, Field
+
+from halfmoon.config.section import Section
+from halfmoon.errors import HalfmoonError
+from halfmoon.kv.entry_codec import EntryCodec
+
+PolicyName = Literal["lru", "lfu", "length-aware", "cost-aware"]
+
+
+def _known(codec: str) -> str:
+    """Raises ValueError for a codec that there is not, or whose package is not installed."""
+    try:
+        EntryCodec.parse(codec)
+    except HalfmoonError as error:
+        raise ValueError(error.message) from error
+    return codec
+
+
+CodecName = Annotated[str, AfterValidator(_known)]
+
+
+class StoreConfig(Section):
+    """Its tiers: how large they are, what leaves them first, and how blocks are encoded there."""
+
+    dram_bytes: ByteSize = Field(ByteSize(512 << 20), gt=0, description="memory of each store, such as 512MiB")
+    disk_dir: Path | None = Field(
+        None,
+        description="directory of the disk tier; none: `halfmoon up` takes one in the state directory, a store by "
+        "itself has no disk tier",
+    )
+    disk_bytes: ByteSize = Field(ByteSize(8 << 30), gt=0, description="most that a store's blocks on disk may take")
+    cold_url: str | None = Field(
+        None,
+        description="cold tier, which other hosts can read, too: s3://, gs://, az://, file://, redis:// or rediss://",
+    )
+    cold_bytes: ByteSize = Field(
+        ByteSize(64 << 30), gt=0, description="most that a store puts into the cold tier and keeps there"
+    )
+    cold_timeout_s: float = Field(5.0, gt=0, description="a cold operation that takes longer has failed")
+    dram_policy: PolicyName = Field("lru", description="which block leaves memory first")
+    disk_policy: PolicyName = Field("lru", description="which block leaves the disk first")
+    cold_policy: PolicyName = Field("lru", description="which block leaves the cold tier first")
+    dram_codec: CodecName = Field(
+        "raw",
+        description="encoding of blocks in memory: raw, int8, int4, int2, fp8, lz4, zstd, or two of them as int8+zstd",
+    )
+    disk_codec: CodecName = Field("raw", description="encoding of blocks on disk, as for memory")
+    cold_codec: CodecName = Field("raw", description="encoding of blocks in the cold tier, as for memory")
+    ttl_s: float | None = Field(None, gt=0, description="blocks are forgotten this long after they were stored")
+    replica_cool_s: float = Field(
+        300.0, gt=0, description="a copy of another store's block is dropped when nobody used it for so long"
+    )
+    lease_s: float = Field(10.0, gt=0, description="a block on its way in is freed when its sender is silent this long")
