@@ -100,6 +100,7 @@ def replay(
                 num_decode=decode,
                 port=0,
                 console=False,
+                slo="off",  # the replay makes the class
                 simulation=SimulatedWorkers(profile, speed, length="seed", num_processes=sim_processes),
                 state_dir=state_dir.absolute(),
             ),

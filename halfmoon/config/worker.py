@@ -16,24 +16,28 @@ class WorkerConfig(Section):
     """The engine of one worker, its limits, and its links to others."""
 
     weights: Literal["checkpoint", "dummy"] = Field("checkpoint", description="'dummy': random weights of that shape")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the engine computes")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of weights and KV")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where the engine computes; auto takes a GPU if there is one"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="number format of weights and KV; auto takes bfloat16 where it is fast"
+    )
     block_tokens: int = Field(64, ge=1, description="tokens in a KV block; the same on all workers")
     kv_memory: ByteSize | None = Field(
-        None, description="memory for KV blocks, such as 2GiB; default: what is sensible"
+        None, description="memory for KV blocks, such as 2GiB; default: a share of what is free"
     )
     gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="share of a GPU that this worker takes, where --kv-memory is not given"
+        0.9, gt=0, le=1, description="share of a GPU that this worker takes, where kv_memory is not given"
     )
-    max_batch_tokens: int | None = Field(None, ge=2, description="tokens in one forward pass; default: by device")
+    max_batch_tokens: int | None = Field(None, ge=2, description="most tokens in one forward pass; default: by device")
     chunk_tokens: int | None = Field(None, ge=1, description="prompt tokens beside running decodes; default: by device")
-    max_running: int = Field(64, ge=1, description="sequences in one batch")
+    max_running: int = Field(64, ge=1, description="most sequences in one batch")
     offload_kv: Literal["none", "host"] = Field(
         "none",
-        description="'host': KV that --kv-memory does not hold lies in host memory and comes layer by layer; "
+        description="'host': KV that kv_memory does not hold lies in host memory and comes layer by layer; "
         "of OPT, layers' inputs may lie there instead, half as large. Not with several ranks",
     )
-    offload_bytes: ByteSize = Field(ByteSize(4 << 30), gt=0, description="host memory for --offload-kv host")
+    offload_bytes: ByteSize = Field(ByteSize(4 << 30), gt=0, description="host memory for offload_kv: host")
     offload_schedule: Literal["latency", "throughput"] = Field(
         "latency", description="groups of such sequences one after the other, or all of them in each layer"
     )

@@ -54,7 +54,9 @@ class PlannedWorkers(BaseModel):
         return tuple(part for name, value in named.items() if value is not None for part in (name, str(value)))
 
 
-class _Cluster(BaseModel):
+class PlannedLayout(BaseModel):
+    """The workers of a plan; what else a simulator wants to know of them is not read."""
+
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     workers: tuple[PlannedWorkers, ...] = Field(min_length=1)
@@ -67,7 +69,7 @@ class PlannedCluster(BaseModel):
 
     model_name: str = Field(alias="model")
     handover_codec: KvCodecName = "raw"
-    cluster: _Cluster
+    cluster: PlannedLayout
 
     def workers(self, role: Role) -> list[PlannedWorkers]:
         """What each worker of a role is."""

@@ -115,7 +115,7 @@ async def serve_until_told_to_stop(
         async with running_server(
             settings.listen, add_services, metrics.rpc, tracer=tracer, max_message_bytes=max_message_bytes
         ) as server:
-            with metrics_endpoint(settings.metrics_port, metrics.registry):
+            with metrics_endpoint(settings.listen, settings.metrics_port, metrics.registry):
                 await server.set_serving()
                 address = advertised_address(settings.listen, server.port, settings.advertise)
                 log.info("service.ready", extra={"address": address})
@@ -123,12 +123,18 @@ async def serve_until_told_to_stop(
 
 
 @contextmanager
-def metrics_endpoint(port: int | None, registry: CollectorRegistry) -> Iterator[None]:
-    """Serves `registry` over HTTP on `port`, if there is one."""
+def metrics_endpoint(listen: str, port: int | None, registry: CollectorRegistry) -> Iterator[None]:
+    """Serves `registry` over HTTP on `port`, if there is one, of the host in `listen`. Raises InvalidRequest."""
     if port is None:
         yield
         return
-    server, _ = start_http_server(port, registry=registry)
+    host = listen.rpartition(":")[0].strip("[]")
+    try:
+        server, _ = start_http_server(port, host, registry)
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot serve metrics on {host}:{port}: {error.strerror}", param="metrics_port"
+        ) from error
     try:
         yield
     finally:

@@ -35,6 +35,11 @@ class WorkerFleet:
         self._num_made = len(workers)  # an index is given once: log files, and who is told apart by its name
         self._change: asyncio.Task[WorkerChange] | None = None
 
+    @property
+    def workers(self) -> Sequence[WorkerSpec]:
+        """Those that run."""
+        return self._workers
+
     def preview(self, planned: UpOptions) -> tuple[WorkerChange, str]:
         """What would change, and why not without stopping first, if so. Raises Incompatible for too few GPUs."""
         change = worker_change(self._workers, wanted_workers(planned))

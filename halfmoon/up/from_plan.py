@@ -1,4 +1,4 @@
-"""`halfmoon up --plan`, and a plan that is applied to what runs: the workers of a plan's file."""
+"""The workers of a plan: of one that a system starts from, or of one that is applied to what runs."""
 
 from __future__ import annotations
 
@@ -6,25 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from halfmoon.errors import Incompatible
-from halfmoon.plan.plan_file import PlannedCluster, parse_plan, read_plan
+from halfmoon.plan.plan_file import PlannedLayout, parse_plan
 from halfmoon.policy.view.cluster_view import Role
 from halfmoon.sim.latency_sources.model_catalogue import known_shape, model_shape
 from halfmoon.sim.latency_sources.model_shape import ModelShape
 from halfmoon.up.service_specs import PreparedModel, UpOptions, WorkerStart
 
 _ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
-
-
-def planned_options(options: UpOptions, path: Path, model: str | None) -> UpOptions:
-    """`options` with the plan's workers, and its model unless one is given. Raises InvalidRequest for no plan.
-
-    Simulated workers need a tokenizer only, and a name of the catalogue has none: the demo model's is taken then.
-    """
-    planned = read_plan(path)
-    if model is None and options.simulation is not None and known_shape(planned.model_name) is not None:
-        model = "demo"
-    codec = planned.handover_codec if options.handover_codec == "raw" else options.handover_codec
-    return _with_workers(replace(options, model=model or planned.model_name, handover_codec=codec), planned)
 
 
 def applied_options(options: UpOptions, model: PreparedModel, plan_yaml: str) -> UpOptions:
@@ -44,18 +32,26 @@ def applied_options(options: UpOptions, model: PreparedModel, plan_yaml: str) ->
             f"the plan hands KV over as {planned.handover_codec}, and the gateway was started with "
             f"{options.handover_codec}, which it keeps: start again with `halfmoon up --plan plan.yaml`"
         )
-    return _with_workers(options, planned)
+    return with_planned_workers(options, planned.cluster)
 
 
-def _with_workers(options: UpOptions, planned: PlannedCluster) -> UpOptions:
+def with_planned_workers(options: UpOptions, planned: PlannedLayout) -> UpOptions:
+    """`options` with the plan's workers instead of its own."""
+    starts: dict[str, list[WorkerStart]] = {
+        role: [
+            WorkerStart(one.arguments, one.tp * one.pp)
+            for one in planned.workers
+            if one.role == role
+            for _ in range(one.count)
+        ]
+        for role in _ROLES
+    }
     return replace(
         options,
-        num_prefill=len(planned.workers("prefill")),
-        num_decode=len(planned.workers("decode")),
-        num_both=len(planned.workers("both")),
-        worker_starts={
-            role: [WorkerStart(one.arguments, one.tp * one.pp) for one in planned.workers(role)] for role in _ROLES
-        },
+        num_prefill=len(starts["prefill"]),
+        num_decode=len(starts["decode"]),
+        num_both=len(starts["both"]),
+        worker_starts=starts,
     )
 
 

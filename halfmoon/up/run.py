@@ -29,6 +29,7 @@ from halfmoon.up.fleet_diff import WorkerChange
 from halfmoon.up.fleet_servicer import fleet_address, fleet_server
 from halfmoon.up.from_plan import applied_options
 from halfmoon.up.gpus import visible_gpus
+from halfmoon.up.metrics_targets import MetricsTargets
 from halfmoon.up.reserved_ports import ReservedPorts
 from halfmoon.up.service_specs import (
     PreparedModel,
@@ -43,7 +44,7 @@ from halfmoon.up.service_specs import (
 )
 from halfmoon.up.simulated import simulated_model
 from halfmoon.up.stores import idle_directories, remember_stores
-from halfmoon.up.supervisor import Child, Supervisor, children_ready
+from halfmoon.up.supervisor import Child, ServiceSpec, Supervisor, children_ready
 
 _HEALTH_POLL_S = 0.1
 
@@ -72,7 +73,9 @@ class _Started(NamedTuple):
     model: PreparedModel
     cluster: str  # host:port of the gateways, by commas
     stores: Sequence[str]
-    workers: Sequence[WorkerSpec]
+    specs: Sequence[ServiceSpec]  # all but the gateways
+    metrics: MetricsTargets
+    http: str  # host:port of the gateways
 
 
 async def _run(options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress) -> None:
@@ -89,6 +92,7 @@ async def _start(
     options: UpOptions, supervisor: Supervisor, terminal: Console, bars: Progress, ports: ReservedPorts, fleet: str
 ) -> _Started:
     model = await prepared_model(options.model, terminal)
+    model = replace(model, name=options.model_name or model.name)
     if options.simulation is not None:
         model = PreparedModel(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
     stores, planner = [ports.address() for _ in range(options.store.num_stores)], ports.address()
@@ -98,7 +102,9 @@ async def _start(
     specs = [gateway_spec(options, model, number, stores[0], ports.address()) for number in numbers]
     announced = await children_ready([await supervisor.start(traced(spec, options)) for spec in specs])
     cluster = ",".join(one["address"] for one in announced)
-    specs = [traced(spec, options) for spec in other_specs(options, model, cluster, stores, planner, fleet)]
+    metrics = MetricsTargets(options.state_dir, options.metrics_port, ports)
+    wanted = other_specs(options, model, cluster, stores, planner, fleet)
+    specs = [metrics.opened(traced(spec, options)) for spec in wanted]
     others = [await supervisor.start(spec) for spec in specs]
     await children_ready([child for child in others if child.spec.announces])
     remember_stores(options.state_dir, stores)
@@ -108,22 +114,31 @@ async def _start(
         )
     url = announced[0]["http"]
     await _until_healthy(url)
+    http = url.removeprefix("http://")
+    metrics.write(http, specs)
     bars.stop()
     _print_ready(options, terminal, url, model.name, others)
-    return _Started(options, model, cluster, stores, [spec for spec in specs if isinstance(spec, WorkerSpec)])
+    return _Started(options, model, cluster, stores, specs, metrics, http)
 
 
 async def _change_workers(started: _Started, address: str, supervisor: Supervisor, terminal: Console) -> None:
     """Does what the planner asks for."""
-    options, model, cluster, stores, workers = started
+    options, model, cluster, stores, specs, metrics, http = started
 
     def made(planned: UpOptions, role: Role, index: int, start: WorkerStart, visible: Mapping[str, str]) -> WorkerSpec:
-        return traced(worker_spec(planned, model, cluster, stores, role, index, start, visible), options)
+        spec = worker_spec(planned, model, cluster, stores, role, index, start, visible)
+        return metrics.opened(traced(spec, options))
 
+    def changed(change: asyncio.Task[WorkerChange]) -> None:
+        metrics.write(http, (*others, *fleet.workers))
+        _print_change(terminal, change)
+
+    others = [spec for spec in specs if not isinstance(spec, WorkerSpec)]
+    workers = [spec for spec in specs if isinstance(spec, WorkerSpec)]
     gpus = await asyncio.to_thread(visible_gpus) if options.device != "cpu" else ()
     fleet = WorkerFleet(supervisor, workers, made, gpus)
     planned = partial(applied_options, options, model)
-    async with fleet_server(address, fleet, planned, partial(_print_change, terminal)):
+    async with fleet_server(address, fleet, planned, changed):
         await asyncio.Event().wait()
 
 

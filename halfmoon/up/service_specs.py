@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.refusal import AdmissionMode
@@ -21,6 +22,7 @@ from halfmoon.up.stores import StoreOptions, store_specs
 from halfmoon.up.supervisor import ServiceSpec
 
 Spec = TypeVar("Spec", bound=ServiceSpec)
+ServiceSettings: TypeAlias = Mapping[str, Mapping[str, str]]
 
 
 class WorkerStart(NamedTuple):
@@ -28,6 +30,7 @@ class WorkerStart(NamedTuple):
 
     arguments: tuple[str, ...] = ()
     num_gpus: int = 1
+    on_cpu: bool = False  # though others may have GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,7 @@ class UpOptions:
     """What to start. Counts are numbers of worker processes by role."""
 
     model: str = "demo"
+    model_name: str | None = None  # None: its own
     num_prefill: int = 1
     num_decode: int = 1
     num_both: int = 0
@@ -61,6 +65,10 @@ class UpOptions:
     console_port: int = 8501
     admission: AdmissionMode | None = None  # None: the gateway's own
     placement: PlacementMode | None = None
+    slo: Literal["default", "off"] = "default"
+    settings: ServiceSettings = field(default_factory=dict)  # other settings by service, as texts
+    worker_arguments: tuple[str, ...] = ()  # of every worker, as options and values in turns; its own go before
+    metrics_port: int | None = 0  # first of those of stores, planner and workers; 0: free ones; None: none
     simulation: SimulatedWorkers | None = None  # None: real engines
     store: StoreOptions = field(default_factory=StoreOptions)
     num_gateways: int = 1
@@ -108,13 +116,13 @@ def gateway_spec(
     listen = ("--host", options.host, "--port", str(options.port), "--reuse-port", str(is_shared).lower())
     cluster = ("--cluster-listen", cluster_listen)
     which = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
-    codec = ("--handover-codec", options.handover_codec)
+    codec = ("--handover-codec", options.handover_codec, "--slo", options.slo)
     modes = {"--admission": options.admission, "--placement": options.placement}
     chosen = (part for name, mode in modes.items() if mode is not None for part in (name, mode))
     keys = {"HALFMOON_GATEWAY_API_KEY": json.dumps(options.api_keys)} if options.api_keys else {}
     if options.operator_token:
         keys["HALFMOON_GATEWAY_OPERATOR_TOKEN"] = options.operator_token
-    keys |= _ledger(options, "GATEWAY")
+    keys |= _ledger(options, "GATEWAY") | variables("gateway", options.settings)
     stored = () if store is None else ("--kv-store", store)
     arguments = ("-m", "services.gateway", *listen, *cluster, *which, *codec, *stored, *chosen)
     return ServiceSpec(f"gateway-{number}" if is_shared else "gateway", arguments, keys, restarts=True)
@@ -125,14 +133,19 @@ def other_specs(
 ) -> list[ServiceSpec]:
     """All but the gateways, which are at `cluster` (host:port, by commas). `fleet`: where the workers are changed."""
     which = ("--model", model.path, "--model-name", model.name)
-    specs = [*store_specs(options.store, options.state_dir, stores), _planner_spec(options, planner, fleet)]
+    specs = [
+        *store_specs(options.store, options.state_dir, stores, variables("kvstore", options.settings)),
+        _planner_spec(options, planner, fleet),
+    ]
     counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
     if options.console and find_spec("streamlit") is not None:
         specs.append(_console_spec(options, planner))
     if options.simulation is not None:
-        return specs + simulation_specs(options.simulation, counts, cluster, which)
+        told = variables("simulation", options.settings)
+        simulated = simulation_specs(options.simulation, counts, cluster, which)
+        return [*specs, *(replace(spec, environment={**spec.environment, **told}) for spec in simulated)]
     workers = wanted_workers(options)
-    shares = _gpus([start.num_gpus for _, start in workers], options.device)
+    shares = _gpus([start for _, start in workers], options.device)
     num_of: Counter[Role] = Counter()
     for (role, start), (visible, share) in zip(workers, shares, strict=True):
         index = num_of[role]
@@ -165,13 +178,16 @@ def worker_spec(
 ) -> WorkerSpec:
     """The `index`th of its role; `visible` lets it see its GPUs, `share` says what it has of them."""
     module = "services.decode" if role == "decode" else "services.prefill"
-    common = ("--gateway", cluster, "--device", options.device, "--dtype", options.dtype)
+    common = ("--gateway", cluster)
+    chosen = {"--device": options.device, "--dtype": options.dtype, **_pairs(share)}
+    chosen |= _pairs(options.worker_arguments) | _pairs(start.arguments)
     which = ("--model", model.path, "--model-name", model.name)
     state = ("--state-dir", str(options.state_dir), "--kv-store", stores[index % len(stores)])
+    told = variables(module.removeprefix("services."), options.settings)
     return WorkerSpec(
         f"{role}-{index}",
-        ("-m", module, "--role", role, *common, *which, *state, *share, *start.arguments),
-        {**_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false", **visible},
+        ("-m", module, "--role", role, *common, *which, *state, *itertools.chain(*chosen.items())),
+        {**told, **_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false", **visible},
         restarts=True,
         num_gateways=options.num_gateways,
         role=role,
@@ -186,8 +202,22 @@ def traced(spec: Spec, options: UpOptions) -> Spec:
     return replace(spec, environment={**spec.environment, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": options.otlp_endpoint})
 
 
-def _gpus(num_devices: list[int], device: str) -> list[tuple[dict[str, str], tuple[str, ...]]]:
+def variables(service: str, settings: ServiceSettings) -> dict[str, str]:
+    """The settings of a service as its environment says them: others may read arguments, and some are secrets."""
+    return {f"HALFMOON_{service.upper()}_{name.upper()}": text for name, text in settings.get(service, {}).items()}
+
+
+def _pairs(arguments: Sequence[str]) -> dict[str, str]:
+    return dict(zip(arguments[::2], arguments[1::2], strict=True))
+
+
+def _gpus(starts: Sequence[WorkerStart], device: str) -> list[tuple[dict[str, str], tuple[str, ...]]]:
     """Environment and arguments of each worker. GPUs are shared in turns, unless a worker needs several."""
+    computing = iter(_gpu_shares([one.num_gpus for one in starts if not one.on_cpu], device))
+    return [({}, ()) if one.on_cpu else next(computing) for one in starts]
+
+
+def _gpu_shares(num_devices: list[int], device: str) -> list[tuple[dict[str, str], tuple[str, ...]]]:
     gpus = visible_gpus() if device != "cpu" else ()
     if max(num_devices, default=1) > 1:
         return [(one, ()) for one in whole_gpus(gpus, num_devices)]
@@ -211,7 +241,8 @@ def _planner_spec(options: UpOptions, address: str, fleet: str) -> ServiceSpec:
     changes = ("--fleet", fleet) if fleet and options.simulation is None else ()
     arguments = ("-m", "services.planner", "--listen", address, "--state-dir", str(options.state_dir), *changes)
     token = {"HALFMOON_PLANNER_OPERATOR_TOKEN": options.operator_token} if options.operator_token else {}
-    return ServiceSpec("planner", arguments, token | _ledger(options, "PLANNER"), restarts=True)
+    environment = token | _ledger(options, "PLANNER") | variables("planner", options.settings)
+    return ServiceSpec("planner", arguments, environment, restarts=True)
 
 
 def _ledger(options: UpOptions, service: str) -> dict[str, str]:

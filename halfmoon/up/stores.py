@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,11 +36,13 @@ class StoreOptions:
             raise InvalidRequest(f"--disk-dir {self.disk_dir} is not a directory")
 
 
-def store_specs(options: StoreOptions, state_dir: Path, addresses: Sequence[str]) -> list[ServiceSpec]:
+def store_specs(
+    options: StoreOptions, state_dir: Path, addresses: Sequence[str], environment: Mapping[str, str] | None = None
+) -> list[ServiceSpec]:
     """The stores as children. Several ones share the cold tier; each has its own memory and directory."""
     names = ["kvstore"] if len(addresses) == 1 else [f"kvstore-{index}" for index in range(len(addresses))]
     directories = _directories(options, state_dir)
-    return [_store_spec(options, *one) for one in zip(names, directories, addresses, strict=True)]
+    return [_store_spec(options, *one, environment or {}) for one in zip(names, directories, addresses, strict=True)]
 
 
 def idle_directories(options: StoreOptions, state_dir: Path) -> list[Path]:
@@ -70,7 +72,9 @@ def _directories(options: StoreOptions, state_dir: Path) -> list[Path]:
     return [directory] if options.num_stores == 1 else [directory / str(n) for n in range(options.num_stores)]
 
 
-def _store_spec(options: StoreOptions, name: str, directory: Path, address: str) -> ServiceSpec:
+def _store_spec(
+    options: StoreOptions, name: str, directory: Path, address: str, told: Mapping[str, str]
+) -> ServiceSpec:
     arguments = {
         "--listen": address,
         "--dram-bytes": options.dram_bytes,
@@ -81,6 +85,6 @@ def _store_spec(options: StoreOptions, name: str, directory: Path, address: str)
         "--cold-codec": options.cold_codec,
     }
     # A URL may hold a password, which a process's arguments would show to everybody on the host.
-    environment = {} if options.cold_url is None else {"HALFMOON_KVSTORE_COLD_URL": options.cold_url}
+    environment = {**told} if options.cold_url is None else {**told, "HALFMOON_KVSTORE_COLD_URL": options.cold_url}
     flags = tuple(part for pair in arguments.items() for part in pair)
     return ServiceSpec(name, ("-m", "services.kvstore", *flags), environment, restarts=True)

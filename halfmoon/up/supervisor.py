@@ -49,6 +49,7 @@ class ServiceSpec:
     restarts: bool = False
     announces: bool = True
     num_gateways: int = 1
+    metrics_port: int | None = None  # where Prometheus finds it
 
 
 class Child:

@@ -89,7 +89,7 @@ async def _serve(settings: WorkerSettings, tracer: Tracer) -> None:
             address = advertised_address(settings.listen, server.port, settings.advertise)
             identity.CopyFrom(_identity(settings, engine, profile, address))
             await server.set_serving()
-            with metrics_endpoint(settings.metrics_port, metrics.registry):
+            with metrics_endpoint(settings.listen, settings.metrics_port, metrics.registry):
                 log.info("service.ready", extra={"address": address, "worker_id": identity.worker_id})
                 work = Serving(async_engine, state, lambda: state.load(async_engine, links()), death)
                 if store_link is not None:

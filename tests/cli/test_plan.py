@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from halfmoon.plan.plot import plot_spec
 from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.summary import summary_of
 from halfmoon.sim.cluster.spec_file import read_cluster
-from halfmoon.up.from_plan import planned_options
+from halfmoon.up.config.options import up_options
+from halfmoon.up.config.read import Override, read_config
 from halfmoon.up.gpus import whole_gpus
 from halfmoon.up.service_specs import PreparedModel, UpOptions, other_specs
-from halfmoon.up.simulated import SimulatedWorkers
 
 BASE = {
     "--model": "opt-13b",
@@ -43,6 +42,12 @@ def run(tmp_path: Path, *flags: str, **changed: str) -> tuple[int, str, str]:
     command = ["plan", *(part for pair in options.items() for part in pair), *flags]
     done = CliRunner(env={"COLUMNS": "250", "TERM": "dumb"}).invoke(app, command)
     return done.exit_code, done.stdout, " ".join(done.stderr.replace("│", " ").split())
+
+
+def planned_options(path: Path, *overrides: Override) -> UpOptions:
+    on_cpu = Override("workers.all.device", "cpu", "--device")
+    no_console = Override("console.enabled", False, "--no-console")
+    return up_options(read_config(path, [on_cpu, no_console, *overrides]))
 
 
 def found_of(tmp_path: Path, **changed: str) -> dict[str, Any]:
@@ -73,7 +78,7 @@ def test_what_is_written_can_be_simulated_and_started(tmp_path: Path) -> None:
     cluster.write_text(yaml.safe_dump(written["cluster"]))
     spec = read_cluster(cluster)
     assert spec.num_devices == written["expected"]["gpus"]
-    options = planned_options(UpOptions(device="cpu", console=False), tmp_path / "plan.yaml", None)
+    options = planned_options(tmp_path / "plan.yaml")
     assert options.model == "opt-13b"
     specs = other_specs(options, PreparedModel("/m", "m"), "x:1", ["x:2"], "x:3")
     workers = [one for one in specs if "--tensor-parallel" in one.arguments]
@@ -162,19 +167,19 @@ def test_without_the_library_a_plot_says_how_to_get_it(tmp_path: Path, monkeypat
     assert not (tmp_path / "plan.yaml").exists(), "it is said before the search"
 
 
-@pytest.mark.parametrize("text", ["]", "model: x", "model: x\ncluster: {workers: [{role: baker}]}"])
+@pytest.mark.parametrize("text", ["]", "modell: x", "model: x\ncluster: {workers: [{role: baker}]}"])
 def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(text)
     with pytest.raises(InvalidRequest, match=r"plan\.yaml"):
-        planned_options(UpOptions(), path, None)
+        planned_options(path)
 
 
 def test_workers_of_one_role_may_differ(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     groups = "{role: both, tp: 2, count: 2}, {role: both, count: 0}, {role: both, pp: 4, max_running: 7}"
     path.write_text(f"model: x\ncluster: {{workers: [{groups}]}}")
-    options = planned_options(UpOptions(device="cpu", console=False), path, None)
+    options = planned_options(path)
     assert (options.num_prefill, options.num_decode, options.num_both) == (0, 0, 3)
     assert [one.num_gpus for one in options.worker_starts["both"]] == [2, 2, 4]
     specs = other_specs(options, PreparedModel("/m", "m"), "x:1", ["x:2"], "x:3")
@@ -194,7 +199,7 @@ def test_a_plan_and_counts_exclude_each_other(tmp_path: Path) -> None:
     command = ["up", "--plan", str(tmp_path / "plan.yaml"), "--prefill", "1"]
     done = CliRunner(env={"COLUMNS": "250", "TERM": "dumb"}).invoke(app, command)
     assert done.exit_code == 2
-    assert "leave --prefill, --decode and --both out" in done.stderr
+    assert "(--prefill, --decode and --both)" in done.stderr
 
 
 def test_workers_of_several_gpus_have_their_own() -> None:
@@ -210,8 +215,7 @@ def test_simulated_workers_of_a_plan_need_no_files_of_its_model(tmp_path: Path) 
     path.write_text(
         "model: llama-3-8b\ncluster: {workers: [{role: both, count: 3, gpu: h100, latency: 'roofline:llama-3-8b'}]}\n"
     )
-    simulated = UpOptions(device="cpu", console=False, simulation=SimulatedWorkers())
-    assert planned_options(simulated, path, None).model == "demo"
-    assert planned_options(simulated, path, "./mine").model == "./mine"
-    assert planned_options(simulated, path, None).num_both == 3
-    assert planned_options(replace(simulated, simulation=None), path, None).model == "llama-3-8b"
+    assert planned_options(path, Override("engine", "sim", "--engine")).model == "demo"
+    assert planned_options(path, Override("engine", "sim", "--engine")).num_both == 3
+    assert planned_options(path).model == "llama-3-8b"
+    assert planned_options(path, Override("model", "./mine", "--model")).model == "./mine"

@@ -394,7 +394,7 @@ async def running_fleet(tmp_path: Path, tracer: Tracer = NO_TRACER, **settings: 
         "heartbeat_interval_s": 1000.0,
         "shutdown_grace_s": 0.0,
         "slo": "off",
-    }  # fake workers report when a test says so
+    }
     chosen = GatewaySettings(port=0, state_dir=tmp_path, **{**calm, **settings})
     async with AsyncExitStack() as stack:
         life = Life(chosen, tracer)

@@ -1,0 +1,103 @@
+"""`halfmoon config`: what a system would be started with, and what a configuration file may say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from pydantic import BaseModel, ByteSize
+
+from halfmoon.cli.profile_store import profile_file
+from halfmoon.cli.up_flags import ROLES, human_bytes, with_up_flags
+from halfmoon.config.qos import DEFAULT_TARGETS
+from halfmoon.errors import HalfmoonError
+from halfmoon.ledger.database import mask_password
+from halfmoon.policy.admission.classes import DEFAULT_CLASS
+from halfmoon.up.config.options import up_options
+from halfmoon.up.config.read import read_config
+from halfmoon.up.config.tree import SystemConfig
+from halfmoon.up.service_specs import UpOptions
+
+app = typer.Typer(no_args_is_help=True, help="Shows, checks and describes configuration files.")
+
+_HIDDEN = "***"
+
+
+@app.command()
+@with_up_flags
+def show(config: SystemConfig) -> None:
+    """Prints as YAML what `halfmoon up` with these options would have in force. Secrets are not shown."""
+    print(as_yaml(config), end="")
+
+
+@app.command()
+def check(file: Annotated[Path, typer.Argument(help="The configuration, or a plan of `halfmoon plan`.")]) -> None:
+    """Says whether a file is a configuration: every mistake with its place, or what would be started."""
+    try:
+        options = configured(read_config(file))
+    except HalfmoonError as error:
+        typer.echo(error.message, err=True)
+        raise typer.Exit(1) from error
+    counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
+    workers = " + ".join(f"{count} {role}" for role, count in counts.items() if count)
+    print(f"{file} is a configuration: {options.model} on {workers} workers")
+
+
+@app.command()
+def schema() -> None:
+    """Prints the JSON schema of configuration files, by which editors complete and check them."""
+    print(json.dumps(SystemConfig.model_json_schema(), indent=2))
+
+
+def configured(config: SystemConfig) -> UpOptions:
+    """What to start. Raises InvalidRequest, and Unavailable where a profile's ledger does not answer."""
+    if config.engine != "sim":
+        return up_options(config)
+    profile = profile_file(config.simulation.profile, config.state_dir.absolute(), config.ledger_url)
+    return up_options(config, profile)
+
+
+def as_yaml(config: SystemConfig) -> str:
+    """All that is in force, without secrets and without what says nothing."""
+    shown = _plain(config)
+    if config.gateway.slo == "default":
+        shown["classes"] = {DEFAULT_CLASS: _plain(DEFAULT_TARGETS), **shown["classes"]}
+    for role in ROLES if config.cluster is None else ():
+        groups = [one.model_dump(mode="json", exclude_unset=True) for one in config.workers.groups(role)]
+        shown["workers"][role] = [{"count": 1, **group} for group in groups]
+    for written in shown["classes"].values():
+        for rule in written["rules"]:
+            if rule["kind"] == "api_key":
+                rule["value"] = _HIDDEN
+    security = shown["security"]
+    security["api_key"] = [_HIDDEN for _ in config.security.api_key]
+    security["operator_token"] = config.security.operator_token and _HIDDEN
+    shown["ledger_url"] = config.ledger_url and mask_password(config.ledger_url)
+    cold_url = config.stores.cold_url
+    shown["stores"]["cold_url"] = cold_url and _without_password(cold_url)
+    for name in ("cluster", "layout", "expected"):
+        if shown[name] is None:
+            del shown[name]
+    text: str = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """As YAML has it; bytes as people write them."""
+    if isinstance(value, BaseModel):
+        return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, ByteSize):
+        return human_bytes(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def _without_password(url: str) -> str:
+    scheme, sign, rest = url.partition("://")
+    return f"{scheme}{sign}{_HIDDEN}@{rest.rpartition('@')[2]}" if "@" in rest else url

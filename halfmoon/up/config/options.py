@@ -1,0 +1,141 @@
+"""From a configuration to what `halfmoon up` starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from halfmoon.config.section import Section
+from halfmoon.policy.view.cluster_view import Role
+from halfmoon.sim.latency_sources.model_catalogue import known_shape
+from halfmoon.up.config.tree import SystemConfig, WorkerGroup
+from halfmoon.up.from_plan import with_planned_workers
+from halfmoon.up.service_specs import UpOptions, WorkerStart
+from halfmoon.up.simulated import SimulatedWorkers
+from halfmoon.up.stores import StoreOptions
+
+_OWN_OF_GATEWAY = frozenset({"host", "port", "replicas", "slo", "admission", "placement"})  # options of their own
+_TIERS = ("dram_bytes", "disk_bytes", "cold_url", "dram_codec", "disk_codec", "cold_codec")
+_OWN_OF_STORES = frozenset({"count", "disk_dir", *_TIERS})
+
+
+def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
+    """What to start; `profile` is a file instead of that of the configuration. Raises InvalidRequest."""
+    everywhere = texts(config.workers.all)
+    device, dtype = everywhere.pop("device", "auto"), everywhere.pop("dtype", "auto")
+    starts = {role: _starts(config, role) for role in ("prefill", "decode", "both")}
+    options = UpOptions(
+        model=_model(config),
+        model_name=config.model.name,
+        num_prefill=len(starts["prefill"]),
+        num_decode=len(starts["decode"]),
+        num_both=len(starts["both"]),
+        worker_starts=starts,
+        worker_arguments=_arguments(everywhere),
+        device=device,
+        dtype=dtype,
+        handover_codec=config.handover_codec,
+        host=config.gateway.host,
+        port=config.gateway.port,
+        num_gateways=config.gateway.replicas,
+        admission=_if_set(config.gateway, "admission"),
+        placement=_if_set(config.gateway, "placement"),
+        slo=config.gateway.slo,
+        state_dir=config.state_dir.absolute(),
+        ledger_url=config.ledger_url,
+        store=_stores(config),
+        console=config.console.enabled,
+        console_port=config.console.port,
+        operator_token=config.security.operator_token,
+        api_keys=config.security.api_key,
+        otlp_endpoint=config.observability.otlp_endpoint,
+        metrics_port=config.observability.metrics_port,
+        settings=_settings(config),
+        simulation=_simulation(config, profile) if config.engine == "sim" else None,
+    )
+    return options if config.cluster is None else with_planned_workers(options, config.cluster)
+
+
+def texts(section: Section, leave_out: frozenset[str] = frozenset()) -> dict[str, str]:
+    """What a section says of itself, by field, as environment and command line take it."""
+    written = section.model_dump(mode="json", exclude_unset=True, exclude=set(leave_out))
+    return {name: _text(value) for name, value in written.items() if value is not None}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return json.dumps(value) if isinstance(value, list | dict) else str(value)
+
+
+def _arguments(settings: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(part for name, text in settings.items() for part in (f"--{name.replace('_', '-')}", text))
+
+
+def _starts(config: SystemConfig, role: Role) -> list[WorkerStart]:
+    """Each worker of the role."""
+    if config.cluster is not None:
+        return [WorkerStart()]  # the plan's follow
+    return [_start(config, group) for group in config.workers.groups(role) for _ in range(group.count)]
+
+
+def _start(config: SystemConfig, group: WorkerGroup) -> WorkerStart:
+    chosen = config.workers.all.model_dump(exclude_unset=True) | group.model_dump(exclude_unset=True)
+    num_gpus = chosen.get("tensor_parallel", 1) * chosen.get("pipeline_parallel", 1)
+    return WorkerStart(_arguments(texts(group, frozenset({"count"}))), num_gpus, chosen.get("device") == "cpu")
+
+
+def _model(config: SystemConfig) -> str:
+    """Simulated workers need a tokenizer only, and a name of the catalogue has none: the demo model's is taken then."""
+    path = config.model.path
+    is_name_of_plan = config.engine == "sim" and config.cluster is not None and known_shape(path) is not None
+    return "demo" if is_name_of_plan else path
+
+
+def _stores(config: SystemConfig) -> StoreOptions:
+    stores = config.stores
+    return StoreOptions(
+        str(stores.dram_bytes),
+        None if stores.disk_dir is None else stores.disk_dir.absolute(),
+        str(stores.disk_bytes),
+        stores.cold_url,
+        stores.dram_codec,
+        stores.disk_codec,
+        stores.cold_codec,
+        stores.count,
+    )
+
+
+def _settings(config: SystemConfig) -> dict[str, dict[str, str]]:
+    """What services are told beside the options: by service and setting."""
+    everywhere = texts(config.observability, frozenset({"metrics_port", "otlp_endpoint"}))
+    classes = {name: written.model_dump(mode="json", exclude_unset=True) for name, written in config.classes.items()}
+    aliases = {"model_alias": json.dumps(config.model.alias)} if config.model.alias else {}
+    return {
+        "gateway": everywhere
+        | aliases
+        | texts(config.gateway, _OWN_OF_GATEWAY)
+        | ({"classes": json.dumps(classes)} if classes else {}),
+        "kvstore": everywhere | texts(config.stores, _OWN_OF_STORES),
+        "planner": everywhere | texts(config.planner),
+        "prefill": everywhere,
+        "decode": everywhere,
+        "simulation": everywhere,
+    }
+
+
+def _simulation(config: SystemConfig, profile: str | None) -> SimulatedWorkers:
+    simulated = config.simulation
+    return SimulatedWorkers(
+        profile or simulated.profile,
+        simulated.time_scale,
+        simulated.text,
+        simulated.length,
+        simulated.median_tokens,
+        simulated.processes,
+    )
+
+
+def _if_set(section: Section, name: str) -> Any:
+    return getattr(section, name) if name in section.model_fields_set else None

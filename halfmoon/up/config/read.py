@@ -1,0 +1,143 @@
+"""Reads a configuration file, puts flags over it, and says of each mistake where it is and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.up.config.tree import SystemConfig
+
+Loc = Sequence[int | str]
+
+
+class Override(NamedTuple):
+    """One value that goes before the file's."""
+
+    path: str  # such as gateway.port
+    value: Any
+    source: str  # such as --port
+
+
+def read_config(path: Path | None, overrides: Sequence[Override] = ()) -> SystemConfig:
+    """The file with the overrides over it; without a file the defaults.
+
+    Raises InvalidRequest with a line for each mistake.
+    """
+    text = "" if path is None else _read(path)
+    return parse_config(text, str(path), overrides)
+
+
+def parse_config(text: str, name: str, overrides: Sequence[Override] = ()) -> SystemConfig:
+    """A file's text; `name` is for errors. Raises InvalidRequest."""
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+        written = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InvalidRequest(f"{name} is no YAML: {error}", param="config") from error
+    if written is None:
+        written = {}
+    if not isinstance(written, dict):
+        raise InvalidRequest(f"{name} has to be a mapping, such as `model: demo`", param="config")
+    for override in overrides:
+        _put(written, override)
+    try:
+        return SystemConfig.model_validate(written)
+    except ValidationError as error:
+        sources = {override.path: override.source for override in overrides}
+        raise InvalidRequest("\n".join(_mistakes(error, name, root, sources)), param="config") from error
+
+
+def dotted(loc: Loc) -> str:
+    """workers.prefill[0].device"""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the configuration {path} cannot be read: {error}", param="config") from error
+
+
+def _put(written: dict[str, Any], override: Override) -> None:
+    *parents, last = override.path.split(".")
+    section = written
+    for name in parents:
+        inner = section.get(name)
+        if name == "model" and isinstance(inner, str):
+            inner = {"path": inner}
+        section[name] = inner = {} if inner is None else inner
+        if not isinstance(inner, dict):
+            raise InvalidRequest(f"{override.source} cannot be put over {name!r}, which is no mapping", param="config")
+        section = inner
+    if parents == ["workers", "all"]:
+        _drop_from_roles(written["workers"], last)
+    section[last] = override.value
+
+
+def _drop_from_roles(workers: dict[str, Any], name: str) -> None:
+    """What a flag says of all workers goes before what the file says of some."""
+    for role in ("prefill", "decode", "both"):
+        groups = workers.get(role)
+        for group in [groups] if isinstance(groups, dict) else groups or ():
+            if isinstance(group, dict):
+                group.pop(name, None)
+
+
+def _mistakes(error: ValidationError, name: str, root: yaml.Node | None, sources: Mapping[str, str]) -> Iterator[str]:
+    for problem in error.errors():
+        loc = problem["loc"]
+        place = dotted(loc)
+        source = next((flag for path, flag in sources.items() if place == path or place.startswith(path + "[")), None)
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            message = f"there is no such field; {_known_names(loc)}"
+        line = _line(root, loc)
+        where = name if line is None else f"{name}:{line}"
+        yield f"{source}: {message}" if source else ": ".join(part for part in (where, place, message) if part)
+
+
+def _known_names(loc: Loc) -> str:
+    names = list(_section(loc[:-1]).model_fields)
+    close = difflib.get_close_matches(str(loc[-1]), names, 1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+
+
+def _section(loc: Loc) -> type[BaseModel]:
+    """The model whose fields stand at that place."""
+    found: type[BaseModel] = SystemConfig
+    for part in loc:
+        if isinstance(part, str) and part in found.model_fields:
+            found = _model_in(found.model_fields[part].annotation) or found
+    return found
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model that an annotation is of: itself, or what its list, mapping or option holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    is_wrapped = get_origin(annotation) in (Annotated, Union, UnionType, tuple, list, dict)
+    inner = get_args(annotation) if is_wrapped else ()
+    return next((model for model in map(_model_in, inner) if model is not None), None)
+
+
+def _line(node: yaml.Node | None, loc: Loc) -> int | None:
+    """Where the file says it, counted from 1; of what it leaves out, where its section begins."""
+    line = None
+    for part in loc:
+        if isinstance(node, yaml.MappingNode) and isinstance(part, str):
+            entry = next((entry for entry in node.value if entry[0].value == part), None)
+            if entry is None:
+                break
+            line, node = entry[0].start_mark.line + 1, entry[1]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+    return line
