@@ -1,4 +1,5 @@
 # One image, one target a service: docker build --target gateway|prefill|decode|kvstore|planner|console .
+# Each takes its part of the file that HALFMOON_CONFIG names; its own options and variables go before that.
 # For NVIDIA GPUs: --build-arg TORCH_BACKEND=cu128 (or auto), and run with --gpus; TORCH_BACKEND= takes the index's default build.
 ARG BASE_IMAGE=python:3.11-slim
 FROM ${BASE_IMAGE} AS base
@@ -50,38 +51,38 @@ FROM base AS gateway
 EXPOSE 8000 7000
 HEALTHCHECK --interval=15s --timeout=12s --start-period=120s --retries=3 \
     CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7000"]
-ENTRYPOINT ["python", "-m", "services.gateway"]
+ENTRYPOINT ["python", "-m", "halfmoon.up.service", "gateway"]
 CMD ["--host", "0.0.0.0", "--port", "8000", "--cluster-listen", "0.0.0.0:7000", "--state-dir", "/state"]
 
 FROM base AS prefill
-EXPOSE 7001
+EXPOSE 7001 9100
 HEALTHCHECK --interval=15s --timeout=12s --start-period=300s --retries=3 \
     CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7001"]
-ENTRYPOINT ["python", "-m", "services.prefill"]
+ENTRYPOINT ["python", "-m", "halfmoon.up.service", "prefill"]
 CMD ["--listen", "0.0.0.0:7001", "--advertise", "prefill:7001", "--gateway", "gateway:7000"]
 
 FROM base AS decode
-EXPOSE 7002
+EXPOSE 7002 9100
 HEALTHCHECK --interval=15s --timeout=12s --start-period=300s --retries=3 \
     CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7002"]
-ENTRYPOINT ["python", "-m", "services.decode"]
+ENTRYPOINT ["python", "-m", "halfmoon.up.service", "decode"]
 CMD ["--listen", "0.0.0.0:7002", "--advertise", "decode:7002", "--gateway", "gateway:7000"]
 
 FROM base AS kvstore
 USER root
 RUN pip install ".[kvstore,tracing]" && rm -rf build ./*.egg-info
 USER halfmoon
-EXPOSE 7003
+EXPOSE 7003 9100
 HEALTHCHECK --interval=15s --timeout=12s --start-period=30s --retries=3 \
     CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7003"]
-ENTRYPOINT ["python", "-m", "services.kvstore"]
+ENTRYPOINT ["python", "-m", "halfmoon.up.service", "kvstore"]
 CMD ["--listen", "0.0.0.0:7003"]
 
 FROM base AS planner
-EXPOSE 7004
+EXPOSE 7004 9100
 HEALTHCHECK --interval=15s --timeout=12s --start-period=30s --retries=3 \
     CMD ["timeout", "10", "python", "-m", "halfmoon.rpc.health_probe", "127.0.0.1:7004"]
-ENTRYPOINT ["python", "-m", "services.planner"]
+ENTRYPOINT ["python", "-m", "halfmoon.up.service", "planner"]
 CMD ["--listen", "0.0.0.0:7004"]
 
 FROM base AS console
@@ -91,5 +92,5 @@ USER halfmoon
 EXPOSE 8501
 HEALTHCHECK --interval=15s --timeout=12s --start-period=30s --retries=3 \
     CMD ["timeout", "10", "python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8501/_stcore/health', timeout=4)"]
-ENTRYPOINT ["python", "-m", "console", "--server.headless", "true", "--server.address", "0.0.0.0", \
+ENTRYPOINT ["python", "-m", "halfmoon.up.service", "console", "--server.headless", "true", "--server.address", "0.0.0.0", \
     "--server.port", "8501", "--browser.gatherUsageStats", "false"]

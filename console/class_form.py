@@ -12,11 +12,15 @@ from console.gateway_api import GatewayApi, GatewayError
 from console.plain_text import plain
 from console.quantities import share
 
+EARLY_REJECTIONS = {
+    "strict": "what is predicted to miss a target",
+    "overload": "what only others make miss a target",
+}
 DEGRADATIONS = ("cap_max_tokens", "lower_kv_precision", "shed_lowest_class")
 _KINDS = ("header", "api_key", "model")
 _DEFAULTS: Mapping[str, Any] = {
     "version": 0, "priority": 0, "reserved": 0.0, "ttft_s": None, "tbt_s": None, "attainment": 0.9, "rules": [],
-    "degradation": [], "capped_tokens": 256,
+    "early_rejection": "strict", "degradation": [], "capped_tokens": 256,
 }  # fmt: skip
 
 
@@ -116,6 +120,11 @@ def _fields(known: Mapping[str, Any], key: str, *, is_new: bool) -> tuple[str, d
                                       help="Of the decode workers' KV memory; lent out while idle.")  # fmt: skip
     capped = second[2].number_input("Capped output (tokens)", 1, None, known["capped_tokens"], key=f"cap-{key}",
                                     help="What “cap max tokens” leaves.")  # fmt: skip
+    early_rejection = st.selectbox(
+        "Refused early", tuple(EARLY_REJECTIONS), tuple(EARLY_REJECTIONS).index(known["early_rejection"]),
+        format_func=EARLY_REJECTIONS.__getitem__, key=f"rejection-{key}",
+        help="The second serves also what takes longer than a target by itself, such as a long prompt on a slow host.",
+    )  # fmt: skip
     degradation = st.multiselect(
         "Given up before a refusal, in this order", DEGRADATIONS, known["degradation"],
         format_func=lambda step: step.replace("_", " "), key=f"degradation-{key}",
@@ -137,6 +146,7 @@ def _fields(known: Mapping[str, Any], key: str, *, is_new: bool) -> tuple[str, d
         "priority": int(priority),
         "reserved": reserved / 100,
         "capped_tokens": int(capped),
+        "early_rejection": early_rejection,
         "degradation": list(degradation),
         "rules": rules_of(rows),
     }

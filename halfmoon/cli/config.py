@@ -11,11 +11,12 @@ import yaml
 from pydantic import BaseModel, ByteSize
 
 from halfmoon.cli.profile_store import profile_file
-from halfmoon.cli.up_flags import ROLES, human_bytes, with_up_flags
+from halfmoon.cli.up_flags import ROLES, with_up_flags
 from halfmoon.config.qos import DEFAULT_TARGETS
 from halfmoon.errors import HalfmoonError
 from halfmoon.ledger.database import mask_password
 from halfmoon.policy.admission.classes import DEFAULT_CLASS
+from halfmoon.up.config.human_bytes import human_bytes
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import read_config
 from halfmoon.up.config.tree import SystemConfig

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from halfmoon.config.worker import RoleName
 from halfmoon.errors import InvalidRequest
+from halfmoon.up.config.human_bytes import human_bytes
 from halfmoon.up.config.read import Override, read_config
 from halfmoon.up.config.tree import SystemConfig
 
@@ -218,14 +219,6 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, bool):
         return f" Default: {'yes' if value else 'no'}."
     return f" Default: {human_bytes(value) if isinstance(value, ByteSize) else value}."
-
-
-def human_bytes(value: int) -> str:
-    """Exactly: 512MiB, or the number of bytes."""
-    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if value and value % (1 << shift) == 0:
-            return f"{value >> shift}{unit}"
-    return str(value)
 
 
 def _kind(field: FieldInfo) -> Any:

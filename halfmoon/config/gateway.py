@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from halfmoon.config.section import Section
+from halfmoon.config.section import Section, off_is_a_word
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.wait_limits import WaitLimits
@@ -35,12 +35,12 @@ class GatewayConfig(Section):
     balancing_threshold: float = Field(
         2.0, ge=1, description="kvcache-centric: best prefix / own prefix above which the best one is fetched"
     )
-    admission: AdmissionMode = Field(
+    admission: Annotated[AdmissionMode, BeforeValidator(off_is_a_word)] = Field(
         "predicted",
         description="when a class's targets would be missed: refuse by predicted decode load, by present load, or "
         "never (off); what the control API sets later wins",
     )
-    slo: Literal["default", "off"] = Field(
+    slo: Annotated[Literal["default", "off"], BeforeValidator(off_is_a_word)] = Field(
         "default",
         description="default: a class called default exists from the start (a first token within 30 s, 1 s between "
         "tokens), and requests that would wait far longer get 429 with Retry-After; off: there is no such class",

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ByteSize, Field
 
 from halfmoon.config.section import Section
-from halfmoon.errors import HalfmoonError
+from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.kv.entry_codec import EntryCodec
 
 PolicyName = Literal["lru", "lfu", "length-aware", "cost-aware"]
 
 
 def _known(codec: str) -> str:
-    """Raises ValueError for a codec that there is not, or whose package is not installed."""
+    """Raises ValueError for a codec that there is not. Its package may be on another host."""
     try:
-        EntryCodec.parse(codec)
-    except HalfmoonError as error:
+        with suppress(Incompatible):
+            EntryCodec.parse(codec)
+    except InvalidRequest as error:
         raise ValueError(error.message) from error
     return codec
 

@@ -65,7 +65,7 @@ class WorkerConfig(Section):
     calibrate: Calibrate = Field(
         "auto",
         description="measure a few prefills and decode steps before joining, so that the gateway predicts from the "
-        "first request on: auto uses what an earlier start measured (in --state-dir), never joins at once",
+        "first request on: auto uses what an earlier start measured (in the state directory), never joins at once",
     )
     calibrate_s: float = Field(3.0, gt=0, description="how long that may take, about")
     drain_s: float = Field(2.0, ge=0, description="at SIGTERM, time that running requests get to finish")

@@ -14,6 +14,7 @@ from halfmoon.plan.plan_file import PlannedCluster, PlannedWorkers
 
 _BASE = "docker-compose.yml"
 _PORT = 7001
+_METRICS_PORT = 9100
 
 
 def compose_text(planned: PlannedCluster) -> str:
@@ -49,7 +50,7 @@ def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dic
         "--gateway=gateway:7000",
         "--kv-store=kvstore:7003",
         f"--model=${{HALFMOON_MODEL:-{model}}}",
-        "--device=${HALFMOON_DEVICE:-auto}",
+        f"--metrics-port={_METRICS_PORT}",
         *kind.arguments,
     ]
     image = "decode" if kind.role == "decode" else "prefill"
@@ -59,7 +60,11 @@ def _service(name: str, kind: PlannedWorkers, model: str, first_gpu: int) -> dic
         "init": True,
         "restart": "unless-stopped",
         "command": command,
-        "volumes": ["models:/cache"],
+        "environment": {
+            "HALFMOON_CONFIG": "/etc/halfmoon.yaml",
+            f"HALFMOON_{image.upper()}_DEVICE": "${HALFMOON_DEVICE:-}",
+        },
+        "volumes": ["models:/cache", "${HALFMOON_CONFIG:-./deploy/halfmoon.yaml}:/etc/halfmoon.yaml:ro"],
         "depends_on": ["gateway"],
     }
     if kind.gpu in (None, "cpu"):

@@ -51,7 +51,7 @@ def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
         api_keys=config.security.api_key,
         otlp_endpoint=config.observability.otlp_endpoint,
         metrics_port=config.observability.metrics_port,
-        settings=_settings(config),
+        settings=service_settings(config),
         simulation=_simulation(config, profile) if config.engine == "sim" else None,
     )
     return options if config.cluster is None else with_planned_workers(options, config.cluster)
@@ -107,7 +107,7 @@ def _stores(config: SystemConfig) -> StoreOptions:
     )
 
 
-def _settings(config: SystemConfig) -> dict[str, dict[str, str]]:
+def service_settings(config: SystemConfig) -> dict[str, dict[str, str]]:
     """What services are told beside the options: by service and setting."""
     everywhere = texts(config.observability, frozenset({"metrics_port", "otlp_endpoint"}))
     classes = {name: written.model_dump(mode="json", exclude_unset=True) for name, written in config.classes.items()}

@@ -1,0 +1,85 @@
+"""docker-compose.yml, the Dockerfile and Prometheus agree on services, ports and the configuration file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from halfmoon.up.config.tree import SystemConfig
+from halfmoon.up.metrics_targets import TARGETS_FILE
+from halfmoon.up.service import CONFIG_VARIABLE, SERVICES
+from services.decode.settings import DecodeSettings
+from services.gateway.settings import GatewaySettings
+from services.kvstore.settings import KVStoreSettings
+from services.planner.settings import PlannerSettings
+from services.prefill.settings import PrefillSettings
+
+ROOT = Path(__file__).parents[2]
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+SETTINGS: dict[str, Any] = {
+    "gateway": GatewaySettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+    "kvstore": KVStoreSettings,
+    "planner": PlannerSettings,
+}
+
+
+def compose() -> dict[str, Any]:
+    services: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    return services
+
+
+def options(service: dict[str, Any]) -> dict[str, str]:
+    return dict(one.removeprefix("--").split("=", 1) for one in service.get("command", ()))
+
+
+def scraped(name: str) -> dict[str, list[str]]:
+    configs = yaml.safe_load((PROMETHEUS / name).read_text())["scrape_configs"]
+    return {one["job_name"]: one["static_configs"][0]["targets"] for one in configs}
+
+
+def test_prometheus_scrapes_the_ports_that_compose_opens() -> None:
+    services = compose()
+    opened = {
+        f"{name}:{options(one)['metrics-port']}" for name, one in services.items() if "metrics-port" in options(one)
+    }
+    opened.add(f"gateway:{options(services['gateway'])['port']}")
+    assert {target for targets in scraped("prometheus.yml").values() for target in targets} == opened
+    assert {"prefill", "decode", "kvstore", "planner"} == {target.split(":")[0] for target in opened} - {"gateway"}
+
+
+def test_prometheus_reads_the_list_that_up_writes() -> None:
+    (job,) = yaml.safe_load((PROMETHEUS / "prometheus-up.yml").read_text())["scrape_configs"]
+    (file,) = job["file_sd_configs"][0]["files"]
+    state_dir = SystemConfig().state_dir
+    assert (PROMETHEUS / file).resolve() == (ROOT / state_dir / TARGETS_FILE).resolve()
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_compose_says_settings_that_there_are(name: str) -> None:
+    service, fields = compose()[name], SETTINGS[name].model_fields
+    assert {option.replace("-", "_") for option in options(service)} <= fields.keys()
+    prefix = f"HALFMOON_{name.upper()}_"
+    variables = {one for one in service["environment"] if one.startswith("HALFMOON_")} - {CONFIG_VARIABLE}
+    assert {one.removeprefix(prefix).lower() for one in variables} <= fields.keys()
+
+
+def test_every_container_takes_its_part_of_the_same_file() -> None:
+    services = compose()
+    assert set(services) == set(SERVICES)
+    mount = "${HALFMOON_CONFIG:-./deploy/halfmoon.yaml}:/etc/halfmoon.yaml:ro"
+    for service in services.values():
+        assert mount in service["volumes"]
+        assert service["environment"][CONFIG_VARIABLE] == "/etc/halfmoon.yaml"
+    entries = re.findall(r'^ENTRYPOINT \["python", "-m", "halfmoon.up.service", "(\w+)"', _dockerfile(), re.MULTILINE)
+    assert set(entries) == set(SERVICES)
+    assert _dockerfile().count("\nENTRYPOINT") == len(SERVICES)
+
+
+def _dockerfile() -> str:
+    return (ROOT / "Dockerfile").read_text()

@@ -1,0 +1,172 @@
+"""Configuration files: what they say, what wins, and how mistakes are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from halfmoon.errors import InvalidRequest
+from halfmoon.up.config.options import up_options
+from halfmoon.up.config.read import Override, parse_config, read_config
+from halfmoon.up.config.table import settings_table
+from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, other_specs
+from halfmoon.up.supervisor import ServiceSpec
+from services.decode.settings import DecodeSettings
+from services.gateway.settings import GatewaySettings
+from services.kvstore.settings import KVStoreSettings
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "docs" / "guide" / "examples" / "halfmoon.yaml"
+DOCUMENT = ROOT / "docs" / "reference" / "settings.md"
+NO_CONSOLE = "console: {enabled: false}\n"
+
+
+def options_of(text: str, *overrides: Override) -> UpOptions:
+    return up_options(parse_config(NO_CONSOLE + text, "halfmoon.yaml", overrides))
+
+
+def started(options: UpOptions) -> dict[str, ServiceSpec]:
+    model = PreparedModel("/m", "m")
+    specs = [gateway_spec(options, model), *other_specs(options, model, "x:1", ["x:2"], "x:3")]
+    return {spec.name: spec for spec in specs}
+
+
+def arguments_of(spec: ServiceSpec) -> dict[str, str]:
+    return dict(zip(spec.arguments[2::2], spec.arguments[3::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("gateway:\n  prot: 1", ["halfmoon.yaml:2: gateway.prot: there is no such field; did you mean port?"]),
+        ("gatway: {}", ["halfmoon.yaml:1: gatway: there is no such field; did you mean gateway?"]),
+        ("console: {colour: 1}", ["console.colour: there is no such field; there are enabled, port"]),
+        (
+            "workers:\n  prefill:\n  - {}\n  - {tensor_parallel: two}\n  decode: {count: -1}",
+            [
+                "halfmoon.yaml:4: workers.prefill[1].tensor_parallel: Input should be a valid integer",
+                "halfmoon.yaml:5: workers.decode[0].count: Input should be greater than or equal to 0",
+            ],
+        ),
+        ("stores: {dram_codec: int7}", ["stores.dram_codec: no codec is called 'int7': there are raw, int8"]),
+        ("classes: {gold: {reserved: 2}}", ["classes: a class's reserved must be between 0 and 1"]),
+        ("classes: {gold: {ttft: 3}}", ["classes.gold.ttft: there is no such field; did you mean ttft_s?"]),
+        ("cluster: {workers: [{role: both}]}\nworkers: {both: {}}", ["leave the roles of workers"]),
+        ("model: [", ["halfmoon.yaml is no YAML"]),
+        ("- model", ["has to be a mapping"]),
+    ],
+)
+def test_a_mistake_is_told_with_its_place(text: str, says: list[str]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_config(text, "halfmoon.yaml")
+    for line in says:
+        assert line in caught.value.message
+
+
+def test_a_wrong_flag_is_told_by_its_name() -> None:
+    with pytest.raises(InvalidRequest, match=r"^--port: Input should be less than or equal to 65535"):
+        parse_config("", "halfmoon.yaml", [Override("gateway.port", 65536, "--port")])
+
+
+def test_without_a_file_one_worker_prefills_and_one_decodes() -> None:
+    options = options_of("")
+    assert (options.num_prefill, options.num_decode, options.num_both, options.port) == (1, 1, 0, 8000)
+
+
+@pytest.mark.parametrize(
+    ("workers", "counts"),
+    [
+        ("prefill: {count: 3}", (3, 1, 0)),
+        ("decode: [{count: 2}, {count: 1}]", (1, 3, 0)),
+        ("both: {count: 2}", (0, 0, 2)),
+        ("{both: {count: 1}, prefill: {count: 1}}", (1, 0, 1)),
+        ("both: {count: 0}", (1, 1, 0)),
+    ],
+)
+def test_a_role_that_is_not_named_has_one_worker_unless_others_do_both(
+    workers: str, counts: tuple[int, int, int]
+) -> None:
+    options = options_of(f"workers:\n  {workers}" if not workers.startswith("{") else f"workers: {workers}")
+    assert (options.num_prefill, options.num_decode, options.num_both) == counts
+
+
+def test_each_service_is_started_with_its_part() -> None:
+    specs = started(options_of((EXAMPLE.read_text()).partition("console:")[0]))
+    decode = arguments_of(specs["decode-0"])
+    assert (decode["--max-running"], decode["--kv-memory"], decode["--block-tokens"]) == ("32", str(512 << 20), "64")
+    assert "--max-running" not in specs["prefill-0"].arguments
+    assert specs["kvstore"].environment["HALFMOON_KVSTORE_DRAM_POLICY"] == "cost-aware"
+    assert specs["kvstore"].environment["HALFMOON_KVSTORE_TTL_S"] == "86400.0"
+    assert specs["planner"].environment["HALFMOON_PLANNER_MAX_RUNNING"] == "1"
+    gateway = arguments_of(specs["gateway"])
+    assert (gateway["--placement"], gateway["--admission"]) == ("kvcache-centric", "predicted")
+    assert '"ttft_s": 2' in specs["gateway"].environment["HALFMOON_GATEWAY_CLASSES"]
+
+
+def test_what_is_forwarded_is_what_the_services_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "gateway: {balancing_threshold: 3, allowed_origins: ['*'], slo: off, admission: off}\n"
+    text += "stores: {disk_policy: lfu, ttl_s: 5}\nclasses: {gold: {ttft_s: 2, rules: [{kind: model, value: m}]}}\n"
+    specs = started(
+        options_of(text + "workers: {all: {kv_memory: 1GiB, cuda_graphs: false}, decode: {max_running: 3}}")
+    )
+    for spec in (specs["gateway"], specs["kvstore"]):
+        for name, value in spec.environment.items():
+            monkeypatch.setenv(name, value)
+    gateway = GatewaySettings(_cli_parse_args=list(specs["gateway"].arguments[2:]))  # type: ignore[call-arg]
+    assert (gateway.balancing_threshold, gateway.allowed_origins, gateway.slo, gateway.admission) == (
+        3,
+        ("*",),
+        "off",
+        "off",
+    )
+    assert gateway.classes["gold"].rules[0].kind == "model"
+    stores = KVStoreSettings(_cli_parse_args=list(specs["kvstore"].arguments[2:]))  # type: ignore[call-arg]
+    assert (stores.disk_policy, stores.ttl_s) == ("lfu", 5)
+    worker = DecodeSettings(_cli_parse_args=list(specs["decode-0"].arguments[2:]))  # type: ignore[call-arg]
+    assert (worker.kv_memory, worker.cuda_graphs, worker.max_running) == (1 << 30, False, 3)
+
+
+def test_flags_win_over_the_file_also_where_one_group_says_something_else() -> None:
+    text = "model: {path: a, name: b}\ngateway: {port: 1}\nworkers: {decode: {device: cuda, max_running: 2}}"
+    overrides = [
+        Override("gateway.port", 2, "--port"),
+        Override("model.path", "c", "--model"),
+        Override("workers.all.device", "cpu", "--device"),
+    ]
+    options = options_of(text, *overrides)
+    assert (options.port, options.model, options.model_name, options.device) == (2, "c", "b", "cpu")
+    assert arguments_of(started(options)["decode-0"])["--device"] == "cpu"
+    assert parse_config("model: a", "f", [Override("model.name", "n", "--model-name")]).model.path == "a"
+
+
+def test_a_group_on_the_cpu_takes_no_gpu_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "g0,g1")
+    specs = started(options_of("workers: {prefill: {device: cpu}, decode: {tensor_parallel: 2}}"))
+    assert "CUDA_VISIBLE_DEVICES" not in specs["prefill-0"].environment
+    assert specs["decode-0"].environment["CUDA_VISIBLE_DEVICES"] == "g0,g1"
+
+
+def test_a_plan_is_a_configuration_to_which_sections_may_be_added() -> None:
+    plan = "model: x\nlayout: 1 both\nexpected: {rate_per_s: 1.0}\nhandover_codec: int8\n"
+    plan += "cluster: {network: {a: 1}, workers: [{role: both, count: 2, tp: 1, max_running: 9, latency: l}]}\n"
+    options = options_of(plan + "gateway: {port: 5}\nworkers: {all: {dtype: float32}}")
+    assert (options.num_both, options.handover_codec, options.port) == (2, "int8", 5)
+    worker = arguments_of(started(options)["both-1"])
+    assert (worker["--max-running"], worker["--dtype"]) == ("9", "float32")
+
+
+def test_the_example_and_the_file_of_compose_are_configurations() -> None:
+    assert set(read_config(EXAMPLE).classes) == {"gold", "default"}
+    assert read_config(ROOT / "deploy" / "halfmoon.yaml").model.path == "demo"
+    assert yaml.safe_load(EXAMPLE.read_text())
+
+
+def test_the_document_has_every_field() -> None:
+    assert settings_table() in DOCUMENT.read_text(), "paste what `python -m halfmoon.up.config.table` says"
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        read_config(tmp_path / "halfmoon.yaml")
