@@ -130,7 +130,7 @@ def config_of(given: Mapping[str, Any]) -> SystemConfig:
     if len(files) > 1:
         raise InvalidRequest("--plan is another name of --config: give one of them", param="config")
     config = read_config(files[0] if files else None, list(_overrides(given)))
-    counts = {role: given[role] for role in ROLES if given.get(role) is not None}
+    counts: dict[str, int] = {role: given[role] for role in ROLES if given.get(role) is not None}
     return _counted(config, counts, files[0] if files else None, list(_overrides(given))) if counts else config
 
 

@@ -114,7 +114,7 @@ def test_what_is_forwarded_is_what_the_services_take(monkeypatch: pytest.MonkeyP
     for spec in (specs["gateway"], specs["kvstore"]):
         for name, value in spec.environment.items():
             monkeypatch.setenv(name, value)
-    gateway = GatewaySettings(_cli_parse_args=list(specs["gateway"].arguments[2:]))  # type: ignore[call-arg]
+    gateway = GatewaySettings(_cli_parse_args=list(specs["gateway"].arguments[2:]))
     assert (gateway.balancing_threshold, gateway.allowed_origins, gateway.slo, gateway.admission) == (
         3,
         ("*",),
@@ -122,9 +122,9 @@ def test_what_is_forwarded_is_what_the_services_take(monkeypatch: pytest.MonkeyP
         "off",
     )
     assert gateway.classes["gold"].rules[0].kind == "model"
-    stores = KVStoreSettings(_cli_parse_args=list(specs["kvstore"].arguments[2:]))  # type: ignore[call-arg]
+    stores = KVStoreSettings(_cli_parse_args=list(specs["kvstore"].arguments[2:]))
     assert (stores.disk_policy, stores.ttl_s) == ("lfu", 5)
-    worker = DecodeSettings(_cli_parse_args=list(specs["decode-0"].arguments[2:]))  # type: ignore[call-arg]
+    worker = DecodeSettings(_cli_parse_args=list(specs["decode-0"].arguments[2:]))
     assert (worker.kv_memory, worker.cuda_graphs, worker.max_running) == (1 << 30, False, 3)
 
 

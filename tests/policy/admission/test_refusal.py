@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import pytest
@@ -64,6 +64,30 @@ def test_a_prompt_too_long_for_the_class_gains_nothing_by_coming_back() -> None:
     with pytest.raises(Refused, match="time between tokens would be 10 ms, class x allows 5 ms") as caught:
         gate.decide(view, REQUEST, QosClass("x", tbt_s=0.005), 0.0)
     assert caught.value.retry_after_ms == 60_000
+
+
+@pytest.mark.parametrize(("queue_s", "is_refused"), [(0.0, False), (0.4, False), (0.6, True)])
+def test_where_only_overload_is_refused_a_request_waits_no_longer_than_its_target(
+    queue_s: float, is_refused: bool
+) -> None:
+    slow = QosClass("slow", ttft_s=0.5, tbt_s=0.005, early_rejection="overload")  # by itself it takes 1 s, and 10 ms
+    gate, view = keeper(), ClusterView((replace(P, prefill_free_s=queue_s), D))
+    for judge in (
+        lambda: gate.refuse_unread(view, 0, has_gaps=True, qos=slow, now_s=0.0),
+        lambda: gate.decide(view, REQUEST, slow, 0.0),
+    ):
+        with pytest.raises(Refused) if is_refused else nullcontext() as caught:
+            judge()
+        assert not is_refused or (caught is not None and caught.value.reason == "ttft" and caught.value.is_by_others)
+
+
+def test_where_only_overload_is_refused_targets_that_an_idle_cluster_meets_are_kept() -> None:
+    fair = QosClass("fair", ttft_s=2.0, tbt_s=0.015, early_rejection="overload")
+    gate, view = keeper(), ClusterView((P, replace(D, prefill_model=PREFILL)))
+    enter(gate, view, "first", fair)
+    with pytest.raises(Refused, match="time between tokens") as caught:
+        gate.decide(view, REQUEST, fair, 0.0)
+    assert caught.value.is_by_others
 
 
 def test_a_refusal_tells_the_classs_own_target_and_why_another_one_is_applied() -> None:

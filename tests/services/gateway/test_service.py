@@ -173,7 +173,7 @@ def test_settings_come_from_environment_and_command_line(monkeypatch: pytest.Mon
     assert (settings.port, settings.model_name, settings.advertise_cluster) == (82, "served", None)
     assert settings.ledger == f"sqlite:///{tmp_path / 'ledger.db'}"
     with pytest.raises(ValidationError):
-        settings.port = 5
+        settings.port = 5  # type: ignore[misc]
     secret = read_settings(GatewaySettings, ["--ledger-url", "postgresql://me:secret@host/db"])
     assert "secret" not in str(secret.as_logged())
 

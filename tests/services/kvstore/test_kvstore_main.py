@@ -47,7 +47,7 @@ def test_unknown_flags_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_settings_do_not_change_and_are_checked() -> None:
     with pytest.raises(ValidationError):
-        settings().listen = "x"
+        settings().listen = "x"  # type: ignore[misc]
     for bad in (["--dram-bytes", "0"], ["--log-level", "LOUD"], ["--lease-s", "-1"]):
         with pytest.raises(InvalidRequest):
             settings(*bad)
