@@ -492,49 +492,6 @@ class ReplicateResponse(_message.Message):
 Global___ReplicateResponse: _TypeAlias = ReplicateResponse  # noqa: Y015
 
 @_typing.final
-class DeleteRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KEYS_FIELD_NUMBER: _builtins.int
-    TENANT_SALT_FIELD_NUMBER: _builtins.int
-    tenant_salt: _builtins.bytes
-    @_builtins.property
-    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
-    def __init__(
-        self,
-        *,
-        keys: _abc.Iterable[_builtins.bytes] | None = ...,
-        tenant_salt: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "tenant_salt", b"tenant_salt"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DeleteRequest: _TypeAlias = DeleteRequest  # noqa: Y015
-
-@_typing.final
-class DeleteResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NUM_DELETED_FIELD_NUMBER: _builtins.int
-    num_deleted: _builtins.int
-    """with those that follow them"""
-    def __init__(
-        self,
-        *,
-        num_deleted: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_deleted", b"num_deleted"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DeleteResponse: _TypeAlias = DeleteResponse  # noqa: Y015
-
-@_typing.final
 class StatsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

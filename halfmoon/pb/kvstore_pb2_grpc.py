@@ -67,11 +67,6 @@ class KVStoreStub:
                 request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.WatchRequest.SerializeToString,
                 response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.WatchResponse.FromString,
                 _registered_method=True)
-        self.Delete = channel.unary_unary(
-                '/halfmoon.KVStore/Delete',
-                request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.DeleteRequest.SerializeToString,
-                response_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.DeleteResponse.FromString,
-                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/halfmoon.KVStore/Stats',
                 request_serializer=halfmoon_dot_pb_dot_kvstore__pb2.StatsRequest.SerializeToString,
@@ -130,12 +125,6 @@ class KVStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Delete(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Stats(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -174,11 +163,6 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.WatchRequest.FromString,
                     response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.WatchResponse.SerializeToString,
-            ),
-            'Delete': grpc.unary_unary_rpc_method_handler(
-                    servicer.Delete,
-                    request_deserializer=halfmoon_dot_pb_dot_kvstore__pb2.DeleteRequest.FromString,
-                    response_serializer=halfmoon_dot_pb_dot_kvstore__pb2.DeleteResponse.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -351,33 +335,6 @@ class KVStore:
             '/halfmoon.KVStore/Watch',
             halfmoon_dot_pb_dot_kvstore__pb2.WatchRequest.SerializeToString,
             halfmoon_dot_pb_dot_kvstore__pb2.WatchResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Delete(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/halfmoon.KVStore/Delete',
-            halfmoon_dot_pb_dot_kvstore__pb2.DeleteRequest.SerializeToString,
-            halfmoon_dot_pb_dot_kvstore__pb2.DeleteResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,7 +54,6 @@ class KVStoreStub:
     """
     Watch: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]
     """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed."""
-    Delete: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.DeleteRequest, _kvstore_pb2.DeleteResponse]
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]
 
 @_typing.type_check_only
@@ -83,7 +82,6 @@ class KVStoreAsyncStub(KVStoreStub):
     """
     Watch: _aio.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]  # type: ignore[assignment]
     """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed."""
-    Delete: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.DeleteRequest, _kvstore_pb2.DeleteResponse]  # type: ignore[assignment]
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]  # type: ignore[assignment]
 
 class KVStoreServicer(metaclass=_abc_1.ABCMeta):
@@ -145,13 +143,6 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.WatchResponse], _abc.AsyncIterator[_kvstore_pb2.WatchResponse]]:
         """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed."""
-
-    @_abc_1.abstractmethod
-    def Delete(
-        self,
-        request: _kvstore_pb2.DeleteRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvstore_pb2.DeleteResponse, _abc.Awaitable[_kvstore_pb2.DeleteResponse]]: ...
 
     @_abc_1.abstractmethod
     def Stats(

@@ -99,11 +99,6 @@ class KVStoreClient:
         )
         return int((await self._peer.call(self._stub.Replicate, request, deadline_s=deadline_s)).num_coming)
 
-    async def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
-        """Forgets blocks and those that follow them; gives how many."""
-        request = kvstore_pb2.DeleteRequest(keys=keys, tenant_salt=self._salt)
-        return int((await self._peer.call(self._stub.Delete, request, deadline_s=deadline_s)).num_deleted)
-
     async def stats(self, *, deadline_s: float) -> kvstore_pb2.StatsResponse:
         """The store's figures."""
         response = await self._peer.call(self._stub.Stats, kvstore_pb2.StatsRequest(), deadline_s=deadline_s)

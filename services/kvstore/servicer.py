@@ -90,13 +90,6 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServicer):
         finally:
             reader.close()
 
-    async def Delete(
-        self, request: kvstore_pb2.DeleteRequest, context: grpc.aio.ServicerContext
-    ) -> kvstore_pb2.DeleteResponse:
-        """See kvstore.proto."""
-        num_deleted = await self._pool.drop(_ids(request.keys, request.tenant_salt))
-        return kvstore_pb2.DeleteResponse(num_deleted=num_deleted)
-
     async def Stats(
         self, request: kvstore_pb2.StatsRequest, context: grpc.aio.ServicerContext
     ) -> kvstore_pb2.StatsResponse:

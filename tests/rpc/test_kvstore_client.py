@@ -70,7 +70,7 @@ async def test_a_block_comes_back_as_it_went(transports: tuple[str, ...]) -> Non
         store.pool.dram.check_integrity()
 
 
-async def test_a_chain_is_matched_prefetched_and_deleted(tmp_path: Path) -> None:
+async def test_a_chain_is_matched_prefetched_and_dropped(tmp_path: Path) -> None:
     async with served(tmp_path) as (store, address), client(address) as it:
         await put_chain(it, 4)
         await store.pool.settled()
@@ -81,7 +81,7 @@ async def test_a_chain_is_matched_prefetched_and_deleted(tmp_path: Path) -> None
             store.pool.catalog.lose(block_id(KEYS[depth]), Tier.DRAM)
         assert await it.match(KEYS[:5], deadline_s=LIMIT_S) == ["dram", "dram", "disk", "disk"]
         assert await it.prefetch(KEYS[:5], deadline_s=LIMIT_S) == 4
-        assert await it.delete(KEYS[1:2], deadline_s=LIMIT_S) == 3
+        assert await store.pool.drop([block_id(KEYS[1])]) == 3
         assert await it.match(KEYS[:5], deadline_s=LIMIT_S) == ["dram"]
         with pytest.raises(NotFound):
             await it.get(KEYS[1], LAYOUT, deadline_s=LIMIT_S)
@@ -111,7 +111,7 @@ async def test_lent_blocks_stay_while_others_come_and_go() -> None:
         async with it.borrow(KEYS[:2], deadline_s=LIMIT_S) as blocks:
             for n in range(2, 14):
                 await it.put(KEYS[n], LAYOUT, content(KEYS[n]), deadline_s=LIMIT_S)
-            assert await it.delete(KEYS[:1], deadline_s=LIMIT_S) == 2, "it need not stay visible"
+            assert await store.pool.drop([block_id(KEYS[0])]) == 2, "it need not stay visible"
             for n in range(2, 14):
                 await it.put(KEYS[n], LAYOUT, content(KEYS[n]), deadline_s=LIMIT_S)
             assert [bytes(block.cells()) for block in blocks] == [content(one) for one in KEYS[:2]]
@@ -191,7 +191,6 @@ async def test_tenants_do_not_see_each_other() -> None:
         await put_chain(one, 2)
         assert await two.match(KEYS[:2], deadline_s=LIMIT_S) == []
         assert await two.prefetch(KEYS[:2], deadline_s=LIMIT_S) == 0
-        assert await two.delete(KEYS[:2], deadline_s=LIMIT_S) == 0
         with pytest.raises(NotFound):
             await two.get(KEYS[0], LAYOUT, deadline_s=LIMIT_S)
         async with two.borrow(KEYS[:2], deadline_s=LIMIT_S) as blocks:
@@ -202,7 +201,7 @@ async def test_tenants_do_not_see_each_other() -> None:
 
 
 async def test_a_watcher_knows_what_is_held() -> None:
-    async with served() as (_, address), client(address) as it:
+    async with served() as (store, address), client(address) as it:
         await put_chain(it, 2)
         async with it.watch() as responses:
             snapshot = await anext(responses)
@@ -213,7 +212,7 @@ async def test_a_watcher_knows_what_is_held() -> None:
             assert [(event.kind, event.block.key) for event in stored.events] == [
                 (kvstore_pb2.BlockEvent.STORED, KEYS[2])
             ]
-            await it.delete(KEYS[1:2], deadline_s=LIMIT_S)
+            await store.pool.drop([block_id(KEYS[1])])
             gone = await anext(responses)
             assert [(event.kind, event.block.key) for event in gone.events] == [
                 (kvstore_pb2.BlockEvent.EVICTED, KEYS[2]),

@@ -107,17 +107,6 @@ class WorkerView:
         models = self.prefill_model != other.prefill_model or self.step_model != other.step_model
         return models or self.capacity_tokens != other.capacity_tokens
 
-    def transfer_s(self, address: str, num_bytes: int) -> float | None:
-        """How long KV of `num_bytes` takes from here to `address` alone on the link; None before the first transfer."""
-        for link in self.links:
-            if link.address == address:
-                return link.latency_s + num_bytes / link.bandwidth_bytes_per_s
-        return None
-
-    def has_room_now(self, num_tokens: int) -> bool:
-        """Whether its free blocks hold `num_tokens` right now."""
-        return num_tokens <= self.free_blocks * self.block_tokens
-
 
 class ClusterView:
     """Owns one row for each member: its view, and the figures of all of them as columns. Rows never move.

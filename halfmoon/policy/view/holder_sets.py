@@ -37,11 +37,6 @@ class HolderSets:
         return self.rows.nbytes + self._hashes.nbytes + self._uses.nbytes + self._ids.num_bytes
 
     @property
-    def num_sets(self) -> int:
-        """Sets in use, the empty one included."""
-        return len(self.rows) - len(self._free)
-
-    @property
     def num_holders(self) -> int:
         """Holder numbers that the rows have bits for."""
         return int(self.rows.shape[1]) * _WORD_BITS
