@@ -20,7 +20,7 @@ async def running_system(arguments: Sequence[str], state_dir: Path, num_workers:
     """The URL of the gateway, which so many workers have joined. Raises TimeoutError after three minutes without."""
     port = random.randrange(20_000, 60_000)
     where = ("--port", str(port), "--state-dir", str(state_dir), "--no-console")
-    command = (sys.executable, "-m", "halfmoon.cli.app", "up", *arguments, *where)
+    command = (sys.executable, "-m", "halfmoon.cli.app", "up", "--slo", "off", *arguments, *where)
     process = await asyncio.create_subprocess_exec(*command, stdout=sys.stderr.fileno())
     try:
         url = f"http://127.0.0.1:{port}"
