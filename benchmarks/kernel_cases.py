@@ -58,25 +58,22 @@ class Sequences:
 
 
 def make_sequences(shapes: Shapes, num_seqs: int, context: int, kv_dtype: torch.dtype) -> Sequences:
-    from halfmoon.engine.kernels.paged_kv import QUANTISED, PagedKV
+    from halfmoon.engine.kernels.paged_kv import PagedKV
 
     per_seq = -(-context // BLOCK_TOKENS)
     size = (shapes.num_kv_heads, num_seqs * per_seq * BLOCK_TOKENS, shapes.head_dim)
     k, v = (torch.empty(size, dtype=kv_dtype, device=shapes.device) for _ in range(2))
     for tensor in (k, v):
         for head in tensor:  # a head at a time: the random numbers are wider than what is kept
-            values = torch.randn(head.shape, device=shapes.device)
-            head.copy_(values * 20 if kv_dtype in QUANTISED else values)
-    scales = [torch.full(size[:2], 0.05, device=shapes.device) if kv_dtype in QUANTISED else None for _ in range(2)]
+            head.copy_(torch.randn(head.shape, device=shapes.device))
     table = torch.randperm(num_seqs * per_seq, device=shapes.device).int().view(num_seqs, per_seq)
     lens = torch.full((num_seqs,), context, dtype=torch.int32, device=shapes.device)
-    return Sequences(PagedKV(k, v, BLOCK_TOKENS, scales[0], scales[1]), table, lens)
+    return Sequences(PagedKV(k, v, BLOCK_TOKENS), table, lens)
 
 
 def kv_bytes(kv: PagedKV, num_tokens: int) -> int:
-    """K and V (and scales) of so many tokens in one layer."""
-    scale_bytes = 4 if kv.quantised else 0
-    return 2 * num_tokens * kv.k.shape[0] * (kv.k.shape[2] * kv.k.element_size() + scale_bytes)
+    """K and V of so many tokens in one layer."""
+    return 2 * num_tokens * kv.k.shape[0] * kv.k.shape[2] * kv.k.element_size()
 
 
 def decode_case(shapes: Shapes, num_seqs: int, context: int, kv_dtype: torch.dtype, num_sms: int) -> Case:
@@ -185,17 +182,12 @@ def copy_cases(shapes: Shapes, num_tokens: int) -> Iterator[Case]:
 
 def cases(shapes: Shapes, num_sms: int) -> Iterator[tuple[str, Callable[[], Case | Iterator[Case]]]]:
     """What to measure, by kernel file; a case's tensors are made when it is called."""
-    quantised = (torch.float8_e4m3fn, torch.int8)
     for num_seqs in (1, 8, 64):
         for context in (1024, 8192, 32768):
             yield "decode_attention", partial(decode_case, shapes, num_seqs, context, shapes.dtype, num_sms)
-    for dtype in quantised:
-        for num_seqs in (8, 64):
-            yield "decode_attention", partial(decode_case, shapes, num_seqs, 8192, dtype, num_sms)
     for num_cached, num_new in ((0, 512), (0, 2048), (0, 8192), (8192, 512), (8192, 2048), (32768, 2048)):
         yield "prefill_attention", partial(prefill_case, shapes, num_cached, num_new)
-    for dtype in (shapes.dtype, *quantised):
-        yield "kv_store", partial(store_case, shapes, 8192, dtype)
+    yield "kv_store", partial(store_case, shapes, 8192, shapes.dtype)
     for num_tokens in (64, 8192):
         yield "rms_norm", partial(norm_cases, shapes, num_tokens)
         yield "rotary", partial(rotary_case, shapes, num_tokens)

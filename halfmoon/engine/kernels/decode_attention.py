@@ -48,8 +48,6 @@ def _decode_attention_kernel(
     q: tl.tensor,  # [num_seqs, num_q_heads, head_dim]
     k: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
     v: tl.tensor,  # [num_kv_heads, num_slots, head_dim]
-    k_scales: tl.tensor,  # [num_kv_heads, num_slots]; None when not quantised
-    v_scales: tl.tensor,  # like k_scales
     block_table: tl.tensor,  # [num_seqs, max_blocks]
     context_lens: tl.tensor,  # [num_seqs]
     out: tl.tensor,  # [num_seqs, num_q_heads, NUM_SPLITS, head_dim]
@@ -58,7 +56,6 @@ def _decode_attention_kernel(
     q_seq_stride: tl.tensor,
     q_head_stride: tl.tensor,
     kv_head_stride: tl.tensor,
-    scale_head_stride: tl.tensor,
     table_stride: tl.tensor,
     NUM_Q_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -69,7 +66,6 @@ def _decode_attention_kernel(
     TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-    IS_QUANTISED: tl.constexpr,
 ) -> None:
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -92,9 +88,6 @@ def _decode_attention_kernel(
     )  # [ROWS, DIM_PAD]
     k += kv_head.to(tl.int64) * kv_head_stride
     v += kv_head.to(tl.int64) * kv_head_stride
-    if IS_QUANTISED:
-        k_scales += kv_head.to(tl.int64) * scale_head_stride
-        v_scales += kv_head.to(tl.int64) * scale_head_stride
     block_row = block_table + seq * table_stride
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
@@ -108,15 +101,11 @@ def _decode_attention_kernel(
         mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
         keys = tl.load(k + at, mask=mask, other=0.0).to(query.dtype)  # [TILE, DIM_PAD]
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale_log2  # [ROWS, TILE]
-        if IS_QUANTISED:
-            scores *= tl.load(k_scales + slots, mask=seen, other=0.0)[None, :]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         shrink = tl.exp2(best - new_best)
         weights = tl.exp2(scores - new_best[:, None])
         total = total * shrink + tl.sum(weights, axis=1)
-        if IS_QUANTISED:
-            weights *= tl.load(v_scales + slots, mask=seen, other=0.0)[None, :]
         values = tl.load(v + at, mask=mask, other=0.0).to(query.dtype)  # [TILE, DIM_PAD]
         acc = acc * shrink[:, None] + tl.dot(weights.to(query.dtype), values, input_precision="ieee")
         best = new_best
@@ -187,11 +176,11 @@ def decode_attention(
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     tile = max(32, min(128, 8192 // dim_pad))  # 64 tokens at head size 128
     _decode_attention_kernel[(num_seqs, kv.k.shape[0], num_splits)](
-        q, kv.k, kv.v, kv.k_scales, kv.v_scales, block_table, context_lens, parts, parts_lse, scale * _LOG2_E,
-        q.stride(0), q.stride(1), kv.k.stride(0), kv.scale_stride, block_table.stride(0),
+        q, kv.k, kv.v, block_table, context_lens, parts, parts_lse, scale * _LOG2_E,
+        q.stride(0), q.stride(1), kv.k.stride(0), block_table.stride(0),
         NUM_Q_HEADS=num_q_heads, GROUP=group, ROWS=max(_MIN_ROWS, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_TOKENS=kv.block_tokens, TILE=tile,
-        NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS, IS_QUANTISED=kv.quantised,
+        NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT_TOKENS,
         num_warps=4, enable_fp_fusion=True, num_stages=kv.num_stages(tile, 0),
     )  # fmt: skip
     if num_splits > 1:

@@ -1,4 +1,4 @@
-"""One layer's K and V in the arena, as the attention and store kernels see them: plain, or quantised with scales.
+"""One layer's K and V in the arena, as the attention and store kernels see them.
 
 A slot is one token's place in a head: `block_id * block_tokens + offset`.
 """
@@ -15,16 +15,13 @@ from torch import Tensor
 
 from halfmoon.engine.kernels.tensor_check import FLOATS, check_same_device, check_tensor
 
-QUANTISED = (torch.float8_e4m3fn, torch.int8)
 _STAGES = 3
 _MAX_HEAD_DIM = 256  # what the attention kernels' tiles are sized for
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """K and V of one layer. `value = stored * scale` when quantised, one scale a token and head.
-
-    fp8 e4m3 needs compute capability 8.9.
+    """K and V of one layer.
 
     Raises ValueError or TypeError when built of tensors that do not fit together.
     """
@@ -32,13 +29,11 @@ class PagedKV:
     k: Tensor  # [num_kv_heads, num_slots, head_dim], slots dense
     v: Tensor  # like k
     block_tokens: int
-    k_scales: Tensor | None = None  # [num_kv_heads, num_slots] float32, when k and v are fp8 e4m3 or int8
-    v_scales: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_tensor("k", self.k, (None, None, None), (*FLOATS, *QUANTISED))
+        check_tensor("k", self.k, (None, None, None), FLOATS)
         check_tensor("v", self.v, self.k.shape, (self.k.dtype,))
-        num_kv_heads, num_slots, head_dim = self.k.shape
+        _, num_slots, head_dim = self.k.shape
         if self.k.stride() != self.v.stride() or self.k.stride(1) != head_dim:
             raise ValueError(
                 f"k, v: slots must be dense and strides equal, not {self.k.stride()} and {self.v.stride()}"
@@ -47,27 +42,11 @@ class PagedKV:
             raise ValueError(f"k: head size {head_dim} is over {_MAX_HEAD_DIM}")
         if self.block_tokens < 1 or num_slots % self.block_tokens:
             raise ValueError(f"k: {num_slots} slots are not whole blocks of {self.block_tokens}")
-        if (self.k_scales is not None, self.v_scales is not None) != (self.quantised, self.quantised):
-            raise ValueError(f"k_scales and v_scales go with quantised K and V, and with no other ({self.k.dtype})")
-        if self.k_scales is not None and self.v_scales is not None:
-            for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
-                check_tensor(name, scales, (num_kv_heads, num_slots), (torch.float32,))
-            if self.k_scales.stride() != self.v_scales.stride():
-                raise ValueError(f"scales: strides {self.k_scales.stride()} and {self.v_scales.stride()} differ")
-        check_same_device(k=self.k, v=self.v, k_scales=self.k_scales, v_scales=self.v_scales)
-
-    @property
-    def quantised(self) -> bool:
-        return self.k.dtype in QUANTISED
-
-    @property
-    def scale_stride(self) -> int:
-        """From one head's scales to the next's."""
-        return 0 if self.k_scales is None else self.k_scales.stride(0)
+        check_same_device(k=self.k, v=self.v)
 
     def check_query(self, q: Tensor) -> int:
         """q: [rows, num_q_heads, head_dim]. Returns query heads a KV head; raises ValueError or TypeError."""
-        check_tensor("q", q, (None, None, self.k.shape[2]), FLOATS if self.quantised else (self.k.dtype,))
+        check_tensor("q", q, (None, None, self.k.shape[2]), (self.k.dtype,))
         group, rest = divmod(q.shape[1], self.k.shape[0])
         if group == 0 or rest:
             raise ValueError(f"q: {q.shape[1]} query heads cannot share {self.k.shape[0]} KV heads evenly")
@@ -87,10 +66,7 @@ class PagedKV:
         """K and V of the first tokens of a sequence, [num_kv_heads, num_tokens, head_dim] float32: for references."""
         positions = torch.arange(num_tokens, device=block_row.device)
         slots = block_row.long()[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
-        k, v = self.k[:, slots].float(), self.v[:, slots].float()
-        if self.k_scales is not None and self.v_scales is not None:
-            k, v = k * self.k_scales[:, slots, None], v * self.v_scales[:, slots, None]
-        return k, v
+        return self.k[:, slots].float(), self.v[:, slots].float()
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from halfmoon.engine.kernels.block_copy import gather_blocks, scatter_blocks
 from halfmoon.engine.kernels.decode_attention import decode_attention
 from halfmoon.engine.kernels.kv_store import kv_store
-from halfmoon.engine.kernels.paged_kv import QUANTISED, PagedKV
+from halfmoon.engine.kernels.paged_kv import PagedKV
 from halfmoon.engine.kernels.prefill_attention import prefill_attention
 from halfmoon.engine.kernels.rms_norm import add_rms_norm, rms_norm
 from halfmoon.engine.kernels.rotary import rotary
@@ -46,10 +46,7 @@ class HopperTarget:
 
 def paged(dtype: torch.dtype, head_dim: int, num_kv_heads: int = 2) -> PagedKV:
     shape = (num_kv_heads, 128, head_dim)
-    if dtype not in QUANTISED:
-        return PagedKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), 64)
-    scales = torch.zeros(shape[:2])
-    return PagedKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), 64, scales, scales.clone())
+    return PagedKV(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), 64)
 
 
 def decode(dtype: torch.dtype, head_dim: int, num_splits: int, q_dtype: torch.dtype = BF16) -> None:
@@ -86,12 +83,8 @@ def pointwise() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "decode bf16 128": lambda: decode(BF16, 128, 4),
-    "decode fp8 128": lambda: decode(torch.float8_e4m3fn, 128, 1),
-    "decode int8 64": lambda: decode(torch.int8, 64, 4),
     "prefill bf16 128": lambda: prefill(BF16, 128, 512),
-    "prefill fp8 128": lambda: prefill(torch.float8_e4m3fn, 128, 512),
     "store bf16": lambda: store(BF16),
-    "store fp8": lambda: store(torch.float8_e4m3fn),
     "copies": copies,
     "pointwise": pointwise,
 }
@@ -104,8 +97,6 @@ MORE: dict[str, Callable[[], None]] = {  # not in the test, for its time
     "prefill bf16 256": lambda: prefill(BF16, 256, 512),
     "prefill bf16 short": lambda: prefill(BF16, 128, 2),
     "prefill fp32 128": lambda: prefill(torch.float32, 128, 512, torch.float32),
-    "prefill int8 128": lambda: prefill(torch.int8, 128, 512),
-    "store int8": lambda: store(torch.int8),
 }
 
 

@@ -77,7 +77,7 @@ def make_paged(device: str) -> MakePaged:
     Every slot that no sequence covers is poisoned, and unused entries of the table name a poisoned block.
     """
     from halfmoon.engine.kernels.kv_store import kv_store_reference
-    from halfmoon.engine.kernels.paged_kv import QUANTISED, PagedKV
+    from halfmoon.engine.kernels.paged_kv import PagedKV
 
     def make(
         contexts: Sequence[int],
@@ -90,11 +90,8 @@ def make_paged(device: str) -> MakePaged:
         needed = [-(-context // block_tokens) for context in contexts]
         ids = torch.randperm(sum(needed), generator=generator) + 1  # block 0 is the poisoned one
         shape = (num_kv_heads, (sum(needed) + 1) * block_tokens, head_dim)
-        quantised = dtype in QUANTISED
-        poison = 100 if quantised else float("nan")
-        tensors = [torch.full(shape, poison, dtype=torch.float32, device=device).to(dtype) for _ in range(2)]
-        scales = [torch.full(shape[:2], float("nan"), device=device) if quantised else None for _ in range(2)]
-        kv = PagedKV(tensors[0], tensors[1], block_tokens, scales[0], scales[1])
+        tensors = [torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2)]
+        kv = PagedKV(tensors[0], tensors[1], block_tokens)
         table = torch.zeros(len(contexts), max(1, *needed), dtype=torch.int32)
         slots: list[int] = []
         for seq, context in enumerate(contexts):
@@ -102,7 +99,7 @@ def make_paged(device: str) -> MakePaged:
             table[seq, : len(blocks)] = blocks
             slots += [int(blocks[t // block_tokens]) * block_tokens + t % block_tokens for t in range(context)]
         new = torch.randn(2, len(slots), num_kv_heads, head_dim, generator=generator).to(device)
-        new = new if quantised else new.to(dtype)
+        new = new.to(dtype)
         kv_store_reference(new[0], new[1], kv, torch.tensor(slots, dtype=torch.int64, device=device))
         return Paged(kv, table.to(device), torch.tensor(contexts, dtype=torch.int32, device=device))
 

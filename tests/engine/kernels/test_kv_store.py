@@ -1,4 +1,4 @@
-"""Storing K and V in the arena, plain and quantised."""
+"""Storing K and V in the arena."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ if TYPE_CHECKING:
 kernels = pytest.importorskip("halfmoon.engine.kernels.kv_store", reason="triton is missing (extra `gpu`)")
 paged_kv = pytest.importorskip("halfmoon.engine.kernels.paged_kv", reason="triton is missing (extra `gpu`)")
 
-BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NUM_HEADS, NUM_SLOTS = 3, 64
 
 
 def empty_kv(dtype: torch.dtype, head_dim: int, device: str) -> PagedKV:
     k, v = (torch.full((NUM_HEADS, NUM_SLOTS, head_dim), 7.0, device=device).to(dtype) for _ in range(2))
-    k_scales, v_scales = (torch.full((NUM_HEADS, NUM_SLOTS), 9.0, device=device) for _ in range(2))
-    quantised = dtype in paged_kv.QUANTISED
-    kv: PagedKV = paged_kv.PagedKV(k, v, 8, k_scales if quantised else None, v_scales if quantised else None)
+    kv: PagedKV = paged_kv.PagedKV(k, v, 8)
     return kv
 
 
@@ -34,37 +32,18 @@ def fused(num_tokens: int, head_dim: int, dtype: torch.dtype, device: str) -> tu
     return heads[:, NUM_HEADS : 2 * NUM_HEADS], heads[:, 2 * NUM_HEADS :]
 
 
-def tensors(kv: PagedKV) -> list[Tensor]:
-    return [tensor for tensor in (kv.k, kv.v, kv.k_scales, kv.v_scales) if tensor is not None]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype"),
-    [
-        (FP32, FP32),
-        (FP16, FP16),
-        (FP16, torch.int8),
-        pytest.param(BF16, BF16, marks=pytest.mark.gpu),
-        pytest.param(BF16, torch.int8, marks=pytest.mark.gpu),
-        pytest.param(BF16, FP8, marks=pytest.mark.gpu),
-    ],
-)
+@pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("num_tokens", [1, 16, 37])
-def test_every_slot_is_written_or_left_alone(
-    device: str, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, num_tokens: int
-) -> None:
+def test_every_slot_is_written_or_left_alone(device: str, dtype: torch.dtype, head_dim: int, num_tokens: int) -> None:
     k, v = fused(num_tokens, head_dim, dtype, device)
-    k[0, 0] = 0.0  # no scale can be made of it
     slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(1))[:num_tokens].to(device)
     slots[1::5] = -1
-    actual, expected = empty_kv(kv_dtype, head_dim, device), empty_kv(kv_dtype, head_dim, device)
+    actual, expected = empty_kv(dtype, head_dim, device), empty_kv(dtype, head_dim, device)
     kernels.kv_store(k, v, actual, slots)
     kernels.kv_store_reference(k, v, expected, slots)
-    for got, want in zip(tensors(actual), tensors(expected), strict=True):
-        # A quantised element on the edge between two values may fall either way on a GPU, whose division is rounded.
-        slack = {torch.int8: 1.0, FP8: 32.0}.get(want.dtype, 0.0)
-        torch.testing.assert_close(got.float(), want.float(), rtol=1e-6, atol=slack if device == "cuda" else 0.0)
+    assert torch.equal(actual.k, expected.k)
+    assert torch.equal(actual.v, expected.v)
 
 
 def test_no_slot_at_all(device: str) -> None:
@@ -76,22 +55,9 @@ def test_no_slot_at_all(device: str) -> None:
     assert kv.v.eq(7).all()
 
 
-def test_int8_reads_back_within_half_a_step(device: str) -> None:
-    k, v = fused(8, 64, FP32, device)
-    kv = empty_kv(torch.int8, 64, device)
-    kernels.kv_store(k, v, kv, torch.arange(8, device=device))
-    got, _ = kv.gathered(torch.arange(8, device=device), 8)  # [heads, tokens, head_dim]
-    want = k.transpose(0, 1)
-    step = want.abs().amax(dim=-1, keepdim=True) / 127
-    assert ((got - want).abs() <= 0.5001 * step).all()
-
-
 def test_what_the_interpreter_gets_wrong_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("the kernels are compiled here")
-    k, v = fused(1, 64, FP16, "cpu")
-    with pytest.raises(TypeError, match="rounds to fp8 wrongly"):
-        kernels.kv_store(k, v, empty_kv(FP8, 64, "cpu"), torch.zeros(1, dtype=torch.int64))
     with pytest.raises(TypeError, match="computes bfloat16 wrongly"):
         empty_kv(BF16, 64, "cpu")
 
@@ -111,10 +77,6 @@ def test_a_paged_kv_that_does_not_fit_is_refused(device: str) -> None:
     kv = empty_kv(FP32, 64, device)
     with pytest.raises(ValueError, match="whole blocks"):
         replace(kv, block_tokens=7)
-    with pytest.raises(ValueError, match="go with quantised"):
-        replace(kv, k_scales=torch.ones(NUM_HEADS, NUM_SLOTS, device=device))
-    with pytest.raises(ValueError, match="go with quantised"):
-        replace(empty_kv(torch.int8, 64, device), v_scales=None)
     with pytest.raises(ValueError, match="v: shape"):
         replace(kv, v=kv.v[:, :8])
     with pytest.raises(ValueError, match="slots must be dense"):
