@@ -11,7 +11,8 @@ from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
 from halfmoon.cli.app import app
-from halfmoon.cli.up_flags import PANELS, config_of, sentence
+from halfmoon.cli.flags import PANELS, sentence
+from halfmoon.cli.up_flags import config_of
 from halfmoon.errors import InvalidRequest
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "guide" / "examples" / "halfmoon.yaml"
