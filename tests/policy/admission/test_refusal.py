@@ -73,7 +73,7 @@ def test_where_only_overload_is_refused_a_request_waits_no_longer_than_its_targe
     slow = QosClass("slow", ttft_s=0.5, tbt_s=0.005, early_rejection="overload")  # by itself it takes 1 s, and 10 ms
     gate, view = keeper(), ClusterView((replace(P, prefill_free_s=queue_s), D))
     for judge in (
-        lambda: gate.refuse_unread(view, 0, has_gaps=True, qos=slow, now_s=0.0),
+        lambda: gate.reject_early(view, 0, has_gaps=True, qos=slow, now_s=0.0),
         lambda: gate.decide(view, REQUEST, slow, 0.0),
     ):
         with pytest.raises(Refused) if is_refused else nullcontext() as caught:
