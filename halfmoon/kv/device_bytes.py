@@ -1,4 +1,4 @@
-"""KV bytes in a GPU's memory. Here they are only counted and handed on: no torch, and no CPU can read them."""
+"""KV bytes in GPU memory. They are only counted and passed on here: no torch, and no CPU can read them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from halfmoon.kv.kv_layout import KVBytes
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DeviceBytes:
-    """A run of bytes that the engine's device reaches, in the raw canonical order wherever they are KV."""
+    """A run of bytes that the engine's device can reach, in raw canonical order when they are KV."""
 
     num_bytes: int
-    cells: object  # the engine's business: a tensor, [num_bytes] uint8
+    cells: object  # opaque outside the engine: a tensor, [num_bytes] uint8
 
 
-KVPlace = memoryview | DeviceBytes  # where KV is to be put
-KVSource = KVBytes | DeviceBytes  # where KV is to be had
+KVPlace = memoryview | DeviceBytes  # where KV is written to
+KVSource = KVBytes | DeviceBytes  # where KV is read from

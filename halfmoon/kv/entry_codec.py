@@ -1,4 +1,4 @@
-"""How a block is stored: a quantiser, then an entropy coder, either of which may be nothing."""
+"""How a stored block is encoded: an optional quantiser, then an optional entropy coder."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _RESIDUAL_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class EntryCodec:
-    """One of the ways. What is lossless gives back the very bytes; the error of the others is the quantiser's."""
+    """A quantiser and an entropy coder. Lossless coding is byte-exact; all error comes from the quantiser."""
 
     quantiser: Codec = Codec.RAW
     lossless: Lossless = Lossless.NONE
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`raw`, a quantiser (`int8`), an entropy coder (`zstd`), or both (`int8+zstd`).
+        """Parses `raw`, a quantiser (`int8`), an entropy coder (`zstd`), or both (`int8+zstd`).
 
-        Raises InvalidRequest if it is something else, Incompatible if a package for it is not installed.
+        Raises InvalidRequest for anything else, Incompatible if a package that it needs is not installed.
         """
         parts = text.upper().split("+")
         quantisers = [part for part in parts if part in Codec.__members__]
@@ -41,20 +41,20 @@ class EntryCodec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the bytes stay as they are."""
+        """Whether the bytes stay unchanged."""
         return self == EntryCodec()
 
     @property
     def residual_tokens(self) -> int:
-        """Tokens at the end of a prompt that this is too coarse for (KIVI's residual window); 0 of most."""
+        """Tokens at the end of a prompt that need a finer codec (KIVI's residual window); 0 for most codecs."""
         return _RESIDUAL_TOKENS if self.quantiser is Codec.INT2 else 0
 
     def of_residual(self) -> EntryCodec:
-        """How blocks of those tokens are stored instead: nothing is lost of them."""
+        """The lossless codec for blocks that hold those tokens."""
         return replace(self, quantiser=Codec.RAW)
 
     def encode(self, cells: KVBytes, layout: KVLayout) -> KVBytes:
-        """cells: one whole block, raw, in canonical order."""
+        """Encodes one whole block: `cells` are raw, in canonical order."""
         if self.is_plain:
             return cells
         shape = layout.shape(layout.num_layers, layout.block_tokens)
@@ -65,7 +65,7 @@ class EntryCodec:
         return compress(quantised, self.lossless) if self.lossless else quantised
 
     def decode(self, payload: KVBytes, layout: KVLayout) -> memoryview:
-        """The block's raw cells. Raises DataLoss or InvalidRequest if `payload` is not such a block."""
+        """The block's raw cells. Raises DataLoss or InvalidRequest if `payload` is not an encoded block."""
         if self.is_plain:
             return memoryview(payload).cast("B")
         shape = layout.shape(layout.num_layers, layout.block_tokens)

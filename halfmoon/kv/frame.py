@@ -1,11 +1,12 @@
 """KV frames on the wire: a 64-byte header and a payload. Sans-IO: bytes in, values out.
 
-Every message of a KV transfer is one frame. DATA payloads are KV bytes in the layout's canonical order
-`[layers, 2, heads, tokens, head_dim]` of the ranges that the header names; the body of a control frame (OPEN,
-COMMIT, ...) is opaque here. A DATA payload follows its header, or lies elsewhere (in memory that both ends share) and a
-short reference in its place says where; what the reference means is the transport's business. The digest covers the
-header and the payload wherever it lies, so a frame is whole or refused. A payload in device memory, which no CPU reads,
-is the exception: there it covers the header and the reference.
+
+Every message of a KV transfer is one frame. A DATA payload holds the KV bytes of the ranges that the header names, in
+the layout's canonical order `[layers, 2, heads, tokens, head_dim]`; the body of a control frame (OPEN, COMMIT, ...) is
+opaque here. A DATA payload follows its header, or lies elsewhere (in memory that both ends share) and a short reference
+takes its place; what the reference means is up to the transport. The digest covers the header and the payload wherever
+it lies, so a frame is whole or rejected. A payload in device memory is the exception, since no CPU reads it: there the
+digest covers the header and the reference.
 
     offset  size  field                         offset  size  field
     0       4     magic "HMKV"                  36      2x4   layer_start, layer_end, head_start, head_end
@@ -36,7 +37,7 @@ from halfmoon.kv.kv_layout import KVBytes, KVLayout, Shard
 VERSION = 3
 HEADER_BYTES = 64
 TRANSFER_ID_BYTES = 16
-MAX_PAYLOAD_BYTES = 2 << 20  # at 1 MiB and above a raw gRPC stream is at its best; control bodies obey it too
+MAX_PAYLOAD_BYTES = 2 << 20  # a raw gRPC stream is fastest at 1 MiB and above; control bodies obey the limit, too
 
 _MAGIC = b"HMKV"
 _FIELDS = struct.Struct("<4sBBBBQ16sIHHHHIII")
@@ -44,21 +45,21 @@ _DIGEST = struct.Struct("<Q")
 
 
 class FrameKind(IntEnum):
-    """What a frame says. Sender to receiver: OPEN to ABORT; receiver to sender: ACCEPT, DONE, CREDIT."""
+    """Meaning of a frame. Sender to receiver: OPEN to ABORT; receiver to sender: ACCEPT, DONE, CREDIT."""
 
-    OPEN = 1  # reserve room for this transfer; the ranges name all that will come; body: see kv.negotiation
+    OPEN = 1  # reserve room for this transfer; the ranges name all that will be sent; body: see kv.negotiation
     RENEW = 2  # nothing to send yet; the reservation must not expire
-    DATA = 3  # KV bytes of the named ranges
-    COMMIT = 4  # all has been sent; body: what to do with it
+    DATA = 3  # KV bytes of the ranges
+    COMMIT = 4  # everything has been sent; body: what to do with it
     ABORT = 5  # the sender gives up
     ACCEPT = 6  # the reservation stands; body: see kv.negotiation
     DONE = 7  # the commit took effect
-    CREDIT = 8  # DATA frames were consumed, their room can be used again; body: their sequence numbers
+    CREDIT = 8  # DATA frames were consumed, their room can be reused; body: their sequence numbers
 
 
 @dataclass(frozen=True, slots=True)
 class KVRange:
-    """The part of a KV cache that a frame speaks of: half-open layer and head ranges, and a run of tokens."""
+    """The part of a KV cache that a frame covers: half-open layer and head ranges, and a run of tokens."""
 
     layer_start: int = 0
     layer_end: int = 0
@@ -91,9 +92,9 @@ class KVRange:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One decoded frame; `payload` is a view into the received message, or into where the reference led.
+    """One decoded frame; `payload` is a view into the received message, or into the memory that the reference names.
 
-    Where that is device memory, it is `device`, and `payload` is empty.
+    If that is device memory, it is `device`, and `payload` is empty.
     """
 
     kind: FrameKind
@@ -113,7 +114,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """A frame whose payload has to be fetched first. Until `with_payload` nothing of it is to be trusted."""
+    """A frame whose payload has to be fetched first. Nothing in it can be trusted before `with_payload`."""
 
     header: memoryview  # 64 bytes, a view into the received message
     reference: bytes
@@ -122,7 +123,7 @@ class Elsewhere:
     def with_payload(self, payload: KVSource) -> Frame:
         """The frame with the bytes that its reference led to. Raises DataLoss if they are not the sender's.
 
-        Of bytes in device memory only their number and the reference are checked.
+        For bytes in device memory only their number and the reference are checked.
         """
         if isinstance(payload, DeviceBytes):
             frame = _checked(self.header, memoryview(self.reference), payload.num_bytes)
@@ -131,16 +132,16 @@ class Elsewhere:
 
 
 def encode_frame(frame: Frame, reference: bytes = b"") -> bytes:
-    """The frame as one message; with a `reference` that stands where the payload would.
+    """Encodes the frame as one message; a `reference` takes the place of the payload.
 
     Raises InvalidRequest if the payload is over MAX_PAYLOAD_BYTES.
     """
-    assert len(frame.transfer_id) == TRANSFER_ID_BYTES, "struct would pad or cut it in silence"
+    assert len(frame.transfer_id) == TRANSFER_ID_BYTES, "struct would pad or cut it silently"
     payload = memoryview(frame.payload).cast("B")
     num_bytes = frame.payload_bytes
     if num_bytes > MAX_PAYLOAD_BYTES:
         raise InvalidRequest(f"a frame's payload of {num_bytes} bytes is over the limit of {MAX_PAYLOAD_BYTES}")
-    assert frame.device is None or reference, "what is in device memory cannot be in the message"
+    assert frame.device is None or reference, "a payload in device memory needs a reference"
     r = frame.range
     head = _FIELDS.pack(
         _MAGIC, VERSION, frame.kind, frame.codec, len(reference), frame.layout_fingerprint, frame.transfer_id,
@@ -173,7 +174,7 @@ def decode_message(message: KVBytes) -> Frame | Elsewhere:
 
 
 def decode_frame(message: KVBytes) -> Frame:
-    """As `decode_message`, where every payload must be in its message. Raises Incompatible if it is not."""
+    """`decode_message` for links whose payloads are always inline. Raises Incompatible for one that is not."""
     frame = decode_message(message)
     if isinstance(frame, Elsewhere):
         raise Incompatible("a KV frame whose payload lies elsewhere came where that was not agreed")
@@ -181,7 +182,7 @@ def decode_frame(message: KVBytes) -> Frame:
 
 
 def _checked(header: memoryview, payload: memoryview, num_bytes: int | None = None) -> Frame:
-    """The frame whose digest covers `payload`, which stands for `num_bytes`, if not for itself."""
+    """The frame, once its digest is checked over `payload`, which stands for `num_bytes` bytes or for itself."""
     num_bytes = payload.nbytes if num_bytes is None else num_bytes
     _, _, kind, codec, _, fingerprint, transfer_id, sequence, l0, l1, h0, h1, t0, tokens, size = _FIELDS.unpack_from(
         header
@@ -204,8 +205,8 @@ def plan_frames(
 ) -> Iterator[KVRange]:
     """Cuts a run of tokens into DATA ranges, layer by layer from the first.
 
-    As many whole layers to a frame as fit; a layer that does not fit is cut along tokens at block boundaries where a
-    block fits. Together the ranges cover `shard` x tokens exactly once.
+    A frame takes as many whole layers as fit; a layer that does not fit is cut along tokens, at block boundaries where
+    a block fits. Together the ranges cover `shard` x tokens exactly once.
     """
     if num_tokens == 0:
         return

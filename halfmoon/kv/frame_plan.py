@@ -1,8 +1,8 @@
 """Which KV frames are due while a prompt is still being computed. No I/O, no clock, no bytes.
 
-KV becomes readable as a staircase: all layers of the chunks that are done, the first layers of the one that runs. The
-law of a single frame is `plan_frames`; here it is decided when one is worth sending (Mooncake's layer-wise prefill,
-section 5.2; collated into larger messages because small ones cost more than they hide).
+KV becomes readable as a staircase: all layers of the finished chunks, the first layers of the running one.
+`plan_frames` cuts a single frame; this module decides when one is worth sending (Mooncake's layer-wise prefill, section
+5.2; collated into larger messages because small ones cost more than they hide).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from halfmoon.kv.kv_layout import KVLayout, Shard
 
 MIN_FRAME_TOKENS = 128
 MIN_FRAME_BYTES = 1 << 20
-MIN_LAST_BYTES = MIN_FRAME_BYTES // 8  # of the smaller and smaller frames near the end
+MIN_LAST_BYTES = MIN_FRAME_BYTES // 8  # lower bound for the ever smaller frames near the end
 
 
 class Written(NamedTuple):
     """How much of a sequence's KV is in memory, counted from its first token and its first layer."""
 
     num_tokens: int = 0  # in all layers
-    chunk_end: int = 0  # tokens below this one, too, in the first `num_layers` layers
+    chunk_end: int = 0  # tokens below this one are also in the first `num_layers` layers
     num_layers: int = 0
-    loaded: tuple[tuple[int, int], ...] = ()  # runs of tokens behind those, in all layers, that came from elsewhere
+    loaded: tuple[tuple[int, int], ...] = ()  # later runs of tokens that were loaded from elsewhere, in all layers
 
     def has(self, layer: int, start: int, end: int) -> bool:
-        """Whether K and V of `layer` of tokens `start` to `end` are in memory."""
+        """Whether K and V of tokens `start` to `end` of `layer` are in memory."""
         if end <= self.num_tokens_of(layer):
             return True
         return any(first <= start and end <= last for first, last in self.loaded)
@@ -39,17 +39,17 @@ class Written(NamedTuple):
 
 
 class FramePlan:
-    """Owns what has been sent of one sequence's KV: of each layer the leading tokens, and runs that came ahead of them.
+    """Owns what has been sent of one sequence's KV: the leading tokens of each layer, and runs that were sent ahead.
 
-    What is computed goes from front to back; what is loaded goes as it comes, and the front skips it later.
+    Computed KV is sent from front to back; loaded KV is sent as it arrives, and the front skips it later.
     """
 
     def __init__(self, layout: KVLayout, num_tokens: int) -> None:
         self._layout = layout
         self._num_tokens = num_tokens
         self._sent = [0] * layout.num_layers  # leading tokens of each layer
-        self._ahead: list[tuple[int, int]] = []  # runs of tokens that go, or went, before their turn
-        self._due: deque[KVRange] = deque()  # frames of those
+        self._ahead: list[tuple[int, int]] = []  # runs of tokens that are, or were, sent ahead of the front
+        self._due: deque[KVRange] = deque()  # their frames
 
     @property
     def is_done(self) -> bool:
@@ -59,9 +59,9 @@ class FramePlan:
     def next(self, written: Written) -> KVRange | None:
         """The next frame that is worth sending, or None until more is written.
 
-        It has at least MIN_FRAME_BYTES, and MIN_FRAME_TOKENS unless it ends the sequence; what is less waits for more
-        layers or tokens. Near the end, whatever is as much as all that is still to come is enough, so that what is left
-        when the last layer is written is little. The same again until `sent` is called.
+        It has at least MIN_FRAME_BYTES, and MIN_FRAME_TOKENS unless it ends the sequence; anything smaller waits for
+        more layers or tokens. Near the end, a frame is large enough if it holds at least half of the rest, so that
+        little is left when the last layer is written. Returns the same frame until `sent` is called.
         """
         self._take_ahead(written)
         if self._due:
@@ -83,7 +83,7 @@ class FramePlan:
         return None
 
     def sent(self, part: KVRange) -> None:
-        """`part`, as `next` gave it, is on its way."""
+        """Notes that `part`, as returned by `next`, is on its way."""
         if self._due and part == self._due[0]:
             self._due.popleft()
             return
@@ -93,12 +93,12 @@ class FramePlan:
         self._skip()
 
     def _here(self, layer: int, written: Written) -> int:
-        """How far the front of a layer can go: to what is not written, or goes apart."""
+        """How far the front of a layer can advance: to the first token that is unwritten or sent ahead."""
         ahead = min((start for start, _ in self._ahead if start >= self._sent[layer]), default=self._num_tokens)
         return min(written.num_tokens_of(layer), ahead)
 
     def _take_ahead(self, written: Written) -> None:
-        """What was loaded since the last word gets frames of its own."""
+        """Plans separate frames for runs that were loaded since the last call."""
         for start, end in written.loaded:
             for first, last in _without(start, end, self._ahead):
                 self._due.extend(plan_frames(self._layout, self._layout.whole(), first, last - first))
@@ -106,7 +106,7 @@ class FramePlan:
         self._skip()
 
     def _skip(self) -> None:
-        """The front of each layer passes what goes apart."""
+        """Moves the front of each layer past runs that are sent ahead."""
         ends = dict(self._ahead)
         for layer, sent in enumerate(self._sent):
             while sent in ends:
@@ -120,14 +120,14 @@ class FramePlan:
         return num_bytes >= MIN_FRAME_BYTES or num_bytes >= max(self._rest_bytes() - num_bytes, MIN_LAST_BYTES)
 
     def _rest_bytes(self) -> int:
-        """What has not been sent, written or not."""
+        """Bytes that have not been sent, written or not."""
         apart = sum(end - start for start, end in self._ahead if start >= min(self._sent))
         num_cells = sum(self._num_tokens - sent - apart for sent in self._sent)
         return num_cells * self._layout.token_layer_bytes
 
 
 def _without(start: int, end: int, taken: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The parts of a run that are in none of the disjoint runs `taken`."""
+    """The parts of a run that lie in none of the disjoint runs `taken`."""
     for first, last in sorted(taken):
         if first < end and start < last:
             if start < first:

@@ -1,7 +1,7 @@
 """Block keys: the content address of a block, chained so that equal keys mean equal prefixes.
 
 `key[i] = blake2b-128(key[i-1] || tokens of block i as little-endian u32)`; `key[-1]` is the root, which names the
-model, the layout and, where caches must not be shared, the tenant. The same on every machine and in every process.
+model, the layout and, where caches must not be shared, the tenant. Keys are equal on all machines and in all processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def child_key(parent: bytes, block_token_ids: Sequence[int]) -> bytes:
 
 
 def iter_block_keys(root: bytes, token_ids: Sequence[int], block_tokens: int) -> Iterator[bytes]:
-    """Keys of the full blocks of a prompt, first block first; a part-filled last block has no key."""
+    """Keys of a prompt's full blocks, first block first; a partly filled last block has no key."""
     tokens = np.asarray(token_ids, dtype="<u4")
     parent = root
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):

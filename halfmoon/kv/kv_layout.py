@@ -1,6 +1,6 @@
 """How the KV cache of one model is cut into blocks, and which part of it (shard) one worker holds.
 
-Knows nothing of where the bytes are kept or how they travel.
+Knows nothing of where the bytes are stored or how they travel.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _MAX_INDEX = 0xFFFF  # a frame header names layers and heads in 16 bits
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of the whole model's KV cache. Two workers exchange KV when their layouts differ in dtype at most.
+    """Shape of the whole model's KV cache. Two workers can exchange KV if their layouts differ only in dtype.
 
-    Canonical order of KV bytes, in memory views and in frames:
-    `[num_layers, 2 (K, V), num_kv_heads, num_tokens, head_dim]`, keys after rotary embedding.
+    Canonical order of KV bytes, in memory views and in frames: `[num_layers, 2 (K, V), num_kv_heads, num_tokens,
+    head_dim]`, keys after rotary embedding.
     """
 
     num_layers: int
@@ -64,20 +64,20 @@ class KVLayout:
         return self.block_tokens * self.token_bytes
 
     def shape(self, num_layers: int, num_tokens: int) -> tuple[int, int, int, int, int]:
-        """`[layers, 2, heads, tokens, head_dim]` of some layers' KV of so many tokens, all heads."""
+        """`[layers, 2, heads, tokens, head_dim]`: KV of `num_tokens` tokens in `num_layers` layers, all heads."""
         return num_layers, 2, self.num_kv_heads, num_tokens, self.head_dim
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens, the last one possibly part-filled."""
+        """Blocks that hold `num_tokens` tokens, the last one possibly partly filled."""
         return -(-num_tokens // self.block_tokens)
 
     def fingerprint(self) -> int:
-        """64-bit name of this layout, the same on every machine: what a frame's header carries."""
+        """64-bit name of this layout, the same on every machine, carried in a frame's header."""
         text = f"halfmoon-kv-1/{self.num_layers}/{self.num_kv_heads}/{self.head_dim}/{self.dtype}/{self.block_tokens}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     def dtype_by_fingerprint(self) -> dict[int, KVDtype]:
-        """The dtypes of all layouts that differ from this one in nothing else, this one included, by their names."""
+        """Dtypes by fingerprint of all layouts that differ from this one in dtype at most, itself included."""
         return {replace(self, dtype=dtype).fingerprint(): dtype for dtype in get_args(KVDtype)}
 
     def whole(self) -> Shard:

@@ -1,10 +1,10 @@
-"""The bodies of OPEN and ACCEPT: which transports the sender offers, which one the receiver takes. Sans-IO.
+"""The bodies of OPEN and ACCEPT: which transports the sender offers, and which one the receiver chooses. Sans-IO.
 
     OPEN    the offers, best first: name and parameters of each; then what the transfer is for
-    ACCEPT  the transport that will be used; then those offers that were declined, each with the reason; then how long
-            OPEN took at the receiver, in microseconds (4 bytes)
+    ACCEPT  the chosen transport; then the offers that were declined, each with the reason; then how long OPEN took at
+            the receiver, in microseconds (4 bytes)
 
-`grpc`, payloads inside the messages, needs no offer: it is what remains.
+`grpc`, with payloads inside the messages, is never offered: it is the fallback.
 
     offset  size  field
     0       1     number of entries
@@ -39,11 +39,11 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class TransportChoice:
-    """What the receiver decided: the transport's name, and why not those that were offered before it."""
+    """The receiver's decision: the transport's name, and why the offers before it were declined."""
 
     name: str
     declined: tuple[tuple[str, str], ...] = ()  # (transport, reason)
-    taken_us: int = 0  # from OPEN's arrival to this answer: what is left of the sender's wait is the round trip
+    taken_us: int = 0  # from OPEN's arrival to this answer; the rest of the sender's wait is the round trip
 
 
 def encode_open(offers: Sequence[Offer], body: bytes) -> bytes:
@@ -52,7 +52,7 @@ def encode_open(offers: Sequence[Offer], body: bytes) -> bytes:
 
 
 def decode_open(payload: KVBytes) -> tuple[tuple[Offer, ...], bytes]:
-    """(offers, body). Raises InvalidRequest if it is something else."""
+    """Returns (offers, body). Raises InvalidRequest for a malformed payload."""
     entries, body = _decode(payload)
     return tuple(Offer(name, value) for name, value in entries), body
 
@@ -64,7 +64,7 @@ def encode_choice(choice: TransportChoice) -> bytes:
 
 
 def decode_choice(payload: KVBytes) -> TransportChoice:
-    """What ACCEPT says. Raises InvalidRequest if it is something else."""
+    """Parses an ACCEPT payload. Raises InvalidRequest if it is malformed."""
     entries, rest = _decode(payload)
     if not entries:
         raise InvalidRequest("an ACCEPT frame must name the transport")

@@ -1,7 +1,8 @@
 """The receiving end of a KV transfer as a state machine: frames in, effects out. No I/O, no clock of its own.
 
-What the receiver does with an effect (reserve memory, copy bytes, start decoding) is its shell's business. The law is
-the table below; a frame that it does not allow is the sender's error and ends the transfer.
+
+Carrying out an effect (reserving memory, copying bytes, starting to decode) is up to the shell. The law is the table
+below; a frame that it does not allow is the sender's error and ends the transfer.
 
     state      OPEN      RENEW   DATA    COMMIT                 ABORT   what it answers
     fresh      opened    -       -       -                      -
@@ -55,7 +56,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class WriteFromDevice:
-    """As `Write`, of raw values in device memory. Only for who joined a transport that has some."""
+    """`Write` for raw values in device memory; only after joining a transport that carries them."""
 
     range: KVRange
     source: DeviceBytes
@@ -75,7 +76,7 @@ Effect = Reserve | Write | WriteFromDevice | Commit
 class Coverage:
     """Owns which (layer, head, token) cells have arrived. Each may arrive once.
 
-    Memory grows with the frames that arrived, never with the number of cells, which the sender names.
+    Memory grows with the number of frames that arrived, never with the number of cells, which the sender chooses.
     """
 
     def __init__(self, whole: KVRange) -> None:
@@ -84,7 +85,7 @@ class Coverage:
         self._num_cells = 0
 
     def add(self, part: KVRange) -> None:
-        """Raises InvalidRequest if `part` is outside the transfer or any of it arrived before."""
+        """Raises InvalidRequest if `part` is outside the transfer or overlaps what arrived before."""
         part.check_within(self.whole)
         start, end = part.token_start, part.token_start + part.num_tokens
         plane: _Plane = (part.layer_start, part.layer_end, part.head_start, part.head_end)
@@ -95,7 +96,7 @@ class Coverage:
         self._num_cells += _num_cells(part)
 
     def is_whole(self) -> bool:
-        """Whether every cell of the transfer has arrived: parts lie inside it and are disjoint, so counting will do."""
+        """Whether every cell has arrived: parts lie inside the transfer and are disjoint, so counting suffices."""
         return self._num_cells == _num_cells(self.whole)
 
 
@@ -113,13 +114,13 @@ def _num_cells(part: KVRange) -> int:
 class TransferReceiver:
     """Owns the protocol state of one transfer. Knows nothing of memory, engines or gRPC.
 
-    The layout's fingerprint that every frame bears is the sender's, whose dtype may be another than the receiver's.
+    Frames carry the fingerprint of the sender's layout, whose dtype may differ from the receiver's.
     """
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
         self._dtypes = layout.dtype_by_fingerprint()
-        self._fingerprint = layout.fingerprint()  # from OPEN on the sender's
+        self._fingerprint = layout.fingerprint()  # the sender's, once OPEN has arrived
         self.state: State = "fresh"
         self.transfer_id = b""
         self._next_sequence = 0
@@ -132,12 +133,12 @@ class TransferReceiver:
         return self._answer(FrameKind.ACCEPT, encode_choice(choice))
 
     def credit(self, *sequences: int) -> Frame:
-        """The answer to DATA frames of these numbers: their payloads are not looked at any more."""
+        """The answer to the DATA frames with these numbers: their payloads are no longer read."""
         assert self.state in ("opened", "committed")
         return self._answer(FrameKind.CREDIT, credit_body(sequences))
 
     def done(self) -> Frame:
-        """The answer to COMMIT, after it took effect."""
+        """The answer to COMMIT, once it has taken effect."""
         assert self.state == "committed"
         return self._answer(FrameKind.DONE)
 
@@ -147,10 +148,10 @@ class TransferReceiver:
         return frame
 
     def handle(self, frame: Frame) -> Effect | None:
-        """Advances by one frame and says what to do, if anything.
+        """Advances by one frame and returns the effect to carry out, if any.
 
-        Raises Incompatible (other layout), InvalidRequest (against the table, wrong range or size), DataLoss
-        (a frame is missing, or COMMIT came before every byte), Cancelled (ABORT).
+        Raises Incompatible (other layout), InvalidRequest (against the table, wrong range or size), DataLoss (a frame
+        is missing, or COMMIT came before every byte), Cancelled (ABORT).
         """
         self._check(frame)
         self._next_sequence += 1

@@ -1,7 +1,8 @@
 """The sending end of a KV transfer as a state machine, the mirror of `kv.receiver`. No I/O, no clock.
 
-Its methods give the frames to send, in their order; `handle` takes the receiver's answers. An answer that the table
-does not allow is the receiver's error and ends the transfer.
+
+Its methods return the frames to send, in order; `handle` takes the receiver's answers. An answer that the table does
+not allow is the receiver's error and ends the transfer.
 
     state       ACCEPT  CREDIT                       DONE                       the sender may
     fresh       -       -                            -                          open
@@ -54,18 +55,18 @@ class TransferSending:
         self._uncredited: set[int] = set()
 
     def open(self, whole: KVRange, payload: bytes) -> Frame:
-        """The first frame."""
+        """The OPEN frame: reserves room for `whole`."""
         assert self.state == "fresh"
         self.state = "opening"
         return self._frame(FrameKind.OPEN, whole, payload)
 
     def renew(self) -> Frame:
-        """A sign of life."""
+        """A RENEW frame: keeps the reservation from expiring."""
         assert self.state in ("opening", "opened")
         return self._frame(FrameKind.RENEW)
 
     def data(self, part: KVRange, payload: KVSource, codec: Codec = Codec.RAW) -> Frame:
-        """KV bytes."""
+        """A DATA frame with the KV of `part`."""
         assert self.state == "opened", "nothing may be sent before ACCEPT or after COMMIT"
         self._uncredited.add(self._sequence)
         if isinstance(payload, DeviceBytes):
@@ -73,16 +74,16 @@ class TransferSending:
         return self._frame(FrameKind.DATA, part, payload, codec)
 
     def commit(self, body: bytes) -> Frame:
-        """The last frame."""
+        """The COMMIT frame: `body` says what to do with the KV."""
         assert self.state == "opened"
         self.state = "committing"
         return self._frame(FrameKind.COMMIT, payload=body)
 
     def handle(self, answer: Frame) -> list[int]:
-        """Takes an answer; gives the numbers of the frames that it credits.
+        """Takes an answer; returns the numbers of the frames that it credits.
 
-        Raises Incompatible against the table, InvalidRequest for another transfer or an unknown frame, DataLoss when
-        an answer is missing.
+        Raises Incompatible against the table, InvalidRequest for another transfer or an unknown frame, DataLoss when an
+        answer is missing.
         """
         if answer.transfer_id != self.transfer_id:
             raise InvalidRequest("the receiver answered to another transfer")
@@ -104,7 +105,7 @@ class TransferSending:
 
     def _credited(self, body: KVBytes) -> list[int]:
         if not body or memoryview(body).nbytes % _CREDITED.size:
-            raise InvalidRequest("the body of a CREDIT frame is no list of frames")
+            raise InvalidRequest("the body of a CREDIT frame is not a list of frames")
         sequences = [sequence for (sequence,) in _CREDITED.iter_unpack(body)]
         for sequence in sequences:
             if sequence not in self._uncredited:

@@ -1,8 +1,10 @@
-"""How KV values are written as bytes: one file a codec. numpy and bytes only.
+"""How KV values are encoded as bytes, one file per codec. numpy and bytes only.
 
-Values come and go in the canonical order `[layers, 2 (K, V), heads, tokens, head_dim]`, as integers whose bits are
-those of a dtype, because numpy has no bfloat16. What NaN, infinities and huge numbers become is in each codec's file;
-RAW keeps them, and saturates where it has to change the dtype to float16.
+Values come and go in the canonical order `[layers, 2 (K, V), heads, tokens, head_dim]`, as integers that hold the bits
+of a dtype, because numpy has no bfloat16. Each codec's file says what becomes of NaN, infinities and huge numbers; RAW
+keeps them, and saturates when the dtype has to change to float16.
+
+Read in this order: names, floats, int8, fp8, groups, int4, int2, lossless.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ Shape = tuple[int, ...]  # [layers, 2, heads, tokens, head_dim], none of them 0
 
 
 class _Quantiser(Protocol):
-    """What the file of a codec offers; encodings do not depend on the dtype, so any may be decoded to."""
+    """What each codec's module provides. Encodings are independent of the dtype: any dtype can be decoded to."""
 
     def encoded_bytes(self, shape: Shape) -> int: ...
     def encode(self, bits: Bits, dtype: KVDtype, payload: NDArray[np.uint8]) -> None: ...
@@ -36,22 +38,22 @@ _QUANTISERS: dict[Codec, _Quantiser] = {Codec.INT8: int8, Codec.INT4: int4, Code
 
 
 def encoded_bytes(codec: Codec, shape: Shape, dtype: KVDtype) -> int:
-    """The exact size of what `encode` gives for values of this shape and dtype."""
+    """The exact size of what `encode` returns for values of this shape and dtype."""
     if codec is Codec.RAW:
         return math.prod(shape) * UNSIGNED[dtype].itemsize
     return _QUANTISERS[codec].encoded_bytes(shape)
 
 
 def gainful(codec: Codec, shape: Shape, dtype: KVDtype) -> Codec:
-    """`codec` where it makes these values smaller, else RAW: scales may outweigh few tokens or short rows."""
+    """`codec` if it makes these values smaller, else RAW: scales may outweigh few tokens or short rows."""
     smaller = encoded_bytes(codec, shape, dtype) < encoded_bytes(Codec.RAW, shape, dtype)
     return codec if smaller else Codec.RAW
 
 
 def encode(codec: Codec, values: NDArray[np.integer[Any]], dtype: KVDtype, out: memoryview | None = None) -> memoryview:
-    """values: integers of the dtype's size, of any signedness, in canonical order and not empty.
+    """Encodes integers of the dtype's size, of either signedness, in canonical order and not empty.
 
-    Fills `out`, which has exactly `encoded_bytes`, or else new memory; RAW without `out` gives a view where it can.
+    Fills `out`, which has exactly `encoded_bytes`, or else new memory; RAW without `out` returns a view where it can.
     """
     assert values.ndim == 5, "the canonical order"
     assert values.shape[1] == 2, "the canonical order"
@@ -69,10 +71,10 @@ def encode(codec: Codec, values: NDArray[np.integer[Any]], dtype: KVDtype, out: 
 
 
 def decode(codec: Codec, payload: KVBytes, shape: Shape, dtype: KVDtype, to: KVDtype | None = None) -> Bits:
-    """The values of `shape` as unsigned integers whose bits are those of `to`, or else of `dtype`.
+    """Values of `shape` as unsigned integers that hold the bits of `to`, or else of `dtype`.
 
-    dtype: which the values had when they were encoded. Of RAW without a change of dtype the result is a view of
-    `payload`. Raises InvalidRequest, before anything is allocated, unless `payload` has exactly `encoded_bytes`.
+    dtype: the dtype of the values when they were encoded. RAW without a change of dtype returns a view of `payload`.
+    Raises InvalidRequest, before anything is allocated, unless `payload` has exactly `encoded_bytes`.
     """
     got, want = memoryview(payload).nbytes, encoded_bytes(codec, shape, dtype)
     if got != want:
@@ -81,5 +83,5 @@ def decode(codec: Codec, payload: KVBytes, shape: Shape, dtype: KVDtype, to: KVD
     if codec is Codec.RAW:
         bits = np.frombuffer(payload, UNSIGNED[dtype]).reshape(shape)
         return bits if dtype == to else convert(bits, dtype, to)
-    with np.errstate(over="ignore", invalid="ignore"):  # the scales are a peer's
+    with np.errstate(over="ignore", invalid="ignore"):  # the scales come from a peer
         return _QUANTISERS[codec].decode(payload, shape, to)

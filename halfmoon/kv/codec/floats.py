@@ -1,7 +1,7 @@
-"""The bits of bfloat16, float16 and float32 as numbers and back, for want of a bfloat16 in numpy.
+"""Conversion between bits of bfloat16, float16 and float32 and numbers, since numpy has no bfloat16.
 
-Arrays of bits are unsigned integers of the dtype's size. Work goes in tiles that stay in a core's cache, by the casts,
-shifts and multiplications that numpy has SIMD for: its own conversion to float16 takes several times as long.
+Arrays of bits are unsigned integers of the dtype's size. Work proceeds in tiles that stay in a core's cache, using the
+casts, shifts and multiplications that numpy vectorizes: its own conversion to float16 takes several times as long.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from halfmoon.kv.kv_layout import KVDtype
 Bits = NDArray[np.unsignedinteger[Any]]
 Floats = NDArray[np.float32]
 
-_TILE_VALUES = 1 << 17  # two such tiles of float32 fill a megabyte of cache; smaller ones wait for Python
+_TILE_VALUES = 1 << 17  # two such tiles of float32 fill a megabyte of cache; in smaller ones Python dominates
 
 UNSIGNED: dict[KVDtype, np.dtype[np.unsignedinteger[Any]]] = {
     "float32": np.dtype("<u4"),
     "float16": np.dtype("<u2"),
     "bfloat16": np.dtype("<u2"),
 }
-LARGEST: dict[KVDtype, np.float32] = {  # differences of two such numbers are finite, too
+LARGEST: dict[KVDtype, np.float32] = {  # the difference of two such numbers is finite, too
     "float32": np.float32(2.0**126),
     "float16": np.float32(65504),
     "bfloat16": np.float32(2.0**126),
@@ -37,7 +37,7 @@ _NAN: dict[KVDtype, int] = {"float32": 0x7FC0_0000, "float16": 0x7E00, "bfloat16
 
 
 def tiles(num_rows: int, row_values: int) -> Iterator[slice]:
-    """Slices of whole rows, about a tile's worth each."""
+    """Slices of whole rows, about one tile each."""
     step = _tile_rows(row_values)
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
@@ -69,7 +69,7 @@ def magnitudes(bits: Bits) -> Bits:
 
 
 def widen(bits: Bits, dtype: KVDtype, out: Floats) -> None:
-    """The numbers that `bits` are, exactly."""
+    """Writes the numbers that `bits` encode to `out`, exactly."""
     words = out.view(np.uint32)
     if dtype == "float32":
         np.copyto(words, bits)
@@ -82,11 +82,11 @@ def widen(bits: Bits, dtype: KVDtype, out: Floats) -> None:
         np.copyto(words.view(np.int32), bits.view(np.int16))  # sign-extended
         np.left_shift(words, 13, out=words)
         np.bitwise_and(words, 0x8FFF_E000, out=words)
-        np.multiply(out, np.float32(2.0**112), out=out)  # the difference of the exponents' biases; subnormals, too
+        np.multiply(out, np.float32(2.0**112), out=out)  # the difference of the exponent biases; holds for subnormals
 
 
 def widen_finite(bits: Bits, dtype: KVDtype, out: Floats, largest: int) -> None:
-    """As `widen`, but NaN is 0, and infinities and what is beyond are +-LARGEST; largest: of `magnitudes(bits)`."""
+    """Like `widen`, with NaN as 0 and infinities and larger values as +-LARGEST; largest: of `magnitudes(bits)`."""
     widen(bits, dtype, out)
     if largest > LARGEST_BITS[dtype]:
         limit = LARGEST[dtype]
@@ -95,10 +95,10 @@ def widen_finite(bits: Bits, dtype: KVDtype, out: Floats, largest: int) -> None:
 
 
 def narrow(numbers: Floats, dtype: KVDtype, out: Bits, scratch: NDArray[np.uint32]) -> None:
-    """`numbers`, none of them NaN, rounded to nearest even; their memory and `scratch` are used up.
+    """Rounds `numbers`, none of them NaN, to nearest even; overwrites their memory and `scratch`.
 
-    float16 saturates at +-65504: a finite number never becomes an infinity there. Its subnormals may be rounded twice,
-    at 2**-37 and at 2**-24.
+    float16 saturates at +-65504: a finite number never becomes an infinity. Its subnormals may be rounded twice, at
+    2**-37 and at 2**-24.
     """
     words = numbers.view(np.uint32)
     if dtype == "float32":
@@ -117,7 +117,7 @@ def narrow(numbers: Floats, dtype: KVDtype, out: Bits, scratch: NDArray[np.uint3
 
 
 def round_bits(words: NDArray[np.uint32], num_bits: int, out: NDArray[np.uint32]) -> None:
-    """`words` as float32 without their last `num_bits` bits, rounded to nearest even, shifted down."""
+    """Drops the last `num_bits` bits of float32 `words`, rounding to nearest even, and shifts the rest down."""
     np.right_shift(words, num_bits, out=out)
     np.bitwise_and(out, 1, out=out)
     np.add(out, (1 << (num_bits - 1)) - 1, out=out)
@@ -126,7 +126,7 @@ def round_bits(words: NDArray[np.uint32], num_bits: int, out: NDArray[np.uint32]
 
 
 def convert(bits: Bits, dtype: KVDtype, to: KVDtype) -> Bits:
-    """`bits` of one dtype as bits of another, as `widen` and `narrow` do it; NaN stays NaN."""
+    """Converts `bits` from one dtype to another, by `widen` and `narrow`; NaN stays NaN."""
     source, target = bits.reshape(-1), np.empty(bits.size, UNSIGNED[to])
     scratch = Scratch(bits.size, 1)
     for tile in tiles(bits.size, 1):
@@ -148,13 +148,13 @@ def widened(bits: Bits, dtype: KVDtype) -> Floats:
 
 
 def scales_above(numbers: Floats) -> Bits:
-    """bfloat16 bits of scales that are at least `numbers`, which are not negative, and whose inverse is finite."""
+    """bfloat16 bits of scales that are at least `numbers`, which are not negative, and have a finite inverse."""
     floored = np.maximum(numbers, SMALLEST_SCALE)
     return ((floored.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
 
 
 def bfloat16_below(numbers: Floats) -> Bits:
-    """bfloat16 bits of the largest such numbers that are not above `numbers`, which are finite."""
+    """bfloat16 bits of the largest numbers that do not exceed `numbers`, which are finite."""
     words = np.ascontiguousarray(numbers).view(np.uint32)
     up_if_negative = (words.view(np.int32) >> 31).view(np.uint32) & np.uint32(0xFFFF)
     return ((words + up_if_negative) >> np.uint32(16)).astype(np.uint16)

@@ -4,11 +4,12 @@
     num_values            e4m3 codes, in canonical order
     layers * 2 * heads    the scales' exponents plus 127
 
-A value is `e4m3(code) * 2**exponent`. Scales are powers of two, of which a floating format loses nothing: the error is
-at most 1/16 of a value, or `2**(exponent - 10)` if that is more. The exponent is the smallest, from -126, with which
-the largest magnitude is within e4m3's 448. NaN counts as 0 and an infinity as LARGEST of its dtype; a (layer, K or V,
-head) that holds one of them is scaled for LARGEST, so that in bfloat16 and float32 zeros are left of its other values.
-Other heads are not concerned.
+
+A value is `e4m3(code) * 2**exponent`. Power-of-two scales cost a floating-point format no precision: the error is at
+most 1/16 of a value, or `2**(exponent - 10)` if that is more. The exponent is the smallest, from -126, that brings the
+largest magnitude within e4m3's 448. NaN counts as 0 and an infinity as LARGEST of its dtype; a (layer, K or V, head)
+that holds either is scaled for LARGEST, so in bfloat16 and float32 its other values become zeros. Other heads are not
+affected.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from halfmoon.kv.codec.floats import (
 )
 from halfmoon.kv.kv_layout import KVBytes, KVDtype
 
-_BIAS = 127  # of an exponent's byte
+_BIAS = 127  # exponent bias of a scale's byte
 _LARGEST_FRACTION = np.float32(448 / 512)
 _SMALLEST_EXPONENT = -126  # 2**126 is finite
-_BIAS_DIFFERENCE = 120  # between the exponents of float32 and e4m3
+_BIAS_DIFFERENCE = 120  # between the exponent biases of float32 and e4m3
 _MANTISSA_DIFFERENCE = 20
 
 
 def encoded_bytes(shape: tuple[int, ...]) -> int:
-    """Size of a payload for `[layers, 2, heads, tokens, head_dim]`."""
+    """Size in bytes of a payload for `[layers, 2, heads, tokens, head_dim]`."""
     return math.prod(shape) + math.prod(shape[:3])
 
 
 def encode(bits: Bits, dtype: KVDtype, payload: NDArray[np.uint8]) -> None:
-    """bits: [layers, 2, heads, tokens, head_dim]; payload: `encoded_bytes` of their shape, to be filled."""
+    """Fills `payload` from `bits`: [layers, 2, heads, tokens, head_dim]; payload: `encoded_bytes` of that shape."""
     rows = bits.reshape(-1, bits.shape[-1])
     codes = payload[: rows.size].reshape(rows.shape)
     largest = _largest(bits)
@@ -62,7 +63,7 @@ def encode(bits: Bits, dtype: KVDtype, payload: NDArray[np.uint8]) -> None:
 
 
 def decode(payload: KVBytes, shape: tuple[int, ...], dtype: KVDtype) -> Bits:
-    """The values' bits, of `shape`; `payload` has `encoded_bytes(shape)` bytes."""
+    """Bits of the values, of `shape`; `payload` has `encoded_bytes(shape)` bytes."""
     data = np.frombuffer(payload, np.uint8)
     out = np.empty(shape, UNSIGNED[dtype])
     rows = out.reshape(-1, shape[-1])
@@ -78,12 +79,12 @@ def decode(payload: KVBytes, shape: tuple[int, ...], dtype: KVDtype) -> Bits:
 
 
 def _largest(bits: Bits) -> Bits:
-    """The largest magnitude's bits in each (layer, K or V, head): [layers * 2 * heads]."""
+    """Bits of the largest magnitude in each (layer, K or V, head): [layers * 2 * heads]."""
     groups = bits.reshape(math.prod(bits.shape[:3]), -1)
-    found = np.empty(len(groups), bits.dtype)
+    largest = np.empty(len(groups), bits.dtype)
     for tile in tiles(*groups.shape):
-        magnitudes(groups[tile]).max(axis=1, out=found[tile])
-    return found
+        magnitudes(groups[tile]).max(axis=1, out=largest[tile])
+    return largest
 
 
 def _exponents(largest: Floats) -> NDArray[np.int32]:
@@ -98,7 +99,7 @@ def _per_row(exponents: NDArray[np.int32], shape: tuple[int, ...]) -> Floats:
 
 
 def _to_e4m3(numbers: Floats, out: NDArray[np.uint8], scratch: NDArray[np.uint32]) -> None:
-    """`numbers` within +-448 rounded to nearest even; their memory and `scratch` are used up."""
+    """Rounds `numbers` within +-448 to nearest even; overwrites their memory and `scratch`."""
     words = numbers.view(np.uint32)
     np.multiply(numbers, np.float32(2.0**-_BIAS_DIFFERENCE), out=numbers)
     round_bits(words, _MANTISSA_DIFFERENCE, scratch)  # now the sign is bit 11, and bits 7..10 are 0
@@ -109,7 +110,7 @@ def _to_e4m3(numbers: Floats, out: NDArray[np.uint8], scratch: NDArray[np.uint32
 
 
 def _from_e4m3(codes: NDArray[np.int8], out: Floats) -> None:
-    """Exact; the two codes of NaN are read as +-480."""
+    """Decodes exactly; the two codes for NaN read as +-480."""
     words = out.view(np.uint32)
     np.copyto(words.view(np.int32), codes)  # sign-extended
     np.left_shift(words, _MANTISSA_DIFFERENCE, out=words)

@@ -1,7 +1,7 @@
-"""Numbers as small codes in groups along one axis: `zero + code * scale`, a scale and a zero for each group.
+"""Quantisation in groups along one axis: `zero + code * scale`, with a scale and a zero for each group.
 
-The levels reach from the group's smallest number to its largest, less a margin at each end: with few levels it is
-better to be wrong about the ends than coarse everywhere.
+The levels reach from the group's smallest number to its largest, less a margin at each end: with few levels, clipping
+the ends costs less than coarse steps everywhere.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from halfmoon.kv.codec.floats import Bits, Floats, Scratch, bfloat16_below, scal
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """How arrays of four axes are divided along one of them, and into how many levels."""
+    """How four-axis arrays are divided into groups along one axis, and how many levels a group has."""
 
     axis: int  # 2 or 3
-    size: int  # the last group of a row is smaller where it does not divide
+    size: int  # the last group of a row is smaller where `size` does not divide it
     largest_code: int
-    margin: float = 0.0  # the share of a group's extent beyond its first level, and beyond its last
+    margin: float = 0.0  # the share of a group's extent below its first level, and above its last
 
     def params_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the bfloat16 scales and zeros of an array of `shape`: [2, ...]."""
+        """Shape of the bfloat16 scales and zeros for an array of `shape`: [2, ...]."""
         params = [2, *shape]
         params[1 + self.axis] = -(-shape[self.axis] // self.size)
         return tuple(params)
 
     def quantise(self, numbers: Floats, codes: NDArray[np.uint8], params: Bits, scratch: Scratch) -> None:
-        """Fills `codes` (of the numbers' shape) and `params`; the memory of `numbers`, scratch's first, is used up."""
+        """Fills `codes` (of the numbers' shape) and `params`; overwrites `numbers`, which is scratch's first tile."""
         for members, groups in self._segments(numbers.shape[self.axis]):
             part = self._split(numbers, members)
             scales, zeros = (_cut(param, self.axis, groups) for param in params)
@@ -45,7 +45,7 @@ class Groups:
             np.copyto(self._split(codes, members), part, casting="unsafe")
 
     def dequantise(self, codes: NDArray[Any], params: Floats, out: Floats) -> None:
-        """codes, out: of one shape; params: as numbers."""
+        """Fills `out`, of the same shape as `codes`; `params` are already widened to numbers."""
         for members, groups in self._segments(codes.shape[self.axis]):
             scales, zeros = (np.expand_dims(_cut(param, self.axis, groups), self.axis + 1) for param in params)
             numbers = self._split(out, members)
@@ -64,7 +64,7 @@ class Groups:
         scales[...] = scales_above((high - widened(zeros, "bfloat16")) / np.float32(self.largest_code))
 
     def _segments(self, length: int) -> Iterator[tuple[slice, slice]]:
-        """Equal groups, as (their members, their numbers): the full ones, then the smaller last one."""
+        """Runs of equal groups, as (their members, their numbers): the full groups, then the smaller last one."""
         full = length // self.size
         if full:
             yield slice(0, full * self.size), slice(0, full)
@@ -72,7 +72,7 @@ class Groups:
             yield slice(full * self.size, length), slice(full, full + 1)
 
     def _split(self, array: NDArray[Any], members: slice) -> NDArray[Any]:
-        """A segment with its axis split into groups and members; a view."""
+        """View of a segment with its axis split into groups and members."""
         part = _cut(array, self.axis, members)
         length = part.shape[self.axis]
         return part.reshape(*part.shape[: self.axis], -1, min(length, self.size), *part.shape[self.axis + 1 :])
@@ -83,7 +83,7 @@ def _cut(array: NDArray[Any], axis: int, part: slice) -> NDArray[Any]:
 
 
 def _reduce(choose: Callable[[Floats, Floats], Floats], numbers: Floats) -> Floats:
-    """Along the first axis, by halves that overlap where it is odd: several times as fast as numpy's reduction."""
+    """Reduces the first axis by halves, which overlap when it is odd: several times faster than numpy's reduction."""
     while (length := len(numbers)) > 1:
         keep = (length + 1) // 2
         numbers = choose(numbers[:keep], numbers[length - keep :])

@@ -12,14 +12,15 @@ twice as large.
     4 * layers * heads * ceil(tokens/32) * head_dim  K's bfloat16 scales, zeros: [2, layers, heads, groups, head_dim]
     4 * layers * ceil(head_dim/64) * heads * tokens  V's bfloat16 scales, zeros: [2, layers, 1, groups, heads * tokens]
 
-V's codes are channel-major, [layers, 1, head_dim, heads * tokens]. The rotation is orthogonal, and its own inverse, in
-runs of as many channels as the largest power of two, up to 64, that divides head_dim.
 
-The error of K, but for the first token's rounding, is at most 13.5 % of its group's extent, 0.4 % of its smallest
-value and 2**-126. The same holds for a rotated value of V, so for a value of V it is at most the root of the run's
-length times that, and over the values of a run the mean square is that of the rotated ones. NaN counts as 0. An
-infinity of K counts as LARGEST of its dtype; V ends at 2**120, or LARGEST if that is less. Groups (of V: of the same
-token) that hold no such value are not concerned.
+V's codes are channel-major, [layers, 1, head_dim, heads * tokens]. The rotation is orthogonal and its own inverse. It
+runs over as many channels as the largest power of two, up to 64, that divides head_dim.
+
+The error of K, apart from the first token's rounding, is at most 13.5 % of its group's extent, 0.4 % of its smallest
+value and 2**-126. The same bound holds for a rotated value of V, so a value of V is off by at most that times the root
+of the run's length, and over the values of a run the mean square equals that of the rotated ones. NaN counts as 0. An
+infinity of K counts as LARGEST of its dtype; V is clipped at 2**120, or at LARGEST if that is less. Groups that hold no
+such value (for V: groups of other tokens) are not affected.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ from halfmoon.kv.kv_layout import KVBytes, KVDtype
 _KEY_GROUPS = Groups(2, 32, 3, margin=0.1)  # of [layers, heads, tokens, head_dim]
 _VALUE_GROUPS = Groups(2, 64, 3, margin=0.1)  # of [layers, 1, head_dim, heads * tokens]
 _LONGEST_RUN = 64  # channels that are rotated together
-_ABSURD_BITS = 0x7B00  # bfloat16's 2**119: sums of what is above, by a peer's fault mostly, may be infinite
-_LARGEST_VALUE = np.float32(2.0**120)  # so that a run's sum is finite
+_ABSURD_BITS = 0x7B00  # bfloat16's 2**119: sums over larger values, mostly a peer's fault, may be infinite
+_LARGEST_VALUE = np.float32(2.0**120)  # keeps a run's sum finite
 
-_KEYS, _VALUES = 0, 1  # places in axis 1 of the canonical order
+_KEYS, _VALUES = 0, 1  # indices on axis 1 of the canonical order
 
 
 class _Parts(NamedTuple):
-    """Views of one payload."""
+    """Views into one payload."""
 
     packed: NDArray[np.uint8]  # [layers, bytes]
     first_keys: Bits  # [layers, heads, head_dim]
@@ -64,12 +65,12 @@ class _Parts(NamedTuple):
 
 
 def encoded_bytes(shape: tuple[int, ...]) -> int:
-    """Size of a payload for `[layers, 2, heads, tokens, head_dim]`."""
+    """Size in bytes of a payload for `[layers, 2, heads, tokens, head_dim]`."""
     return _packed_bytes(shape) + 2 * sum(math.prod(part) for part in _param_shapes(shape))
 
 
 def encode(bits: Bits, dtype: KVDtype, payload: NDArray[np.uint8]) -> None:
-    """bits: [layers, 2, heads, tokens, head_dim]; payload: `encoded_bytes` of their shape, to be filled."""
+    """Fills `payload` from `bits`: [layers, 2, heads, tokens, head_dim]; payload: `encoded_bytes` of that shape."""
     parts = _parts(payload, bits.shape)
     half = math.prod(bits.shape[2:])
     scratch = Scratch(len(bits), half)
@@ -90,7 +91,7 @@ def encode(bits: Bits, dtype: KVDtype, payload: NDArray[np.uint8]) -> None:
 
 
 def decode(payload: KVBytes, shape: tuple[int, ...], dtype: KVDtype) -> Bits:
-    """The values' bits, of `shape`; `payload` has `encoded_bytes(shape)` bytes."""
+    """Bits of the values, of `shape`; `payload` has `encoded_bytes(shape)` bytes."""
     parts = _parts(np.frombuffer(payload, np.uint8), shape)
     out = np.empty(shape, UNSIGNED[dtype])
     _, _, heads, tokens, head_dim = shape
@@ -117,7 +118,7 @@ def decode(payload: KVBytes, shape: tuple[int, ...], dtype: KVDtype) -> Bits:
 
 
 def _turned(values: Bits, dtype: KVDtype, scratch: Scratch) -> Floats:
-    """[layers, 1, head_dim, heads * tokens], in scratch's first tile."""
+    """Rotated values [layers, 1, head_dim, heads * tokens], in scratch's first tile."""
     layers, heads, tokens, head_dim = values.shape
     numbers = scratch.floats((layers, heads * tokens, head_dim), 1)
     widen_finite(values.reshape(numbers.shape), dtype, numbers, magnitudes(values).max())
@@ -130,9 +131,9 @@ def _turned(values: Bits, dtype: KVDtype, scratch: Scratch) -> Floats:
 
 
 def _turn(numbers: Floats, spare: Floats) -> None:
-    """Hadamard's rotation of [layers, head_dim, rows] along head_dim, in place; the same twice undoes it.
+    """Rotates [layers, head_dim, rows] by a Hadamard matrix along head_dim, in place; applied twice it is the identity.
 
-    By sums and differences of halves: no threads of a library wait for each other over such small matrices.
+    Works by sums and differences of halves, so that no library threads wait for each other over such small matrices.
     """
     layers, head_dim, rows = numbers.shape
     run = min(head_dim & -head_dim, _LONGEST_RUN)
@@ -146,7 +147,7 @@ def _turn(numbers: Floats, spare: Floats) -> None:
 
 
 def _pack(key_codes: NDArray[np.uint8], value_codes: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
-    """Four codes a byte, lowest bits first: of one place K's and V's, then of a place half a layer on."""
+    """Packs four codes a byte, lowest bits first: K's and V's of one position, then of one half a layer on."""
     layers, size = out.shape
     places = key_codes.reshape(layers, -1) | value_codes.reshape(layers, -1) << 2
     np.copyto(out, places[:, :size])
@@ -155,7 +156,7 @@ def _pack(key_codes: NDArray[np.uint8], value_codes: NDArray[np.uint8], out: NDA
 
 
 def _unpack(packed: NDArray[np.uint8], half: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """K's and V's codes, [layers, half] each."""
+    """Unpacks K's and V's codes, [layers, half] each."""
     places = np.concatenate((packed & 15, packed >> 4), axis=1)[:, :half]
     return places & 3, places >> 2
 
@@ -175,9 +176,9 @@ def _param_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 def _parts(payload: NDArray[np.uint8], shape: tuple[int, ...]) -> _Parts:
     end = _packed_bytes(shape)
-    found = []
+    parts = []
     for part in _param_shapes(shape):
         size = 2 * math.prod(part)
-        found.append(payload[end : end + size].view("<u2").reshape(part))
+        parts.append(payload[end : end + size].view("<u2").reshape(part))
         end += size
-    return _Parts(payload[: _packed_bytes(shape)].reshape(shape[0], -1), *found)
+    return _Parts(payload[: _packed_bytes(shape)].reshape(shape[0], -1), *parts)

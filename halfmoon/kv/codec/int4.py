@@ -1,17 +1,18 @@
 """INT4: asymmetric, in groups of 32: keys along the tokens of one channel, values along the channels of one token.
 
-That is KIVI's division (Liu et al., 2024, section 3): keys have channels of outliers, values do not. Groups begin with
-the payload's first token, and the last one of a channel or token is smaller where 32 does not divide.
+KIVI divides them like this (Liu et al., 2024, section 3): keys have outlier channels, values do not. Groups begin with
+the payload's first token, and the last one of a channel or token is smaller where 32 does not divide it.
 
     bytes                                            content
     num_values / 2                                   codes, [layers, heads, tokens, head_dim]; K's in the lower bits
     4 * layers * heads * ceil(tokens/32) * head_dim  K's bfloat16 scales, zeros: [2, layers, heads, groups, head_dim]
     4 * layers * heads * tokens * ceil(head_dim/32)  V's bfloat16 scales, zeros: [2, layers, heads, tokens, groups]
 
-A value is `zero + code * scale`. The zero is the group's smallest value, rounded down, and the scale a fifteenth of
-what is between it and the largest, rounded up, so the error is at most half a scale: 3.4 % of the group's extent,
-0.03 % of its smallest value (nothing in bfloat16) and 2**-127. NaN counts as 0 and an infinity as LARGEST of its dtype,
-for which its group is then scaled; other groups are not concerned.
+
+A value is `zero + code * scale`. The zero is the group's smallest value, rounded down, and the scale a fifteenth of the
+distance from it to the largest, rounded up, so the error is at most half a scale: 3.4 % of the group's extent, 0.03 %
+of its smallest value (nothing in bfloat16) and 2**-127. NaN counts as 0 and an infinity as LARGEST of its dtype, for
+which its group is then scaled; other groups are not affected.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from halfmoon.kv.codec.floats import (
 from halfmoon.kv.codec.groups import Groups
 from halfmoon.kv.kv_layout import KVBytes, KVDtype
 
-_KEYS, _VALUES = 0, 1  # places in axis 1 of the canonical order
+_KEYS, _VALUES = 0, 1  # indices on axis 1 of the canonical order
 _GROUPS = {_KEYS: Groups(2, 32, 15), _VALUES: Groups(3, 32, 15)}  # of [layers, heads, tokens, head_dim]
 
 
 class _Parts(NamedTuple):
-    """Views of one payload."""
+    """Views into one payload."""
 
     codes: NDArray[np.uint8]  # [layers, heads, tokens, head_dim]
-    params: tuple[Bits, Bits]  # of K [2, layers, heads, groups, head_dim], of V [2, layers, heads, tokens, groups]
+    params: tuple[Bits, Bits]  # K [2, layers, heads, groups, head_dim], V [2, layers, heads, tokens, groups]
 
 
 def encoded_bytes(shape: tuple[int, ...]) -> int:
-    """Size of a payload for `[layers, 2, heads, tokens, head_dim]`."""
+    """Size in bytes of a payload for `[layers, 2, heads, tokens, head_dim]`."""
     return math.prod(shape) // 2 + sum(2 * math.prod(_params_shape(shape, which)) for which in _GROUPS)
 
 
 def encode(bits: Bits, dtype: KVDtype, payload: NDArray[np.uint8]) -> None:
-    """bits: [layers, 2, heads, tokens, head_dim]; payload: `encoded_bytes` of their shape, to be filled."""
+    """Fills `payload` from `bits`: [layers, 2, heads, tokens, head_dim]; payload: `encoded_bytes` of that shape."""
     parts = _parts(payload, bits.shape)
     half = math.prod(bits.shape[2:])
     scratch = Scratch(len(bits), half)
@@ -69,7 +70,7 @@ def encode(bits: Bits, dtype: KVDtype, payload: NDArray[np.uint8]) -> None:
 
 
 def decode(payload: KVBytes, shape: tuple[int, ...], dtype: KVDtype) -> Bits:
-    """The values' bits, of `shape`; `payload` has `encoded_bytes(shape)` bytes."""
+    """Bits of the values, of `shape`; `payload` has `encoded_bytes(shape)` bytes."""
     parts = _parts(np.frombuffer(payload, np.uint8), shape)
     out = np.empty(shape, UNSIGNED[dtype])
     half = math.prod(shape[2:])

@@ -1,13 +1,13 @@
-"""INT8: symmetric, one scale for each row of `head_dim` values, that is for each (layer, K or V, head, token).
+"""INT8: symmetric, one scale for each row of `head_dim` values, i.e. for each (layer, K or V, head, token).
 
     bytes                        content
     num_values                   two's complement codes, in canonical order
     2 * num_values / head_dim    bfloat16 scales, in the same order
 
+
 A value is `code * scale`. The scale is the row's largest magnitude / 127, rounded up, so the error is at most 0.4 % of
 that magnitude, or 2**-127 if that is more. NaN counts as 0 and an infinity as LARGEST of its dtype; a row that holds
-one of them is scaled for LARGEST, so that in bfloat16 and float32 zeros are left of its other values. Other rows are
-not concerned.
+either is scaled for LARGEST, so in bfloat16 and float32 its other values become zeros. Other rows are not affected.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _LARGEST_CODE = np.float32(127)
 
 
 def encoded_bytes(shape: tuple[int, ...]) -> int:
-    """Size of a payload for `[..., head_dim]`."""
+    """Size in bytes of a payload for `[..., head_dim]`."""
     return math.prod(shape) + 2 * math.prod(shape[:-1])
 
 
 def encode(bits: Bits, dtype: KVDtype, payload: NDArray[np.uint8]) -> None:
-    """bits: [..., head_dim]; payload: `encoded_bytes` of their shape, to be filled."""
+    """Fills `payload` from `bits`: [..., head_dim]; payload: `encoded_bytes` of that shape."""
     rows = bits.reshape(-1, bits.shape[-1])
     codes = payload[: rows.size].view(np.int8).reshape(rows.shape)
     scales = payload[rows.size :].view("<u2")  # [num_rows]
@@ -58,7 +58,7 @@ def encode(bits: Bits, dtype: KVDtype, payload: NDArray[np.uint8]) -> None:
 
 
 def decode(payload: KVBytes, shape: tuple[int, ...], dtype: KVDtype) -> Bits:
-    """The values' bits, of `shape`; `payload` has `encoded_bytes(shape)` bytes."""
+    """Bits of the values, of `shape`; `payload` has `encoded_bytes(shape)` bytes."""
     data = np.frombuffer(payload, np.uint8)
     out = np.empty(shape, UNSIGNED[dtype])
     rows = out.reshape(-1, shape[-1])

@@ -1,6 +1,6 @@
-"""Exact compression of KV: entropy coding of raw values by byte planes, and of what a quantiser left.
+"""Exact compression of KV: entropy coding by byte planes of raw values, or of a quantiser's output.
 
-A float's mantissa is noise to lz4 and zstd, its sign and exponent are not: the highest byte of each value goes to a
+A float's mantissa is noise to lz4 and zstd; its sign and exponent are not. The highest byte of each value goes to a
 plane of its own, channel-major (the tokens of one channel side by side, which resemble each other), and only that plane
 is compressed.
 
@@ -8,8 +8,8 @@ is compressed.
     the rest                   the high plane, [layers, 2, heads, head_dim, tokens], compressed
     values * (item_bytes - 1)  the other bytes of each value, canonical order, as they are
 
-Give it at least 64 tokens of all layers at once: crumbs do not compress. Needs the packages lz4 and zstandard
-(`pip install halfmoon[kvstore]`).
+Pass at least 64 tokens of all layers at once: small pieces do not compress. Needs the packages lz4 and zstandard (`pip
+install halfmoon[kvstore]`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ZSTD_LEVEL = 1  # 1.5x on the high plane; higher levels gain little and cost mu
 
 
 class Lossless(IntEnum):
-    """The methods' numbers, as they are stored. Never reused, never renumbered."""
+    """Method numbers as they are stored. Never reused, never renumbered."""
 
     NONE = 0
     LZ4 = 1
@@ -37,14 +37,14 @@ class Lossless(IntEnum):
 
 
 def compress_planes(values: KVBytes, shape: tuple[int, ...], item_bytes: int, method: Lossless) -> bytes:
-    """values: raw KV of `shape` [layers, 2, heads, tokens, head_dim] in little-endian items. See the module."""
+    """Compresses raw KV of `shape` [layers, 2, heads, tokens, head_dim] in little-endian items, as the module says."""
     cells = np.frombuffer(values, np.uint8).reshape(*shape, item_bytes)
     high = np.ascontiguousarray(cells[..., -1].swapaxes(-1, -2))
     return compress(high.data.cast("B"), method) + cells[..., :-1].tobytes()
 
 
 def decompress_planes(payload: KVBytes, shape: tuple[int, ...], item_bytes: int, method: Lossless) -> NDArray[np.uint8]:
-    """[values * item_bytes]: what `compress_planes` was given. Raises DataLoss if `payload` is not its result."""
+    """Input of `compress_planes`, [values * item_bytes]. Raises DataLoss if `payload` is not its result."""
     num_values = math.prod(shape)
     view = memoryview(payload).cast("B")
     high_bytes = view.nbytes - num_values * (item_bytes - 1)
@@ -58,7 +58,7 @@ def decompress_planes(payload: KVBytes, shape: tuple[int, ...], item_bytes: int,
 
 
 def compress(data: KVBytes, method: Lossless) -> bytes:
-    """Any bytes. Raises Incompatible if the method's package is not installed."""
+    """Compresses any bytes. Raises Incompatible if the method's package is not installed."""
     if method is Lossless.LZ4:
         packed: bytes = _module("lz4.block").compress(data, store_size=False)
     elif method is Lossless.ZSTD:
@@ -69,22 +69,22 @@ def compress(data: KVBytes, method: Lossless) -> bytes:
 
 
 def decompress(data: KVBytes, num_bytes: int, method: Lossless) -> KVBytes:
-    """What `compress` was given, which had `num_bytes`. Raises DataLoss if it is not that."""
+    """Input of `compress`, which had `num_bytes`. Raises DataLoss if `data` does not decompress to that."""
     if method is Lossless.NONE:
-        found: KVBytes = data
+        unpacked: KVBytes = data
     else:
         package = _module("lz4.block" if method is Lossless.LZ4 else "zstandard")
         failure = package.LZ4BlockError if method is Lossless.LZ4 else package.ZstdError
         try:
             if method is Lossless.LZ4:
-                found = package.decompress(data, uncompressed_size=num_bytes)
+                unpacked = package.decompress(data, uncompressed_size=num_bytes)
             else:
-                found = package.ZstdDecompressor().decompress(data, max_output_size=max(1, num_bytes))
+                unpacked = package.ZstdDecompressor().decompress(data, max_output_size=max(1, num_bytes))
         except failure as err:
             raise DataLoss(f"a compressed KV payload does not decompress: {err}") from err
-    if memoryview(found).nbytes != num_bytes:
+    if memoryview(unpacked).nbytes != num_bytes:
         raise DataLoss("a compressed KV payload decompresses to another size than it had")
-    return found
+    return unpacked
 
 
 def _module(name: str) -> ModuleType:

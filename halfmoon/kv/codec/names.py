@@ -1,4 +1,4 @@
-"""The codecs' numbers, as a frame's header carries them. Never reused, never renumbered."""
+"""Codec numbers as a frame's header carries them. Never reused, never renumbered."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ class Codec(IntEnum):
     INT8 = 1
     INT4 = 2
     FP8 = 3
-    INT2 = 4  # the store's alone: not the last tokens of a prompt, `EntryCodec.residual_tokens`
+    INT2 = 4  # store only, and never the last tokens of a prompt: see `EntryCodec.residual_tokens`
