@@ -31,26 +31,26 @@ _DTYPES: dict[KVDtype, torch.dtype] = {
 
 
 class Assembled(NamedTuple):
-    """Who runs the steps, and where KV is."""
+    """The runner of the steps and the memory of the KV."""
 
     runner: ModelRunner | OffloadRunner | ParallelRunner
     memory: KVMemory
 
 
 def kv_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
-    """The layout of a model's KV, with the dtype that `config` comes to on its device."""
+    """The layout of a model's KV, with `config`'s dtype resolved for its device."""
     return KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, _resolve_dtype(config), config.block_tokens)
 
 
 def most_context_tokens(checkpoint: Checkpoint, config: EngineConfig) -> int:
-    """Of prompt and output together, as far as the KV memory has room."""
+    """Most tokens of prompt and output together, as far as the KV memory has room."""
     return min(checkpoint.context_tokens, config.max_context_tokens or checkpoint.context_tokens)
 
 
 def assemble(
     checkpoint: Checkpoint, config: EngineConfig, layout: KVLayout, on_progress: Progress | None = None
 ) -> Assembled:
-    """Loads the weights, telling `on_progress`. Raises Incompatible and ServiceFailed."""
+    """Loads the weights, reporting to `on_progress`. Raises Incompatible and ServiceFailed."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     if config.num_ranks == 1:

@@ -1,4 +1,4 @@
-"""The engine for asyncio: its methods as commands to its thread, and copies of KV beside the steps."""
+"""The engine for asyncio: its methods as commands to its thread, and copies of KV concurrent with the steps."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from halfmoon.kv.kv_layout import KVDtype
 
 T = TypeVar("T")
 
-_NUM_COPY_THREADS = 2  # for KV going in and out beside the steps
+_NUM_COPY_THREADS = 2  # for KV copied in and out during the steps
 
 
 class AsyncEngine:
-    """Owns the threads that copy KV; the engine's own is an `EngineThread`, which tells of steps and of its death.
+    """Owns the threads that copy KV. The engine's own thread is an `EngineThread`, which reports steps and its death.
 
-    Made inside a running loop. After `async with` ends, or the thread died, every method raises Unavailable and all
-    blocks are free.
+    Created inside a running loop. After `async with` ends, or the thread has died, every method raises Unavailable and
+    all blocks are free.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class AsyncEngine:
 
     @property
     def failed(self) -> BaseException | None:
-        """What killed the engine's thread."""
+        """The exception that killed the engine's thread."""
         return self._thread.failed
 
     def check_open(self) -> None:
@@ -66,33 +66,33 @@ class AsyncEngine:
         self._thread.check_open()
 
     async def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
-        """As `Engine.add`; who listens hears on the loop, in order. If the wait is cancelled, so is the request."""
+        """Calls `Engine.add`; listeners are called on the loop, in order. Cancelling the wait cancels the request."""
         if order is not None:
             order = replace(order, on_progress=self._thread.on_loop(order.on_progress))
         await self._call_or_cancel(partial(self.engine.add, request, self._on_loop(on_kv), order), request.request_id)
 
     async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
-        """As `Engine.reserve`; `on_kv` hears on the loop. If the wait is cancelled, so is the reservation."""
+        """Calls `Engine.reserve`; `on_kv` is called on the loop. Cancelling the wait cancels the reservation."""
         await self._call_or_cancel(partial(self.engine.reserve, request, self._on_loop(on_kv)), request.request_id)
 
     async def start(self, request_id: str, first_token_id: int) -> None:
-        """As `Engine.start`."""
+        """Calls `Engine.start`."""
         await self._thread.call(partial(self.engine.start, request_id, first_token_id))
 
     async def cancel(self, request_id: str) -> bool:
-        """As `Engine.cancel`. Once it returns, no output of the request is delivered any more."""
+        """Calls `Engine.cancel`. Once it returns, no more output of the request is delivered."""
         return await self._thread.call(partial(self.engine.cancel, request_id))
 
     async def release(self, request_id: str) -> None:
-        """As `Engine.release`."""
+        """Calls `Engine.release`."""
         await self._thread.call(partial(self.engine.release, request_id))
 
     async def stats(self) -> EngineStats:
-        """As `Engine.stats`, between two steps."""
+        """Calls `Engine.stats` between two steps."""
         return await self._thread.call(self.engine.stats)
 
     def stats_now(self) -> EngineStats:
-        """As `Engine.stats` beside a step: counts of two moments, maybe."""
+        """Calls `Engine.stats` during a step: its counts may be of two moments."""
         return self.engine.stats()
 
     async def kv_write(
@@ -106,10 +106,10 @@ class AsyncEngine:
         codec: Codec = Codec.RAW,
         dtype: KVDtype | None = None,
     ) -> None:
-        """As `Engine.kv_write`, beside the steps, of what `codec` made of values in `dtype` (None: the layout's).
+        """Calls `Engine.kv_write` during the steps with values that `codec` encoded from `dtype` (None: the layout's).
 
-        `payload` must not change until this returns. In device memory it can only be raw and in the layout's dtype:
-        raises Incompatible.
+        `payload` must not change until this returns. In device memory it must be raw and in the layout's dtype:
+        otherwise raises Incompatible.
         """
         layout = self.engine.layout
         shape = layout.shape(layer_end - layer_start, num_tokens)
@@ -135,9 +135,9 @@ class AsyncEngine:
         out: KVPlace | None = None,
         codec: Codec = Codec.RAW,
     ) -> memoryview:
-        """As `Engine.kv_read`, beside the steps, encoded in `codec`. `out`, if given, has exactly the encoded size.
+        """Calls `Engine.kv_read` during the steps and encodes in `codec`. `out`, if given, has the exact encoded size.
 
-        If the wait is cancelled, `out` may still be written to.
+        After a cancelled wait, `out` may still be written to.
         """
         layout = self.engine.layout
         shape = layout.shape(layer_end - layer_start, num_tokens)
@@ -150,20 +150,20 @@ class AsyncEngine:
         return await self._copy(partial(read, out) if codec is Codec.RAW else read_encoded)
 
     async def load_block(self, request_id: str, block: int, payload: KVSource) -> None:
-        """As `Engine.load_block`, beside the steps. `payload` must not change until this returns."""
+        """Calls `Engine.load_block` during the steps. `payload` must not change until this returns."""
         await self._copy(partial(self.engine.load_block, request_id, block, payload))
 
     def note_loaded(self, request_id: str, loaded: Sequence[int], given_up: Sequence[int] = ()) -> None:
-        """As `Engine.note_loaded`, before the next step."""
+        """Calls `Engine.note_loaded` before the next step."""
         self._thread.put(partial(self.engine.note_loaded, request_id, loaded, given_up))
 
     async def move_fence(self, request_id: str, fence: int) -> int:
-        """As `Engine.move_fence`."""
+        """Calls `Engine.move_fence`."""
         return await self._thread.call(partial(self.engine.move_fence, request_id, fence))
 
     @asynccontextmanager
     async def cached(self, keys: Sequence[bytes]) -> AsyncIterator[list[int]]:
-        """The blocks of the leading keys that the prefix cache has; inside they stay, for `read_block`."""
+        """The blocks of the leading keys that the prefix cache has; inside the context they stay, for `read_block`."""
         blocks: list[int] = []
         try:
             await self._thread.call(lambda: blocks.extend(self.engine.hold_cached(keys)))
@@ -171,10 +171,10 @@ class AsyncEngine:
         finally:
             self._thread.put(
                 lambda: self.engine.let_cached_go(blocks)
-            )  # after the call above, whether that was awaited or not
+            )  # runs after the call above, whether or not that was awaited
 
     async def read_block(self, block: int) -> memoryview:
-        """As `Engine.read_block`, beside the steps."""
+        """Calls `Engine.read_block` during the steps."""
         return await self._copy(partial(self.engine.read_block, block))
 
     def _on_loop(self, on_kv: OnKV | None) -> OnKV | None:
@@ -185,7 +185,7 @@ class AsyncEngine:
         return await self._loop.run_in_executor(self._copies, call)
 
     async def _call_or_cancel(self, call: Callable[[], None], request_id: str) -> None:
-        admitted = False  # read and written on the engine thread only
+        admitted = False  # read and written only on the engine thread
 
         def admit() -> None:
             nonlocal admitted
@@ -193,7 +193,7 @@ class AsyncEngine:
             admitted = True
 
         def undo() -> None:
-            if admitted:  # else the name may be that of another request
+            if admitted:  # otherwise the id may belong to another request
                 self.engine.cancel(request_id)
 
         try:

@@ -1,4 +1,4 @@
-"""Attention over paged KV memory: the `sdpa` back end (CPU) and the plain reference beside it.
+"""Attention over paged KV memory: the `sdpa` back end (CPU) and its plain reference.
 
 Both have one signature, `(q, k, v, layer_kv, batch, scale) -> out` with the shapes of `StepAttention.attend`, and both
 first store `k` and `v` in their slots. A slot is one token's place in the arena: `block_id * block_tokens + offset`.
@@ -25,7 +25,7 @@ from halfmoon.engine.kv_arena import slot_runs
 class Segment:
     """One sequence's rows in a batch. `runs` are half-open slot ranges, in order, that hold its keys.
 
-    With one row (decode) `runs` includes the row itself; with more (prefill) only what comes before them.
+    With one row (decode), `runs` includes the row itself; with more (prefill), only the tokens before them.
     """
 
     row_start: int
@@ -35,26 +35,26 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """What attention must know of a batch of `num_tokens` rows."""
+    """Where a batch of `num_tokens` rows stores K and V, and which slots its sequences attend to."""
 
-    slots: Tensor  # [num_tokens] int64, where each row's K and V go
+    slots: Tensor  # [num_tokens] int64, the slot of each row's K and V
     segments: tuple[Segment, ...]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
-        """As `StepAttention.attend`."""
+        """See `StepAttention.attend`."""
         compute = attend_sdpa if layer_kv.device.type == "cpu" else attend_reference
         return compute(q, k, v, layer_kv, self, scale)
 
 
 class SdpaBackend:
-    """Attention on the CPU; on another device the gathering reference (not run on a GPU yet)."""
+    """Attention on the CPU; on other devices the gathering reference (not run on a GPU yet)."""
 
     def __init__(self, block_tokens: int, device: str) -> None:
         self._block_tokens = block_tokens
         self._device = device
 
     def step(self, spans: Sequence[TokenSpan]) -> AttentionBatch:
-        """Slots of all rows and the runs of slots that each sequence sees."""
+        """The slots of all rows, and the runs of slots that each sequence attends to."""
         slots: list[range] = []
         segments: list[Segment] = []
         row = 0
@@ -69,7 +69,7 @@ class SdpaBackend:
 
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """On the CPU: no copy of cached keys, one flash-attention call per sequence and contiguous run."""
+    """Attention on the CPU: no copy of cached keys, one flash-attention call per sequence and contiguous run."""
     store(k, v, layer_kv, batch.slots)
     outs = []
     for segment in batch.segments:
@@ -88,7 +88,7 @@ def store(k: Tensor, v: Tensor, layer_kv: Tensor, slots: Tensor) -> None:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """q, k, v: [batch, heads, tokens, head_dim]. Returns the output and its log-sum-exp [batch, heads, tokens]."""
+    """Returns the output and its log-sum-exp [batch, heads, tokens]; q, k, v: [batch, heads, tokens, head_dim]."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=None, scale=scale
     )
@@ -96,7 +96,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 
 
 def _decode(q: Tensor, layer_kv: Tensor, runs: tuple[tuple[int, int], ...], scale: float) -> Tensor:
-    """One row. The query heads that share a KV head are the "tokens" of a non-causal call: its keys are read once."""
+    """Attends for one row: a KV head's query heads are "tokens" of a non-causal call, so its keys are read once."""
     num_kv_heads, head_dim = layer_kv.shape[1], layer_kv.shape[3]
     grouped = q.view(1, num_kv_heads, -1, head_dim)  # [1, num_kv_heads, group, head_dim]
     parts = [
@@ -108,12 +108,12 @@ def _decode(q: Tensor, layer_kv: Tensor, runs: tuple[tuple[int, int], ...], scal
 def _prefill(
     q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, runs: tuple[tuple[int, int], ...], scale: float
 ) -> Tensor:
-    """A chunk: its own keys causally, straight from the projection, and every earlier key in full."""
+    """Attends for a chunk: to its own keys causally, straight from the projection, and to every earlier key."""
     num_tokens, (num_kv_heads, head_dim) = q.shape[0], k.shape[1:]
     grouped = q.view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # [kv_heads, group, tokens, head_dim]
     shape = (num_kv_heads, grouped.shape[1], -1, head_dim)
 
-    def shared(keys: Tensor) -> Tensor:  # [num_kv_heads, tokens, head_dim] seen by each query head of the group
+    def shared(keys: Tensor) -> Tensor:  # [num_kv_heads, tokens, head_dim] as seen by each query head of the group
         return keys.unsqueeze(1).expand(shape)
 
     parts = [_flash(grouped, shared(k.transpose(0, 1)), shared(v.transpose(0, 1)), True, scale)]
@@ -125,7 +125,7 @@ def _prefill(
 
 
 def _merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Outputs [..., tokens, head_dim] over disjoint keys, weighted by their log-sum-exp [..., tokens]."""
+    """Merges outputs [..., tokens, head_dim] over disjoint keys, weighted by their log-sum-exp [..., tokens]."""
     if len(parts) == 1:
         return parts[0][0]
     lse = torch.stack([part[1] for part in parts])  # [num_parts, ..., tokens]
@@ -137,7 +137,7 @@ def _merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """Written plainly: gather the keys, mask, softmax in float32."""
+    """Plain reference: gather the keys, mask, softmax in float32."""
     store(k, v, layer_kv, batch.slots)
     outs = [_reference_segment(q, layer_kv, batch.slots, segment, scale) for segment in batch.segments]
     return torch.cat(outs)

@@ -1,6 +1,7 @@
-"""What an attention back end is: it turns a step's spans into the tensors it needs, once, and attends with them.
+"""The interface of an attention back end: it prepares a step's spans as tensors once, and attends with them.
 
-There are two: `sdpa` (`attention.py`: CPU, and the reference) and `triton` (`triton_attention.py`: CUDA).
+There are two implementations: `sdpa` (`attention.py`: CPU, and the reference) and `triton` (`triton_attention.py`:
+CUDA).
 """
 
 from __future__ import annotations
@@ -12,28 +13,28 @@ from torch import Tensor
 
 
 class TokenSpan(NamedTuple):
-    """One sequence's rows in a step: its tokens `start`..`end`. A step's rows are its spans, one after the other."""
+    """One sequence's rows in a step: its tokens `start`..`end`. A step's rows are those of its spans in order."""
 
-    blocks: Sequence[int]  # hold the sequence's tokens 0..end, and may hold more
+    blocks: Sequence[int]  # hold at least the sequence's tokens 0..end
     start: int
     end: int
 
 
 class StepAttention(Protocol):
-    """One step's rows as one back end needs them; made once, asked once a layer, in order."""
+    """One step's rows, prepared for one back end: made once a step, called once a layer, in order."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
-        """Stores K and V, then causal attention of every row over its own sequence.
+        """Stores K and V, then attends causally: every row over its own sequence.
 
-        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim];
-        layer_kv: [2, num_kv_heads, num_slots, head_dim]. Returns [num_tokens, num_heads * head_dim].
+        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; layer_kv: [2, num_kv_heads,
+        num_slots, head_dim]. Returns [num_tokens, num_heads * head_dim].
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """Knows the arena's block size and device, nothing of requests or weights."""
+    """Prepares steps. Knows the arena's block size and device, nothing of requests or weights."""
 
     def step(self, spans: Sequence[TokenSpan]) -> StepAttention:
-        """What `spans` need, computed and copied to the device once."""
+        """Prepares attention for `spans`: computed and copied to the device once."""
         ...

@@ -14,8 +14,8 @@ class BlockPool:
     """Owns block ids and reference counts. Knows nothing of tensors, sequences or keys.
 
     Ids are handed out so that a sequence's blocks lie next to each other: attention then reads them in place. A
-    sequence may lay a claim to free blocks after its last one; others take claimed blocks only when nothing else is
-    left, so a claim costs nobody capacity.
+    sequence may claim free blocks after its last one; others take claimed blocks only when nothing else is left, so a
+    claim costs no capacity.
 
     Ids above the highest that was ever used or claimed are known to be free without a look at them: a pool of millions
     of blocks costs what is used of it.
@@ -25,7 +25,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, num_divisible: int = 0) -> None:
-        """Ids go to `num_blocks + num_divisible`, as many at once as there is room for."""
+        """Ids range below `num_blocks + num_divisible`; memory bounds how many are in use at once."""
         self.num_blocks = num_blocks
         num_ids = num_blocks + num_divisible
         self._references: NDArray[np.int32] = np.zeros(num_ids, dtype=np.int32)
@@ -43,15 +43,15 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody references."""
+        """Blocks without references."""
         return self._num_free
 
     def num_free_with(self, num_whole: int, num_half: int) -> int:
-        """Blocks nobody would reference if so many whole and halved ones were given back."""
+        """Blocks that would be free if this many whole and halved ones were released."""
         return self._num_free + num_whole + (num_half + (self._odd is not None)) // 2
 
     def is_half(self, block: int) -> bool:
-        """Whether a divisible block does with its own half."""
+        """Whether a divisible block has shrunk to its own half."""
         return block >= self._first_divisible and bool(self._seconds[block] < 0)
 
     def references(self, block: int) -> int:
@@ -59,10 +59,10 @@ class BlockPool:
         return int(self._references[block])
 
     def allocate(self, num_blocks: int, near: int | None = None, room: int = 0) -> list[int]:
-        """`num_blocks` free blocks, referenced once, in the order to fill them.
+        """Takes `num_blocks` free blocks, referenced once, in the order to fill them.
 
-        `near` is the sequence's last block: those right after it are preferred. `room` is how many blocks the
-        sequence may want later. Raises NoCapacity, and changes nothing, when fewer are free.
+        `near` is the sequence's last block: the blocks right after it are preferred. `room` is how many more blocks the
+        sequence may need later. Raises NoCapacity, and changes nothing, when fewer are free.
         """
         if num_blocks > self._num_free:
             raise NoCapacity(f"{num_blocks} blocks are wanted, {self._num_free} of {self.num_blocks} are free")
@@ -82,13 +82,13 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each of `blocks`, which must be in use."""
+        """Adds a reference to each of `blocks`, which must be in use."""
         for block in blocks:
             assert self._references[block] > 0, f"block {block} is free"
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Gives one reference of each block back; a block without references is free."""
+        """Drops one reference to each block; a block without references is free."""
         for block in blocks:
             assert self._references[block] > 0, f"block {block} is freed twice"
             self._references[block] -= 1
@@ -101,11 +101,11 @@ class BlockPool:
                     self._num_free += 1
 
     def seconds(self, blocks: Sequence[int]) -> NDArray[np.int64]:
-        """Ids of the second halves of divisible blocks; -1 where a block does without."""
+        """Ids of the second halves of divisible blocks; -1 for a block without one."""
         return self._seconds[list(blocks)]
 
     def halve(self, block: int) -> None:
-        """A used, divisible block does with its own half from now on, until it is free."""
+        """Shrinks a used, divisible block to its own half until it is free."""
         second = int(self._seconds[block])
         assert self._references[block] > 0, f"block {block} is free"
         assert second >= 0, f"block {block} has no second half"
@@ -113,7 +113,7 @@ class BlockPool:
         self._put_half(second)
 
     def make_whole(self, block: int) -> bool:
-        """Gives a halved block a second half. False, and nothing changes, where there is none."""
+        """Gives a halved block a second half. Returns False, and changes nothing, when there is none."""
         assert self._references[block] > 0, f"block {block} is free"
         assert self._seconds[block] < 0, f"block {block} is whole"
         if self._odd is None:
@@ -158,7 +158,7 @@ class BlockPool:
         return free
 
     def _put_half(self, half: int) -> None:
-        """Nobody uses it any more: with the other such one it makes a block."""
+        """Frees a half: with another unused half it makes a block."""
         if self._odd is None:
             self._odd = half
             return
@@ -185,7 +185,7 @@ class BlockPool:
         raise AssertionError("no free block, though the count says there is one")
 
     def _claim_after(self, last: int, end: int | None, room: int) -> None:
-        """Claims the free blocks from `last + 1` up to `end`, or the next `room` ones; stops at another's."""
+        """Claims the free blocks from `last + 1` up to `end`, or the next `room` ones; stops at another claim."""
         stop = min(last + 1 + room, len(self._references)) if end is None or end <= last else end
         position = last + 1
         while position < stop and self._is_available(position):

@@ -1,4 +1,4 @@
-"""KV bytes in the canonical order `[layers, 2, kv_heads, num_tokens, head_dim]` as arrays. Knows nothing of tensors."""
+"""Arrays of KV bytes in canonical order `[layers, 2, kv_heads, num_tokens, head_dim]`. Knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from halfmoon.kv.kv_layout import KVBytes, KVLayout
 
 
 class CanonicalKV:
-    """Shapes, checks and views of one layout's canonical bytes: what every owner of KV memory speaks."""
+    """Shapes, checks and views of one layout's canonical bytes, shared by all owners of KV memory."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
-        # Integers of the elements' size: numpy has no bfloat16, and a copy does not care.
+        # Integers of the elements' size: numpy has no bfloat16, and copying does not need it.
         self.integer: np.dtype[np.signedinteger] = np.dtype(f"i{layout.item_bytes}")
 
     def check(self, layer_start: int, layer_end: int, start: int, num_tokens: int, num_blocks: int) -> None:
@@ -27,14 +27,14 @@ class CanonicalKV:
             raise InvalidRequest(f"tokens {start}..{start + num_tokens} are outside the sequence's {num_blocks} blocks")
 
     def room(self, num_layers: int, num_tokens: int, out: memoryview | None) -> NDArray[np.signedinteger]:
-        """Room for so much: the first bytes of `out`, or new memory where there is none."""
+        """An array of the needed size: the first bytes of `out`, or new memory without it."""
         shape = self._layout.shape(num_layers, num_tokens)
         if out is None:
             return np.empty(shape, dtype=self.integer)
         return np.frombuffer(out, dtype=self.integer, count=math.prod(shape)).reshape(shape)
 
     def view(self, payload: KVBytes, num_layers: int, num_tokens: int) -> NDArray[np.signedinteger]:
-        """`payload` as an array, not copied. Raises InvalidRequest when its size is not that of the ranges."""
+        """`payload` as an array, not copied. Raises InvalidRequest when its size does not match the ranges."""
         shape = self._layout.shape(num_layers, num_tokens)
         num_bytes = math.prod(shape) * self._layout.item_bytes
         if memoryview(payload).nbytes != num_bytes:

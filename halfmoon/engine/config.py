@@ -1,4 +1,4 @@
-"""What an engine is given: plain values, no torch."""
+"""Configuration of an engine: plain values, no torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Literal
 from halfmoon.errors import Incompatible
 
 OffloadSchedule = Literal["latency", "throughput"]
-Kernels = Literal["torch", "native", "triton"]  # whose code computes what lies between matrix products
+Kernels = Literal["torch", "native", "triton"]  # implementation of everything between matrix products
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """KV that the device's KV memory does not hold lies on the host, and comes layer by layer (`offload/`)."""
+    """Keeps KV that does not fit in the device's KV memory on the host and brings it in layer by layer (`offload/`)."""
 
     host_bytes: int
     schedule: OffloadSchedule = "latency"
-    recompute: Literal["auto", "never"] = "auto"  # instead of loading, where measured rates say that it pays
-    link_bytes_per_s: float | None = None  # for experiments on a CPU: no faster than this
+    recompute: Literal["auto", "never"] = (
+        "auto"  # recompute instead of loading where the measured rates say that it pays
+    )
+    link_bytes_per_s: float | None = None  # throttles the link to this rate, for experiments on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,11 @@ class EngineConfig:
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     block_tokens: int = 64
-    kv_memory_bytes: int | None = None  # of each rank, on a CPU of all; None: by `memory.py`
-    gpu_memory_utilization: float = 0.9  # the share of a GPU for weights, KV and steps, where kv_memory_bytes is None
+    kv_memory_bytes: int | None = None  # per rank; on a CPU, of all ranks together; None: by `memory.py`
+    gpu_memory_utilization: float = 0.9  # the share of a GPU for weights, KV and steps, if kv_memory_bytes is None
     num_blocks: int | None = None  # overrides kv_memory_bytes
-    max_batch_tokens: int | None = None  # of one step; None: 512 on a CPU, which that keeps busy, else 2048
-    chunk_tokens: int | None = None  # of prefill in a step that also decodes; None: 128 on a CPU, else 512
+    max_batch_tokens: int | None = None  # per step; None: 512 on a CPU, which that keeps busy, else 2048
+    chunk_tokens: int | None = None  # prefill tokens in a step that also decodes; None: 128 on a CPU, else 512
     max_running: int = 64
     num_threads: int | None = None  # None: torch's own choice
     max_context_tokens: int | None = None  # None: the model's
@@ -41,9 +43,9 @@ class EngineConfig:
     prefix_cache: bool = True
     # triton: attention, layers and copies by our kernels; native: attention and layers, on a CPU; sdpa: by torch
     attention: Literal["auto", "sdpa", "native", "triton"] = "auto"
-    cuda_graphs: bool = True  # decode steps are captured at start, where triton computes on a CUDA device
-    tensor_parallel: int = 1  # ranks that share every layer; with more than one rank, num_threads is each one's
-    pipeline_parallel: int = 1  # stages, each with some of the layers
+    cuda_graphs: bool = True  # decode steps are captured at start when triton computes on a CUDA device
+    tensor_parallel: int = 1  # ranks that share every layer; with more than one rank, num_threads is per rank
+    pipeline_parallel: int = 1  # stages that divide the layers
     offload: OffloadConfig | None = None  # None: all KV is on the device
 
     def __post_init__(self) -> None:
@@ -77,22 +79,22 @@ class EngineConfig:
 
     @property
     def step_tokens(self) -> int:
-        """`max_batch_tokens`, resolved. A larger batch than keeps the device busy only makes the first prompt wait."""
+        """`max_batch_tokens`, resolved. A batch beyond what keeps the device busy only makes the first prompt wait."""
         return self.max_batch_tokens or (512 if self.device == "cpu" else 2048)
 
     @property
     def prefill_chunk_tokens(self) -> int:
-        """`chunk_tokens`, resolved: the stall that a running request feels for each chunk."""
+        """`chunk_tokens`, resolved: it bounds the stall that a running request feels with each chunk."""
         return self.chunk_tokens or (128 if self.device == "cpu" else 512)
 
     @property
     def num_ranks(self) -> int:
-        """How many processes compute."""
+        """Number of processes that compute."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def attention_backend(self) -> Literal["sdpa", "native", "triton"]:
-        """`attention`, resolved: native on a CPU, triton where there are both a CUDA device and the package."""
+        """`attention`, resolved: native on a CPU; triton with a CUDA device and the package installed."""
         if self.attention != "auto":
             return self.attention
         if self.device == "cpu":

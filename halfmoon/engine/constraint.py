@@ -1,7 +1,7 @@
 """Structured output: which tokens may come next under a schema, an expression, a choice or a grammar. No torch.
 
-The library llguidance does the work. What is allowed is a function of the constraint and of the output tokens so far,
-so that any process can go on where another stopped, after a hand-over, a preemption or a worker's death.
+The library llguidance does the work. The allowed tokens are a function of the constraint and of the output tokens so
+far, so any process can continue where another stopped: after a hand-over, a preemption or a worker's death.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from halfmoon.engine.request import Constraint
 from halfmoon.engine.tokenizer import load_fast_tokenizer
 from halfmoon.errors import InvalidRequest
 
-_MOST_OUTPUTS = 1_024  # whose automata are kept; those of ended requests leave in their turn
+_MOST_OUTPUTS = 1_024  # outputs whose automata are kept; the least recently used are dropped
 _MOST_GRAMMARS = 64
-_LEXER_FUEL, _STEP_FUEL = 200_000, 100_000  # of an automaton's beginning and of one mask: hostile ones stop in 0.1 s
+_LEXER_FUEL, _STEP_FUEL = (
+    200_000,
+    100_000,
+)  # for an automaton's beginning and for one mask: hostile constraints stop within 0.1 s
 _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def check_constraint(constraint: Constraint) -> None:
-    """Raises InvalidRequest for what cannot be compiled, with the library's reason, and where no output can begin."""
+    """Raises InvalidRequest, with the library's reason, if a constraint does not compile or allows no first token."""
     grammar = _grammar(constraint)
     problem = LLMatcher.validate_grammar(grammar, limits=_limits())
     if not problem or problem.startswith("WARNING"):
@@ -38,25 +41,25 @@ def check_constraint(constraint: Constraint) -> None:
 
 
 def _can_begin(grammar: str) -> bool:
-    """Asked in bytes, of which the tokens of every vocabulary are made."""
+    """Tests in bytes, of which the tokens of every vocabulary are made."""
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=_limits())
     matcher.compute_bitmask()
     return not matcher.is_error()
 
 
 def _limits() -> LLParserLimits:
-    """Other requests wait for a mask: a constraint that needs more than this fails alone."""
+    """Limits for one constraint: other requests wait for its mask, so one that needs more fails alone."""
     return LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_lexer_fuel=_STEP_FUEL)
 
 
 def _grammar(constraint: Constraint) -> str:
-    """In llguidance's own form. JSON is written on one line: a model could add white space for ever."""
+    """The grammar in llguidance's own form. JSON is written on one line: a model could add white space forever."""
     try:
         match constraint.kind:
             case "json_schema":
                 return LLMatcher.grammar_from_json_schema(constraint.source, overrides=_JSON_STYLE)
             case "choice":
-                choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(constraint.source))
+                choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(constraint.source))
                 if not choices:
                     raise InvalidRequest("the choice cannot be used: it is empty")
                 return LLMatcher.grammar_from_lark(f"start: {choices}")
@@ -67,9 +70,9 @@ def _grammar(constraint: Constraint) -> str:
 
 
 class TokenMasks:
-    """Owns the automata of constrained outputs, each named by its constraint and its tokens. One thread at a time.
+    """Owns the automata of constrained outputs, each keyed by its constraint and its tokens. One thread at a time.
 
-    An automaton that is not here is made again from the tokens: nothing is lost by forgetting one.
+    A missing automaton is rebuilt from the tokens, so forgetting one loses nothing.
     """
 
     def __init__(self, checkpoint_path: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -80,9 +83,9 @@ class TokenMasks:
         self._started: OrderedDict[tuple[Constraint, tuple[int, ...]], list[Any]] = OrderedDict()
 
     def allowed(self, constraint: Constraint, output: Sequence[int]) -> NDArray[np.bool_]:
-        """[vocab_size]: which tokens may follow `output`; an end-of-sequence token where the output may end.
+        """[vocab_size]: which tokens may follow `output`, including an end-of-sequence token where the output may end.
 
-        Raises InvalidRequest for a constraint that cannot be used, ValueError for an output that is against it.
+        Raises InvalidRequest for an unusable constraint, ValueError for an output that violates it.
         """
         key = (constraint, tuple(output))
         matcher = self._matcher(*key)
@@ -127,6 +130,6 @@ class TokenMasks:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        """Of the vocabulary's bytes; most engines never need it."""
+        """The tokenizer over the vocabulary's bytes, built lazily: most engines never need it."""
         described = load_fast_tokenizer(self._path).to_str()
         return LLTokenizer(described, n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids))

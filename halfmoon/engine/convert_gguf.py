@@ -1,7 +1,7 @@
-"""`python -m halfmoon.engine.convert_gguf SRC DST`: a GGUF file as an ordinary Hugging Face directory.
+"""`python -m halfmoon.engine.convert_gguf SRC DST`: converts a GGUF file to an ordinary Hugging Face directory.
 
-Weights are dequantised to float32 safetensors. Configuration and tokenizer are transformers' reading of the file's
-metadata. Llama, Mistral, Qwen2 and Qwen3.
+Weights are dequantised to float32 safetensors. Configuration and tokenizer come from transformers' reading of the
+file's metadata. Supports Llama, Mistral, Qwen2 and Qwen3.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COMPUTED = ("rope_freqs.weight",)
 
 
 def convert_gguf(source: Path, target: Path) -> None:
-    """Writes `target`. Raises Incompatible for a tensor or an architecture that is not known here."""
+    """Writes `target`. Raises Incompatible for an unknown tensor or architecture."""
     from transformers import AutoConfig, AutoTokenizer
 
     config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
@@ -59,7 +59,7 @@ def convert_gguf(source: Path, target: Path) -> None:
 
 
 def convert_tensors(tensors: list[ReaderTensor], rotated_heads: dict[str, int]) -> dict[str, NDArray[np.float32]]:
-    """Dequantised tensors under their transformers names. `rotated_heads` as `_rotated_heads` gives it."""
+    """Dequantised tensors under their transformers names; `rotated_heads` comes from `_rotated_heads`."""
     converted = {}
     for tensor in tensors:
         if tensor.name in _COMPUTED:
@@ -83,7 +83,7 @@ def transformers_name(name: str) -> str:
 
 
 def _rotated_heads(reader: GGUFReader, config: Any) -> dict[str, int]:
-    """Number of heads by tensor kind, for files whose rotary pairs are interleaved: GGUF's `llama` architecture."""
+    """Number of heads by tensor kind, for files with interleaved rotary pairs: GGUF's `llama` architecture."""
     field = reader.get_field("general.architecture")
     if field is None or field.contents() != "llama":
         return {}
@@ -91,7 +91,7 @@ def _rotated_heads(reader: GGUFReader, config: Any) -> dict[str, int]:
 
 
 def _halves_from_pairs(values: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
-    """Rows of each head from (0, h, 1, h+1, ...) to (0, 1, ..., h, h+1, ...), the order that rotates by halves."""
+    """Reorders the rows of each head from (0, h, 1, h+1, ...) to (0, 1, ..., h, h+1, ...), which rotates by halves."""
     rows, *rest = values.shape
     return values.reshape(num_heads, rows // num_heads // 2, 2, *rest).swapaxes(1, 2).reshape(values.shape)
 

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one for each power-of-two batch size, over buffers that never move.
 
-A graph is recorded once from `forward` and replayed with other content in its buffers. Rows past the batch are padding:
-they store nothing (slot -1) and see nothing (context 0). Knows nothing of requests; `Capture` knows CUDA.
-The capture itself has not been run on a GPU yet.
+A graph is recorded once from `forward` and replayed with new content in its buffers. Rows past the batch are padding:
+they store nothing (slot -1) and attend to nothing (context 0). Knows nothing of requests; `Capture` knows CUDA. The
+capture itself has not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MIN_ROWS = 4  # fewer int32 would leave the next field unaligned to 16 bytes, a
 
 
 class _Fields(NamedTuple):
-    """Views of one flat int32 memory, so that a step is one copy to the device."""
+    """Views into one flat int32 buffer, so that a step is one copy to the device."""
 
     token_ids: Tensor  # [max_rows] int64
     positions: Tensor  # [max_rows] int64
@@ -44,7 +44,7 @@ def _fields(flat: Tensor, max_rows: int, max_blocks: int) -> _Fields:
 
 
 class DecodeGraphs:
-    """Owns the static buffers and the captured steps of up to `max_running` sequences."""
+    """Owns the static buffers and the captured steps for up to `max_running` sequences."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class DecodeGraphs:
         max_running: int,
         capture: Capture,
     ) -> None:
-        """Captures every size, the largest first: the others then find its memory in the pool."""
+        """Captures every size, largest first: smaller graphs then reuse its memory in the pool."""
         started = time.perf_counter()
         self._attention = attention
         largest = 1 << (max_running - 1).bit_length()
@@ -62,7 +62,7 @@ class DecodeGraphs:
         self._on_device = torch.zeros(size, dtype=torch.int32, device=attention.device)
         self._on_host = torch.zeros(size, dtype=torch.int32, pin_memory=self._on_device.is_cuda)
         fields = _fields(self._on_device, self._max_rows, attention.max_blocks)
-        fields.slot_mapping.fill_(-1)  # what is captured must not store
+        fields.slot_mapping.fill_(-1)  # the captured run must not store anything
         self._host = tuple(view.numpy() for view in _fields(self._on_host, self._max_rows, attention.max_blocks))
         self._replays: dict[int, Replay] = {}
         while largest:
@@ -75,15 +75,15 @@ class DecodeGraphs:
         )
 
     def fits(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether there is a graph for the step: decodes alone, and not too many of them."""
+        """Whether a graph covers the step: decodes only, and not too many."""
         return 0 < len(chunks) <= max(self._replays) and all(
             len(chunk.token_ids) == 1 and chunk.samples for chunk in chunks
         )
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits [num_chunks, vocab_size] of a step that `fits`; they and the buffers are overwritten by the next one.
+        """Logits [num_chunks, vocab_size] of a step that `fits`; the next call overwrites them and the buffers.
 
-        The device must be done with the last step: the buffer that is copied from is written here.
+        The device must have finished the last step: the buffer that is copied from is written here.
         """
         num_seqs = len(chunks)
         size = 1 << (num_seqs - 1).bit_length()
@@ -129,7 +129,7 @@ class CudaCapture:
             forward()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: what other threads do to the device meanwhile does not break the recording
+        # thread_local: other threads may use the device without breaking the recording
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = forward()
 

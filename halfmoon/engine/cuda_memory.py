@@ -1,8 +1,8 @@
 """Device memory that worker processes of one host share through CUDA IPC, as torch's own multiprocessing does.
 
-Torch has an allocation's handle name the whole block that it came from, says where in it the region lies, and keeps
-the memory of a region that is dropped here until it was let go over there. The calls are those behind
-`torch.multiprocessing.reductions`; a pickle, as it would send, must not be read from a peer.
+Torch's handle for an allocation names the whole block that it came from and the region's offset in it. Torch keeps the
+memory of a region that is dropped here until the other process has released it. The calls are those behind
+`torch.multiprocessing.reductions`, without its pickle, which must not be read from a peer.
 
 Not run on a GPU yet.
 """
@@ -22,7 +22,7 @@ from halfmoon.kv.kv_layout import KVLayout
 
 
 class CudaRegion:
-    """A run of device memory that is ours, or that another process opened to us."""
+    """A run of device memory that this process allocated, or that another process opened to it."""
 
     def __init__(self, cells: Tensor) -> None:
         """cells: [num_bytes] uint8."""
@@ -30,22 +30,22 @@ class CudaRegion:
         self.num_bytes = cells.numel()
 
     def part(self, offset: int, num_bytes: int) -> DeviceBytes:
-        """Some of it; keeps all of it."""
+        """Part of the region; keeps all of it alive."""
         return DeviceBytes(num_bytes, self._cells[offset : offset + num_bytes])
 
 
 class CudaMemory:
-    """The device of one worker. Only workers with equal layouts, dtype and all, share: nobody converts on the way."""
+    """The device of one worker. Only workers with equal layouts, dtype included, share: nothing converts on the way."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._fingerprint = layout.fingerprint()
         self._device = torch.device("cuda", torch.cuda.current_device())
 
     def allocate(self, num_bytes: int) -> tuple[CudaRegion, bytes]:
-        """A new region, and what `open` needs in another process. Raises Unavailable when that cannot be had."""
+        """A new region, and what `open` needs in another process. Raises Unavailable if it cannot be had or shared."""
         try:
             cells = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            # The allocator may give what a kernel of another stream, launched before, has not finished with.
+            # The allocator may return memory that an earlier kernel on another stream still uses.
             torch.cuda.synchronize(self._device)
             shared = cells.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         except RuntimeError as err:
@@ -57,7 +57,7 @@ class CudaMemory:
             "gpu": _uuid(self._device.index),
             "handle": bytes(handle).hex(),
             "num_bytes": size,
-            "offset": offset,  # of the region in the block that the handle names
+            "offset": offset,  # of the region, in the block that the handle names
             "counter": bytes(counter).hex(),
             "counter_offset": counter_offset,
             "event": bytes(event).hex(),
@@ -65,13 +65,13 @@ class CudaMemory:
         return CudaRegion(cells), json.dumps(exported).encode()
 
     def open(self, exported: bytes) -> CudaRegion:
-        """Another process's region. Raises Incompatible or Unavailable with the reason."""
+        """Opens another process's region. Raises Incompatible or Unavailable with the reason."""
         try:
             sender = json.loads(exported)
             self._check(sender)
             storage = self._opened(sender)
         except (KeyError, TypeError, ValueError) as err:
-            raise Incompatible(f"what the sender says of its device memory makes no sense: {err!r}") from err
+            raise Incompatible(f"the sender's description of its device memory makes no sense: {err!r}") from err
         except (RuntimeError, OSError) as err:
             raise Unavailable(f"CUDA cannot open the sender's memory: {err}") from err
         return CudaRegion(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
@@ -82,13 +82,13 @@ class CudaMemory:
             raise Incompatible("sender and receiver are one process, and CUDA opens no handle in its own")
         if sender["layout"] != self._fingerprint:
             raise Incompatible("the two workers' KV differs in layout or dtype")
-        theirs = _index(sender["gpu"])  # a number would mean another GPU here: CUDA_VISIBLE_DEVICES renumbers
+        theirs = _index(sender["gpu"])  # indices differ between processes: CUDA_VISIBLE_DEVICES renumbers GPUs
         mine = self._device.index
         if theirs not in (None, mine) and not torch.cuda.can_device_access_peer(mine, theirs):
             raise Incompatible("the two workers' GPUs cannot reach each other's memory")
 
     def _opened(self, sender: dict[str, Any]) -> Any:
-        """The storage, [num_bytes], opened on this device: CUDA opens memory of a GPU that is invisible here, too."""
+        """The storage, [num_bytes], opened on this device: CUDA opens memory even of a GPU that is invisible here."""
         return torch.UntypedStorage._new_shared_cuda(
             self._device.index,
             bytes.fromhex(sender["handle"]),
@@ -97,7 +97,7 @@ class CudaMemory:
             bytes.fromhex(sender["counter"]),
             sender["counter_offset"],
             bytes.fromhex(sender["event"]),
-            False,  # nothing to wait for: a frame is announced when its payload is there
+            False,  # nothing to wait for: a frame is announced once its payload is complete
         )
 
 
@@ -106,5 +106,5 @@ def _uuid(index: int) -> str:
 
 
 def _index(uuid: str) -> int | None:
-    """The GPU's number here, None where it is invisible."""
+    """The GPU's index here, None if it is invisible."""
     return next((index for index in range(torch.cuda.device_count()) if _uuid(index) == uuid), None)

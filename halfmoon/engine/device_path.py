@@ -1,4 +1,4 @@
-"""Which code computes on the configured device. triton and the native kernels are loaded only where they are chosen."""
+"""Selects the code that computes on the configured device. triton and native kernels are imported only if chosen."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DevicePath:
-    """What a model and its memory are built with. `kernels` says whose code the layers and copies are."""
+    """The parts that a model and its memory are built with. `kernels` names the implementation of layers and copies."""
 
     kernels: Kernels
     layer_ops: LayerOps
@@ -36,7 +36,7 @@ class DevicePath:
 def choose_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, context_tokens: int) -> DevicePath:
     """The path of `config.attention_backend` for a model or a rank's part of one.
 
-    Raises Incompatible where a path that was asked for cannot run; where it is "auto", torch's code takes over.
+    Raises Incompatible if an explicitly configured path cannot run; "auto" falls back to torch's code.
     """
     if config.attention_backend == "native":
         try:
@@ -75,7 +75,7 @@ def _triton_path(config: EngineConfig, model: ModelConfig, context_tokens: int) 
 def capture_decode(
     config: EngineConfig, model: Model, arena: KVArena, attention: AttentionBackend
 ) -> DecodeSteps | None:
-    """Decode steps as CUDA graphs where those are wanted and possible. Not run on a GPU yet."""
+    """Decode steps as CUDA graphs if they are enabled and possible. Not run on a GPU yet."""
     if not (config.cuda_graphs and arena.tensor.is_cuda and config.attention_backend == "triton"):
         return None
     from halfmoon.engine.cuda_graphs import CudaCapture, DecodeGraphs

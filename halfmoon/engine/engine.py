@@ -1,6 +1,6 @@
 """One worker's engine: requests in, tokens out, KV in and out. No network, no asyncio.
 
-All methods belong to one thread at a time, but for `kv_write` and `kv_read`, which say when they may run beside it.
+All methods belong to one thread at a time, except `kv_write`, `kv_read` and others that say "any thread".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Engine(EngineCore):
     """Computes the core's steps on a model. Owns the runner, and the memory where K and V lie."""
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, on_progress: Progress | None = None) -> None:
-        """Loads the weights, telling `on_progress` (done_bytes, total_bytes).
+        """Loads the weights, calling `on_progress(done_bytes, total_bytes)`.
 
         Raises Incompatible, and ServiceFailed when another rank's process ended. Call `close` when done with it.
         """
@@ -58,9 +58,9 @@ class Engine(EngineCore):
     def kv_write(
         self, request_id: str, layer_start: int, layer_end: int, token_start: int, num_tokens: int, payload: KVSource
     ) -> None:
-        """Places canonical KV bytes `[layers, 2, kv_heads, num_tokens, head_dim]` of a reserved request.
+        """Writes canonical KV bytes `[layers, 2, kv_heads, num_tokens, head_dim]` of a reserved request.
 
-        May run on any thread. Raises NotFound for a request that is not reserved (any more), InvalidRequest for a
+        May run on any thread. Raises NotFound for a request that is not, or no longer, reserved, InvalidRequest for a
         wrong size or range.
         """
         self._kv.write(self.find(request_id), layer_start, layer_end, token_start, num_tokens, payload)
@@ -76,28 +76,28 @@ class Engine(EngineCore):
     ) -> memoryview:
         """Canonical KV bytes of a prefill-only request until its `release`, as far as they are written.
 
-        They are put into `out`, if given. May run on any thread, beside a step that computes the rest. Raises
-        NotWritten for what is not computed yet or, after a preemption, again; NotFound for a request that is not here
-        (any more) or not prefill-only, InvalidRequest for a wrong range.
+        Copies them to `out`, if given. May run on any thread, during a step that computes the rest. Raises NotWritten
+        for KV that is not computed yet, or not again after a preemption; NotFound for a request that is absent or not
+        prefill-only; InvalidRequest for a wrong range.
         """
         return self._kv.read(self.find(request_id), layer_start, layer_end, token_start, num_tokens, out)
 
     def load_block(self, request_id: str, block: int, payload: KVSource) -> None:
-        """Canonical KV bytes of one block behind the fence of a request that was added with an order. Any thread.
+        """Writes the canonical KV bytes of one block behind the fence of a request added with an order. Any thread.
 
-        They count once `note_loaded` says so. Raises NotFound when the block is not waited for (any more).
+        They count once `note_loaded` says so. Raises NotFound when the block is not, or no longer, awaited.
         """
         self._kv.load(self.find(request_id), block, self.layout, payload)
 
     def read_block(self, block: int) -> memoryview:
-        """Canonical KV bytes of a block that is held, all layers. Any thread."""
+        """Canonical KV bytes of a held block, all layers. Any thread."""
         return self._kv.read_block(block, self.layout)
 
     def step(self) -> StepResult:
         """Runs one batch. A failure inside it ends its requests with "error"; the engine goes on.
 
-        With several ranks a failure of one of them ends the engine: ServiceFailed. A step whose tokens nobody samples
-        returns when this rank is done with it; later stages may still compute.
+        With several ranks a failure of one of them ends the engine: ServiceFailed. A step that samples no tokens
+        returns when this rank has finished it; later stages may still compute.
         """
         started = time.perf_counter()
         step = self.begin_step()
@@ -126,7 +126,7 @@ class Engine(EngineCore):
             self._runner.check()
 
     def call_on_failure(self, on_failure: Callable[[], None]) -> None:
-        """`on_failure` is called, on any thread, when another rank's process ends on its own, even while idle."""
+        """Calls `on_failure`, on any thread, when another rank's process ends on its own, even while idle."""
         if isinstance(self._runner, ParallelRunner):
             self._runner.call_on_failure(on_failure)
 

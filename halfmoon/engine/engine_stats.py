@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts of blocks and requests. Free blocks include cached ones that nobody uses."""
+    """Counts of blocks and requests. Free blocks include cached ones that are not in use."""
 
     num_blocks: int
     num_free_blocks: int
@@ -16,4 +16,4 @@ class EngineStats:
     num_waiting: int
     num_reserved: int
     num_held: int
-    num_waiting_tokens: int  # not computed yet, of waiting and running requests
+    num_waiting_tokens: int  # not computed yet, over waiting and running requests

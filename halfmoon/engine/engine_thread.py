@@ -1,4 +1,4 @@
-"""The thread of an engine: the one place where a thread meets the event loop.
+"""The engine's thread: the one place where a thread meets the event loop.
 
 Between steps it runs commands from the loop; it steps while there is work and sleeps otherwise. Results go back in
 order, so a request's first output never overtakes the answer to its `add`.
@@ -32,14 +32,14 @@ class _Command:
 
 @dataclass(frozen=True, slots=True)
 class _CheckRanks:
-    """Another rank's process ended: the thread is to find out why, even if it has nothing to do."""
+    """Makes the thread find out why another rank's process ended, even if it has nothing to do."""
 
 
 class EngineThread:
-    """Owns the thread, the commands that wait for it, and whether it lives. Knows nothing of what commands do.
+    """Owns the thread, the commands that wait for it, and whether it is alive. Knows nothing of what commands do.
 
-    Made inside a running loop. `on_step` hears every step's result there; `on_death` that the thread died. Once it
-    ended, or died, every command is answered by Unavailable, and the engine holds nothing.
+    Created inside a running loop. `on_step` is called there with every step's result, `on_death` when the thread died.
+    Once it has ended, or died, every command is answered with Unavailable, and the engine holds nothing.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class EngineThread:
         on_step: Callable[[StepResult], None],
         on_death: Callable[[BaseException], None] | None,
     ) -> None:
-        self.failed: BaseException | None = None  # what killed it
+        self.failed: BaseException | None = None  # what killed the thread
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._on_step = on_step
@@ -59,13 +59,13 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Commands are taken from now on."""
+        """Starts the thread, which takes commands from now on."""
         self._closed = False
         self._thread.start()
         self._engine.call_on_failure(partial(self._commands.put, _CheckRanks()))
 
     async def stop(self) -> None:
-        """Returns when it has ended, after the commands before this one."""
+        """Stops the thread after the commands that are queued; returns when it has ended."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -75,14 +75,14 @@ class EngineThread:
             raise self._unavailable()
 
     async def call(self, call: Callable[[], T]) -> T:
-        """What `call` gives or raises there. A wait that is cancelled leaves the command as it is."""
+        """Runs `call` on the thread and returns or raises its outcome. A cancelled wait does not cancel the command."""
         answer = self.put(call)
         if answer is None:
             raise self._unavailable()
         return await answer
 
     def put(self, call: Callable[[], T]) -> asyncio.Future[T] | None:
-        """Hands over a command; None when there is no thread to hear it."""
+        """Queues a command; None if there is no thread to run it."""
         with self._gate:
             if self._closed:
                 return None
@@ -91,12 +91,12 @@ class EngineThread:
             return answer
 
     def on_loop(self, listener: Callable[..., None]) -> Callable[..., None]:
-        """What the engine may call on its thread, or its device's, for `listener` to hear on the loop."""
+        """Wraps `listener` for calls from the engine's thread or its device's, so that it runs on the loop."""
 
-        def tell(*what: Any) -> None:
+        def notify(*what: Any) -> None:
             self._loop.call_soon_threadsafe(listener, *what)
 
-        return tell
+        return notify
 
     def _unavailable(self) -> Unavailable:
         return Unavailable(f"the engine died: {self.failed!r}" if self.failed else "the engine is closed")
@@ -128,7 +128,7 @@ class EngineThread:
             idle = not self._engine.has_work()
 
     def _step(self) -> bool:
-        """One step; whether the next one must wait for a command: no work, or none that has blocks."""
+        """Runs one step; returns whether the next one must wait for a command: no work, or none that has blocks."""
         result = self._engine.step()
         did_something = not result.is_empty or result.num_preempted > 0
         if did_something:
@@ -147,7 +147,7 @@ class EngineThread:
         self._loop.call_soon_threadsafe(_resolve, answer, result, error)
 
     def _close(self) -> None:
-        """No new commands; those in the queue fail; every request's blocks are freed; a death is told in any case."""
+        """Refuses new commands, fails queued ones and frees every request's blocks; always reports a death."""
         with self._gate:
             self._closed = True
         while not self._commands.empty():
@@ -157,7 +157,7 @@ class EngineThread:
         for end in (self._engine.cancel_all, self._engine.close):
             try:
                 end()
-            except Exception as error:  # what killed the thread may break this, too
+            except Exception as error:  # whatever killed the thread may break this, too
                 logger.exception("engine_close_failed")
                 self.failed = self.failed or error
         if self.failed is not None and self._on_death is not None:
@@ -165,7 +165,7 @@ class EngineThread:
 
 
 def _resolve(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if answer.done():  # the one who waited was cancelled
+    if answer.done():  # the caller was cancelled
         return
     if error is not None:
         answer.set_exception(error)

@@ -1,4 +1,4 @@
-"""What computing takes on this machine, before anybody has asked for anything."""
+"""Measures what computing takes on this machine, before the first request."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.step_result import StepResult
 
-_SHARES = (1 / 8, 1 / 8, 1 / 4, 1 / 2)  # of a whole step's tokens; the first one wakes everything up and does not count
-_SALT = b"halfmoon first steps"  # nobody finds these prompts in the prefix cache
+_SHARES = (1 / 8, 1 / 8, 1 / 4, 1 / 2)  # of a whole step's tokens; the first one warms everything up and does not count
+_SALT = b"halfmoon first steps"  # keeps these prompts out of other requests' prefix matches
 
 
 def first_steps(engine: Engine) -> list[StepResult]:
-    """The results of a few prefill steps of made-up prompts, computed one after the other. Nothing of them is left."""
+    """The results of a few prefill steps over made-up prompts, computed in turn. Nothing of them remains."""
     most = min(engine.config.step_tokens, engine.context_tokens - 1)
     results = []
     for number, share in zip(count(), _SHARES, strict=False):

@@ -1,4 +1,4 @@
-"""When a sequence's KV may be copied, on whatever thread: in while it is reserved, out as far as it is written."""
+"""When a sequence's KV may be copied, on any thread: in while it is reserved, out as far as it is written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfmoon.kv.kv_layout import KVLayout
 
 
 class NotWritten(NotFound):
-    """KV that is not computed yet, or after a preemption not computed again yet."""
+    """KV that is not computed yet, or not again after a preemption."""
 
 
 class KVMemory(Protocol):
@@ -20,7 +20,7 @@ class KVMemory(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         ...
 
     def read(
@@ -32,18 +32,18 @@ class KVMemory(Protocol):
         num_tokens: int,
         out: KVPlace | None = None,
     ) -> memoryview:
-        """As `KVArena.read`."""
+        """See `KVArena.read`."""
         ...
 
     def write(
         self, blocks: SequenceOf[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
     ) -> None:
-        """As `KVArena.write`."""
+        """See `KVArena.write`."""
         ...
 
 
 class KVAccess:
-    """Copies under the sequence's lock: its blocks are not given back meanwhile. Any thread. Knows no request ids."""
+    """Copies under the sequence's lock: its blocks are not released meanwhile. Any thread. Knows no request ids."""
 
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
@@ -51,22 +51,22 @@ class KVAccess:
     def write(
         self, sequence: Sequence, layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
     ) -> None:
-        """As `Engine.kv_write`: a reserved sequence is never stepped."""
+        """Implements `Engine.kv_write`: a reserved sequence is never stepped."""
         with sequence.kv_lock:
             if sequence.state != "reserved":
                 raise NotFound(f"request {sequence.request_id} is not reserved here")
             self._memory.write(sequence.blocks, layer_start, layer_end, start, num_tokens, payload)
 
     def load(self, sequence: Sequence, block: int, layout: KVLayout, payload: KVSource) -> None:
-        """As `Engine.load_block`: nobody computes a block behind the fence."""
+        """Implements `Engine.load_block`: no step computes a block behind the fence."""
         with sequence.kv_lock:
             if sequence.restore is None or not sequence.blocks or not sequence.restore.is_waited_for(block):
-                raise NotFound(f"block {block} of request {sequence.request_id} is not to be loaded (any more)")
+                raise NotFound(f"block {block} of request {sequence.request_id} is not, or no longer, to be loaded")
             start = block * layout.block_tokens
             self._memory.write(sequence.blocks, 0, layout.num_layers, start, layout.block_tokens, payload)
 
     def read_block(self, block: int, layout: KVLayout) -> memoryview:
-        """All of one block that nobody gives back or writes meanwhile."""
+        """Reads all of one block that is neither released nor written meanwhile."""
         return self._memory.read((block,), 0, layout.num_layers, 0, layout.block_tokens)
 
     def read(
@@ -78,7 +78,7 @@ class KVAccess:
         num_tokens: int,
         out: KVPlace | None = None,
     ) -> memoryview:
-        """As `Engine.kv_read`: what is written stays as it is until the blocks are given back."""
+        """Implements `Engine.kv_read`: what is written stays unchanged until the blocks are released."""
         with sequence.kv_lock:
             if sequence.state == "removed" or not sequence.request.prefill_only:
                 raise NotFound(f"request {sequence.request_id} is not held here")

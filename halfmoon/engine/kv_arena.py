@@ -34,7 +34,7 @@ def slot_runs(blocks: Sequence[int], block_tokens: int, start: int, end: int) ->
 class KVArena:
     """Owns the KV tensor. Head-major: a run of neighbouring blocks is one view, `[heads, tokens, head_dim]`.
 
-    `read` and `write` are safe beside a step, as long as they touch blocks that the step does not.
+    `read` and `write` may run during a step if they touch only blocks that the step does not.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class KVArena:
     def write(
         self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
     ) -> None:
-        """Scatters canonical bytes. Raises InvalidRequest when the payload's size is not that of the ranges."""
+        """Scatters canonical bytes. Raises InvalidRequest when the payload's size does not match the ranges."""
         self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
         if isinstance(payload, DeviceBytes):
             transfer, cells = self._on_device(payload)
@@ -92,7 +92,7 @@ class KVArena:
         """Canonical bytes `[layers, 2, kv_heads, num_tokens, head_dim]`, copied into `out`, if given.
 
         On a CPU that is one copy. From a CUDA device it goes through pinned memory, which torch reuses; with `out` on
-        the device nothing comes here, and what is returned is empty.
+        the device nothing is copied to the host, and the returned view is empty.
         """
         self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
         if isinstance(out, DeviceBytes):
@@ -113,7 +113,7 @@ class KVArena:
         return values.reshape(-1).data.cast("B")
 
     def _on_device(self, place: DeviceBytes) -> tuple[KVTransfer, torch.Tensor]:
-        """Raises Incompatible where no kernels copy."""
+        """The transfer kernels and `place` as a tensor. Raises Incompatible if no kernels copy."""
         if self._transfer is None:
             raise Incompatible("KV in device memory needs the triton kernels")
         assert isinstance(place.cells, torch.Tensor)

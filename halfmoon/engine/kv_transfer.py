@@ -1,4 +1,4 @@
-"""KV into and out of an arena on a CUDA device: one kernel a call, one copy more for host memory, beside the step.
+"""KV into and out of an arena on a CUDA device: one kernel per call, one more copy for host memory, during steps.
 
 Needs triton. Not run on a GPU yet; on CPU tensors the kernels run in Triton's interpreter, without streams.
 """
@@ -21,11 +21,11 @@ from halfmoon.errors import InvalidRequest
 
 
 class KVTransfer:
-    """Owns two streams, one a direction. A call returns when the device is done with it.
+    """Owns two streams, one per direction. A call returns when the device has finished it.
 
-    No stream waits for the computing one. Nobody needs it to: `ModelRunner.run` returns when the device has finished,
-    so a block that was handed over or taken back since then is not being written, and one that is written is whole.
-    Layers of a running step are told (`DeviceWatch`) once the device has written them.
+    No stream waits for the computing one, nor has to: `ModelRunner.run` returns when the device has finished, so a
+    block handed over or taken back since then is not being written, and a written block is whole. Layers of a running
+    step are reported (`DeviceWatch`) once the device has written them.
     """
 
     def __init__(self, arena: Tensor, block_tokens: int) -> None:
@@ -50,7 +50,7 @@ class KVTransfer:
         return host.numpy()
 
     def write(self, values: NDArray[Any], blocks: Sequence[int], layer_start: int, start: int) -> None:
-        """values: [layers, 2, num_kv_heads, num_tokens, head_dim] as integers of the size of the arena's dtype."""
+        """Scatters `values`: [layers, 2, num_kv_heads, num_tokens, head_dim], integers of the arena's item size."""
         host = torch.empty(values.shape, dtype=self._integers, pin_memory=self._arena.is_cuda)
         np.copyto(host.numpy(), values)
         with self._writing.turn():
@@ -61,7 +61,7 @@ class KVTransfer:
     def gather(
         self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, out: Tensor
     ) -> None:
-        """As `read`, into device memory. out: [num_bytes] uint8. Raises InvalidRequest for another size."""
+        """`read` into device memory. out: [num_bytes] uint8. Raises InvalidRequest for a wrong size."""
         values = self._values(out, layer_end - layer_start, num_tokens)
         with self._reading.turn():
             block_ids, offset = self._block_ids(blocks, start, num_tokens)
@@ -72,14 +72,14 @@ class KVTransfer:
     def scatter(
         self, source: Tensor, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int
     ) -> None:
-        """As `write`, out of device memory. source: [num_bytes] uint8. Raises InvalidRequest for another size."""
+        """`write` from device memory. source: [num_bytes] uint8. Raises InvalidRequest for a wrong size."""
         values = self._values(source, layer_end - layer_start, num_tokens)
         with self._writing.turn():
             block_ids, offset = self._block_ids(blocks, start, num_tokens)
             scatter_blocks(values, self._arena, block_ids, self._block_tokens, layer_start, offset)
 
     def _values(self, cells: Tensor, num_layers: int, num_tokens: int) -> Tensor:
-        """[num_layers, 2, num_kv_heads, num_tokens, head_dim] of the arena's dtype in the memory of `cells`."""
+        """[num_layers, 2, num_kv_heads, num_tokens, head_dim] in the arena's dtype, over the memory of `cells`."""
         _, _, num_kv_heads, _, head_dim = self._arena.shape
         shape = (num_layers, 2, num_kv_heads, num_tokens, head_dim)
         num_bytes = math.prod(shape) * self._arena.element_size()
@@ -88,14 +88,14 @@ class KVTransfer:
         return cells.view(self._arena.dtype).view(shape)
 
     def _block_ids(self, blocks: Sequence[int], start: int, num_tokens: int) -> tuple[Tensor, int]:
-        """The blocks that hold the tokens, [num_blocks] int32, and where in the first of them they begin."""
+        """The blocks that hold the tokens, [num_blocks] int32, and the tokens' offset in the first one."""
         first, end = start // self._block_tokens, -(-(start + num_tokens) // self._block_tokens)
         block_ids = torch.tensor(blocks[first:end], dtype=torch.int32, device=self._arena.device)
         return block_ids, start % self._block_tokens
 
 
 class _Lane:
-    """One stream and whose turn it is on it; on a CPU just the turn."""
+    """Owns one stream and the lock that serializes its use; on a CPU only the lock."""
 
     def __init__(self, device: torch.device) -> None:
         self._lock = threading.Lock()
@@ -105,7 +105,7 @@ class _Lane:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """What is launched within has run when this ends."""
+        """Runs the launches within on the stream; returns once they have finished."""
         with self._lock:
             if self._stream is None:
                 yield

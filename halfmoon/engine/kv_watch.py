@@ -1,4 +1,4 @@
-"""Who is told which KV of a prompt can be read while the rest is computed. No torch."""
+"""Notifies listeners which KV of a prompt can be read while the rest is computed. No torch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
 from halfmoon.kv.frame_plan import Written
 from halfmoon.kv.kv_layout import KVLayout
 
-OnKV = Callable[[Written | None], None]  # None: the request is gone, its KV with it
+OnKV = Callable[[Written | None], None]  # None: the request and its KV are gone
 
 
 class LayerWatch(NamedTuple):
-    """Who wants to know how far a step has come. `tell(n)`: its K and V of the first `n` layers are in memory."""
+    """A listener to a step's progress. `notify(n)`: K and V of the first `n` layers are in memory."""
 
-    every: int  # layers between two calls; within the last of them, where 2**n layers are left, and none
-    tell: Callable[[int], None]
+    every: int  # layers between calls; the last `every` layers are reported where 2**n layers are left, and at the end
+
+    notify: Callable[[int], None]
 
 
 class KVWatch:
-    """Owns the listeners by request, and each sequence's `written`. Engine thread, but for the step's `tell`.
+    """Owns the listeners by request, and each sequence's `written`. Engine thread, except for a step's `notify`.
 
-    What is told may be out of date when it is heard: a preemption takes KV back without a word. So a reader asks for
-    what it was told of, is refused (`NotWritten`), and hears of it again once it is computed again.
+    News may be out of date when it arrives: a preemption takes KV back without notice. A reader that then asks for the
+    KV is refused (`NotWritten`), and is notified again once it is computed again.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -33,11 +34,11 @@ class KVWatch:
         self._listeners: dict[str, OnKV] = {}
 
     def add(self, request_id: str, on_kv: OnKV) -> None:
-        """`on_kv` hears of the request from now on, on the engine's or its device's thread."""
+        """Notifies `on_kv` of the request's KV from now on, on the engine's or its device's thread."""
         self._listeners[request_id] = on_kv
 
     def begin(self, scheduled: Iterable[ScheduledSequence]) -> LayerWatch | None:
-        """A step begins: what the prefix cache knew can be read at once. None when nobody wants to hear of layers."""
+        """Begins a step: tokens from the prefix cache can be read at once. None when no listener wants layers."""
         if not self._listeners:
             return None
         watched = []
@@ -47,36 +48,36 @@ class KVWatch:
                 start = sequence.num_computed
                 watched.append((sequence, start, start + item.num_tokens))
                 if start > 0 and not sequence.has_begun:
-                    self._tell(sequence, Written(start))
+                    self._notify(sequence, Written(start))
         if not watched:
             return None
 
-        def tell(num_layers: int) -> None:
+        def notify(num_layers: int) -> None:
             for sequence, start, end in watched:
-                self._tell(sequence, Written(start, end, num_layers))
+                self._notify(sequence, Written(start, end, num_layers))
 
-        return LayerWatch(self._frame_layers(max(end - start for _, start, end in watched)), tell)
+        return LayerWatch(self._frame_layers(max(end - start for _, start, end in watched)), notify)
 
     def advance(self, sequence: Sequence) -> None:
-        """A step is over: `num_computed` tokens are written in all layers."""
+        """Ends a step: `num_computed` tokens are written in all layers."""
         if sequence.request.prefill_only:
-            self._tell(sequence, Written(sequence.num_computed))
+            self._notify(sequence, Written(sequence.num_computed))
 
     def loaded(self, sequence: Sequence) -> None:
-        """Some of its blocks were loaded."""
-        self._tell(sequence, Written(sequence.num_computed))
+        """Reports that some of the sequence's blocks were loaded."""
+        self._notify(sequence, Written(sequence.num_computed))
 
     def forget(self, request_id: str) -> None:
-        """Its listener hears nothing more."""
+        """Drops the request's listener silently."""
         self._listeners.pop(request_id, None)
 
     def remove(self, request_id: str) -> None:
-        """The request is gone: the last thing its listener hears."""
+        """Notifies the listener, for the last time, that the request is gone."""
         on_kv = self._listeners.pop(request_id, None)
         if on_kv is not None:
             on_kv(None)
 
-    def _tell(self, sequence: Sequence, written: Written) -> None:
+    def _notify(self, sequence: Sequence, written: Written) -> None:
         if sequence.restore is not None:
             block_tokens = self._layout.block_tokens
             runs = sequence.restore.runs(sequence.num_computed // block_tokens)
@@ -87,5 +88,5 @@ class KVWatch:
             on_kv(written)
 
     def _frame_layers(self, num_tokens: int) -> int:
-        """Layers of a chunk that make a frame."""
+        """Number of layers of a chunk that fill a frame."""
         return max(1, MAX_PAYLOAD_BYTES // (self._layout.token_layer_bytes * num_tokens))

@@ -1,4 +1,4 @@
-"""How much memory a worker's KV cache may take, where nobody says."""
+"""Default size of a worker's KV cache, if none is configured."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from halfmoon.errors import Incompatible
 
 _MEMINFO = Path("/proc/meminfo")  # on Linux
 _MAX_HOST_BYTES = 2 << 30
-_HOST_SHARE = 8  # of the free memory; two workers and the weights must fit on a laptop
-_STEP_BYTES = 1 << 30  # of a GPU, for activations, captured graphs and staging buffers
+_HOST_SHARE = 8  # divisor of the free memory; two workers and the weights must fit on a laptop
+_STEP_BYTES = 1 << 30  # set aside on a GPU for activations, captured graphs and staging buffers
 
 
 def kv_budget_bytes(
@@ -25,10 +25,10 @@ def kv_budget_bytes(
     dtype: torch.dtype,
     device_bytes: Callable[[], int] | None = None,
 ) -> int:
-    """Bytes of KV memory of each rank: the configured ones, or what is sensible on its device.
+    """KV memory of each rank in bytes: the configured size, or a sensible one for its device.
 
     On a CPU that is a share of the free memory, which all ranks share. On a GPU it is `gpu_memory_utilization` of the
-    smallest one (`device_bytes`, not run on a GPU yet) without the weights and what a step needs. Raises Incompatible
+    smallest one (`device_bytes`, not run on a GPU yet) minus the weights and what a step needs. Raises Incompatible
     when the weights leave no room.
     """
     if config.device == "cpu":
@@ -40,7 +40,7 @@ def kv_budget_bytes(
     left = int(total * config.gpu_memory_utilization) - weights - _STEP_BYTES
     if left <= 0:
         raise Incompatible(
-            f"{config.gpu_memory_utilization:.0%} of a GPU of {total >> 30} GiB leaves no room for KV beside weights "
+            f"{config.gpu_memory_utilization:.0%} of a GPU of {total >> 30} GiB leaves no room for KV next to weights "
             f"of {weights >> 30} GiB: use more ranks (tensor_parallel, pipeline_parallel) or raise "
             "gpu_memory_utilization"
         )
@@ -48,7 +48,7 @@ def kv_budget_bytes(
 
 
 def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
-    """Of the whole model, from one that takes no memory."""
+    """Size of the whole model's weights, from a model that takes no memory."""
     return sum(view.nbytes for view in build_model(model, dtype, "meta").parameters().values())
 
 
@@ -57,7 +57,7 @@ def _smallest_device_bytes() -> int:
 
 
 def _free_host_bytes() -> int:
-    """What new memory can come from, the page cache included where the system tells (sysconf counts it as used)."""
+    """Memory for new allocations, the page cache included where the system reports it (sysconf counts it as used)."""
     if _MEMINFO.is_file():
         for line in _MEMINFO.read_text().splitlines():
             name, _, value = line.partition(":")
@@ -65,5 +65,5 @@ def _free_host_bytes() -> int:
                 return int(value.split()[0]) << 10
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # no such names on this system
+    except (AttributeError, ValueError, OSError):  # these names do not exist on this system
         return 4 << 30

@@ -1,4 +1,4 @@
-"""What of a Hugging Face `config.json` decides the computation, checked: what we cannot compute exactly is refused.
+"""The part of a Hugging Face `config.json` that decides the computation; what we cannot compute exactly is refused.
 
 Torch-free. Absent keys take the defaults of the architecture's transformers configuration class.
 """
@@ -21,7 +21,7 @@ _OPT_ACTIVATIONS = ("relu", "gelu", "gelu_new")
 
 @dataclass(frozen=True, slots=True)
 class _Defaults:
-    """What an architecture's configuration class assumes where `config.json` is silent."""
+    """Defaults of an architecture's configuration class for keys absent from `config.json`."""
 
     max_positions: int
     num_kv_heads: int | None = None  # None: as many as query heads
@@ -63,7 +63,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_positions: int
-    context_tokens: int  # most tokens of one sequence for which our attention is exact
+    context_tokens: int  # longest sequence for which our attention is exact
     activation: Activation
     norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
@@ -91,7 +91,7 @@ class ModelConfig:
 
 
 def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """The checked configuration of a `config.json`. Raises Incompatible, naming what is and what would be supported."""
+    """Parses and checks a `config.json`. Raises Incompatible, naming what it says and what is supported."""
     architecture = _architecture(raw)
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
@@ -104,10 +104,10 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
 def _architecture(raw: Mapping[str, Any]) -> str:
     named = list(raw.get("architectures") or [])
     supported = (*_LLAMA_FAMILY, "OPTForCausalLM")
-    found = named[0] if named else _BY_MODEL_TYPE.get(str(raw.get("model_type")), str(raw.get("model_type")))
-    if found not in supported:
-        raise Incompatible(f"architecture {found!r} is not supported; supported: {', '.join(supported)}")
-    return str(found)
+    name = named[0] if named else _BY_MODEL_TYPE.get(str(raw.get("model_type")), str(raw.get("model_type")))
+    if name not in supported:
+        raise Incompatible(f"architecture {name!r} is not supported; supported: {', '.join(supported)}")
+    return str(name)
 
 
 def _required(raw: Mapping[str, Any], name: str) -> int:
@@ -161,7 +161,7 @@ def _parse_llama_family(raw: Mapping[str, Any], architecture: str, defaults: _De
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """One spelling of three: `rope_parameters` (transformers 5), `rope_scaling` with `rope_type` or with `type`."""
+    """Unifies three spellings: `rope_parameters` (transformers 5), `rope_scaling` with `rope_type` or with `type`."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     rope.pop("type", None)
@@ -174,7 +174,7 @@ def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _context_tokens(raw: Mapping[str, Any], architecture: str, max_positions: int, rope: Mapping[str, Any]) -> int:
-    """Positions the rotary embedding serves, cut at the sliding window: inside it, full attention is the same."""
+    """Positions that the rotary embedding serves, cut at the sliding window, inside which full attention is equal."""
     if rope["rope_type"] == "yarn":
         original = int(rope.get("original_max_position_embeddings") or max_positions)
         max_positions = max(max_positions, int(original * float(rope.get("factor", 1.0))))

@@ -30,7 +30,7 @@ class DecodeSteps(Protocol):
         ...
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits [num_chunks, vocab_size], good until the next `run`."""
+        """Logits [num_chunks, vocab_size], valid until the next `run`."""
         ...
 
 
@@ -56,40 +56,40 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, scheduled: tuple[ScheduledSequence, ...], watch: LayerWatch | None = None) -> list[SampledToken]:
-        """Computes the scheduled tokens; one sampled token for each item that `samples`, in order.
+        """Computes the scheduled tokens; returns one sampled token for each item that `samples`, in order.
 
-        `watch` hears of its layers on the way, unless the step was recorded.
+        `watch` is notified of finished layers, unless the step was recorded.
         """
         chunks = [chunk_of(item) for item in scheduled]
         if self._recorded is not None and self._recorded.fits(chunks):
             return self.sample(scheduled, self._recorded.run(chunks))
         sampled = self.sample(scheduled, self.forward(self.batch(chunks), watch=watch))
-        if not sampled and self._arena.tensor.is_cuda:  # nothing was read back that would have waited for the device
+        if not sampled and self._arena.tensor.is_cuda:  # nothing was read back, which would have waited for the device
             torch.cuda.current_stream().synchronize()
         self.finish_watch()
         return sampled
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, hidden: Tensor | None = None, watch: LayerWatch | None = None) -> Tensor:
-        """As `Model.forward`, over this runner's KV memory. With `watch`, `finish_watch` once the device is done."""
+        """Calls `Model.forward` over this runner's KV memory. With `watch`, `finish_watch` once the device is done."""
         if watch is not None:
             watch = watch if self._device_watch is None else self._device_watch.behind(watch)
             batch = replace(batch, attention=WatchedAttention(batch.attention, self._arena.tensor.shape[0], watch))
         return self._model.forward(batch, self._arena.tensor, hidden)
 
     def finish_watch(self) -> None:
-        """Nothing is told of the last `forward` after this."""
+        """Waits for all notifications of the last `forward`."""
         if self._device_watch is not None:
             self._device_watch.finish()
 
     @torch.inference_mode()
     def sample(self, scheduled: tuple[ScheduledSequence, ...], logits: Tensor) -> list[SampledToken]:
-        """The next token of each item that `samples`; logits: [their number, vocab_size]."""
+        """Draws the next token of each item that `samples`; logits: [number of those items, vocab_size]."""
         rows = [_sampling_row(item) for item in scheduled if item.samples]
         return sample(logits, rows, self._eos_token_ids, self._masks) if rows else []
 
     def batch(self, chunks: Sequence[Chunk], attention: StepAttention | None = None) -> ForwardBatch:
-        """The tensors of one forward pass over `chunks`, with an attention of its own, if given."""
+        """The tensors of one forward pass over `chunks`, with `attention`, if given."""
         token_ids: list[int] = []
         positions: list[range] = []
         spans: list[TokenSpan] = []

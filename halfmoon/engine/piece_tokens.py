@@ -1,7 +1,7 @@
-"""The tokens of a text piece by piece; those of pieces that came lately are remembered.
+"""Tokenizes texts piece by piece and remembers the tokens of recent pieces.
 
-What prompts begin with mostly came before: a system prompt, the earlier turns of a chat. That a piece came before shows
-in the time it takes, so those of another salt are not known.
+Most of a prompt's beginning has been seen before: a system prompt, the earlier turns of a chat. Timing reveals that a
+piece was seen, so pieces are remembered per salt.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from halfmoon.engine.text_pieces import pieces_of
 
 _MAX_PIECES = 32_768  # about 2 million tokens, in 25 MB
 _MAX_PIECE_CHARS = 1_024  # longer ones are not worth their memory
-_AT_ONCE = 64  # pieces that are tokenized in one go
+_AT_ONCE = 64  # pieces per tokenizer call
 
 Encode = Callable[[list[str]], list[Sequence[int]]]
-"""Token ids of each of these texts by itself."""
+
+"""Tokenizes each of these texts on its own."""
 
 
 class PieceTokens:
-    """Owns the latest pieces and their tokens. Safe to use from several threads."""
+    """Owns the latest pieces and their tokens. Thread-safe."""
 
     def __init__(self, encode: Encode, max_pieces: int = _MAX_PIECES) -> None:
         self._encode = encode
@@ -31,15 +32,15 @@ class PieceTokens:
         self._lock = threading.Lock()
 
     def recall(self, piece: str, salt: bytes = b"") -> Sequence[int] | None:
-        """None where it is not remembered."""
+        """The piece's tokens, or None if they are not remembered."""
         with self._lock:
-            found = self._known.get((salt, piece))
-            if found is not None:
+            tokens = self._known.get((salt, piece))
+            if tokens is not None:
                 self._known.move_to_end((salt, piece))
-        return found
+        return tokens
 
     def learn(self, pieces: list[str], salt: bytes = b"") -> list[Sequence[int]]:
-        """Tokenizes them."""
+        """Tokenizes and remembers the pieces."""
         tokens = self._encode(pieces)
         with self._lock:
             for piece, ids in zip(pieces, tokens, strict=True):
@@ -50,18 +51,18 @@ class PieceTokens:
         return tokens
 
     def of_text(self, text: str, salt: bytes = b"") -> list[int]:
-        """All of a text."""
+        """Tokens of a whole text."""
         token_ids: list[int] = []
         new: list[str] = []
         for piece in pieces_of(text):
-            found = self.recall(piece, salt)
-            if found is None:
+            known = self.recall(piece, salt)
+            if known is None:
                 new.append(piece)
-            if found is not None or len(new) == _AT_ONCE:
+            if known is not None or len(new) == _AT_ONCE:
                 token_ids += self._learned(new, salt)
                 new = []
-            token_ids += found or ()
+            token_ids += known or ()
         return token_ids + self._learned(new, salt)
 
     def _learned(self, pieces: list[str], salt: bytes) -> list[int]:
-        return [one for ids in self.learn(pieces, salt) for one in ids] if pieces else []
+        return [token_id for ids in self.learn(pieces, salt) for token_id in ids] if pieces else []

@@ -14,7 +14,7 @@ from halfmoon.kv.keys import child_key
 
 
 class CacheChanges(NamedTuple):
-    """Keys of blocks that can be found now and could not before, and the other way round."""
+    """Keys of blocks that became available, and of those that ceased to be."""
 
     stored: tuple[bytes, ...] = ()
     evicted: tuple[bytes, ...] = ()
@@ -23,9 +23,9 @@ class CacheChanges(NamedTuple):
 class PrefixCache:
     """Owns the map from block keys to blocks, and the order in which unused ones are evicted (least recently used).
 
-    It holds one reference to each cached block. A block that nobody else references is idle: still found by `match`,
-    and evicted when `allocate` runs short. Only whole, computed blocks are cached. `root` gives the parent of a
-    tenant's first blocks by its salt; with None nothing is cached.
+    It holds one reference to each cached block. A block without other references is idle: still found by `match`, and
+    evicted when `allocate` runs short. Only whole, computed blocks are cached. `root` maps a tenant's salt to the
+    parent key of its first blocks; with None nothing is cached.
     """
 
     def __init__(self, pool: BlockPool, block_tokens: int, root: Callable[[bytes], bytes] | None) -> None:
@@ -34,9 +34,11 @@ class PrefixCache:
         self._root = root
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, bool] = OrderedDict()  # whether it is half; least recently used first
+        self._idle: OrderedDict[int, bool] = (
+            OrderedDict()
+        )  # value: whether the block is halved; least recently used first
         self._num_idle_halves = 0
-        self._stored: dict[bytes, None] = {}  # since the changes were taken last
+        self._stored: dict[bytes, None] = {}  # since `take_changes` was last called
         self._evicted: dict[bytes, None] = {}
 
     @property
@@ -50,7 +52,7 @@ class PrefixCache:
         return len(self._blocks)
 
     def match(self, sequence: Sequence) -> list[int]:
-        """References to the blocks of the longest cached prefix. At least one token is left to compute."""
+        """Takes references to the blocks of the longest cached prefix. At least one token is left to compute."""
         blocks: list[int] = []
         for index in range((len(sequence.token_ids) - 1) // self._block_tokens if self._root is not None else 0):
             block = self._blocks.get(self._key(sequence, index))
@@ -62,7 +64,7 @@ class PrefixCache:
         return blocks
 
     def allocate(self, num_blocks: int, near: int | None = None, room: int = 0) -> list[int]:
-        """As `BlockPool.allocate`, evicting idle blocks as needed. Raises NoCapacity, and then evicts nothing."""
+        """Calls `BlockPool.allocate`, evicting idle blocks as needed. Raises NoCapacity, and then evicts nothing."""
         if num_blocks > self.num_available:
             raise NoCapacity(f"{num_blocks} blocks are wanted, {self.num_available} are available")
         while self._pool.num_free < num_blocks:
@@ -70,7 +72,7 @@ class PrefixCache:
         return self._pool.allocate(num_blocks, near, room)
 
     def release(self, blocks: SequenceOf[int]) -> None:
-        """Gives references back. The last block of a prefix goes idle first, so that it is evicted first."""
+        """Drops references. The last block of a prefix goes idle first, so that it is evicted first."""
         for block in reversed(blocks):
             self._pool.release([block])
             if block in self._keys and self._pool.references(block) == 1:
@@ -78,7 +80,7 @@ class PrefixCache:
                 self._num_idle_halves += self._idle[block]
 
     def hold(self, keys: SequenceOf[bytes]) -> list[int]:
-        """References to the blocks of the leading keys that are here, to be given back with `release`."""
+        """Takes references to the blocks of the leading keys that are cached; drop them with `release`."""
         blocks: list[int] = []
         for key in keys:
             if key not in self._blocks:
@@ -89,9 +91,9 @@ class PrefixCache:
         return blocks
 
     def insert(self, sequence: Sequence) -> bool:
-        """Makes the sequence's computed full blocks known. Of two equal blocks the first stays.
+        """Makes the sequence's computed full blocks findable. Of two equal blocks the first stays.
 
-        False: there are none.
+        Returns whether any were new.
         """
         num_full = sequence.num_computed // self._block_tokens
         if self._root is None or num_full <= sequence.num_known_blocks:
@@ -107,12 +109,12 @@ class PrefixCache:
         return True
 
     def forget_idle(self) -> None:
-        """Evicts every block that nobody uses."""
+        """Evicts every idle block."""
         while self._idle:
             self._evict()
 
     def take_changes(self) -> CacheChanges:
-        """What changed since the last call; a block that went and came back did not."""
+        """Changes since the last call; a block that was evicted and stored again counts as unchanged."""
         changes = CacheChanges(tuple(self._stored), tuple(self._evicted))
         self._stored.clear()
         self._evicted.clear()

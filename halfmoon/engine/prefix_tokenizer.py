@@ -1,4 +1,4 @@
-"""A text that is tokenized from its beginning, as far as somebody wants to know it."""
+"""Tokenizes a text from its beginning, only as far as needed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 from halfmoon.engine.piece_tokens import PieceTokens
 from halfmoon.engine.text_pieces import least_tokens, pieces_of
 
-_MOST_RECALLED = 8_192  # tokens at once: a millisecond
-_LONGEST_PIECE = 4_096  # characters, which are tokenized at once; a text with longer ones is read to there
+_MOST_RECALLED = 8_192  # tokens per call: a millisecond
+_LONGEST_PIECE = 4_096  # characters tokenized in one go; a text is read up to the first longer piece
 
 
 class Around(NamedTuple):
@@ -28,7 +28,7 @@ class PrefixTokenizer:
     def __init__(
         self, text: str, pieces: PieceTokens | None, around: Around = NOTHING_AROUND, salt: bytes = b""
     ) -> None:
-        """Without `pieces` it cannot be read."""
+        """A text without `pieces` cannot be read in part."""
         self.token_ids = array("I", around.before)
         self.is_whole = False
         self._text = text
@@ -40,17 +40,19 @@ class PrefixTokenizer:
         self._after = around.after
 
     def read_on(self, num_tokens: int) -> None:
-        """Tokenizes until so many tokens more are there, not counting some thousands that are remembered; less at its
-        end."""
+        """Tokenizes `num_tokens` more tokens, or up to the text's end.
+
+        Some thousands of remembered tokens are not counted.
+        """
         if self._pieces is None:
             return
         num_before = len(self.token_ids)
         for piece in self._left:
-            found = self._pieces.recall(piece, self._salt)
-            if found is None:
-                (found,) = self._pieces.learn([piece], self._salt)
-                num_tokens -= len(found)
-            self.token_ids.extend(found)
+            token_ids = self._pieces.recall(piece, self._salt)
+            if token_ids is None:
+                (token_ids,) = self._pieces.learn([piece], self._salt)
+                num_tokens -= len(token_ids)
+            self.token_ids.extend(token_ids)
             self._num_read += len(piece)
             if num_tokens <= 0 or len(self.token_ids) - num_before > _MOST_RECALLED:
                 return
@@ -59,7 +61,7 @@ class PrefixTokenizer:
             self.token_ids.extend(self._after)
 
     def least_tokens(self) -> int:
-        """The whole text has no fewer."""
+        """Lower bound on the tokens of the whole text."""
         if self._pieces is None:
             return 1
         if self._num_words is None:

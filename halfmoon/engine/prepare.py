@@ -1,6 +1,6 @@
-"""`python -m halfmoon.engine.prepare MODEL`: makes model and kernels ready on disk, as a process that can be killed.
+"""`python -m halfmoon.engine.prepare MODEL`: makes model and kernels ready on disk, in a process that can be killed.
 
-Prints one JSON object a line: `{"step": …}` before each slow step, at the end `{"path": …, "name": …}` or, with exit
+Prints one JSON object per line: `{"step": …}` before each slow step, at the end `{"path": …, "name": …}` or, with exit
 status 1, `{"error": …}`.
 """
 
@@ -16,14 +16,14 @@ from halfmoon.errors import HalfmoonError, Incompatible
 
 
 def main(model: str) -> int:
-    """The exit status."""
+    """Returns the exit status."""
     try:
         checkpoint = prepare_checkpoint(model, on_progress=lambda step: _say(step=step))
         _compile_kernels()
     except HalfmoonError as error:
         _say(error=error.message)
         return 1
-    except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:  # what broken model files cause
+    except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:  # raised for broken model files
         _say(error=f"{model} cannot be read as a model: {type(error).__name__}: {error}")
         return 1
     _say(path=str(checkpoint.path), name=checkpoint.name)
@@ -31,7 +31,7 @@ def main(model: str) -> int:
 
 
 def _compile_kernels() -> None:
-    """So that workers that start together find them. Where it fails, the worker that needs them tells why."""
+    """Compiles ahead for workers that start together. On failure, the worker that needs the kernels reports why."""
     with suppress(Incompatible):
         compiled(default_cache_dir(), lambda: _say(step="compiling the CPU kernels"))
 

@@ -1,7 +1,7 @@
 """What the engine is asked and what it answers: plain values, no torch.
 
-The same `SamplingParams` travel from the gateway through the prefill worker to the decode worker, so that any
-process can go on where another stopped.
+The same `SamplingParams` travel from the gateway through the prefill worker to the decode worker, so that any process
+can continue where another stopped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ ERROR_TOKEN_ID = -1  # of a row, or of a whole step, that failed
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an output has to be. `source` is a JSON schema, a regular expression, a JSON list of texts, or a grammar
-    (Lark or GBNF)."""
+    """A required form of the output.
+
+    `source` is a JSON schema, a regular expression, a JSON list of texts, or a grammar (Lark or GBNF).
+    """
 
     kind: ConstraintKind
     source: str
@@ -28,9 +30,10 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. Token `i` of the output depends only on logits, these values and `(seed, i)`:
-    never on the batch, the process or the chunking. (The logits themselves do, in their last bits: in float32 that is
-    too little to matter for greedy output, in bfloat16 two nearly equal tokens can change places.)
+    """How tokens are drawn. Token `i` of the output depends only on logits, these values and `(seed, i)`.
+
+    It never depends on the batch, the process or the chunking. (The logits themselves do, in their last bits: in
+    float32 that is too little to matter for greedy output, in bfloat16 two nearly equal tokens can change places.)
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off; seed is always set (the gateway draws one).
     """
@@ -65,9 +68,9 @@ class EngineRequest:
     sampling: SamplingParams
     output_token_ids: tuple[int, ...] = ()
     prefill_only: bool = False
-    priority: int = 0  # smaller goes first
+    priority: int = 0  # smaller runs first
     arrival_s: float = 0.0
-    tenant_salt: bytes = b""  # prefixes are shared among requests of one salt
+    tenant_salt: bytes = b""  # requests with the same salt share prefixes
 
 
 @dataclass(frozen=True, slots=True)

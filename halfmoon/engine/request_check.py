@@ -1,4 +1,4 @@
-"""Whether a request can ever run on an engine: everything that is known before a block is taken. No torch."""
+"""Checks whether a request can ever run on an engine, before any block is taken. No torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from halfmoon.engine.sequence import Sequence
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.kv_layout import KVLayout
 
-_SAMPLING_RANGES = {  # both ends included; NaN is in none
+_SAMPLING_RANGES = {  # both ends included; no range contains NaN
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.01, 100.0),  # smaller ones leave the range of float32
+    "repetition_penalty": (0.01, 100.0),  # smaller values leave the range of float32
 }
 _MOST_LOGIT_BIAS = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What an engine can hold. `max_tokens`: of prompt and output, by its model and settings."""
+    """What an engine can hold. `max_tokens`: prompt and output together, by its model and settings."""
 
     vocab_size: int
     max_tokens: int
@@ -42,7 +42,7 @@ class RequestLimits:
         self._check_length(sequence)
 
     def check_token_ids(self, token_ids: tuple[int, ...], param: str) -> None:
-        """Raises InvalidRequest unless all are in the vocabulary."""
+        """Raises InvalidRequest unless all ids are in the vocabulary."""
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
             raise InvalidRequest(f"a token id is outside the vocabulary of {self.vocab_size}", param=param)
 

@@ -1,4 +1,4 @@
-"""Who is told how far a prompt has come that loads a part of its KV, and what loading changes. No torch."""
+"""Progress reports of prompts that load a part of their KV, and the changes that loading makes. No torch."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from halfmoon.errors import NotFound
 
 
 class RestoreWatch:
-    """Owns the listeners by request. What is loaded of a sequence changes under its lock. Engine thread only."""
+    """Owns the listeners by request. A sequence's loaded blocks change under its lock. Engine thread only."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._listeners: dict[str, OnProgress] = {}
 
     def add(self, request_id: str, on_progress: OnProgress) -> None:
-        """`on_progress` hears of the request from now on."""
+        """Reports the request's progress to `on_progress` from now on."""
         self._listeners[request_id] = on_progress
 
     def forget(self, request_id: str) -> None:
-        """The request is gone."""
+        """Drops the listener of a request that is gone."""
         self._listeners.pop(request_id, None)
 
     def tell(self, sequence: Sequence) -> None:
-        """It may have come further. Nobody hears of one that has no blocks (any more)."""
+        """Reports a sequence's progress, if it has blocks."""
         on_progress = self._listeners.get(sequence.request_id) if sequence.blocks else None
         if on_progress is not None:
             on_progress(sequence.num_computed, sequence.num_loaded)
 
     def note_loaded(self, sequence: Sequence, loaded: SequenceOf[int], given_up: SequenceOf[int]) -> bool:
-        """As `Engine.note_loaded`; whether anybody waited for them."""
+        """Implements `Engine.note_loaded`; returns False for a sequence that loads nothing."""
         if sequence.restore is None:
             return False
         with sequence.kv_lock:
@@ -42,9 +42,9 @@ class RestoreWatch:
         return True
 
     def move_fence(self, sequence: Sequence, fence: int) -> int:
-        """As `Engine.move_fence`."""
+        """Implements `Engine.move_fence`."""
         if sequence.restore is None:
-            raise NotFound(f"request {sequence.request_id} waits for nothing to be loaded")
+            raise NotFound(f"request {sequence.request_id} does not wait for any KV to be loaded")
         with sequence.kv_lock:
             computed = -(-sequence.num_computed // self._block_tokens)
             sequence.restore.move_fence(max(fence, computed))

@@ -1,8 +1,8 @@
-"""From logits to tokens. Stateless: what is drawn at output position i depends on logits, parameters and (seed, i).
+"""From logits to tokens. Stateless: the token drawn at output position i depends on logits, parameters and (seed, i).
 
-Order of operations as in vLLM (v1/sample/sampler.py): bans and bias, penalties, temperature, min-p, top-k, top-p; what
-a constraint does not allow is banned, too. The distribution that is left is inverted at one uniform number, which
-Philox (Salmon et al., 2011) gives for (seed, i).
+Order of operations as in vLLM (v1/sample/sampler.py): bans and bias, penalties, temperature, min-p, top-k, top-p;
+tokens that a constraint does not allow are banned, too. The remaining distribution is inverted at one uniform number,
+which Philox (Salmon et al., 2011) gives for (seed, i).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIRST_CANDIDATES = 256  # most likely tokens looked at before a whole vocabular
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """One sequence at the moment its next token is drawn. `token_ids` are prompt and output."""
+    """One sequence whose next token is drawn. `token_ids` are prompt and output."""
 
     params: SamplingParams
     token_ids: Sequence[int]
@@ -34,14 +34,14 @@ class SamplingRow:
 
     @property
     def position(self) -> int:
-        """Output position that is drawn now."""
+        """Output position of the next token."""
         return len(self.token_ids) - self.num_prompt
 
 
 def sample(
     logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int], masks: TokenMasks | None = None
 ) -> list[SampledToken]:
-    """One token a row, ERROR_TOKEN_ID where that fails. logits: [num_rows, vocab_size], any float; not changed.
+    """One token per row, ERROR_TOKEN_ID for a row that fails. logits: [num_rows, vocab_size], any float; not changed.
 
     `masks` are needed for rows with a constraint.
     """
@@ -81,7 +81,7 @@ def _sample(
 
 
 def is_plain_greedy(params: SamplingParams, position: int) -> bool:
-    """Whether the largest raw logit is the answer, and all of it."""
+    """Whether the token is simply the argmax of the raw logits, with nothing else to return."""
     return (
         _is_greedy(params)
         and params.num_top_logprobs is None
@@ -99,7 +99,7 @@ def _is_greedy(params: SamplingParams) -> bool:
 
 
 def adjust_logits(values: Tensor, row: SamplingRow, eos_token_ids: frozenset[int]) -> None:
-    """Bans, bias and penalties, in place. values: [vocab_size] float32."""
+    """Applies bans, bias and penalties in place. values: [vocab_size] float32."""
     params = row.params
     if row.position < params.min_tokens:
         banned = [*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids]
@@ -126,7 +126,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """logits: [num_rows, vocab_size] float32. Raises ValueError when they are no distribution."""
+    """Draws one token per row. logits: [num_rows, vocab_size] float32. Raises ValueError for unusable ones."""
     temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
     probabilities = torch.softmax(logits / temperatures.unsqueeze(1), dim=-1)
     if probabilities[:, 0].isnan().any():  # NaN or inf anywhere in a row makes all of its softmax NaN
@@ -137,7 +137,7 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
 
 
 def _draw_one(probabilities: Tensor, top: Tensor, top_ids: Tensor, row: SamplingRow) -> int:
-    """probabilities: [vocab_size]; top, top_ids: [num_candidates], the most likely, in order."""
+    """Draws one token. probabilities: [vocab_size]; top, top_ids: [num_candidates], the most likely, in order."""
     params, point = row.params, uniform(row.params.seed, row.position)
     if not 0 < params.top_k < len(probabilities) and params.top_p >= 1.0 and params.min_p <= 0.0:
         return _invert(probabilities, point)
@@ -175,7 +175,7 @@ def _invert(weights: Tensor, point: float) -> int:
 
 
 def _logprobs(values: Tensor, token_id: int, num_top: int | None) -> TokenLogprobs | None:
-    """Of the model's own distribution: before penalties and temperature. values: [vocab_size] float32."""
+    """Log-probabilities under the model's own distribution, before penalties. values: [vocab_size] float32."""
     if num_top is None:
         return None
     logprobs = values.log_softmax(dim=-1)

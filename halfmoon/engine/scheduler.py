@@ -18,7 +18,7 @@ from halfmoon.kv.frame_plan import Written
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What a step may hold. `chunk_tokens` bounds prefill beside decodes, and so the stall of a running request."""
+    """What a step may hold. `chunk_tokens` bounds prefill next to decodes, and so the stall of a running request."""
 
     max_batch_tokens: int = 2048
     chunk_tokens: int = 512
@@ -58,7 +58,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._reserved: dict[str, Sequence] = {}
         self._held: dict[str, Sequence] = {}
-        self._is_short = False  # the last step left somebody waiting for blocks or for a place
+        self._is_short = False  # the last step left a sequence waiting for blocks or for a place
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
@@ -77,13 +77,14 @@ class Scheduler:
 
     @property
     def num_held(self) -> int:
-        """Prefilled sequences whose K and V somebody may still read."""
+        """Prefilled sequences whose K and V may still be read."""
         return len(self._held)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence to be computed here from its first token.
 
-        One that loads a part of its prompt gets its blocks now, if they are nobody else's: loading can begin.
+        If it loads a part of its prompt, it gets its blocks now, provided that no other sequence needs them: loading
+        can begin.
         """
         self._waiting.append(sequence)
         if sequence.restore is not None and not self._is_short:
@@ -93,9 +94,9 @@ class Scheduler:
                 self._admit(sequence)
 
     def reserve(self, sequence: Sequence) -> None:
-        """Blocks for all its tokens and the next one, now.
+        """Takes blocks for all its tokens and the next one, now.
 
-        Raises NoCapacity when there are none, and while others wait for them: those were here before.
+        Raises NoCapacity when there are none, or while other sequences wait for them: those arrived first.
         """
         if self._waiting and (self._is_short or any(map(_was_preempted, self._waiting))):
             raise NoCapacity(f"{len(self._waiting)} sequences wait for blocks already")
@@ -107,20 +108,20 @@ class Scheduler:
         self._reserved[sequence.request_id] = sequence
 
     def start(self, sequence: Sequence, first_token_id: int) -> None:
-        """The reserved sequence's K and V are in place: it decodes from the next step on."""
+        """Starts decoding a reserved sequence, whose K and V are in place, with the next step."""
         del self._reserved[sequence.request_id]
         sequence.num_computed = sequence.num_received = len(sequence.token_ids)
         sequence.token_ids.append(first_token_id)
         self._run(sequence)
 
     def hold(self, sequence: Sequence) -> None:
-        """A running sequence stops, and keeps its blocks until `remove`."""
+        """Stops a running sequence, which keeps its blocks until `remove`."""
         self._running.remove(sequence)
         sequence.state = "held"
         self._held[sequence.request_id] = sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Forgets a sequence in any state and gives its blocks back."""
+        """Forgets a sequence in any state and releases its blocks."""
         if sequence.state == "waiting":
             self._waiting.remove(sequence)
         elif sequence.state == "running":
@@ -128,7 +129,7 @@ class Scheduler:
         else:
             queue = self._reserved if sequence.state == "reserved" else self._held
             del queue[sequence.request_id]
-        with sequence.kv_lock:  # a copy that is under way ends first
+        with sequence.kv_lock:  # lets a copy in progress finish
             self._free(sequence)
             sequence.state = "removed"
 
@@ -137,7 +138,7 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     def schedule(self) -> Schedule:
-        """The next step. Decodes come first, then prefill chunks by rank; the blocks they need are theirs."""
+        """The next step: decodes first, then prefill chunks by rank. Takes the blocks that they need."""
         num_preempted = 0
         scheduled: list[ScheduledSequence] = []
         for sequence in _by_rank(self._running):
@@ -159,7 +160,7 @@ class Scheduler:
     def _prefills(self, budget: int) -> Iterable[ScheduledSequence]:
         """Chunks within `budget` tokens, by rank; what a long prompt leaves to shorter ones goes to the shortest first.
 
-        After the first sequence that cannot be admitted no other is: none starves.
+        After the first sequence that cannot be admitted, none is: no sequence starves.
         """
         running = [one for one in self._running if one.num_uncomputed > 1 and one.num_ready(self._block_tokens)]
         queue = _by_rank(running + self._waiting)
@@ -178,16 +179,16 @@ class Scheduler:
                 overtaking = set(shorter)
                 queue = shorter + [other for other in queue if other not in overtaking]
             num_tokens = min(num_ready, room)
-            if sequence.restore is not None:  # what is being computed cannot be loaded any more: a little at once
+            if sequence.restore is not None:  # Computed blocks cannot be loaded any more: a little at a time.
                 num_tokens = min(num_tokens, self._limits.chunk_tokens)
             budget -= num_tokens
             yield ScheduledSequence(sequence, num_tokens)
 
     def _shorter(self, long: Sequence, later: Iterable[Sequence]) -> list[Sequence]:
-        """Those of the `later` sequences that a prompt too long for a step lets share it, the shortest first.
+        """The `later` sequences that may share a step with a prompt too long for it, shortest first.
 
-        They have its priority, less left to do, and blocks and a place. So a long prompt takes twice as long at most,
-        and a short one that comes behind it waits for a step instead of for all of it.
+        They have its priority, less left to do, and blocks and a place. So a long prompt takes at most twice as long,
+        and a short one behind it waits for a step instead of for all of it.
         """
         shorter = []
         free, places = self._cache.num_available, self._limits.max_running - len(self._running) - len(self._reserved)
@@ -224,7 +225,7 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence) -> int:
-        """Gets the block a decoding sequence's next token needs, preempting the last in rank while none is free."""
+        """Gets the block for a decoding sequence's next token, preempting the last in rank while none is free."""
         num_preempted = 0
         while len(sequence.blocks) < self._blocks_for(len(sequence.token_ids)) and sequence.state == "running":
             if self._cache.num_available:
@@ -235,7 +236,7 @@ class Scheduler:
         return num_preempted
 
     def _preempt(self, victim: Sequence) -> None:
-        """Back to the queue; its tokens stay, its K and V are computed again (recomputation, as in vLLM)."""
+        """Moves a sequence back to the queue; its tokens stay, its K and V are recomputed (as in vLLM)."""
         self._running.remove(victim)
         with victim.kv_lock:
             self._free(victim)
@@ -261,7 +262,7 @@ class Scheduler:
 
 
 def _was_preempted(sequence: Sequence) -> bool:
-    """Whether a sequence that waits has got a token here: it must not wait for those that come later."""
+    """Whether a waiting sequence already produced a token here: it must not wait for sequences that arrive later."""
     return sequence.num_output > len(sequence.request.output_token_ids)
 
 

@@ -7,7 +7,7 @@ from halfmoon.engine.step_result import StepResult
 
 
 def step_counts(schedule: Schedule) -> StepResult:
-    """The counts of a step's result, taken before the step books what it computed."""
+    """The counts for a step's result, taken before its outcome is booked."""
     prefills = schedule.scheduled[schedule.num_decode_seqs :]
     context_tokens = sum(item.sequence.num_computed + item.num_tokens for item in schedule.scheduled)
     prefill_context_tokens = sum(item.sequence.num_computed + item.num_tokens for item in prefills)

@@ -1,4 +1,4 @@
-"""What an engine tells of one step: plain values, no torch."""
+"""What an engine reports after one step: plain values, no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halfmoon.engine.request import TokenOutput
 
 @dataclass(frozen=True, slots=True)
 class BlockChain:
-    """The leading full blocks of one request whose K and V are in the prefix cache now."""
+    """The leading full blocks of one request whose K and V are now in the prefix cache."""
 
     request_id: str
     keys: tuple[bytes, ...]
@@ -20,14 +20,14 @@ class BlockChain:
 
 @dataclass(frozen=True, slots=True)
 class StagedWork:
-    """What a step did for KV that lies on the host. On CUDA, which nobody waits for, the link's figures are 0."""
+    """What a step did for KV on the host. On CUDA, which is never waited for, the link's figures are 0."""
 
     num_groups: Mapping[str, int] = field(
         default_factory=lambda: MappingProxyType({})
-    )  # of sequences, by how their KV came to the device (`policy/offload.Kind`)
+    )  # sequences, by how their KV came to the device (`policy/offload.Kind`)
     link_bytes: int = 0
-    link_s: float = 0.0  # that the link was busy
-    wait_s: float = 0.0  # of those, that nothing was computed meanwhile
+    link_s: float = 0.0  # while the link was busy
+    wait_s: float = 0.0  # part of it during which nothing was computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +36,25 @@ class StepResult:
 
     outputs: tuple[TokenOutput, ...] = ()
     num_prefill_tokens: int = 0
-    num_prefill_pairs: float = 0.0  # each of those with the tokens that it attends to
+    num_prefill_pairs: float = 0.0  # pairs of such a token and a token that it attends to
     num_decode_seqs: int = 0
     context_tokens: int = 0
-    decode_context_tokens: int = 0  # of those that decode
+    decode_context_tokens: int = 0  # of the decoding sequences
     num_preempted: int = 0
     duration_s: float = 0.0
-    ended_s: float = 0.0  # time.monotonic(): who hears of it may be late
+    ended_s: float = 0.0  # time.monotonic(): listeners may be late
     num_cached_tokens: Mapping[str, int] = field(
         default_factory=lambda: MappingProxyType({})
     )  # by request that began in this step
     num_computed_tokens: Mapping[str, int] = field(
         default_factory=lambda: MappingProxyType({})
     )  # of its prompt, by request that had a chunk in this step
-    stored_keys: tuple[bytes, ...] = ()  # of blocks that the prefix cache got since the step before
+    stored_keys: tuple[bytes, ...] = ()  # of blocks that entered the prefix cache since the step before
     evicted_keys: tuple[bytes, ...] = ()
     staged: StagedWork = StagedWork()
-    chains: tuple[BlockChain, ...] = ()  # of prompts that are computed now, and of outputs that filled a block
+    chains: tuple[BlockChain, ...] = ()  # of prompts computed in this step, and of outputs that filled a block
 
     @property
     def is_empty(self) -> bool:
-        """Nothing ran: there is no work, or all of it waits for blocks."""
+        """Whether nothing ran: there was no work, or all of it waits for blocks."""
         return not self.num_prefill_tokens and not self.num_decode_seqs

@@ -1,8 +1,8 @@
-"""Where a text can be cut so that its tokens are those of its pieces, one after the other; and how few it can have.
+"""Where a text can be cut so that its tokens are the concatenation of its pieces' tokens; and how few it can have.
 
-That holds for tokenizers which split a text by a pattern and merge within its parts, if it lets a space only begin a
-part, as those of GPT-2, Llama 3 and Qwen do: no part reaches over a space from what is no white space before it. And
-between a word and a space with another word neither side depends on the other.
+This holds for tokenizers that split a text by a pattern and merge only within the parts, if a space can only begin a
+part, as in those of GPT-2, Llama 3 and Qwen: no part extends over a space that follows a non-space. Between a word and
+a space with another word, neither side depends on the other.
 """
 
 from __future__ import annotations
@@ -19,38 +19,41 @@ _VISIBLE = {chr(code) for code in range(ord("!"), ord("~") + 1)}
 _BEFORE_CUT = re.compile(r"[!-~] ")
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PATTERNS = {  # as tokenizer.json has them
+PATTERNS = {  # as they appear in tokenizer.json
     _WORDS + r"\p{N}{1,3}" + _OTHERS,  # Llama 3
     _WORDS + r"\p{N}" + _OTHERS,  # Qwen 2, 2.5 and 3
 }
 
 
 def pieces_of(text: str, longest: int | None = None) -> Iterator[str]:
-    """A piece ends at the first cut after `PIECE_CHARS`, whatever comes later. None comes after one longer than
-    `longest`, nor that one."""
+    """Cuts a text: a piece ends at the first cut after `PIECE_CHARS`, whatever follows.
+
+    Stops before the first piece that is longer than `longest`.
+    """
     begin, end = 0, len(text)
     reach = end if longest is None else longest
-    while (found := _CUT.search(text, begin + PIECE_CHARS - 1, min(begin + reach, end))) is not None:
-        yield text[begin : found.end()]
-        begin = found.end()
+
+    while (cut := _CUT.search(text, begin + PIECE_CHARS - 1, min(begin + reach, end))) is not None:
+        yield text[begin : cut.end()]
+        begin = cut.end()
     if 0 < end - begin <= reach:
         yield text[begin:]
 
 
 def least_tokens(text: str) -> int:
-    """It has no fewer: a word that a space ends is one at least."""
+    """Lower bound on a text's tokens: a word that ends at a space is at least one."""
     codes = np.frombuffer(text.encode(errors="surrogatepass"), dtype=np.uint8)
     ends = (codes[1:] == ord(" ")) & (codes[:-1] - np.uint8(ord("!")) <= ord("~") - ord("!"))
     return int(np.count_nonzero(ends))
 
 
 def can_be_cut(described: Mapping[str, Any]) -> bool:
-    """Whether all this is true of the tokenizer that a tokenizer.json describes; of one not known here it is not."""
+    """Whether this holds for the tokenizer that a tokenizer.json describes; False for an unknown one."""
     model, normalizer = described["model"], described["normalizer"]
     return (
         model.get("type") == "BPE"
         and not model.get("dropout")
-        and model["vocab"].keys() >= _VISIBLE  # others may have no token at all
+        and model["vocab"].keys() >= _VISIBLE  # other characters may have no token at all
         and (normalizer is None or normalizer["type"] == "NFC")
         and described["truncation"] is None
         and described["padding"] is None

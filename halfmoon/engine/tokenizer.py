@@ -23,13 +23,13 @@ from halfmoon.engine.text_pieces import PIECE_CHARS, can_be_cut
 from halfmoon.errors import InvalidRequest
 
 _REPLACEMENT = "\ufffd"
-_MOST_SILENT_TOKENS = 8  # no character has so many bytes: what still is not UTF-8 then never will be
+_MOST_SILENT_TOKENS = 8  # no character has so many bytes: a sequence that is not UTF-8 by then never will be
 _MOST_HELD_TOKENS = 64
-_MOST_UNDECIDED = 3  # replacement characters that may yet become one character, at the end of a text
+_MOST_UNDECIDED = 3  # replacement characters at the end of a text that may yet become one character
 
 
 class Tokenizer:
-    """Owns the vocabulary and the chat template of one checkpoint. Safe to use from several threads."""
+    """Owns the vocabulary and the chat template of one checkpoint. Thread-safe."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = read_json(checkpoint.path / "tokenizer_config.json")
@@ -50,7 +50,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids, added tokens included. A model's logits may be wider."""
+        """Number of token ids, added tokens included. A model's logits may be wider."""
         return self._fast.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -59,16 +59,18 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> list[int]:
-        """Token ids, with those the tokenizer puts around a text (a BOS, say). Texts of other salts leave no trace, not
-        in its time either."""
+        """Token ids, including those that the tokenizer puts around a text (such as a BOS).
+
+        Texts with another salt leave no trace, not even in the time it takes.
+        """
         return self._ids(text, with_special=with_special, salt=salt)
 
     def begin(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> PrefixTokenizer:
-        """Token ids of a text from its first one on, as far as they are asked for."""
+        """Token ids of a text from its beginning, computed on demand."""
         return PrefixTokenizer(text, self._pieces, self._around if with_special else NOTHING_AROUND, salt)
 
     def token_name(self, token_id: int) -> str:
-        """The token as the vocabulary writes it; empty for an id that has none."""
+        """The token as the vocabulary writes it; empty for an id without one."""
         return self._fast.id_to_token(token_id) or ""
 
     def render_chat(
@@ -79,7 +81,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation. Raises InvalidRequest without a template, or when it refuses."""
+        """The prompt text of a conversation. Raises InvalidRequest without a template, or when the template refuses."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use the completions endpoint", param="messages")
         context = {**self._special_tokens, **(template_kwargs or {}), "messages": messages, "tools": tools}
@@ -95,11 +97,11 @@ class Tokenizer:
         return [*before, *self._pieces.of_text(text, salt), *after]
 
     def _each_ids(self, texts: list[str], *, with_special: bool = False) -> list[Sequence[int]]:
-        # As a batch, even of one: unlike `encode`, that lets other threads run meanwhile.
-        return [one.ids for one in self._fast.encode_batch_fast(texts, add_special_tokens=with_special)]
+        # A batch, even of one text, lets other threads run meanwhile; `encode` does not.
+        return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=with_special)]
 
     def _found_around(self) -> Around:
-        """By a text of one token."""
+        """The surrounding tokens, found by encoding a text of one token."""
         ids, plain = (self._each_ids(["a"], with_special=special)[0] for special in (True, False))
         at = list(ids).index(plain[0])
         return Around(tuple(ids[:at]), tuple(ids[at + 1 :]))
@@ -119,13 +121,13 @@ class Tokenizer:
         return self._ids(text, with_special=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        """The text of `token_ids`; invalid UTF-8 becomes U+FFFD."""
         return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def whole_text(self, token_id: int) -> str | None:
-        """The text of a token that reads the same after whatever characters; None where that is not certain.
+        """The text of a token if it reads the same after any characters; None if that is not certain.
 
-        It is certain where a text is the tokens' bytes in a row, for a token that begins and ends with a character.
+        It is certain if a text is the tokens' bytes in a row, for a token that begins and ends with a character.
         """
         if token_id not in self._whole_texts:
             text = self.decode([token_id]) if self._is_bytewise else _REPLACEMENT
@@ -143,7 +145,7 @@ class Detokenizer:
         self._num_out = 0  # characters of their text that are out
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now, perhaps none."""
+        """The text that is now certain, possibly empty."""
         if not self._held:
             whole = self._tokenizer.whole_text(token_id)
             if whole is not None:
@@ -161,7 +163,7 @@ class Detokenizer:
         return certain
 
     def flush(self) -> str:
-        """What was held back; an unfinished character comes out as U+FFFD."""
+        """The text held back; an unfinished character comes out as U+FFFD."""
         return self._settle(self._new_text() if self._held else "")
 
     def _new_text(self) -> str:
@@ -169,7 +171,7 @@ class Detokenizer:
         return self._tokenizer.decode(self._context + self._held)[len(before) :]
 
     def _settle(self, text: str) -> str:
-        """Lets all of `text` go; returns what of it is not out yet."""
+        """Marks all of `text` as out; returns the part of it that was not."""
         if text:  # a token without text (a special one) adds nothing to what the next ones need
             self._context = self._held
         rest = text[self._num_out :]
@@ -178,7 +180,7 @@ class Detokenizer:
 
 
 def load_fast_tokenizer(path: Path) -> FastTokenizer:
-    """The tokenizer of a checkpoint's directory, in whatever format. Raises InvalidRequest where there is none."""
+    """The tokenizer of a checkpoint's directory, in any format. Raises InvalidRequest if there is none."""
     if (path / "tokenizer.json").is_file():
         return FastTokenizer.from_file(str(path / "tokenizer.json"))
     from transformers import AutoTokenizer  # imports torch; converts the older formats
@@ -202,7 +204,7 @@ def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}` marks an assistant's words for training; here it is its content."""
+    """Renders `{% generation %}`, which marks an assistant's words for training, as its content."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -212,7 +214,7 @@ class _GenerationBlocks(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as chat templates expect it (the conventions of transformers)."""
+    """A Jinja environment as chat templates expect it (the conventions of transformers)."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
     )

@@ -26,7 +26,7 @@ from halfmoon.errors import Incompatible
 
 
 class Paged(NamedTuple):
-    """Where some sequences' keys lie. Each tensor is its own memory: kernels are compiled for a pointer's alignment."""
+    """Where the keys of some sequences lie. Each tensor is its own memory: kernels are compiled for its alignment."""
 
     block_table: Tensor  # [num_seqs, max_blocks] int32
     context_lens: Tensor  # [num_seqs] int32, this step's tokens included; 0 pads a captured graph
@@ -34,7 +34,7 @@ class Paged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TritonStep:
-    """A step's rows: first the sequences that have one row each, then those of `cu_seqlens`."""
+    """A step's rows: first those of sequences with one row each, then those of `cu_seqlens`."""
 
     slot_mapping: Tensor  # [num_tokens] int64, -1 stores nothing
     block_tokens: int
@@ -46,7 +46,7 @@ class TritonStep:
     max_new_tokens: int = 0  # of any prefill
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
-        """As `StepAttention.attend`."""
+        """See `StepAttention.attend`."""
         kv = PagedKV(layer_kv[0], layer_kv[1], self.block_tokens)
         kv_store(k, v, kv, self.slot_mapping)
         outs = []
@@ -59,13 +59,13 @@ class TritonStep:
 
 
 class TritonBackend:
-    """Prepares steps for the kernels. How keys are split depends on the number of sequences alone.
+    """Prepares steps for the kernels. How keys are split depends only on the number of sequences, not on their lengths.
 
-    Not on their lengths: so a captured graph and an eager step of one size compute the same, bit for bit.
+    So a captured graph and an eager step of one size compute the same, bit for bit.
     """
 
     def __init__(self, block_tokens: int, num_kv_heads: int, context_tokens: int, device: str) -> None:
-        """`context_tokens` is the longest sequence there can be. Raises Incompatible on a CPU without interpreter."""
+        """`context_tokens` bounds the length of a sequence. Raises Incompatible on a CPU without the interpreter."""
         self.block_tokens = block_tokens
         self.max_blocks = -(-context_tokens // block_tokens)
         self.device = device
@@ -74,14 +74,14 @@ class TritonBackend:
         self._num_sms = 1
         where = torch.device(device)
         if where.type == "cuda":
-            if where.index not in (None, torch.cuda.current_device()):  # kernels are launched on the current one
+            if where.index not in (None, torch.cuda.current_device()):  # kernels are launched on the current device
                 raise Incompatible(f"{device} is not the current CUDA device: choose it with CUDA_VISIBLE_DEVICES")
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         elif not knobs.runtime.interpret:
             raise Incompatible("the triton kernels run on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1")
 
     def step(self, spans: Sequence[TokenSpan]) -> TritonStep:
-        """Leading spans of one row are decodes; the rest, of one row or more, are prefills."""
+        """Prepares a step: leading spans of one row are decodes; the rest, of one row or more, are prefills."""
         num_decodes = next((index for index, span in enumerate(spans) if span.end - span.start > 1), len(spans))
         slots = [
             np.arange(*run, dtype=np.int64)
@@ -101,7 +101,7 @@ class TritonBackend:
         )
 
     def decode_step(self, slot_mapping: Tensor, block_table: Tensor, context_lens: Tensor) -> TritonStep:
-        """A step of decodes over tensors that are there already, of the shapes of `TritonStep` and `Paged`."""
+        """A step of decodes over existing tensors, of the shapes of `TritonStep` and `Paged`."""
         num_decodes = context_lens.shape[0]
         paged = Paged(block_table, context_lens)
         return TritonStep(slot_mapping, self.block_tokens, paged, num_decodes, self._num_splits(num_decodes))
@@ -116,7 +116,7 @@ class TritonBackend:
         return Paged(torch.from_numpy(table).to(self.device), self._int32([end for _, _, end in spans]))
 
     def _num_splits(self, num_seqs: int) -> int:
-        """As for the next power of two of sequences: the size of the graph that would run them."""
+        """Rounds the sequences up to the next power of two, the size of the graph that would run them."""
         size = triton.next_power_of_2(max(1, num_seqs))
         return choose_num_splits(size, self._num_kv_heads, self._context_tokens, self._num_sms)
 

@@ -100,7 +100,7 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(InvalidRequest, match=r"no directory and no \.gguf file"):
         prepare_checkpoint(str(tmp_path / "weights.bin"), on_progress=told.append)
     assert told == []
-    with pytest.raises(UnknownModel, match=r"no local directory or .gguf file.*check the name"):
+    with pytest.raises(UnknownModel, match=r"not a local directory or .gguf file.*check the name"):
         prepare_checkpoint("nobody/has-this-model")
     with pytest.raises(UnknownModel, match="Hugging Face id"):
         prepare_checkpoint("not an id")

@@ -124,18 +124,18 @@ class ParallelRunner:
         self._followers.close()
 
     def _lagging(self, watch: LayerWatch) -> LayerWatch:
-        """`watch`, told of the layers that every tensor rank has written.
+        """Limits `watch` to the layers that every tensor rank has written.
 
-        Once rank 0 stores a layer, it has the sum of the layer before, to which each rank adds after it stored its own.
+        When rank 0 stores a layer, it holds the sum of the layer before, to which each rank adds after storing its own.
         """
         if self._grid.tensor_size == 1:
             return watch
 
-        def tell(num_layers: int) -> None:
+        def notify(num_layers: int) -> None:
             if num_layers > 1:
-                watch.tell(num_layers - 1)
+                watch.notify(num_layers - 1)
 
-        return LayerWatch(watch.every, tell)
+        return LayerWatch(watch.every, notify)
 
     def _copy_all(self, requests: Mapping[int, tuple[CopyKV, bytes]]) -> Mapping[int, bytes | memoryview]:
         """Rank 0's own part beside the followers'."""
