@@ -1,7 +1,9 @@
-"""Triton kernels of the CUDA path. Each file needs triton (the extra `gpu`); the engine imports them on CUDA only.
+"""Triton kernels of the CUDA path. Each file needs triton (the extra `gpu`); the engine imports them only on CUDA.
 
-A wrapper checks shapes, strides and dtypes and launches; the `*_reference` beside it says in plain torch what it
-computes. Nothing here knows of requests, blocks' owners or weights.
+A wrapper checks shapes, strides and dtypes and launches; its `*_reference` defines in plain torch what it computes.
+Nothing here knows of requests, block owners or weights.
 
-Sizes that change from batch to batch are neither `constexpr` nor specialised on: a new value must not compile anew.
+Sizes that change from batch to batch are neither `constexpr` nor specialised on: a new value must not recompile.
+
+Read in this order: paged_kv, kv_store, prefill_attention, decode_attention, block_copy, tensor_check.
 """

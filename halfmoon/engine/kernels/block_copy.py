@@ -1,4 +1,4 @@
-"""Blocks between the arena and a contiguous transfer buffer, which has the canonical order of `halfmoon.kv.kv_layout`.
+"""Copies blocks between the arena and a contiguous transfer buffer in the canonical order of `halfmoon.kv.kv_layout`.
 
 One launch moves every layer and head of a transfer. Rows are moved as integers, so that no dtype is interpreted.
 """
@@ -55,11 +55,11 @@ def gather_blocks(
     num_tokens: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Tokens `start`..`start + num_tokens` of the sequence that `block_ids` holds, copied out of the arena.
+    """Copies tokens `start`..`start + num_tokens` of the sequence in `block_ids` out of the arena.
 
-    arena: [num_layers, 2, num_kv_heads, num_slots, head_dim]; block_ids: [num_blocks] int32 or int64.
-    Returns [layer_end - layer_start, 2, num_kv_heads, num_tokens, head_dim], which is `out`, if given. Raises
-    ValueError or TypeError.
+    arena: [num_layers, 2, num_kv_heads, num_slots, head_dim]; block_ids: [num_blocks] int32 or int64. Returns
+    [layer_end - layer_start, 2, num_kv_heads, num_tokens, head_dim], which is `out`, if given. Raises ValueError or
+    TypeError.
     """
     _check(arena, block_ids, block_tokens, layer_start, layer_end, start, num_tokens)
     layers = arena[layer_start:layer_end]
@@ -75,7 +75,7 @@ def gather_blocks(
 def scatter_blocks(
     buffer: Tensor, arena: Tensor, block_ids: Tensor, block_tokens: int, layer_start: int, start: int
 ) -> None:
-    """The way back: buffer [layers, 2, num_kv_heads, num_tokens, head_dim] into the arena's layers from `layer_start`.
+    """Copies buffer [layers, 2, num_kv_heads, num_tokens, head_dim] into the arena's layers from `layer_start`.
 
     Raises ValueError or TypeError.
     """

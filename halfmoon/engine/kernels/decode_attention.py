@@ -1,8 +1,8 @@
 """Attention of one new token per sequence over its paged K and V, split along the keys (FlashDecoding, Dao, 2023).
 
-All query heads of a KV head are one program's rows, so its keys are read once. The grid depends only on the number of
-sequences and of splits; who attends to what is computed in the kernel from `context_lens`, so that a captured CUDA
-graph stays right as sequences grow. Partial outputs are merged by their log-sum-exp in a second kernel.
+The query heads of a KV head are the rows of one program, so its keys are read once. The grid depends only on the
+numbers of sequences and splits; the kernel computes from `context_lens` which keys a row attends to, so a captured CUDA
+graph stays correct as sequences grow. A second kernel merges partial outputs by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 from halfmoon.engine.kernels.paged_kv import PagedKV, tile_slots
 from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
 
-MIN_SPLIT_TOKENS = 256  # under this a program costs more to start and merge than it saves
+MIN_SPLIT_TOKENS = 256  # below this a program costs more to start and merge than it saves
 _LOG2_E = math.log2(math.e)
-_MIN_ROWS = 16  # of a tensor-core product; a smaller group of query heads is padded
+_MIN_ROWS = 16  # minimum of a tensor-core product; a smaller group of query heads is padded
 
 
 def choose_num_splits(num_seqs: int, num_kv_heads: int, max_context_tokens: int, num_sms: int) -> int:
     """Programs along the keys: about two waves of them over the device, each with at least MIN_SPLIT_TOKENS.
 
-    A power of two (the nearest to 2 * num_sms / (num_seqs * num_kv_heads)), for few compiled variants.
+    A power of two (the nearest to 2 * num_sms / (num_seqs * num_kv_heads)), so that few variants are compiled.
     """
     wanted = 2 * num_sms / max(1, num_seqs * num_kv_heads)
     lower = 1 << max(0, math.floor(math.log2(wanted)))
@@ -38,7 +38,7 @@ def choose_num_splits(num_seqs: int, num_kv_heads: int, max_context_tokens: int,
 def _split_tokens(
     context: tl.tensor, NUM_SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
-    """Tokens of each of a sequence's splits, whole tiles; trailing splits may be left with none."""
+    """Tokens per split of a sequence, in whole tiles; trailing splits may be empty."""
     share = tl.maximum(tl.cdiv(context, NUM_SPLITS), MIN_SPLIT)
     return tl.cdiv(share, TILE) * TILE
 
@@ -77,7 +77,7 @@ def _decode_attention_kernel(
         first = split * split_tokens
         last = tl.minimum(first + split_tokens, context)
         if first >= last:
-            return  # the merge does not look at this split either
+            return  # the merge skips this split, too
 
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_PAD)
@@ -93,7 +93,7 @@ def _decode_attention_kernel(
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
-    next_slots = tile_slots(block_row, first, last, TILE, BLOCK_TOKENS)  # one tile ahead: addresses must not wait
+    next_slots = tile_slots(block_row, first, last, TILE, BLOCK_TOKENS)  # one tile ahead: loads need not wait
     for start in range(first, last, TILE):
         seen = start + tl.arange(0, TILE) < last
         slots, next_slots = next_slots, tile_slots(block_row, start + TILE, last, TILE, BLOCK_TOKENS)
@@ -110,7 +110,7 @@ def _decode_attention_kernel(
         acc = acc * shrink[:, None] + tl.dot(weights.to(query.dtype), values, input_precision="ieee")
         best = new_best
 
-    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # zeros where there is no context
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # zeros for an empty context
     where = (seq * NUM_Q_HEADS + head) * NUM_SPLITS + split
     tl.store(out + where[:, None] * HEAD_DIM + dim[None, :], result.to(out.dtype.element_ty), mask=row_mask)
     if NUM_SPLITS > 1:
@@ -152,10 +152,10 @@ def _merge_splits_kernel(
 def decode_attention(
     q: Tensor, kv: PagedKV, block_table: Tensor, context_lens: Tensor, scale: float, num_splits: int
 ) -> Tensor:
-    """The last token of each sequence, whose K and V are stored already, attends to its whole sequence.
+    """Attends from the last token of each sequence, whose K and V are already stored, to the whole sequence.
 
-    q: [num_seqs, num_q_heads, head_dim]; block_table: [num_seqs, max_blocks] int32; context_lens: [num_seqs] int32,
-    0 for a row that pads a CUDA graph (its output is zeros). Returns a new [num_seqs, num_q_heads, head_dim].
+    q: [num_seqs, num_q_heads, head_dim]; block_table: [num_seqs, max_blocks] int32; context_lens: [num_seqs] int32, 0
+    for a row that pads a CUDA graph (its output is zeros). Returns a new [num_seqs, num_q_heads, head_dim].
     `num_splits` is a power of two (`choose_num_splits`). Raises ValueError or TypeError.
     """
     group = kv.check_query(q)
@@ -164,7 +164,7 @@ def decode_attention(
     check_tensor("context_lens", context_lens, (num_seqs,), (torch.int32,))
     check_same_device(q=q, kv=kv.k, block_table=block_table, context_lens=context_lens)
     if num_splits < 1 or num_splits & (num_splits - 1):
-        raise ValueError(f"num_splits: {num_splits} is no power of two")
+        raise ValueError(f"num_splits: {num_splits} is not a power of two")
     out = torch.empty((num_seqs, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_seqs == 0:
         return out
@@ -195,7 +195,7 @@ def decode_attention(
 def decode_attention_reference(
     q: Tensor, kv: PagedKV, block_table: Tensor, context_lens: Tensor, scale: float, num_splits: int
 ) -> Tensor:
-    """`decode_attention` in plain torch, float32 inside; the number of splits makes no difference to it."""
+    """`decode_attention` in plain torch, float32 inside; the number of splits has no effect."""
     del num_splits
     out = torch.zeros_like(q)
     group = kv.check_query(q)

@@ -46,7 +46,7 @@ def _kv_store_kernel(
 
 
 def kv_store(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
-    """Stores new K and V where `slot_mapping` says; -1 stores nothing.
+    """Stores new K and V in the slots of `slot_mapping`; -1 stores nothing.
 
     k, v: [num_tokens, num_kv_heads, head_dim], views into a fused QKV output will do; slot_mapping: [num_tokens] int64.
     Raises ValueError or TypeError.

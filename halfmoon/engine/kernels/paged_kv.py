@@ -16,14 +16,14 @@ from torch import Tensor
 from halfmoon.engine.kernels.tensor_check import FLOATS, check_same_device, check_tensor
 
 _STAGES = 3
-_MAX_HEAD_DIM = 256  # what the attention kernels' tiles are sized for
+_MAX_HEAD_DIM = 256  # the attention kernels' tiles are sized for this
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
     """K and V of one layer.
 
-    Raises ValueError or TypeError when built of tensors that do not fit together.
+    Raises ValueError or TypeError for tensors that do not fit together.
     """
 
     k: Tensor  # [num_kv_heads, num_slots, head_dim], slots dense
@@ -53,7 +53,7 @@ class PagedKV:
         return group
 
     def num_stages(self, tile: int, other_bytes: int) -> int:
-        """Depth of the load pipeline: three tiles of K and V, or what shared memory holds beside `other_bytes`."""
+        """Depth of the load pipeline: three tiles of K and V, or what shared memory holds next to `other_bytes`."""
         if self.k.device.type != "cuda":
             return _STAGES
         device: Any = torch.cuda.get_device_properties(self.k.device)  # torch's stubs lack the field
@@ -63,7 +63,7 @@ class PagedKV:
         return max(1, min(_STAGES, (limit - other_bytes) // stage_bytes))
 
     def gathered(self, block_row: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """K and V of the first tokens of a sequence, [num_kv_heads, num_tokens, head_dim] float32: for references."""
+        """K and V of a sequence's first tokens, [num_kv_heads, num_tokens, head_dim] float32, for references."""
         positions = torch.arange(num_tokens, device=block_row.device)
         slots = block_row.long()[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
         return self.k[:, slots].float(), self.v[:, slots].float()
@@ -79,7 +79,7 @@ def tile_slots(
 ) -> tl.tensor:
     """Slots of positions `start`..`start + TILE`, int64 [TILE]."""
     offset = tl.arange(0, TILE)
-    if BLOCK_TOKENS % TILE == 0:  # the tile is inside one block: one load, and consecutive slots
+    if BLOCK_TOKENS % TILE == 0:  # the tile lies inside one block: one load, and consecutive slots
         block = tl.load(block_row + start // BLOCK_TOKENS, mask=start < end, other=0).to(tl.int64)
         slots = block * BLOCK_TOKENS + start % BLOCK_TOKENS + offset
     else:

@@ -17,7 +17,7 @@ from halfmoon.engine.kernels.paged_kv import PagedKV, tile_slots
 from halfmoon.engine.kernels.tensor_check import check_same_device, check_tensor
 
 _LOG2_E = math.log2(math.e)
-_MIN_ROWS = 16  # of a tensor-core product
+_MIN_ROWS = 16  # minimum of a tensor-core product
 
 
 @triton.jit
@@ -40,13 +40,13 @@ def _attend_tiles(
     VISIBILITY: tl.constexpr,  # "all" (every row sees whole tiles) or "causal"
 ) -> tl.tensor:
     dim = tl.arange(0, DIM_PAD)
-    next_slots = tile_slots(block_row, first, last, TILE, BLOCK_TOKENS)  # one tile ahead: addresses must not wait
+    next_slots = tile_slots(block_row, first, last, TILE, BLOCK_TOKENS)  # one tile ahead: loads need not wait
     for start in range(first, last, TILE):
         key = start + tl.arange(0, TILE)
         slots, next_slots = next_slots, tile_slots(block_row, start + TILE, last, TILE, BLOCK_TOKENS)
         at = slots[:, None] * HEAD_DIM + dim[None, :]
         mask = (dim < HEAD_DIM)[None, :]
-        if VISIBILITY == "causal":  # only there can a tile reach past the last key
+        if VISIBILITY == "causal":  # only then can a tile extend past the last key
             mask = (key < last)[:, None] & mask
         keys = tl.load(k + at, mask=mask, other=0.0).to(query.dtype)  # [TILE, DIM_PAD]
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale_log2  # [ROWS, TILE]
@@ -135,11 +135,12 @@ def prefill_attention(
     max_new_tokens: int,
     scale: float,
 ) -> Tensor:
-    """Each sequence's new tokens, whose K and V are stored already, attend to what precedes them and to themselves.
+    """Attends from each sequence's new tokens, whose K and V are already stored, to all before them and to themselves.
 
-    q: [num_tokens, num_q_heads, head_dim], sequences one after the other; block_table: [num_seqs, max_blocks] int32;
-    cu_seqlens: [num_seqs + 1] int32, where each begins; context_lens: [num_seqs] int32, cached and new tokens together;
-    max_new_tokens: of any sequence, known to the host. Returns a new tensor like q. Raises ValueError or TypeError.
+    q: [num_tokens, num_q_heads, head_dim], packed sequence by sequence; block_table: [num_seqs, max_blocks] int32;
+    cu_seqlens: [num_seqs + 1] int32, where each sequence begins; context_lens: [num_seqs] int32, cached and new tokens
+    together; max_new_tokens: over all sequences, known to the host. Returns a new tensor like q. Raises ValueError or
+    TypeError.
     """
     group = kv.check_query(q)
     num_tokens, num_q_heads, head_dim = q.shape
@@ -154,7 +155,7 @@ def prefill_attention(
     if not 0 < max_new_tokens <= num_tokens:
         raise ValueError(f"max_new_tokens: {max_new_tokens} of {num_tokens} packed tokens")
     dim_pad = max(16, triton.next_power_of_2(head_dim))
-    # float32 has no tensor cores at full precision: it is there to debug with, in tiles that fit the registers.
+    # float32 has no tensor cores at full precision: it is for debugging, in tiles that fit the registers.
     most_rows, most_keys = (32, 32) if q.dtype == torch.float32 else (128, 64)
     rows = min(most_rows, max(_MIN_ROWS, triton.next_power_of_2(max_new_tokens * group)))
     tile = max(32, min(most_keys, 8192 // dim_pad))

@@ -14,7 +14,7 @@ _TILE_ELEMENTS = 2048  # short rows (the heads of a query-key norm) share a prog
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x: tl.tensor,  # [num_tokens, num_heads, size], strided but for the last dimension
+    x: tl.tensor,  # [num_tokens, num_heads, size], only the last dimension dense
     weight: tl.tensor,  # [size]
     out: tl.tensor,  # [num_tokens * num_heads, size]
     num_rows: tl.tensor,
@@ -67,7 +67,7 @@ def _add_rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: [num_tokens, size] or [num_tokens, num_heads, size], only the last dimension dense; weight: [size].
+    """Norm of x: [num_tokens, size] or [num_tokens, num_heads, size], only the last dimension dense; weight: [size].
 
     Returns a new contiguous tensor of x's shape and dtype. Raises ValueError or TypeError.
     """
@@ -88,7 +88,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`residual += x` in place; returns the norm of the sum. x, residual: [num_tokens, size]; weight: [size].
+    """Computes `residual += x` in place; returns the norm of the sum. x, residual: [num_tokens, size]; weight: [size].
 
     Raises ValueError or TypeError.
     """
@@ -108,7 +108,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def _tiling(size: int) -> tuple[int, int, int]:
-    """Padded row size, rows a program and warps."""
+    """Padded row size, rows per program, and warps."""
     size_pad = triton.next_power_of_2(size)
     rows = max(1, _TILE_ELEMENTS // size_pad)
     return size_pad, rows, min(16, max(4, size_pad * rows // 1024))

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., RoFormer) of queries and keys, in place. Halves, not pairs, are rotated."""
+"""Rotary position embedding (Su et al., RoFormer) of queries and keys, in place. Rotates halves, not pairs."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def _rotary_kernel(
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotates in place the first `2 * half` dimensions of every head; views into a fused QKV output will do.
+    """Rotates in place the first `2 * half` dimensions of every head; q and k may be views into a fused QKV output.
 
-    q: [num_tokens, num_q_heads, head_dim]; k: [num_tokens, num_kv_heads, head_dim];
-    positions: [num_tokens] int64 or int32; cos, sin: [num_positions, half]. Raises ValueError or TypeError.
+    q: [num_tokens, num_q_heads, head_dim]; k: [num_tokens, num_kv_heads, head_dim]; positions: [num_tokens] int64 or
+    int32; cos, sin: [num_positions, half]. Raises ValueError or TypeError.
     """
     check_tensor("q", q, (None, None, None), FLOATS)
     num_tokens, num_q_heads, head_dim = q.shape
@@ -90,7 +90,7 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) ->
 
 
 def rotary_reference(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """`rotary` in plain torch, in place too."""
+    """`rotary` in plain torch, also in place."""
     half = cos.shape[1]
     c, s = cos[positions].float().unsqueeze(1), sin[positions].float().unsqueeze(1)  # [num_tokens, 1, half]
     for heads in (q, k):

@@ -32,14 +32,14 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up: [num_tokens, 2 * size], gate first. Returns silu(gate) * up, [num_tokens, size].
+    """Returns silu(gate) * up, [num_tokens, size]; gate_up: [num_tokens, 2 * size], gate first.
 
     Raises ValueError or TypeError.
     """
     check_tensor("gate_up", gate_up, (None, None), FLOATS)
     num_tokens, width = gate_up.shape
     if width % 2:
-        raise ValueError(f"gate_up: {width} columns are no two halves")
+        raise ValueError(f"gate_up: {width} columns are not two halves")
     size = width // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:

@@ -1,4 +1,4 @@
-"""What every wrapper demands of its tensors before it launches: a kernel that reads past a tensor says nothing."""
+"""Checks that every wrapper makes on its tensors before launching: a kernel that reads past a tensor fails silently."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_tensor(name: str, tensor: Tensor, shape: Sequence[int | None], dtypes: Sequence[torch.dtype]) -> None:
-    """Shape (None is any size), dtype, and a dense last dimension. Raises ValueError or TypeError.
+    """Checks shape (None is any size), dtype, and a dense last dimension. Raises ValueError or TypeError.
 
-    Triton's interpreter computes bfloat16 wrongly without saying so; here it is refused.
+    Refuses bfloat16 in Triton's interpreter, which silently computes it incorrectly.
     """
     check_shape(name, tensor, shape)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: dtype {tensor.dtype} is not one of {', '.join(map(str, dtypes))}")
     if tensor.dtype == torch.bfloat16 and knobs.runtime.interpret:
-        raise TypeError(f"{name}: Triton's interpreter computes bfloat16 wrongly; use float16 or float32")
+        raise TypeError(f"{name}: Triton's interpreter computes bfloat16 incorrectly; use float16 or float32")
     if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: the last dimension must be dense, its stride is {tensor.stride(-1)}")
 
 
 def check_shape(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:
-    """None in `shape` is any size. Raises ValueError."""
+    """Raises ValueError unless the shape matches; None is any size."""
     sizes = tuple(tensor.shape)
     if len(shape) != len(sizes) or any(
         want is not None and want != size for want, size in zip(shape, sizes, strict=True)
@@ -35,13 +35,13 @@ def check_shape(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:
 
 
 def check_contiguous(name: str, tensor: Tensor) -> None:
-    """Raises ValueError."""
+    """Raises ValueError unless the tensor is contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: must be contiguous, its strides are {tensor.stride()}")
 
 
 def check_same_device(**tensors: Tensor | None) -> None:
-    """Raises ValueError."""
+    """Raises ValueError unless all tensors are on one device."""
     devices = {name: str(tensor.device) for name, tensor in tensors.items() if tensor is not None}
     if len(set(devices.values())) > 1:
         raise ValueError(f"tensors on different devices: {devices}")

@@ -1,4 +1,7 @@
-"""Our transformers. A model owns its weights; the KV memory and the batch are handed to `forward`."""
+"""Our transformers. A model owns its weights; the KV memory and the batch are passed to `forward`.
+
+Read in this order: llama, opt, linear, layer_ops, rotary, weights, part, triton_ops.
+"""
 
 from __future__ import annotations
 
@@ -20,33 +23,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """All rows of one forward pass, the sequences one after the other."""
+    """All rows of one forward pass, sequence by sequence."""
 
     token_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
-    logit_rows: Tensor  # [num_logits] int64, the rows whose logits are wanted
+    logit_rows: Tensor  # [num_logits] int64, the rows whose logits are needed
     attention: StepAttention
     on_inputs: Callable[[Tensor], None] | None = (
-        None  # hears what each OPT layer makes Q, K and V of, before it attends
+        None  # gets the input from which each OPT layer computes Q, K and V, before it attends
     )
 
 
 class Model(Protocol):
-    """What the runner needs of a transformer."""
+    """The interface of a transformer to the runner."""
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Views of the weights under the names (and with the shapes) they have in a checkpoint."""
         ...
 
     def pack(self, pack_weight: PackWeight) -> None:
-        """Re-orders all matrices for speed; `parameters` is of no use afterwards."""
+        """Reorders all matrices for speed; `parameters` cannot be used afterwards."""
         ...
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Logits [num_logits, vocab_size]; kv: [num_layers, 2, num_kv_heads, num_slots, head_dim].
 
-        A part that is not the model's first is given the hidden states [num_tokens, hidden_size] of the one before;
-        one that is not the last returns them.
+        A part that is not the model's first is given the hidden states [num_tokens, hidden_size] of the part before it;
+        one that is not the last returns hidden states.
         """
         ...
 
@@ -60,7 +63,7 @@ def build_model(
 ) -> Model:
     """An uninitialised model of the configuration's family, or the `part` of it that one rank computes.
 
-    `ops` is what Llama layers do between their matrix products; plain torch if not given.
+    `ops` are the Llama layers' functions between their matrix products; plain torch by default.
     """
     from halfmoon.engine.models.layer_ops import TORCH_OPS
     from halfmoon.engine.models.llama import LlamaModel

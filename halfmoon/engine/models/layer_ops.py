@@ -1,4 +1,4 @@
-"""What a Llama layer does between its matrix products, as a table of functions: plain torch, or fused kernels on CUDA.
+"""Functions of a Llama layer between its matrix products, as a table: plain torch, or fused kernels on CUDA.
 
 A model is built with one table and calls it; nothing is chosen while it runs.
 """
@@ -20,7 +20,7 @@ Rotation = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class LayerOps:
-    """The functions of one table; `residual` and what a `Rotation` is given may be overwritten."""
+    """One table of functions; `residual` and the inputs of a `Rotation` may be overwritten."""
 
     # (x [..., size], weight [size], eps) -> like x
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -29,7 +29,7 @@ class LayerOps:
     # (gate_up [num_tokens, 2 * size]) -> silu(gate) * up, [num_tokens, size]
     silu_mul: Callable[[Tensor], Tensor]
     # (rotary, positions [num_tokens]) -> (qk [num_tokens, num_heads + num_kv_heads, head_dim], num_heads) -> q, k;
-    # once a forward pass
+    # called once per forward pass
     rotation: Callable[[Rotary, Tensor], Rotation]
 
 

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# oneDNN lays a packed weight out for a number of rows; 8 was as good as any other for 1 to 512 rows.
+# oneDNN packs a weight for a certain number of rows; 8 was as good as any other for 1 to 512 rows.
 _PACK_FOR_ROWS = 8
 
-# (x [num_tokens, in_features], bias [out_features] or None) -> [num_tokens, out_features], over a weight of its own
+# (x [num_tokens, in_features], bias [out_features] or None) -> [num_tokens, out_features], over its own weight
 Multiply = Callable[[Tensor, Tensor | None], Tensor]
-# (weight [out_features, in_features]) -> how to multiply with it, the weight itself no longer needed; None: as it is
+# (weight [out_features, in_features]) -> how to multiply with it, without the plain weight; None: not packed
 PackWeight = Callable[[Tensor], Multiply | None]
 
 
 class Linear:
-    """Owns a weight [out_features, in_features] and perhaps a bias [out_features].
+    """Owns a weight [out_features, in_features] and optionally a bias [out_features].
 
-    `pack` re-orders the weight for its device and drops the plain copy; a weight that is also read as an embedding is
+    `pack` reorders the weight for its device and drops the plain copy; a weight that also serves as an embedding is
     packed as a copy.
     """
 
@@ -36,7 +36,7 @@ class Linear:
         return cls(weight, torch.empty(out_features, dtype=dtype, device=device) if bias else None)
 
     def pack(self, pack_weight: PackWeight) -> None:
-        """Re-orders the weight where that helps. Afterwards `weight` is empty."""
+        """Reorders the weight if that helps. Afterwards `weight` is empty."""
         self._multiply = pack_weight(self.weight)
         if self._multiply is not None:
             self.weight = self.weight.new_empty(0)
@@ -63,7 +63,7 @@ def pack_onednn(weight: Tensor) -> Multiply | None:
 
 
 def split_rows(linear: Linear, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Consecutive row ranges of a fused matrix under the names they have in a checkpoint."""
+    """Consecutive row ranges of a fused matrix under their checkpoint names."""
     named: dict[str, Tensor] = {}
     start = 0
     for name, size in sizes.items():

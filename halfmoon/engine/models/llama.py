@@ -1,6 +1,6 @@
 """The Llama family: Llama, SmolLM2, Mistral, Qwen2 (biases on Q, K, V) and Qwen3 (norms on query and key heads).
 
-Q, K, V are one matrix and so are gate and up. Knows nothing of requests or blocks.
+Q, K, V are fused into one matrix, and so are gate and up. Knows nothing of requests or blocks.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ class LlamaModel:
         return named
 
     def pack(self, pack_weight: PackWeight) -> None:
-        """As `Model.pack`."""
+        """See `Model.pack`."""
         if self._part.is_last:
             self._head.pack(pack_weight)
         for layer in self._layers:
             layer.pack(pack_weight)
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """As `Model.forward`."""
+        """See `Model.forward`."""
         if hidden is None:
             hidden = functional.embedding(batch.token_ids, self._embedding)  # [num_tokens, hidden_size]
         rotation = self._ops.rotation(self._rotary, batch.positions)
-        delta = None  # what the last layer adds to `hidden`; the addition is fused with the next norm
+        delta = None  # the last layer's contribution to `hidden`; its addition is fused with the next norm
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
             hidden, delta = layer.forward(hidden, delta, rotation, layer_kv, batch.attention)
         assert delta is not None, "a model without layers"
@@ -113,7 +113,7 @@ class _Layer:
     def forward(
         self, hidden: Tensor, delta: Tensor | None, rotation: Rotation, layer_kv: Tensor, batch: StepAttention
     ) -> tuple[Tensor, Tensor]:
-        """hidden [num_tokens, hidden_size] lacks the last layer's `delta`, as what is returned lacks this layer's."""
+        """Takes hidden [num_tokens, hidden_size] without the last layer's `delta`; returns it without this layer's."""
         eps = self._config.norm_eps
         if delta is None:
             normed = self._ops.rms_norm(hidden, self._input_norm, eps)

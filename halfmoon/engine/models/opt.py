@@ -62,7 +62,7 @@ class OPTModel:
         return named
 
     def pack(self, pack_weight: PackWeight) -> None:
-        """As `Model.pack`."""
+        """See `Model.pack`."""
         for linear in (self._project_in, self._project_out, self._head if self._part.is_last else None):
             if linear is not None:
                 linear.pack(pack_weight)
@@ -70,16 +70,16 @@ class OPTModel:
             layer.pack(pack_weight)
 
     def keep_kv_projections(self) -> None:
-        """Before `pack`: `keys_values` will be asked for. Costs another copy of K's and V's weights."""
+        """Keeps another copy of K's and V's weights for `keys_values`. Call it before `pack`."""
         for layer in self._layers:
             layer.keep_kv_projection()
 
     def keys_values(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V, each [num_tokens, num_heads, head_dim], from what `on_inputs` heard of a layer's tokens."""
+        """K and V, each [num_tokens, num_heads, head_dim], from the inputs that `on_inputs` got for a layer."""
         return self._layers[layer].keys_values(x)
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """As `Model.forward`."""
+        """See `Model.forward`."""
         if hidden is None:
             hidden = self._embed(batch)
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=True):
@@ -109,7 +109,7 @@ class _Layer:
         self._up = Linear.empty(inner, hidden, config.mlp_bias, dtype, device)
         self._down = part.summed(Linear.empty(hidden, inner, config.mlp_bias, dtype, device))
         self._activation = _activation(config.activation)
-        self._kv: Linear | None = None  # the rows of `_qkv` that are K's and V's, where they are needed alone
+        self._kv: Linear | None = None  # the K and V rows of `_qkv`, if they are needed alone
 
     def parameters(self) -> dict[str, Tensor]:
         hidden = self._config.hidden_size
@@ -130,7 +130,7 @@ class _Layer:
         self._kv = Linear(self._qkv.weight[first:].clone(), None if bias is None else bias[first:].clone())
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._kv is not None, "keep_kv_projection was not asked for"
+        assert self._kv is not None, "keep_kv_projection was not called"
         k, v = self._kv(x).view(x.shape[0], 2, -1, self._config.head_dim).unbind(1)
         return k, v
 
@@ -153,7 +153,7 @@ class _Layer:
 
 
 class _Norm:
-    """A layer norm, with weight and bias unless the model has plain ones."""
+    """A layer norm, with weight and bias unless the model has plain norms."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
         self._eps = config.norm_eps

@@ -1,9 +1,9 @@
-"""Which part of a transformer one rank computes: some of the layers, and in each of them some of the heads.
+"""The part of a transformer that one rank computes: some of the layers, and in each of them some of the heads.
 
-Column-parallel are Q, K, V, gate, up (each rank has some of the outputs), row-parallel are O and down (each has some of
-the inputs, the outputs are summed over the ranks): the cut of Megatron-LM (Shoeybi et al., 2019, section 3). The
-head is cut by vocabulary, because all of it is read for every token; the embedding is whole on the first stage, because
-a look-up reads one row. Knows nothing of processes.
+The cut is Megatron-LM's (Shoeybi et al., 2019, section 3). Q, K, V, gate and up are column-parallel: each rank has some
+of the outputs. O and down are row-parallel: each rank has some of the inputs, and the outputs are summed over the
+ranks. The head is cut by vocabulary, because all of it is read for every token; the embedding is whole on the first
+stage, because a look-up reads one row. Knows nothing of processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModelPart:
     shard: Shard
     tensor_rank: int = 0
     tensor_size: int = 1
-    all_reduce: AllReduce | None = None  # needed iff tensor_size > 1
+    all_reduce: AllReduce | None = None  # needed if and only if tensor_size > 1
 
     @property
     def config(self) -> ModelConfig:
@@ -48,7 +48,7 @@ class ModelPart:
 
     @property
     def is_first(self) -> bool:
-        """Whether it embeds tokens; other parts are given the hidden states of the one before."""
+        """Whether it embeds tokens; other parts are given the hidden states of the part before."""
         return self.shard.layer_start == 0
 
     @property
@@ -58,20 +58,20 @@ class ModelPart:
 
     @property
     def vocab_rows(self) -> range:
-        """Token ids whose logits this part computes; the ranks' ranges differ in length by one at most."""
+        """Token ids whose logits this part computes; the ranks' ranges differ in length by at most one."""
         if not self.is_last:
             return range(0)
         vocab, size = self.whole.vocab_size, self.tensor_size
         return range(self.tensor_rank * vocab // size, (self.tensor_rank + 1) * vocab // size)
 
     def summed(self, linear: Linear) -> Linear:
-        """A row-parallel matrix: what it returns is summed over the ranks of the stage."""
+        """Makes a matrix row-parallel: its output is summed over the ranks of the stage."""
         return linear if self.all_reduce is None else SummedLinear(linear.weight, linear.bias, self.all_reduce)
 
     def slices(self, name: str) -> tuple[slice, ...] | None:
-        """Where in the checkpoint's tensor `name` this part's one lies; None: not there, it is zero.
+        """This part's slice of the checkpoint's tensor `name`; None: it has none, and is zero.
 
-        A row-parallel bias is one rank's, or the sum would hold it several times.
+        Only one rank has a row-parallel bias, or the sum would contain it several times.
         """
         module, kind = name.split(".")[-2:]
         rows = self._range(module)
@@ -85,7 +85,7 @@ class ModelPart:
         return (slice(None),) if self.tensor_rank == 0 else None
 
     def _range(self, module: str) -> range | None:
-        """Outputs (column-parallel) or inputs (row-parallel) of `module` that are this part's; None: all."""
+        """Outputs (column-parallel) or inputs (row-parallel) of `module` in this part; None: all."""
         if module in _KV_HEADS:
             head_dim = self.whole.head_dim
             return range(self.shard.head_start * head_dim, self.shard.head_end * head_dim)
@@ -98,12 +98,12 @@ class ModelPart:
 
 
 def whole_model(config: ModelConfig) -> ModelPart:
-    """The part that is everything."""
+    """The part that is the whole model."""
     return ModelPart(config, Shard(0, config.num_layers, 0, config.num_kv_heads))
 
 
 class SummedLinear(Linear):
-    """A matrix with some of the input features; its output is summed over the ranks that have the others."""
+    """A matrix with some of the input features; its output is summed with that of the ranks that have the others."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, all_reduce: AllReduce) -> None:
         super().__init__(weight, bias)

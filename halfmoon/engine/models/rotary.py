@@ -1,6 +1,6 @@
-"""Rotary position embedding (Su et al., RoFormer), with the frequencies of transformers so that scaling variants match.
+"""Rotary position embedding (Su et al., RoFormer), with transformers' frequencies so that scaling variants match.
 
-`dynamic` scaling starts only past `max_positions`, which is where our context ends: below it is the default.
+`dynamic` scaling starts only past `max_positions`, where our context ends: below, it equals the default.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Rotary:
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
     def halves(self) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every position as the kernel reads them, each [context_tokens, head_dim / 2]."""
+        """Cosine and sine of every position for the kernel, each [context_tokens, head_dim / 2]."""
         half = self._cos.shape[1] // 2
         return self._cos[:, :half], self._sin[:, half:]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [num_tokens, num_heads, head_dim], rotated by halves (the layout of transformers' Llama)."""
+    """Rotates x: [num_tokens, num_heads, head_dim] by halves (the layout of transformers' Llama)."""
     half = x.shape[-1] // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
     return torch.addcmul(x * cos, swapped, sin)

@@ -38,14 +38,14 @@ def load_weights(model: Model, files: Iterable[Path], on_progress: Progress | No
 
 
 def checkpoint_name(name: str) -> str:
-    """Base-model checkpoints leave out the leading `model.`; ours are the causal language model's names."""
+    """Adds the leading `model.` that base-model checkpoints omit; our names are the causal language model's."""
     if name.startswith(("model.", "lm_head.")):
         return name
     return f"model.{name}"
 
 
 def is_superfluous(name: str) -> bool:
-    """Whether a checkpoint may hold `name` for nothing: a tied head stored twice, or a table that is computed."""
+    """Whether `name` may be redundant in a checkpoint: a tied head stored twice, or a table that is computed."""
     return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
 
 
@@ -67,7 +67,7 @@ def _some(names: Mapping[str, Tensor]) -> str:
 
 @torch.no_grad()
 def fill_dummy_weights(model: Model) -> None:
-    """Random weights, the same in every process: right in shape and cost, meaningless in content."""
+    """Fills in random weights, the same in every process: right in shape and cost, meaningless in content."""
     for name, view in model.parameters().items():
         dummy_values(name, view)
 

@@ -13,7 +13,7 @@ from halfmoon.engine.kv_arena import slot_runs
 from halfmoon.engine.native.library import NativeLibrary
 from halfmoon.errors import Incompatible
 
-_LANES = 16  # numbers of a vector, vector.h
+_LANES = 16  # numbers per vector, vector.h
 _MAX_ROWS = 96  # attention_plan.h
 _MAX_HEAD_DIM = 256
 
@@ -23,12 +23,12 @@ class NativeBatch:
     """One step's rows, already cut into tasks."""
 
     library: NativeLibrary
-    slots: Tensor  # [num_tokens] int64, where each row's K and V go
+    slots: Tensor  # [num_tokens] int64, the slot of each row's K and V
     plan: tuple[Tensor, Tensor, Tensor]  # segments [n, 4], runs [n, 2], tasks [n, 10]; int64
     partials: tuple[Tensor, Tensor]  # sums of rows whose keys several tasks share, and counters; float32, int64
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
-        """As `StepAttention.attend`."""
+        """See `StepAttention.attend`."""
         return self.library.attend(q, k, v, layer_kv, self.slots, self.plan, self.partials, scale)
 
 
@@ -50,7 +50,7 @@ class NativeBackend:
         self._head_dim = head_dim
 
     def step(self, spans: Sequence[TokenSpan]) -> NativeBatch:
-        """Slots of all rows, the runs of slots that each sequence sees, and the tasks."""
+        """The slots of all rows, the runs of slots that each sequence attends to, and the tasks."""
         slots: list[int] = []
         segments: list[tuple[int, int, int, int]] = []
         runs: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Compiles the C sources for this processor, once: the result is kept under a name that says what it was made from."""
+"""Compiles the C sources for this processor, once: the result's name says what it was compiled from."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _TIMEOUT_S = 300
 
 
 def compiled(cache_dir: Path, on_compile: Callable[[], None] = lambda: None) -> Path:
-    """The shared library in `cache_dir`/native, compiled if it is not there, which `on_compile` hears of first.
+    """The shared library in `cache_dir`/native, compiled if it is missing, after a call to `on_compile`.
 
-    Compilers are tried in turn: one may be there without its headers. Raises Incompatible where none can do it.
+    Compilers are tried in turn: one may be installed without its headers. Raises Incompatible if none succeeds.
     """
     commands = _compilers()
     targets = [cache_dir / "native" / f"kernels-{_fingerprint(command)}.so" for command in commands]
@@ -49,7 +49,7 @@ def _compile(command: tuple[str, ...], target: Path) -> None:
         made = Path(scratch) / target.name
         arguments = [*command, *_FLAGS, str(_SOURCES / "kernels.c"), "-o", str(made), "-lm"]
         subprocess.run(arguments, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-        made.replace(target)  # at once: another worker may be looking for it
+        made.replace(target)  # atomic: another worker may be looking for it
 
 
 def _compilers() -> list[tuple[str, ...]]:
@@ -57,12 +57,12 @@ def _compilers() -> list[tuple[str, ...]]:
     named = os.environ.get("CC", "").split()
     if named:
         return [tuple(named)]
-    found: list[tuple[str, ...]] = [(name,) for name in ("cc", "gcc", "clang") if shutil.which(name) is not None]
+    compilers: list[tuple[str, ...]] = [(name,) for name in ("cc", "gcc", "clang") if shutil.which(name) is not None]
     if find_spec("ziglang") is not None:
-        found.append((sys.executable, "-m", "ziglang", "cc"))
-    if not found:
+        compilers.append((sys.executable, "-m", "ziglang", "cc"))
+    if not compilers:
         raise Incompatible("the CPU kernels need a C compiler: install gcc or clang, or `pip install ziglang`")
-    return found
+    return compilers
 
 
 def _fingerprint(command: tuple[str, ...]) -> str:
@@ -72,7 +72,7 @@ def _fingerprint(command: tuple[str, ...]) -> str:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: a cache directory may be shared between machines."""
+    """The processor features that `-march=native` depends on: machines may share a cache directory."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return f"{platform.machine()} {platform.processor()}"

@@ -12,7 +12,7 @@ from halfmoon.engine.native.library import NativeLibrary
 
 
 def native_ops(library: NativeLibrary) -> LayerOps:
-    """Rows are rotated in place, and the residual is overwritten."""
+    """Layer functions that rotate rows in place and overwrite the residual."""
 
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return library.rms_norm(x, weight, eps, residual), residual

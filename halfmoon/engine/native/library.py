@@ -1,6 +1,6 @@
 """The compiled kernels as Python functions over torch tensors. Knows nothing of layers or batches.
 
-Tensors are float32 or bfloat16 on the CPU; the functions trust their shapes, which the callers build.
+Tensors are float32 or bfloat16 on the CPU; the functions trust their shapes, which callers construct.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from halfmoon.engine.models.linear import Multiply, pack_onednn
 from halfmoon.errors import Incompatible
 
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_PAIR, _PANEL = 2, 64  # linear.h: bfloat16 numbers of an item, columns of a panel
+_PAIR, _PANEL = 2, 64  # linear.h: bfloat16 numbers per item, columns per panel
 _TASK_FIELDS = 10  # int64 fields of attention_plan.h's task_t
 
 _NORM = (*[c_void_p] * 4, *[c_int64] * 3, c_float, c_int)
@@ -31,15 +31,15 @@ _PLAN = (c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_void_p, POINTER(c_int64)
 
 
 class NativeLibrary:
-    """Owns the loaded library, for one dtype. Its threads are torch's."""
+    """Owns the loaded library, for one dtype. Runs on torch's threads."""
 
     def __init__(self, file: Path, dtype: torch.dtype, num_threads: Callable[[], int] = torch.get_num_threads) -> None:
-        """Raises Incompatible for another dtype, and for a file that cannot be loaded."""
+        """Raises Incompatible for another dtype, or for a file that cannot be loaded."""
         if dtype not in _SUFFIXES:
             raise Incompatible(f"the CPU kernels compute in float32 or bfloat16, not {dtype}")
         library = _loaded(file)
         library.use_openmp(_gomp_parallel())
-        self.suffix = suffix = _SUFFIXES[dtype]  # of the functions' names
+        self.suffix = suffix = _SUFFIXES[dtype]  # suffix of the function names
         self._num_threads = num_threads
         self._rms_norm = _function(library, f"rms_norm_{suffix}", _NORM)
         self._silu_mul = _function(library, f"silu_mul_{suffix}", _SILU)
@@ -53,7 +53,7 @@ class NativeLibrary:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         """The norm of x [..., size] over its last dimension, or of x + residual, which then overwrites `residual`.
 
-        x may be a view of rows with a stride; `residual` is contiguous.
+        x may be a strided view of rows; `residual` is contiguous.
         """
         out = torch.empty(x.shape, dtype=x.dtype)
         rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
@@ -77,7 +77,7 @@ class NativeLibrary:
         return out
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-        """Rotates x [num_tokens, num_heads, head_dim] in place; cos, sin: [context_tokens, head_dim / 2] by stride."""
+        """Rotates x [num_tokens, num_heads, head_dim] in place; cos, sin: [context_tokens, head_dim / 2], strided."""
         self._rotate(
             x.data_ptr(),
             cos.data_ptr(),
@@ -90,9 +90,9 @@ class NativeLibrary:
         )
 
     def pack_weight(self, weight: Tensor) -> Multiply | None:
-        """Our own layout and product where those are a match for oneDNN's (`PackWeight`).
+        """Packs into our own layout where its product matches oneDNN's (`PackWeight`).
 
-        1.6x faster than oneDNN up to 8 rows, which it spends 20 us a call on, and equal at 512, both at the peak.
+        1.6x faster than oneDNN up to 8 rows, where oneDNN spends 20 us per call, and equal at 512, both at peak.
         """
         num_columns, num_inputs = weight.shape
         if not self._has_fast_linear or num_inputs % _PAIR or weight.device.type != "cpu":
@@ -119,9 +119,9 @@ class NativeLibrary:
         return multiply
 
     def plan(self, segments: Tensor, runs: Tensor, num_kv_heads: int, group: int) -> tuple[Tensor, int]:
-        """Tasks [num_tasks, …] for `attend`, and how many partial results they share.
+        """Tasks [num_tasks, …] for `attend`, and the number of partial results that they share.
 
-        segments: [num_segments, 4], runs: [num_runs, 2], as attention_plan.h has them.
+        segments: [num_segments, 4], runs: [num_runs, 2], as attention_plan.h defines them.
         """
         num_parts = c_int64()
         shape = (segments.data_ptr(), len(segments), runs.data_ptr(), num_kv_heads, group, self._num_threads())
@@ -141,7 +141,7 @@ class NativeLibrary:
         partials: tuple[Tensor, Tensor],
         scale: float,
     ) -> Tensor:
-        """As `StepAttention.attend`. plan: segments, runs, tasks; partials: room for shared sums, zeroed counters."""
+        """See `StepAttention.attend`. plan: segments, runs, tasks; partials: room for shared sums, zeroed counters."""
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[1]
         out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
@@ -195,7 +195,7 @@ def _loaded(file: Path) -> ctypes.CDLL:
 
 
 def _gomp_parallel() -> c_void_p:
-    """The address of GOMP_parallel in the OpenMP runtime that torch uses; nothing (one thread) where there is none."""
+    """The address of GOMP_parallel in the OpenMP runtime that torch uses; null (one thread) without one."""
     torch_and_its_libraries = ctypes.CDLL(torch._C.__file__)
     function = getattr(torch_and_its_libraries, "GOMP_parallel", None)
     return c_void_p() if function is None else ctypes.cast(function, c_void_p)

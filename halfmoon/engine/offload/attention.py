@@ -1,4 +1,4 @@
-"""Attention of a step some of whose sequences have their KV on the host: theirs is staged, group by group."""
+"""Attention of a step in which some sequences have their KV on the host: it is staged group by group."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from halfmoon.engine.offload.tiers import Content, TieredKV, as_rows
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """Rows of a pass, and the slots of one memory that their K and V, or their inputs, go to."""
+    """Rows of a pass, and the slots of one memory where their K and V, or their inputs, are stored."""
 
     content: Content
     rows: Tensor  # [num_rows] int64, on the device
-    firsts: Tensor  # [num_rows] int64, where that memory is
+    firsts: Tensor  # [num_rows] int64, on that memory's device
     seconds: Tensor  # [num_rows] int64
 
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A block's new content, gathered layer by layer on the host; `first`: of its rows, or of the inputs computed."""
+    """A block's new content, gathered layer by layer on the host.
+
+    `first` is its first row, or the first of the computed inputs.
+    """
 
     block: int
     first: int
@@ -47,23 +50,23 @@ class ColdRows:
 
 @dataclass(slots=True)
 class PassTimes:
-    """What a pass took from the end of the first layer's attention to that of the last one's, as this thread sees it.
+    """Time of a pass from the end of the first layer's attention to that of the last, as seen by this thread.
 
-    On CUDA, which computes behind it, that says nothing.
+    Meaningless on CUDA, which computes asynchronously.
     """
 
     all_s: float = 0.0
     waited_s: float = 0.0  # for the link
-    inputs_s: float = 0.0  # computing K and V of inputs
+    inputs_s: float = 0.0  # for computing K and V from inputs
 
     @property
     def base_s(self) -> float:
-        """What would have been computed in any case."""
+        """Time of what is computed in any case."""
         return self.all_s - self.waited_s - self.inputs_s
 
 
 class OffloadedAttention:
-    """One forward pass. Counts its layers: a model calls `attend` once a layer, in order."""
+    """The attention of one forward pass. Counts its layers: a model calls `attend` once a layer, in order."""
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class OffloadedAttention:
         pipeline: Pipeline,
         memory: TieredKV,
     ) -> None:
-        """hot: rows whose KV is on the device, and their attention. The pipeline brings every group of every layer."""
+        """hot: rows whose KV is on the device, and their attention. The pipeline fetches every group of every layer."""
         self._hot = hot
         self._groups = groups
         self._pipeline = pipeline
@@ -83,7 +86,7 @@ class OffloadedAttention:
         self.waited_s = 0.0  # for the link, in all layers
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
-        """As `StepAttention.attend`."""
+        """See `StepAttention.attend`."""
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         if self._hot is not None:
             rows, attention = self._hot
@@ -99,7 +102,7 @@ class OffloadedAttention:
         return out
 
     def keep_inputs(self, x: Tensor) -> None:
-        """x: [num_tokens, hidden_size], the inputs of the layer that attends next."""
+        """Keeps x: [num_tokens, hidden_size], the inputs of the layer that attends next."""
         host = self._memory.host[self._layer]  # [kv_heads, slots, head_dim]
         for group in self._groups:
             for stores in group.stores:
@@ -111,14 +114,14 @@ class OffloadedAttention:
                 content.copy_(x[replaced.first : replaced.first + len(content)], non_blocking=True)
 
     def _complete(self, group: ColdRows, staged: Staged) -> None:
-        """K and V of all tokens before the group's rows are in the buffer after this."""
+        """Completes the buffer with K and V of all tokens before the group's rows."""
         if not group.input_slots.numel():
             self._wait(staged.kv_fetch)
             return
         self._wait(staged.inputs_fetch)
         assert self._memory.keys_values is not None
         started_s = time.perf_counter()
-        k, v = self._memory.keys_values(self._layer, as_rows(staged.inputs))  # while KV still comes
+        k, v = self._memory.keys_values(self._layer, as_rows(staged.inputs))  # while KV is still being fetched
         store(k, v, staged.kv, group.input_slots)
         for replaced in group.to_kv:
             for plane, values in zip(replaced.content[self._layer], (k, v), strict=True):

@@ -1,4 +1,4 @@
-"""What an engine with KV on the host is made of, from its configuration."""
+"""Builds the parts of an engine with KV on the host from its configuration."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from halfmoon.kv.kv_layout import KVLayout
 logger = logging.getLogger(__name__)
 
 _BUFFERS = 2
-_STAGING_SHARE = 4  # of the device's budget at most, unless one sequence needs more
+_STAGING_SHARE = 4  # divisor of the device's budget: the most for staging, unless one sequence needs more
 
 
 class Rooms(NamedTuple):
-    """Blocks in each memory, and of the staging buffers."""
+    """Number of blocks in each memory, and in a staging buffer."""
 
     device: int
     host: int
@@ -37,7 +37,7 @@ class Rooms(NamedTuple):
 
 
 class Offload:
-    """How the device's budget is divided, and what is built around a runner. Make it before the model is packed."""
+    """Divides the device's budget and builds the parts around a runner. Create it before the model is packed."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Offload:
         budget_blocks: int,
         most_tokens: int,
     ) -> None:
-        """budget_blocks: what fits the device's KV memory. Raises Incompatible if it is too little."""
+        """budget_blocks: blocks that fit into the device's KV memory. Raises Incompatible if they are too few."""
         self._config = config
         self._layout = layout
         self._keys_values = None if config.recompute == "never" else _keys_values(model, model_config)
@@ -58,7 +58,7 @@ class Offload:
     def around(
         self, runner: ModelRunner, attention: AttentionBackend, arena: KVArena
     ) -> tuple[OffloadRunner, TieredKV]:
-        """arena: of as many blocks as `rooms` says, nothing in it yet."""
+        """Wraps a runner; arena: empty, with as many blocks as `rooms` says."""
         tensor = arena.tensor
         memory = TieredKV(arena, self.rooms.host, self._layout, self._keys_values)
         has_inputs = self._keys_values is not None
@@ -73,8 +73,8 @@ class Offload:
 
 
 def divide(host_bytes: int, layout: KVLayout, budget_blocks: int, most_tokens: int, has_inputs: bool) -> Rooms:
-    """The staging buffers, twice a layer, come out of the device's budget. Raises Incompatible if it is too small."""
-    planes = 3 if has_inputs else 2  # K, V and the inputs, each half as large as K and V
+    """Takes the two staging buffers out of the device's budget. Raises Incompatible if it is too small."""
+    planes = 3 if has_inputs else 2  # K, V and the inputs, each of these half as large as K and V
     staged_bytes = _BUFFERS * planes * layout.block_tokens * layout.token_layer_bytes // 2
     host = host_bytes // layout.block_bytes
     longest = layout.num_blocks(min(most_tokens, (budget_blocks + host) * layout.block_tokens))
@@ -85,7 +85,7 @@ def divide(host_bytes: int, layout: KVLayout, budget_blocks: int, most_tokens: i
         least = longest * staged_bytes + layout.block_bytes
         raise Incompatible(
             f"KV on the host needs {least} bytes of KV memory on the device, {budget_bytes} are given: one layer of "
-            f"the longest sequence ({most_tokens} tokens: max_context_tokens) has to fit twice beside a block; and "
+            f"the longest sequence ({most_tokens} tokens: max_context_tokens) has to fit twice next to a block; and "
             f"at least a block on the host, {layout.block_bytes} bytes of {host_bytes}",
             param="offload",
         )
@@ -93,7 +93,7 @@ def divide(host_bytes: int, layout: KVLayout, budget_blocks: int, most_tokens: i
 
 
 def _keys_values(model: Model, config: ModelConfig) -> KeysValues | None:
-    """How the model computes K and V from a layer's inputs, where those are half of them; else the log says why not."""
+    """The model's function from a layer's inputs to K and V, if inputs are half as large; else the log says why not."""
     kv_size = 2 * config.num_kv_heads * config.head_dim
     if 2 * config.hidden_size != kv_size:
         reason = f"a layer's inputs have {config.hidden_size} numbers a token, K and V only {kv_size}"

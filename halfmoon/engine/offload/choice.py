@@ -1,4 +1,4 @@
-"""How a group's KV comes: from what device and link took so far, `engine/offload/recompute.py` says what is fastest."""
+"""How a group's KV comes to the device: recompute.py picks the fastest way for the times measured so far."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from halfmoon.engine.offload.recompute import (
 
 logger = logging.getLogger(__name__)
 
-_NEWEST_SHARE = 0.2  # of the last pass in what is known of the device's and the link's speed
-_FORGOTTEN_SHARE = 0.01  # a step, of how much slower than predicted a kind was that is not used: it is tried again
-_MOST_REPLACED = 4  # blocks a step whose content is replaced
+_NEWEST_SHARE = 0.2  # weight of the last pass in the estimates of the device's and the link's speed
+_FORGOTTEN_SHARE = 0.01  # per step, the excess slowness that an unused kind is forgiven: so it is tried again
+_MOST_REPLACED = 4  # blocks per step whose content is replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,49 +34,49 @@ class Group:
     num_tokens: int  # before the rows of this step
     num_inputs: int  # of those, how many are kept as inputs
     num_plain_blocks: int  # whole blocks of K and V on the host, of sequences that decode
-    steps_left: int  # of the sequence that goes on longest
+    steps_left: int  # of the sequence with the most steps left
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeChoice:
-    """What one step does with a group, beside loading the rest of it."""
+    """What one step does with a group, apart from loading the rest of it."""
 
     kind: Kind
     num_again: int = 0  # first tokens that run once more instead of being loaded
-    num_to_inputs: int = 0  # blocks of K and V that run once more, for their inputs to replace them
-    num_to_kv: int = 0  # blocks whose inputs are replaced by the K and V that are computed from them
+    num_to_inputs: int = 0  # blocks of K and V that run once more, so that their inputs can replace them
+    num_to_kv: int = 0  # blocks whose inputs are replaced by K and V computed from them
 
 
 class Chooser:
-    """Owns what is known of the device's and the link's speed."""
+    """Owns the estimates of the device's and the link's speed."""
 
     def __init__(self, block_tokens: int, num_layers: int) -> None:
         self._block_tokens = block_tokens
         self._num_layers = num_layers  # of the model
         self._slowness: dict[Kind, float] = dict(AS_PREDICTED)
         self._tried: set[Kind] = set()
-        self._predicted_s = 0.0  # of the groups of this step
+        self._predicted_s = 0.0  # over the groups of this step
         self._costs: OffloadCosts | None = None  # None: everything is loaded
         self._learns = False
-        self._knows_base = True  # what a layer computes in any case, from a pass like those that come
+        self._knows_base = True  # what a layer computes in any case, as measured on a pass like the coming ones
         self._last_kind: Kind | None = None
         self._num_staged: Counter[Kind] = Counter()
 
     def use(self, costs: OffloadCosts, learns: bool = True) -> None:
-        """From now on what pays is computed again; what steps take then refines the costs, if it `learns`."""
+        """Recomputes whatever pays from now on; with `learns`, the times of steps refine the costs."""
         self._costs = costs
         self._learns = learns
         self._knows_base = not learns
 
     def inputs_share(self, num_tokens: int, num_layers: int) -> float:
-        """Of so many tokens that are about to be computed, the share to keep as inputs."""
+        """The share of `num_tokens` tokens about to be computed to keep as inputs."""
         if self._costs is None or not num_tokens:
             return 0.0
         split = choose_split(self._costs, num_tokens, num_layers, self._slowness)
         return split.num_tokens / num_tokens if split.kind == "inputs" else 0.0
 
     def choose(self, group: Group, num_layers: int) -> RecomputeChoice:
-        """num_layers: of all groups and passes that follow one another without the link waiting."""
+        """Chooses for a group; num_layers: of all groups and passes in a row, between which the link does not wait."""
         choice = RecomputeChoice("load")
         if self._costs is not None and group.num_tokens:
             split = choose_split(self._costs, group.num_tokens, num_layers, self._slowness)
@@ -90,11 +90,11 @@ class Chooser:
         return choice
 
     def learn_pass(self, base_s: float, inputs_s: float, num_inputs: float, num_rows_again: float) -> None:
-        """What a layer of a pass took: the start's figures are of one token on a device without other work.
+        """Learns from the time of a layer of a pass: initial costs are those of one token on an otherwise idle device.
 
-        Nothing runs again before a pass without such rows has said what a layer takes in any case.
+        Nothing runs again before a pass without such rows has measured what a layer takes in any case.
 
-        num_rows_again: rows of prompts, and of tokens that ran again, beside those that decode.
+        num_rows_again: rows of prompts, and of tokens that ran again, in addition to those that decode.
         """
         costs = self._costs
         if costs is None or not self._learns:
@@ -116,7 +116,7 @@ class Chooser:
         self._costs = costs
 
     def learn_link(self, work: LinkWork, token_bytes: int) -> None:
-        """token_bytes: of K and V of a layer."""
+        """Learns from the link's work; token_bytes: K and V of one token in one layer."""
         costs = self._costs
         if costs is None or not self._learns or not work.num_bytes:
             return
@@ -128,10 +128,10 @@ class Chooser:
         self._costs = replace(costs, load_s=load_s, inputs=inputs)
 
     def learn_step(self, took_s: float | None) -> dict[str, int]:
-        """Ends a step; took_s: None if it did more than decode. Gives the groups that were staged, by how.
+        """Ends a step; took_s: None if it did more than decode. Returns the number of staged groups by kind.
 
-        Every kind of step has its own relation to what its layers are predicted to take: what is not in a layer, and
-        what link and device do to each other.
+        Each kind of step has its own ratio to the predicted time of its layers: it covers work outside the layers, and
+        the interference of link and device.
         """
         staged, predicted_s = dict(self._num_staged), self._predicted_s
         self._num_staged.clear()

@@ -1,4 +1,4 @@
-"""The way from host memory to the device: one copy after another, beside what the device computes.
+"""The link from host memory to the device: one copy after another, while the device computes.
 
 On a CPU, where "device" is a budget, a thread copies; on CUDA a stream does (not run on a GPU yet).
 """
@@ -17,14 +17,14 @@ from torch import Tensor
 
 
 class Copy(NamedTuple):
-    """Views of one shape; their last two axes are contiguous."""
+    """Source and target, views of one shape; their last two axes are contiguous."""
 
     source: Tensor
     target: Tensor
 
 
 class LinkWork(NamedTuple):
-    """What a link has done."""
+    """Work that a link has done."""
 
     num_bytes: int = 0
     num_fetches: int = 0
@@ -32,26 +32,26 @@ class LinkWork(NamedTuple):
 
 
 class Fetch(Protocol):
-    """Copies under way."""
+    """Copies in progress."""
 
     def wait(self) -> None:
-        """The computing that follows sees what was copied."""
+        """Makes subsequent computing see what was copied."""
         ...
 
 
 class Link(Protocol):
-    """Copies in the order in which they are asked for."""
+    """Copies in the order of the calls."""
 
     def fetch(self, copies: Sequence[Copy]) -> Fetch:
-        """Begins; the targets are free, as far as what was asked of the device before goes."""
+        """Starts the copies; the targets must be free once the device has finished the work launched before."""
         ...
 
     def take_work(self) -> LinkWork:
-        """What was done since the last call, all of it waited for. Nothing where nobody measures it."""
+        """Work since the last call, all of it awaited. Empty where it is not measured."""
         ...
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the link."""
         ...
 
 
@@ -65,23 +65,23 @@ class ThreadLink:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-offload")
 
     def fetch(self, copies: Sequence[Copy]) -> Fetch:
-        """As `Link.fetch`."""
+        """See `Link.fetch`."""
         return _Copied(self._thread.submit(self._copy, copies))
 
     def take_work(self) -> LinkWork:
-        """As `Link.take_work`."""
+        """See `Link.take_work`."""
         work, self._work = self._work, LinkWork()
         return work
 
     def close(self) -> None:
-        """As `Link.close`."""
+        """See `Link.close`."""
         self._thread.shutdown(cancel_futures=True)
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         started_s = time.monotonic()
         num_bytes = 0
         for source, target in copies:
-            np.copyto(_bits(target), _bits(source))  # without torch's threads: those compute
+            np.copyto(_bits(target), _bits(source))  # without torch's threads, which are computing
             num_bytes += source.nbytes
         if self._bytes_per_s is not None:
             self._free_at_s = max(self._free_at_s, started_s) + num_bytes / self._bytes_per_s
@@ -106,23 +106,23 @@ class StreamLink:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def fetch(self, copies: Sequence[Copy]) -> Fetch:
-        """As `Link.fetch`."""
+        """See `Link.fetch`."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for source, target in copies:
                 runs = zip(source.flatten(0, -3), target.flatten(0, -3), strict=True) if source.dim() > 2 else ()
                 for run, into in runs or ((source, target),):
-                    into.copy_(run, non_blocking=True)  # contiguous at both ends, so no copy in between
+                    into.copy_(run, non_blocking=True)  # contiguous at both ends, so no intermediate copy
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return _Streamed(event)
 
     def take_work(self) -> LinkWork:
-        """As `Link.take_work`."""
+        """See `Link.take_work`."""
         return LinkWork()
 
     def close(self) -> None:
-        """As `Link.close`."""
+        """See `Link.close`."""
         self._stream.synchronize()
 
 
@@ -135,7 +135,7 @@ class _Streamed:
 
 
 def _bits(tensor: Tensor) -> NDArray[np.signedinteger[Any]]:
-    """numpy has no bfloat16."""
+    """Views a tensor as integers, since numpy has no bfloat16."""
     integers: NDArray[np.signedinteger[Any]] = tensor.view(
         torch.int16 if tensor.element_size() == 2 else torch.int32
     ).numpy()

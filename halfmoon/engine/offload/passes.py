@@ -1,4 +1,4 @@
-"""The forward passes of a step: which sequences are staged together, and what is done with each of them."""
+"""The forward passes of a step: which sequences are staged together, and what each of them recomputes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from halfmoon.engine.scheduler import ScheduledSequence
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward pass: its chunks in the order of their rows, and which scheduled sequences' tokens it draws."""
+    """One forward pass: its chunks in the order of their rows, and the scheduled sequences whose tokens it draws."""
 
     chunks: tuple[Chunk, ...]
-    num_hot: int  # the leading ones, whose KV is on the device
+    num_hot: int  # leading chunks whose KV is on the device
     groups: tuple[GroupPlan, ...]
-    drawn: tuple[int, ...]  # of the schedule
+    drawn: tuple[int, ...]  # indices in the schedule
     num_rows_again: int  # rows of prompts, and of tokens that run again
 
 
 class PassPlanner:
-    """Owns the passes of one step while they are made. Blocks that will hold inputs are halved on the way."""
+    """Owns the passes of one step while they are planned. Blocks that will hold inputs are halved on the way."""
 
     def __init__(
         self, memory: TieredKV, chooser: Chooser, staging_blocks: int, num_layers: int, schedule: OffloadSchedule
@@ -35,10 +35,10 @@ class PassPlanner:
         self._staging_blocks = staging_blocks
         self._num_layers = num_layers
         self._schedule = schedule
-        self._replaced: set[int] = set()  # blocks of this step
+        self._replaced: set[int] = set()  # blocks replaced in this step
 
     def passes(self, scheduled: Sequence[ScheduledSequence]) -> list[Pass]:
-        """None where no sequence has KV on the host."""
+        """The passes; empty if no sequence has KV on the host."""
         chunks = [chunk_of(item) for item in scheduled]
         cold = [number for number, chunk in enumerate(chunks) if self._memory.is_cold(self._used(chunk))]
         hot = [number for number in range(len(chunks)) if number not in cold]
@@ -51,7 +51,7 @@ class PassPlanner:
         ]
 
     def _groups(self, chunks: Sequence[Chunk], cold: Sequence[int]) -> list[list[int]]:
-        """In their order, as many together as the staging buffer holds; any one of them fits."""
+        """Groups in order, each with as many sequences as the staging buffer holds; any single one fits."""
         groups: list[list[int]] = []
         free = 0
         for number in cold:
@@ -85,7 +85,7 @@ class PassPlanner:
     def _plan(
         self, items: Sequence[ScheduledSequence], chunks: Sequence[Chunk], rows: list[Chunk], num_layers: int
     ) -> GroupPlan:
-        """Adds the group's chunks to `rows`, each behind what runs again of the same sequence."""
+        """Adds the group's chunks to `rows`, each after the rows of its sequence that run again."""
         self._begin_inputs(items, chunks, num_layers)
         plain = [self._plain_blocks(chunk) for chunk in chunks]
         group = self._group(items, chunks, sum(map(len, plain)))
@@ -109,7 +109,7 @@ class PassPlanner:
         return plan
 
     def _begin_inputs(self, items: Sequence[ScheduledSequence], chunks: Sequence[Chunk], num_layers: int) -> None:
-        """Of each sequence that grows by whole blocks the first tokens, so many as pays, will be kept as inputs."""
+        """Halves first blocks of growing sequences to keep inputs in them, for as many tokens as pays."""
         share = self._chooser.inputs_share(sum(len(item.sequence.token_ids) for item in items), num_layers)
         size = self._memory.block_tokens
         for item, chunk in zip(items, chunks, strict=True):
@@ -129,21 +129,21 @@ class PassPlanner:
         return Group(sum(chunk.start for chunk in chunks), num_inputs, num_plain_blocks, steps_left)
 
     def _plain_blocks(self, chunk: Chunk) -> list[int]:
-        """Which of a decoding sequence's blocks hold K and V on the host: the first that follow one another."""
-        found: list[int] = []
+        """The indices of the first consecutive blocks of a decoding sequence that hold K and V on the host."""
+        plain: list[int] = []
         if len(chunk.token_ids) > 1:
-            return found
+            return plain
         for n in range(chunk.start // self._memory.block_tokens):
             block = chunk.blocks[n]
             is_plain = self._is_on_host(block) and not self._memory.holds_inputs(block) and block not in self._replaced
             if is_plain:
-                found.append(n)
-            elif found:
+                plain.append(n)
+            elif plain:
                 break
-        return found
+        return plain
 
     def _input_blocks(self, chunk: Chunk) -> list[int]:
-        """Which of a sequence's blocks hold inputs of all their tokens, the last one first."""
+        """The indices of a sequence's blocks that hold inputs of all their tokens, last first."""
         full = range(chunk.start // self._memory.block_tokens)
         blocks = [(n, chunk.blocks[n]) for n in reversed(full)]
         return [n for n, block in blocks if self._memory.holds_inputs(block) and block not in self._replaced]

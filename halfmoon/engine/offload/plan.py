@@ -1,4 +1,4 @@
-"""What one step does with a group of sequences whose KV lies on the host: slots and rows, once for all layers."""
+"""What one step does with a group of sequences whose KV is on the host: slots and rows, once for all layers."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Again(NamedTuple):
     start: int
     end: int
     first_row: int
-    keeps_inputs: bool  # whole blocks on the host whose K and V their inputs are to replace
+    keeps_inputs: bool  # whole blocks on the host whose inputs replace K and V
 
 
 class Replaced(NamedTuple):
-    """A block on the host that will hold something else, and where that is in a pass: rows, or computed inputs."""
+    """A block on the host whose content is replaced, and where that is in a pass: its first row, or computed input."""
 
     block: int
     first: int
 
 
 class NewSlots(NamedTuple):
-    """Rows of a pass whose K and V, or inputs, are kept in one memory, and where."""
+    """Rows of a pass whose K and V, or inputs, are kept in one memory, and in which slots."""
 
     content: Literal["device", "kv", "inputs"]
     rows: tuple[int, ...]
@@ -48,11 +48,11 @@ class GroupPlan:
     """Owns the plan of sequences that are staged together while it grows. Rows come in the order of the chunks."""
 
     spans: list[TokenSpan] = field(default_factory=list)  # over blocks of the staging buffer
-    rows: list[int] = field(default_factory=list)  # of the forward pass, those of the spans one after the other
+    rows: list[int] = field(default_factory=list)  # rows of the forward pass, span by span
     loads: list[Load] = field(default_factory=list)  # K and V
-    inputs: list[Load] = field(default_factory=list)  # of the tokens whose K and V are computed from them
+    inputs: list[Load] = field(default_factory=list)  # for the tokens whose K and V are computed from them
     input_slots: list[int] = field(default_factory=list)  # staging slots of those tokens
-    stores: list[NewSlots] = field(default_factory=list)  # what is new
+    stores: list[NewSlots] = field(default_factory=list)  # new K and V or inputs
     to_inputs: list[Replaced] = field(default_factory=list)
     to_kv: list[Replaced] = field(default_factory=list)
     num_blocks: int = 0  # staged so far
@@ -60,7 +60,7 @@ class GroupPlan:
     def add(
         self, memory: TieredKV, chunk: Chunk, first_row: int, again: Again | None = None, to_kv: Sequence[int] = ()
     ) -> None:
-        """chunk: runs at `first_row`. What runs `again` is not loaded; of blocks `to_kv` K and V replace the inputs."""
+        """Adds a chunk at `first_row`. Tokens run `again` are not loaded; in blocks `to_kv` K and V replace inputs."""
         size = memory.block_tokens
         num_blocks = -(-chunk.end // size)
         staged = range(self.num_blocks, self.num_blocks + num_blocks)

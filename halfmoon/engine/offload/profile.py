@@ -1,6 +1,6 @@
-"""What the device and its link can do, measured at start: v_gpu and v_link of KVPR, in seconds a token and layer.
+"""Speed of the device and its link, measured at start: v_gpu and v_link of KVPR, in seconds per token and layer.
 
-Every figure is the slope between a little and a lot; what is left of a little is what it costs to begin.
+Every figure is the slope between a small and a large measurement; the intercept is the cost to begin.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from halfmoon.engine.offload.tiers import TieredKV, as_rows
 
 _MOST_TOKENS = 256
 _LEAST_ROUNDS = 3
-_ROUNDS_S = 0.1  # what little is measured again for so long: a machine that does something else as well is not slow
+_ROUNDS_S = 0.1  # small measurements repeat for this long: a briefly busy machine does not count as slow
 
 
 @torch.inference_mode()
 def measure_costs(runner: ModelRunner, memory: TieredKV, staging: Staging, link: Link) -> OffloadCosts:
-    """The fastest of some rounds each. Uses the first blocks of both memories: run it before anything is in them."""
+    """Takes the fastest of several rounds each. Overwrites the first blocks of both memories: run it on empty ones."""
     num_layers, size = memory.host.shape[0], memory.block_tokens
     room = (memory.device.num_blocks, memory.pool.num_blocks - memory.device.num_blocks, staging.num_blocks)
     num_blocks = min(*room, -(-_MOST_TOKENS // size))
@@ -62,7 +62,7 @@ def measure_costs(runner: ModelRunner, memory: TieredKV, staging: Staging, link:
 
 
 def _line(work: Callable[[int], None], most: int) -> tuple[float, float]:
-    """(seconds to begin, seconds for each one) of doing it `most` times at once."""
+    """(seconds to begin, seconds for each unit) of `work(num)`, from 1 and from `most` units."""
     few_s, all_s = (_fastest(lambda num=num: work(num)) for num in (1, most))  # type: ignore[misc]
     each_s = max(0.0, all_s - few_s) / max(1, most - 1)
     return max(0.0, few_s - each_s), each_s

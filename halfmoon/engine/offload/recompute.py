@@ -1,16 +1,17 @@
 """How much of a sequence's KV to compute again instead of loading it from host memory (KVPR, arXiv 2411.17089).
 
-A decode step needs the K and V of all `n` tokens of a layer on the device. Some of them it may fetch less for and
-compute: `l` from the layer's inputs X (half the size of K + V where every query head has its own KV head), or `m` from
-the tokens themselves, which need no fetch and a whole layer's work. The rest is loaded. All figures are of one layer.
+A decode step needs the K and V of all `n` tokens of a layer on the device. For some of them it may fetch less and
+compute: for `l` from the layer's inputs X (half the size of K + V if every query head has its own KV head), or for `m`
+from the tokens themselves, which takes no fetch and a whole layer's work. The rest is loaded. All figures are per
+layer.
 
     the first layer    fetch * l + max(base + compute * l, load * (n - l))    inputs first, then KV beside computing
     every other one    max(fetch * l + load * (n - l), base + compute * l)    its fetch began with the layer before it
 
 The first is KVPR's, which has one buffer: with base 0, fetch x and load 2x it bends at l* = 2 x n / (c + 2 x). With two
 buffers the link does not wait for the device: a step takes the mean of the two, weighted by its layers. Both are convex
-and piecewise linear with one bend each, so the best `l` is at a bend or at an end. Neither can gain more than
-load / fetch, so at most twice where X is half of K and V.
+and piecewise linear with one bend each, so the best `l` is at a bend or at an end. Neither can gain more than load /
+fetch, so at most twice if X is half of K and V.
 """
 
 from __future__ import annotations
@@ -21,38 +22,38 @@ from types import MappingProxyType
 from typing import Literal
 
 Kind = Literal["load", "inputs", "tokens"]
-Slowness = Mapping[Kind, float]  # what steps of a kind took, in times of what was predicted of them
+Slowness = Mapping[Kind, float]  # time of steps of a kind, relative to their prediction
 AS_PREDICTED: Slowness = MappingProxyType({"load": 1.0, "inputs": 1.0, "tokens": 1.0})
 
-# Of the time of loading everything; a smaller gain is within what was measured wrongly. Rows that run again cost more
-# than their layers, and no memory is saved by them.
+# Relative to the time of loading everything; a smaller gain is within the measurement error. Rows that run again cost
+# more than their layers, and save no memory.
 _MIN_GAINS: Mapping[Kind, float] = MappingProxyType({"load": 0.0, "inputs": 0.05, "tokens": 0.15})
-_REPAID_STEPS = 16  # a step may be slower if as many of those that follow make up for it
+_REPAID_STEPS = 16  # a step may be slower if this many of the following ones make up for it
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """One way to have K and V of a token and layer without loading them."""
+    """One way to get K and V of a token and layer without loading them."""
 
-    fetch_s: float  # what has to come over the link for it
+    fetch_s: float  # to fetch its input over the link
     compute_s: float
-    begin_s: float = 0.0  # of computing any at all, once a layer
+    begin_s: float = 0.0  # fixed cost of computing any at all, per layer
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadCosts:
-    """Of one token and one layer, measured; `base_s` is what a layer computes in any case, once."""
+    """Measured costs per token and layer; `base_s` is what a layer computes in any case, once."""
 
     load_s: float
     base_s: float
-    inputs: Recompute | None  # None: the model does not make K and V from inputs, or those are not smaller
+    inputs: Recompute | None  # None: the model does not compute K and V from inputs, or inputs are not smaller
     tokens: Recompute
-    begin_fetch_s: float = 0.0  # of each of a layer's fetches, whatever its size
+    begin_fetch_s: float = 0.0  # fixed cost of each of a layer's fetches
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The first `num_tokens` are computed in the way that `kind` says, the others loaded; a layer takes `layer_s`."""
+    """Computes the first `num_tokens` as `kind` says and loads the others; a layer takes `layer_s`."""
 
     kind: Kind
     num_tokens: int
@@ -60,16 +61,16 @@ class Split:
 
 
 def choose_split(costs: OffloadCosts, num_tokens: int, num_layers: int, slowness: Slowness = AS_PREDICTED) -> Split:
-    """The fastest way for a batch whose sequences have `num_tokens` known tokens together."""
+    """The fastest split for a batch whose sequences have `num_tokens` known tokens in total."""
     plain = Split("load", 0, layer_time(costs, num_tokens, num_layers))
-    found = [plain, best_tokens(costs, num_tokens, num_layers)]
+    splits = [plain, best_tokens(costs, num_tokens, num_layers)]
     if costs.inputs is not None:
-        found.append(best_inputs(costs, num_tokens, num_layers))
-    return min(found, key=lambda split: split.layer_s * slowness[split.kind] / (1 - _MIN_GAINS[split.kind]))
+        splits.append(best_inputs(costs, num_tokens, num_layers))
+    return min(splits, key=lambda split: split.layer_s * slowness[split.kind] / (1 - _MIN_GAINS[split.kind]))
 
 
 def best_inputs(costs: OffloadCosts, num_tokens: int, num_layers: int) -> Split:
-    """The number of tokens whose inputs are fetched that makes a step fastest; 0 where none helps."""
+    """The number of tokens with fetched inputs that makes a step fastest; 0 if none helps."""
     assert costs.inputs is not None
     times = {
         number: layer_time(costs, num_tokens, num_layers, num_inputs=number)
@@ -80,7 +81,7 @@ def best_inputs(costs: OffloadCosts, num_tokens: int, num_layers: int) -> Split:
 
 
 def best_tokens(costs: OffloadCosts, num_tokens: int, num_layers: int) -> Split:
-    """The number of tokens that run again that makes a step fastest; 0 where none helps."""
+    """The number of tokens to run again that makes a step fastest; 0 if none helps."""
     times = {
         number: layer_time(costs, num_tokens, num_layers, num_again=number)
         for number in _bends(costs, costs.tokens, num_tokens, 0.0)
@@ -90,7 +91,7 @@ def best_tokens(costs: OffloadCosts, num_tokens: int, num_layers: int) -> Split:
 
 
 def is_worth_less_inputs(costs: OffloadCosts, num_tokens: int, num_layers: int, num_inputs: int, best_s: float) -> bool:
-    """Whether so many tokens kept as inputs cost notably more than the best split: what was measured has changed."""
+    """Whether this many tokens kept as inputs cost notably more than the best split, i.e. measurements have changed."""
     return layer_time(costs, num_tokens, num_layers, num_inputs) > best_s * (1 + _MIN_GAINS["inputs"])
 
 
@@ -103,9 +104,9 @@ def blocks_to_run_again(
     block_tokens: int,
     steps_left: int,
 ) -> int:
-    """How many of `more_blocks` to run again in this step, so that their inputs, which nobody kept, are known after it.
+    """How many of `more_blocks` to run again in this step to obtain their inputs, which were not kept.
 
-    As many as are hidden behind what is loaded, or else one, if the steps that are left repay it.
+    As many as are hidden behind loading, or else one, if the remaining steps repay it.
     """
 
     def extra_s(blocks: int) -> float:
@@ -120,7 +121,7 @@ def blocks_to_run_again(
 
 
 def layer_time(costs: OffloadCosts, num_tokens: int, num_layers: int, num_inputs: int = 0, num_again: int = 0) -> float:
-    """Mean seconds of a layer if so many tokens are computed from inputs, and so many from the tokens themselves."""
+    """Mean seconds per layer with `num_inputs` tokens computed from inputs and `num_again` from tokens."""
     fetch_s = load_s = 0.0
     compute_s = costs.base_s
     if num_inputs:
@@ -137,7 +138,7 @@ def layer_time(costs: OffloadCosts, num_tokens: int, num_layers: int, num_inputs
 
 
 def _bends(costs: OffloadCosts, way: Recompute, num_tokens: int, begin_s: float) -> set[int]:
-    """Where either line bends, to the next whole number each way, and the ends. `begin_s`: of what this way fetches."""
+    """Bends of either line, with the whole numbers around them, and the ends. `begin_s`: fixed cost of the fetch."""
     numbers = {0, num_tokens}
     if way.fetch_s >= costs.load_s:
         return numbers

@@ -1,4 +1,4 @@
-"""Runs schedules over two memories: as `ModelRunner` does, and layer by layer where KV lies on the host."""
+"""Runs schedules over two memories: like `ModelRunner`, and layer by layer where KV is on the host."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OffloadRunner:
     """Owns the order of passes and groups. A step without sequences on the host is the plain runner's.
 
     "latency" gives each group of sequences that fits the staging buffer a pass of its own, row by row: the weights are
-    read once a group. "throughput" is one pass in which every layer takes the groups in turn, column by column: the
+    read once per group. "throughput" is one pass in which every layer takes the groups in turn, column by column: the
     weights are read once. (KVPR, section 3; FlexGen's schedules.)
     """
 
@@ -55,7 +55,7 @@ class OffloadRunner:
         self._work = StagedWork()  # of the step before
 
     def take_work(self) -> StagedWork:
-        """What was done since the last call."""
+        """Work since the last call."""
         work, self._work = self._work, StagedWork()
         return work
 
@@ -65,60 +65,68 @@ class OffloadRunner:
 
     @torch.inference_mode()
     def run(self, scheduled: tuple[ScheduledSequence, ...], watch: LayerWatch | None = None) -> list[SampledToken]:
-        """As `ModelRunner.run`."""
+        """See `ModelRunner.run`."""
         started_s = time.perf_counter()
         planner = PassPlanner(self._memory, self.chooser, self._staging.num_blocks, self._num_layers, self._schedule)
         passes = planner.passes(scheduled)
         if not passes:
             return self._runner.run(scheduled, watch)
-        groups = [[self._cold_rows(plan) for plan in one.groups] for one in passes]
-        tasks = iter([task for one in passes for task in self._tasks(one)])
+
+        groups = [[self._cold_rows(plan) for plan in forward_pass.groups] for forward_pass in passes]
+        tasks = iter([task for forward_pass in passes for task in self._tasks(forward_pass)])
         pipeline = Pipeline(self._staging, self._link, self._memory, tasks)
         try:
             watch = watch if len(passes) == 1 else None
-            logits = [self._forward(one, of, pipeline, watch) for one, of in zip(passes, groups, strict=True)]
+
+            pairs = zip(passes, groups, strict=True)
+            logits = [self._forward(forward_pass, cold, pipeline, watch) for forward_pass, cold in pairs]
         finally:
             pipeline.close()
-        order = [number for one in passes for number in one.drawn]
+
+        order = [number for forward_pass in passes for number in forward_pass.drawn]
         ranked = sorted(range(len(order)), key=order.__getitem__)
         sampled = self._runner.sample(scheduled, torch.cat(logits)[ranked])
         self._runner.finish_watch()
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        for group in (group for one in groups for group in one):
+        for group in (cold for pass_groups in groups for cold in pass_groups):
             self._replace(group)
         self._learn_step(scheduled, time.perf_counter() - started_s)
         return sampled
 
-    def _tasks(self, one: Pass) -> Iterator[Task]:
+    def _tasks(self, forward_pass: Pass) -> Iterator[Task]:
         for layer in range(self._num_layers):
-            for group in one.groups:
+            for group in forward_pass.groups:
                 yield layer, group
 
-    def _forward(self, one: Pass, groups: Sequence[ColdRows], pipeline: Pipeline, watch: LayerWatch | None) -> Tensor:
+    def _forward(
+        self, forward_pass: Pass, groups: Sequence[ColdRows], pipeline: Pipeline, watch: LayerWatch | None
+    ) -> Tensor:
         hot = None
-        if one.num_hot:
-            spans = [TokenSpan(chunk.blocks, chunk.start, chunk.end) for chunk in one.chunks[: one.num_hot]]
+        if forward_pass.num_hot:
+            spans = [
+                TokenSpan(chunk.blocks, chunk.start, chunk.end) for chunk in forward_pass.chunks[: forward_pass.num_hot]
+            ]
             rows = range(sum(span.end - span.start for span in spans))
             hot = self._numbers(rows), self._attention.step(spans)
         attention = OffloadedAttention(hot, tuple(groups), pipeline, self._memory)
-        batch = self._runner.batch(one.chunks, attention)
+        batch = self._runner.batch(forward_pass.chunks, attention)
         if self._memory.keys_values is not None:
             batch = replace(batch, on_inputs=attention.keep_inputs)
         logits = self._runner.forward(batch, watch=watch)
         if self._device.type == "cpu":
             self._work = replace(self._work, wait_s=self._work.wait_s + attention.waited_s)
-        self._learn_pass(one, attention)
+        self._learn_pass(forward_pass, attention)
         return logits
 
-    def _learn_pass(self, one: Pass, attention: OffloadedAttention) -> None:
-        """The mean of the layers behind the first, for each group."""
-        num_layers = (self._num_layers - 1) * len(one.groups)
+    def _learn_pass(self, forward_pass: Pass, attention: OffloadedAttention) -> None:
+        """Learns from the mean of the layers after the first, per group."""
+        num_layers = (self._num_layers - 1) * len(forward_pass.groups)
         if not num_layers:
             return
-        times, num_groups = attention.times, len(one.groups)
-        num_inputs = sum(len(plan.input_slots) for plan in one.groups) / num_groups
-        rows_again = one.num_rows_again / num_groups
+        times, num_groups = attention.times, len(forward_pass.groups)
+        num_inputs = sum(len(plan.input_slots) for plan in forward_pass.groups) / num_groups
+        rows_again = forward_pass.num_rows_again / num_groups
         self.chooser.learn_pass(times.base_s / num_layers, times.inputs_s / num_layers, num_inputs, rows_again)
 
     def _learn_step(self, scheduled: Sequence[ScheduledSequence], took_s: float) -> None:
@@ -129,7 +137,7 @@ class OffloadRunner:
         self._work = replace(self._work, num_groups=staged, link_bytes=link.num_bytes, link_s=link.busy_s)
 
     def _replace(self, group: ColdRows) -> None:
-        """The step is done with every block that it read."""
+        """Replaces blocks' content once the step no longer reads them."""
         for replaced in group.to_inputs:
             self._memory.replace_by_inputs(replaced.block, replaced.content)
         for replaced in group.to_kv:

@@ -1,4 +1,4 @@
-"""Room on the device for one layer of the sequences whose KV lies on the host, twice: one is used, the other filled."""
+"""Two buffers on the device for one layer of sequences with KV on the host: one is used while the other fills."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """One layer of one group's KV, on its way or there. It is good until the next but one is taken."""
+    """One layer of one group's KV, in progress or complete. Valid until the next but one is taken."""
 
     kv: Tensor  # [2, num_kv_heads, staging slots, head_dim]
     inputs: Tensor  # [num_kv_heads, tokens to compute, head_dim]
-    inputs_fetch: Fetch | None  # None: there is nothing to come
+    inputs_fetch: Fetch | None  # None: nothing to fetch
     kv_fetch: Fetch | None
 
 
 class Pipeline:
-    """Owns what is under way of one step: while a layer is used, the next one comes (double buffering).
+    """Owns the fetches in progress of one step: while a layer is used, the next one is fetched (double buffering).
 
-    `tasks` are taken in their order. Inputs come before KV, so that computing with them hides the rest.
+    `tasks` are taken in order. Inputs come before KV, so that computing with them hides the rest.
     """
 
     def __init__(self, staging: Staging, link: Link, memory: TieredKV, tasks: Iterator[Task]) -> None:
@@ -57,13 +57,13 @@ class Pipeline:
         self._begin()
 
     def take(self) -> Staged:
-        """The next task's; its fetches may still be waited for."""
+        """The buffer of the next task; its fetches may still be in progress."""
         staged = self._under_way.popleft()
-        self._begin()  # the buffer of the one before this, which nobody uses any more
+        self._begin()  # in the buffer of the task before this one, which is no longer used
         return staged
 
     def close(self) -> None:
-        """Waits for what is under way: nobody writes to the buffers after this."""
+        """Waits for fetches in progress: nothing writes to the buffers after this."""
         for staged in self._under_way:
             for fetch in (staged.inputs_fetch, staged.kv_fetch):
                 if fetch is not None:

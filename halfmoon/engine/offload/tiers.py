@@ -1,6 +1,6 @@
 """The KV of one worker in two memories: blocks below a boundary on the device, the others on the host.
 
-A block on the host is K and V, or the layers' inputs, half as large, of which a model computes both (KVPR).
+A block on the host is K and V, or the layers' inputs, half as large, from which a model computes both (KVPR).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Run(NamedTuple):
     """Consecutive tokens in consecutive slots, of the device's arena or of the host's halves."""
 
     content: Content
-    start: int  # counted from the first token asked for
+    start: int  # counted from the first requested token
     num_tokens: int
     first: int  # slot of K, or of the inputs
     second: int  # slot of V; on the device the same as `first`
 
 
 class TieredKV:
-    """Owns the device's arena and the host's halves; the pool says which halves are a block's.
+    """Owns the device's arena and the host's halves; the pool says which halves belong to a block.
 
-    Half `n` of the host has slots `n * block_tokens`... As `KVArena`, `read` and `write` are safe beside a step that
-    touches other blocks; what a block holds changes under a lock.
+    Half `n` of the host has the slots from `n * block_tokens` on. Like those of `KVArena`, `read` and `write` may run
+    during a step that touches other blocks; the kind of a block's content changes under a lock.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class TieredKV:
         self._lock = threading.Lock()
 
     def is_cold(self, blocks: Sequence[int]) -> bool:
-        """Whether some of these blocks are on the host."""
+        """Whether any of these blocks is on the host."""
         return any(block >= self.device.num_blocks for block in blocks)
 
     def holds_inputs(self, block: int) -> bool:
-        """Whether it is on the host, and holds inputs instead of K and V."""
+        """Whether the block is on the host and holds inputs instead of K and V."""
         return self.pool.is_half(block)
 
     def runs(self, blocks: Sequence[int], start: int, num_tokens: int) -> Iterator[Run]:
-        """Where tokens `start`.. of a sequence with these blocks lie, in order."""
+        """The runs, in order, that hold tokens `start`.. of a sequence with these blocks."""
         size, boundary, end = self.block_tokens, self.device.num_blocks, start + num_tokens
         begin = start // size
         ids = np.asarray(blocks[begin : -(-end // size)], dtype=np.int64)
@@ -95,11 +95,11 @@ class TieredKV:
             )
 
     def begin_inputs(self, block: int) -> None:
-        """A block on the host in which nothing is yet will hold inputs."""
+        """Makes an empty block on the host hold inputs."""
         self.pool.halve(block)
 
     def replace_by_inputs(self, block: int, inputs: Tensor) -> None:
-        """inputs: [layers, block_tokens, hidden_size], on the host, of a block of K and V that nobody else writes."""
+        """Replaces K and V by inputs: [layers, block_tokens, hidden_size], on the host. No other writer is allowed."""
         num_layers, size, _ = inputs.shape
         with self._lock:
             cells = inputs.view(num_layers, size, -1, self.host.shape[-1]).transpose(1, 2)
@@ -107,7 +107,7 @@ class TieredKV:
             self.pool.halve(block)
 
     def replace_by_kv(self, block: int, kv: Tensor) -> None:
-        """kv: [layers, 2, kv_heads, block_tokens, head_dim], on the host. Nothing happens where there is no room."""
+        """Replaces inputs by kv: [layers, 2, kv_heads, block_tokens, head_dim], on the host; no effect without room."""
         with self._lock:
             if not self.pool.make_whole(block):
                 return
@@ -117,10 +117,10 @@ class TieredKV:
     def write(
         self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
     ) -> None:
-        """As `KVArena.write`; the blocks are new, so none of them holds inputs."""
+        """See `KVArena.write`; the blocks are new, so none of them holds inputs."""
         self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
         if isinstance(payload, DeviceBytes):
-            raise Incompatible("KV in device memory cannot be put into memory of the host")
+            raise Incompatible("KV in device memory cannot be put into host memory")
         values = self._canonical.view(payload, layer_end - layer_start, num_tokens)
         with self._lock:
             for run in self.runs(blocks, start, num_tokens):
@@ -142,10 +142,10 @@ class TieredKV:
         num_tokens: int,
         out: KVPlace | None = None,
     ) -> memoryview:
-        """As `KVArena.read`; what is kept as inputs is computed."""
+        """See `KVArena.read`; K and V of blocks kept as inputs are computed."""
         self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
         if isinstance(out, DeviceBytes):
-            raise Incompatible("KV in memory of the host cannot be gathered into the device's")
+            raise Incompatible("KV in host memory cannot be gathered into the device's")
         num_layers = layer_end - layer_start
         values = self._canonical.room(num_layers, num_tokens, out)
         with self._lock:
@@ -174,14 +174,14 @@ class TieredKV:
         return slice(start, start + self.block_tokens)
 
     def _on_device(self, run: Run, layer_start: int, layer_end: int) -> tuple[range, int, int, int, int]:
-        """The run as the arguments of the arena's `read` and `write`."""
+        """The run as arguments of the arena's `read` and `write`."""
         size = self.block_tokens
         blocks = range(run.first // size, -(-(run.first + run.num_tokens) // size))
         return blocks, layer_start, layer_end, run.first % size, run.num_tokens
 
 
 def as_rows(halves: Tensor) -> Tensor:
-    """Inputs as they lie in memory, [kv_heads, num_tokens, head_dim], as what they are: [num_tokens, hidden_size]."""
+    """Inputs stored as [kv_heads, num_tokens, head_dim], reordered to [num_tokens, hidden_size]."""
     return halves.transpose(0, 1).reshape(halves.shape[1], -1)
 
 

@@ -1,7 +1,7 @@
 """A follower's process: computes the batches that rank 0 sends, until rank 0 closes the pipe or dies.
 
-Three threads: the main one computes, one copies KV in and out beside it, one waits for the end of rank 0, which
-closes this process's stdin however it comes about. Started by `followers.py` with the numbers of two pipes.
+Three threads: the main one computes, one copies KV in and out meanwhile, one waits for the end of rank 0, which closes
+this process's stdin however it ends. Started by `followers.py` with the file descriptors of two pipes.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class StepCount:
         self._changed = threading.Condition()
 
     def add_one(self) -> None:
-        """Another step is computed."""
+        """Counts one more computed step."""
         with self._changed:
             self._done += 1
             self._changed.notify_all()
 
     def wait_for(self, num_steps: int) -> None:
-        """Returns once that many are computed."""
+        """Returns once `num_steps` steps are computed."""
         with self._changed:
             self._changed.wait_for(lambda: self._done >= num_steps)
 
 
 def follow(steps: Pipe, copies: Pipe) -> None:
-    """The life of one follower; returns when `steps` is closed."""
+    """Runs one follower; returns when `steps` is closed."""
     setup: Setup = steps.recv()
     steps.send(Hello())
     assert isinstance(steps.recv(), Connect)
@@ -95,7 +95,7 @@ def _copy_kv(steps: Pipe, copies: Pipe, rank: Rank, done: StepCount) -> None:
 
 
 def _fail(steps: Pipe, error: BaseException) -> None:
-    """Tells rank 0 why, and ends the process: what other ranks wait for will not come."""
+    """Reports the reason to rank 0 and ends the process: what other ranks wait for will not come."""
     message = error.message if isinstance(error, HalfmoonError) else f"{type(error).__name__}: {error}"
     try:
         steps.send(Failed(type(error).__name__, message))
@@ -115,10 +115,10 @@ def main() -> None:
     try:
         follow(steps, copies)
     except PeerGone:
-        threading.Event().wait()  # the reason is another process's to tell; rank 0 ends this one when it hears it
+        threading.Event().wait()  # another process reports the reason; rank 0 then ends this one
     except BaseException as error:
         _fail(steps, error)
-    os._exit(0)  # at once: nothing is left to write, and other threads hold no state worth an orderly end
+    os._exit(0)  # immediately: nothing is left to write, and no other thread needs an orderly end
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rank 0's side of its followers: starts the processes, watches them, speaks to them, ends them."""
+"""Rank 0's side of its followers: starts, watches, messages and ends their processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from halfmoon.errors import HalfmoonError, ServiceFailed, error_classes
 logger = logging.getLogger(__name__)
 
 _END_PATIENCE_S = 5.0  # from the closed pipe to SIGKILL
-_CAUSE_PATIENCE_S = 10.0  # from a broken exchange to the news of which process broke it
+_CAUSE_PATIENCE_S = 10.0  # from a broken exchange to the report of which process broke it
 
 OnFailure = Callable[[], None]
 
@@ -37,11 +37,11 @@ class Follower:
             [sys.executable, "-m", "halfmoon.engine.parallel.follower", *map(str, numbers)],
             stdin=subprocess.PIPE,  # never written; its end tells the follower that rank 0 is gone
             pass_fds=numbers,
-            start_new_session=True,  # a Ctrl-C or SIGTERM of the group is rank 0's to act on
+            start_new_session=True,  # a Ctrl-C or SIGTERM to the group is for rank 0 to handle
         )
         far_steps.close()
         far_copies.close()
-        with suppress(OSError):  # it is dead already: its watcher will say so
+        with suppress(OSError):  # it is already dead: its watcher will report it
             self.steps.send(setup)
 
     def last_word(self) -> Any:
@@ -66,15 +66,15 @@ class Follower:
 class Followers:
     """Owns all followers. The first that ends takes the others with it: no rank can compute without the rest.
 
-    `broadcast` belongs to the engine's thread, `ask` to any; all raise ServiceFailed once one has ended.
+    `broadcast` belongs to the engine's thread, `ask` to any; all raise ServiceFailed once a follower has ended.
     """
 
     def __init__(self, setups: Sequence[Setup]) -> None:
         self._on_failure: list[OnFailure] = []
         self._error: HalfmoonError | None = None
         self._failed = threading.Event()
-        self._gate = threading.Lock()  # of `_error` and `_on_failure`
-        self._copying = threading.Lock()  # one question and its answer at a time
+        self._gate = threading.Lock()  # guards `_error` and `_on_failure`
+        self._copying = threading.Lock()  # one request and its answer at a time
         self._news: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._wake, self._wake_far = Pipe()
         self.by_rank = {setup.rank: Follower(setup) for setup in setups}
@@ -82,20 +82,20 @@ class Followers:
         self._watcher.start()
 
     def connect(self) -> None:
-        """Once every process runs, tells them to meet and load. Rank 0 makes its own `Links` after this."""
+        """Tells the followers, once all processes run, to meet and load. Rank 0 makes its own `Links` after this."""
         self._hear_all()
         self._send_all(Connect())
 
     def wait_until_ready(self) -> None:
-        """Returns when all have loaded. Raises what one of them raised."""
+        """Returns when all have loaded. Raises what any of them raised."""
         self._hear_all()
 
     def broadcast(self, step: Step) -> None:
-        """Every follower computes `step`, after those before it."""
+        """Makes every follower compute `step`, after the steps before it."""
         self._send_all(step)
 
     def ask(self, requests: Mapping[int, tuple[CopyKV, bytes | memoryview]]) -> dict[int, bytes]:
-        """Each rank's answer to its request (a WriteKV with its payload)."""
+        """Returns each rank's answer to its request (a WriteKV with its payload)."""
         with self._copying:
             try:
                 for rank, (request, payload) in requests.items():
@@ -108,33 +108,33 @@ class Followers:
                 raise self.cause() from None
 
     def check(self) -> None:
-        """Raises why the followers are gone, if they are."""
+        """Raises the reason if the followers are gone."""
         if self._error is not None:
             raise ServiceFailed(self._error.message)
 
     def cause(self) -> ServiceFailed:
-        """Why an exchange broke: waits for the news of it."""
+        """The reason why an exchange broke: waits until it is known."""
         if self._error is None and not self._failed.wait(_CAUSE_PATIENCE_S):
-            self.fail(ServiceFailed("the followers live, but one does not answer"))
+            self.fail(ServiceFailed("the followers are alive, but one does not answer"))
         assert self._error is not None
         return ServiceFailed(self._error.message)
 
     def fail(self, error: HalfmoonError) -> None:
-        """No rank computes any more; the first reason counts. Idempotent, any thread."""
+        """Ends computing on all ranks; the first reason counts. Idempotent, any thread."""
         with self._gate:
             if self._error is not None:
                 return
             self._error = error
             on_failure = tuple(self._on_failure)
         for follower in self.by_rank.values():
-            follower.process.kill()  # what waits for them in an exchange wakes with an error
+            follower.process.kill()  # whatever waits for it in an exchange wakes with an error
         self._failed.set()
         self._news.put(error)
         for call in on_failure:
             call()
 
     def call_on_failure(self, on_failure: OnFailure) -> None:
-        """`on_failure` too is called once, on any thread; at once if it has happened."""
+        """Calls `on_failure`, in addition to others, once, on any thread; immediately after a failure."""
         with self._gate:
             self._on_failure.append(on_failure)
             has_failed = self._error is not None
@@ -142,7 +142,7 @@ class Followers:
             on_failure()
 
     def close(self) -> None:
-        """Ends all processes; afterwards none is alive. Idempotent."""
+        """Ends all processes; none is alive afterwards. Idempotent."""
         with self._gate:
             self._on_failure.clear()
             self._error = self._error or ServiceFailed("the engine is closed")

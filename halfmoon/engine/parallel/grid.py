@@ -1,4 +1,4 @@
-"""Who computes what: ranks in a grid of pipeline stages and tensor ranks, and each one's cut of the model. No torch.
+"""Ranks in a grid of pipeline stages and tensor ranks, and each one's part of the model. No torch.
 
 Rank `stage * tensor_size + tensor_rank`; rank 0 embeds the tokens, the last stage computes the logits.
 """
@@ -22,7 +22,7 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.tensor_size * self.pipeline_size
 
     @property
@@ -31,15 +31,15 @@ class Grid:
         return iter(range(self.size))
 
     def stage(self, rank: int) -> int:
-        """Which stage of the pipeline `rank` belongs to."""
+        """The pipeline stage of `rank`."""
         return rank // self.tensor_size
 
     def tensor_rank(self, rank: int) -> int:
-        """`rank`'s place within its stage."""
+        """The position of `rank` within its stage."""
         return rank % self.tensor_size
 
     def check(self, config: ModelConfig) -> None:
-        """Raises Incompatible unless heads, inner units and layers can be dealt out evenly enough."""
+        """Raises Incompatible unless heads, inner units and layers can be distributed evenly enough."""
         check_parallelism(
             self.tensor_size,
             self.pipeline_size,
@@ -52,8 +52,8 @@ class Grid:
     def shard(self, config: ModelConfig, rank: int) -> Shard:
         """The layers and KV heads of `rank`.
 
-        The first stages have one layer more where the division leaves a rest: the last one has the head too. With
-        more tensor ranks than KV heads, neighbouring ranks hold the same head (they have different query heads).
+        If the layers do not divide evenly, the first stages have one more: the last one also has the head. With more
+        tensor ranks than KV heads, neighbouring ranks hold the same KV head (with different query heads).
         """
         stage, tensor_rank = self.stage(rank), self.tensor_rank(rank)
         each, rest = divmod(config.num_layers, self.pipeline_size)
@@ -63,6 +63,6 @@ class Grid:
         return Shard(layer_start, layer_start + each + (stage < rest), head_start, head_start + num_heads)
 
     def is_first_holder(self, config: ModelConfig, rank: int) -> bool:
-        """Whether no lower rank of the stage holds the same KV heads: one copy of each is enough to read."""
+        """Whether no lower rank of the stage holds the same KV heads: reading one copy of each suffices."""
         copies = max(self.tensor_size // config.num_kv_heads, 1)
         return self.tensor_rank(rank) % copies == 0

@@ -1,4 +1,4 @@
-"""What ranks say to each other during a step: sums within a stage, hidden states to the next one, logits to rank 0.
+"""Exchanges between ranks during a step: sums within a stage, hidden states to the next one, logits to rank 0.
 
 Owns one rank's process groups, made without torch.distributed's global default group, so that one process may host
 several engines. The CPU's groups are gloo and listen on 127.0.0.1 only. **The NCCL groups (CUDA) have not been run.**
@@ -23,11 +23,11 @@ _dist: Any = torch.distributed
 _HOST = "127.0.0.1"
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 _STEP_TIMEOUT = timedelta(minutes=10)  # between the first and the last rank's arrival at one exchange
-_LOGITS_TAG, _HIDDEN_TAG = 1, 2  # gloo's; NCCL matches by order
+_LOGITS_TAG, _HIDDEN_TAG = 1, 2  # for gloo; NCCL matches by order
 
 
 def serve_rendezvous() -> tuple[Store, int]:
-    """The store where ranks find each other, and its port, an ephemeral one of 127.0.0.1. Rank 0 keeps it."""
+    """The store where ranks find each other, and its ephemeral port on 127.0.0.1. Rank 0 keeps it."""
     listener = socket.create_server((_HOST, 0))
     port: int = listener.getsockname()[1]
     store = _dist.TCPStore(
@@ -47,13 +47,13 @@ def join_rendezvous(port: int) -> Store:
 
 
 class PeerGone(Exception):
-    """An exchange broke: another rank's process is gone, or has not answered for minutes."""
+    """A broken exchange: another rank's process is gone, or has not answered for minutes."""
 
 
 class Links:
     """Owns one rank's groups: its stage's (tensor parallelism) and its pipeline's (same tensor rank in all stages).
 
-    Every rank must make its `Links` at the same time. Methods raise PeerGone.
+    All ranks must make their `Links` at the same time. Methods raise PeerGone.
     """
 
     def __init__(self, store: Store, grid: Grid, rank: int, device: str) -> None:
@@ -70,12 +70,12 @@ class Links:
         self._sent: deque[tuple[Any, Tensor]] = deque()  # not received yet
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of the stage's `x`, in place."""
+        """Sums the stage's `x`, in place."""
         _wait(self._tensor.allreduce([x]))
         return x
 
     def gather_logits(self, part: Tensor, vocab_size: int) -> Tensor:
-        """Whole logits [num_rows, vocab_size] from every tensor rank's [num_rows, its vocabulary], to all of them."""
+        """Whole logits [num_rows, vocab_size] on all tensor ranks, from each one's [num_rows, its vocabulary]."""
         size = self._grid.tensor_size
         if size == 1:
             return part
@@ -84,19 +84,19 @@ class Links:
         padded = torch.nn.functional.pad(part, (0, widest - part.shape[1]))
         parts = [torch.empty_like(padded) for _ in range(size)]
         _wait(self._tensor.allgather([parts], [padded]))
-        return torch.cat([one[:, : ends[i + 1] - ends[i]] for i, one in enumerate(parts)], dim=1)
+        return torch.cat([padded_part[:, : ends[i + 1] - ends[i]] for i, padded_part in enumerate(parts)], dim=1)
 
     def send_hidden(self, hidden: Tensor) -> None:
-        """Hands hidden states to the next stage. Waits only when that one is `pipeline_size` steps behind."""
+        """Sends hidden states to the next stage. Waits only when that one is `pipeline_size` steps behind."""
         self._send(hidden, self._stage + 1, _HIDDEN_TAG)
 
     def receive_hidden(self, hidden: Tensor) -> Tensor:
-        """Fills `hidden` with the next ones of the stage before."""
+        """Fills `hidden` with the next hidden states of the previous stage."""
         _wait(self._pipeline.recv([hidden], self._stage - 1, _HIDDEN_TAG))
         return hidden
 
     def send_logits(self, logits: Tensor) -> None:
-        """From the last stage to the first."""
+        """Sends logits from the last stage to the first."""
         self._send(logits, 0, _LOGITS_TAG)
 
     def receive_logits(self, logits: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Links:
         return logits
 
     def abort(self) -> None:
-        """Ends exchanges that wait for a peer which is gone. Any thread. gloo notices the end of a process itself."""
+        """Ends exchanges that wait for a dead peer. Any thread. gloo itself notices the end of a process."""
         for group in (self._tensor, self._pipeline):
             if isinstance(group, _nccl()):
                 group.abort()

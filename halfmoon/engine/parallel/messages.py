@@ -1,7 +1,7 @@
-"""What rank 0 and its followers tell each other through pipes: plain values, pickled, between our own processes.
+"""Messages between rank 0 and its followers through pipes: plain values, pickled, between our own processes.
 
-Two pipes a follower. *steps*: `Setup`, then `Step` after `Step` one way, `Hello`, `Ready` or `Failed` the other.
-*copies*: `ReadKV` and `WriteKV` one way, bytes the other, beside the steps.
+Each follower has two pipes. *steps*: `Setup`, then `Step` after `Step` one way, `Hello`, `Ready` or `Failed` the other.
+*copies*: `ReadKV` and `WriteKV` one way, bytes the other, concurrently with the steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from halfmoon.engine.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a follower is to become. `config` has dtype, num_blocks and num_threads resolved."""
+    """Configuration of a new follower. `config` has dtype, num_blocks and num_threads resolved."""
 
     rank: int
     model_path: str
@@ -26,7 +26,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The process runs; it waits for the others."""
+    """The process runs and waits for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The follower ends. `error_class` names a class of `halfmoon.errors`, if it is one of them."""
+    """The follower ends. `error_class` names a class of `halfmoon.errors`, if the error is one."""
 
     error_class: str
     message: str
@@ -49,16 +49,16 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One batch. Nothing of sampling: rank 0 draws."""
+    """One batch, without sampling parameters: rank 0 draws."""
 
     chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CopyKV:
-    """Tokens `start`..`start + num_tokens` of a sequence in the follower's own layers, counted from its first.
+    """Tokens `start`..`start + num_tokens` of a sequence in the follower's own layers, counted from its first layer.
 
-    It runs once `after_steps` steps are computed: those steps may still use what the blocks held before.
+    It runs once `after_steps` steps are computed: those steps may still use the blocks' previous content.
     """
 
     after_steps: int
@@ -71,9 +71,9 @@ class CopyKV:
 
 @dataclass(frozen=True, slots=True)
 class ReadKV(CopyKV):
-    """Answered with the bytes of the follower's heads."""
+    """A read, answered with the bytes of the follower's heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteKV(CopyKV):
-    """Followed by the bytes of the follower's heads; answered with none when they are in place."""
+    """A write, followed by the bytes of the follower's heads; answered with no bytes when they are in place."""

@@ -1,4 +1,4 @@
-"""One rank's computing: its part of the model, its part of the KV memory, its links. The same on every rank."""
+"""One rank's computing, the same on every rank: its part of the model, its part of the KV memory, its links."""
 
 from __future__ import annotations
 
@@ -66,16 +66,16 @@ class Rank:
 
     @torch.inference_mode()
     def batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
-        """The tensors of a step over `chunks`; no other rank is needed."""
+        """The tensors of a step over `chunks`; involves no other rank."""
         return self.runner.batch(chunks)
 
     @torch.inference_mode()
     def compute(self, batch: ForwardBatch, watch: LayerWatch | None = None) -> Tensor | None:
-        """This rank's part of a step. Rank 0 gets the logits [num_logits, vocab_size], if the batch wants any.
+        """Computes this rank's part of a step. Rank 0 gets the logits [num_logits, vocab_size], if the batch wants any.
 
-        `watch` hears of this rank's own layers while they compute.
-        A step without logits ends, on each stage, when its hidden states are on their way: the next step's chunk
-        starts here while later stages compute this one. Raises PeerGone.
+        `watch` is notified of this rank's own layers while they compute. A step without logits ends, on each stage,
+        when its hidden states are on their way: the next step's chunk starts here while later stages compute this one.
+        Raises PeerGone.
         """
         num_tokens, num_logits = batch.token_ids.shape[0], batch.logit_rows.shape[0]
         hidden = None
@@ -100,7 +100,7 @@ class Rank:
         return None
 
     def abort(self) -> None:
-        """Another rank is gone: `compute`, if it waits for it, shall fail. Any thread."""
+        """Makes a waiting `compute` fail because another rank is gone. Any thread."""
         self._links.abort()
 
     def _empty(self, num_rows: int, width: int) -> Tensor:
@@ -108,7 +108,7 @@ class Rank:
 
 
 def rank_device(device: str, rank: int) -> str:
-    """`cuda` means one device a rank (not run yet: there was no host with two)."""
+    """The rank's device: `cuda` means one device per rank (not run yet: there was no host with two)."""
     return f"cuda:{rank}" if device == "cuda" else device
 
 

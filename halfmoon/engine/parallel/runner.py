@@ -1,7 +1,7 @@
 """Rank 0: runs schedules over all ranks. To the engine it is a runner and a KV memory like those of one device.
 
-Chunked pipeline parallelism (Mooncake, section 5.1) needs nothing more than that a step is over here as soon as nobody
-waits for its logits: `run` then returns while later stages compute, and the next chunk of the prompt starts here.
+Chunked pipeline parallelism (Mooncake, section 5.1) needs only that a step ends here as soon as its logits are not
+awaited: `run` then returns while later stages compute, and the next chunk of the prompt starts here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ParallelRunner:
             num_blocks=self.num_blocks,
             num_threads=config.num_threads or _num_threads(config, grid),
         )
-        self._num_steps = 0  # that `run` is done with; later stages may still compute the last of them
+        self._num_steps = 0  # steps that `run` has finished; later stages may still compute the last of them
         self._kv = ShardedKV(layout, shards, readable, self._copy_all, lambda: self._num_steps)
         store, port = serve_rendezvous()
         setups = [
@@ -71,10 +71,10 @@ class ParallelRunner:
 
     @torch.inference_mode()
     def run(self, scheduled: tuple[ScheduledSequence, ...], watch: LayerWatch | None = None) -> list[SampledToken]:
-        """As `ModelRunner.run`. Raises ServiceFailed when a rank is gone, and never works again after it.
+        """Runs like `ModelRunner.run`. Raises ServiceFailed when a rank is gone, and cannot be used after that.
 
-        `watch` hears of the first stage's layers: what later stages have written is known when the step is over, and
-        to wait for it is `read`'s business.
+        `watch` is notified of the first stage's layers: what later stages have written is known when the step is over,
+        and `read` waits for it.
         """
         chunks = tuple(chunk_of(item) for item in scheduled)
         batch = self._rank.batch(chunks)
@@ -83,7 +83,7 @@ class ParallelRunner:
             logits = self._rank.compute(batch, watch and self._lagging(watch))
         except PeerGone:
             raise self._followers.cause() from None
-        except Exception as error:  # the followers wait for what will not come
+        except Exception as error:  # the followers wait for data that will not come
             self._followers.fail(ServiceFailed(f"rank 0 failed in a step: {type(error).__name__}: {error}"))
             raise self._followers.cause() from error
         self._num_steps += 1
@@ -98,7 +98,7 @@ class ParallelRunner:
         num_tokens: int,
         out: KVPlace | None = None,
     ) -> memoryview:
-        """As `KVArena.read`. Raises Incompatible for device memory: no device holds all of the KV."""
+        """See `KVArena.read`. Raises Incompatible for device memory: no device holds all of the KV."""
         if isinstance(out, DeviceBytes):
             raise Incompatible("KV of several ranks is not in one device's memory")
         return self._kv.read(blocks, layer_start, layer_end, start, num_tokens, out)
@@ -106,7 +106,7 @@ class ParallelRunner:
     def write(
         self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
     ) -> None:
-        """As `KVArena.write`. Raises Incompatible for device memory: no device holds all of the KV."""
+        """See `KVArena.write`. Raises Incompatible for device memory: no device holds all of the KV."""
         if isinstance(payload, DeviceBytes):
             raise Incompatible("KV of several ranks is not in one device's memory")
         self._kv.write(blocks, layer_start, layer_end, start, num_tokens, payload)
@@ -116,7 +116,7 @@ class ParallelRunner:
         self._followers.check()
 
     def call_on_failure(self, on_failure: OnFailure) -> None:
-        """`on_failure` is called, on any thread, when a follower ends on its own."""
+        """Calls `on_failure`, on any thread, when a follower ends on its own."""
         self._followers.call_on_failure(on_failure)
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class ParallelRunner:
         return LayerWatch(watch.every, notify)
 
     def _copy_all(self, requests: Mapping[int, tuple[CopyKV, bytes]]) -> Mapping[int, bytes | memoryview]:
-        """Rank 0's own part beside the followers'."""
+        """Copies rank 0's own part while the followers copy theirs."""
         done: dict[int, bytes | memoryview] = {}
         if 0 in requests:
             request, payload = requests[0]
@@ -160,7 +160,7 @@ def _rank_0(
 
 
 def _num_blocks(config: EngineConfig, model: ModelConfig, shards: Sequence[Shard], layout: KVLayout) -> int:
-    """As many as the rank with the largest shard can hold. Raises Incompatible when there is no room for one."""
+    """As many blocks as the rank with the largest shard can hold. Raises Incompatible when there is no room for one."""
     block_bytes = max(shard_layout(layout, shard).block_bytes for shard in shards)
     budget = kv_budget_bytes(config, model, getattr(torch, layout.dtype))
     if budget < block_bytes:
@@ -169,5 +169,5 @@ def _num_blocks(config: EngineConfig, model: ModelConfig, shards: Sequence[Shard
 
 
 def _num_threads(config: EngineConfig, grid: Grid) -> int | None:
-    """On a CPU the ranks share its cores: more threads than cores would wait for each other."""
+    """Divides a CPU's cores among its ranks: more threads than cores would wait for each other."""
     return max((os.cpu_count() or 1) // grid.size, 1) if config.device == "cpu" else None

@@ -1,6 +1,6 @@
 """KV of several ranks in the canonical order of the whole model: gathered from the shards, scattered to them.
 
-So a hand-over does not know how either side is cut. Knows nothing of processes.
+So a hand-over is independent of how either side is cut. Knows nothing of processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CopyAll = Callable[[Mapping[int, tuple[CopyKV, bytes]]], Mapping[int, bytes | me
 
 
 class ShardedKV:
-    """As `KVArena.read` and `write`, over all ranks. `shards` and `readable` (no copies of a head twice) by rank."""
+    """`KVArena.read` and `write` over all ranks. `shards` and `readable` (False for a head's second copy) by rank."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ShardedKV:
         self._copy_all(requests)
 
     def _places(self, layer_start: int, layer_end: int, wanted: Sequence[bool]) -> dict[int, Shard]:
-        """What each wanted rank has of these layers, in the whole model's numbers."""
+        """Each wanted rank's share of these layers, in the whole model's numbering."""
         places = {}
         for rank, shard in enumerate(self._shards):
             first, last = max(layer_start, shard.layer_start), min(layer_end, shard.layer_end)
@@ -88,6 +88,6 @@ class ShardedKV:
 
 
 def _view(values: NDArray[np.signedinteger], place: Shard, layer_start: int) -> NDArray[np.signedinteger]:
-    """values: [layers from layer_start, 2, kv_heads, num_tokens, head_dim], cut to one shard's place."""
+    """Cuts values: [layers from layer_start, 2, kv_heads, num_tokens, head_dim] to one shard's place."""
     layers = slice(place.layer_start - layer_start, place.layer_end - layer_start)
     return values[layers, :, place.head_start : place.head_end]

@@ -19,9 +19,9 @@ from halfmoon.errors import Incompatible
 
 @torch.no_grad()
 def load_part(model: Model, part: ModelPart, files: Iterable[Path], on_progress: Progress | None = None) -> None:
-    """Streams `part`'s slices into `model`, telling `on_progress` its own bytes.
+    """Streams `part`'s slices into `model`, reporting its own bytes to `on_progress`.
 
-    Raises Incompatible as `load_weights` does: for a missing, an unexpected or a misshapen tensor.
+    Raises Incompatible, like `load_weights`, for a missing, an unexpected or a misshapen tensor.
     """
     shapes = _whole_shapes(part)
     wanted = dict(model.parameters())
@@ -43,7 +43,7 @@ def load_part(model: Model, part: ModelPart, files: Iterable[Path], on_progress:
 
 @torch.no_grad()
 def fill_dummy_part(model: Model, part: ModelPart) -> None:
-    """The slices of `fill_dummy_weights`' numbers, so that every grid has the same model."""
+    """Fills in slices of `fill_dummy_weights`' numbers, so that every grid has the same model."""
     shapes = _whole_shapes(part)
     for name, view in model.parameters().items():
         _fill(
@@ -52,7 +52,7 @@ def fill_dummy_part(model: Model, part: ModelPart) -> None:
 
 
 def _whole_shapes(part: ModelPart) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the whole model by name, from a model that takes no memory."""
+    """Shapes of the whole model's tensors by name, from a model that takes no memory."""
     whole = build_model(part.whole, torch.float32, "meta")
     return {name: tuple(view.shape) for name, view in whole.parameters().items()}
 

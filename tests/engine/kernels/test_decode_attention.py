@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_refused(make_paged: MakePaged, device: str) -> Non
     q = query(1, 4, 64, FP32, device)
     with pytest.raises(ValueError, match="query heads cannot share"):
         kernels.decode_attention(q[:, :3], *paged, 0.1, 1)
-    with pytest.raises(ValueError, match="no power of two"):
+    with pytest.raises(ValueError, match="not a power of two"):
         kernels.decode_attention(q, *paged, 0.1, 3)
     with pytest.raises(TypeError, match="q: dtype"):
         kernels.decode_attention(q.half(), *paged, 0.1, 1)

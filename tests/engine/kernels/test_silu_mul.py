@@ -23,7 +23,7 @@ def test_no_tokens(device: str) -> None:
 
 
 def test_what_does_not_fit_is_refused(device: str) -> None:
-    with pytest.raises(ValueError, match="no two halves"):
+    with pytest.raises(ValueError, match="not two halves"):
         kernels.silu_mul(torch.zeros(2, 7, device=device))
     with pytest.raises(ValueError, match="must be dense"):
         kernels.silu_mul(torch.zeros(8, 2, device=device).t())
