@@ -1,4 +1,4 @@
-"""Work that runs beside other work, and never outlives it."""
+"""Background tasks that never outlive their scope."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def running(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
-    """`work` runs while inside and has ended outside; what it raises only who asks the task hears."""
+    """Runs `work` while inside; it has ended outside. Its error is raised only to those who await the task."""
     task = asyncio.create_task(work)
     try:
         yield task
@@ -24,7 +24,7 @@ async def running(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]
 
 
 async def logged(work: Coroutine[Any, Any, None]) -> None:
-    """`work`, whose failure ends nothing but itself: it is written down, since nobody asks for it."""
+    """Runs `work` and logs its failure, which ends nothing else and which no one awaits."""
     try:
         await work
     except Exception as error:
@@ -32,16 +32,16 @@ async def logged(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:
-    """Returns when `task` has ended, by cancellation if need be."""
+    """Cancels `task` and returns when it has ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 async def first_result(wanted: asyncio.Future[T], *others: asyncio.Future[Any]) -> T:
-    """What `wanted` gives; before that, raises what any of the others raises as soon as it does."""
+    """The result of `wanted`; raises the error of any of the others as soon as it occurs."""
     waiting: set[asyncio.Future[Any]] = {wanted, *others}
     while not wanted.done():
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for one in done - {wanted}:
-            one.result()
+        for other in done - {wanted}:
+            other.result()
     return wanted.result()

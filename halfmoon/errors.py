@@ -5,12 +5,12 @@
     ├── Unauthenticated              UNAUTHENTICATED       no operator token, or a wrong one
     ├── NotFound                     NOT_FOUND             absent block, unknown request
     │   └── UnknownModel             NOT_FOUND             no such model is served here
-    ├── AlreadyHere                  ALREADY_EXISTS        what was to be stored is stored
+    ├── AlreadyHere                  ALREADY_EXISTS        it is already stored here
     ├── DataLoss                     DATA_LOSS             a digest did not match
     ├── Incompatible                 FAILED_PRECONDITION   wrong model, layout or version
     ├── NoCapacity                   RESOURCE_EXHAUSTED    full now; `retry_after_ms` says when to come back
     ├── Unavailable                  UNAVAILABLE           draining, or the peer is gone
-    ├── Cancelled                    ABORTED               the request was cancelled while this call worked for it
+    ├── Cancelled                    ABORTED               the request was cancelled during this call
     ├── DeadlineExceeded             DEADLINE_EXCEEDED     a peer did not answer in time
     └── ServiceFailed                INTERNAL              a service's process ended on its own
 
@@ -35,19 +35,19 @@ class HalfmoonError(Exception):
 
 
 class InvalidRequest(HalfmoonError):
-    """A user's or peer's input is wrong; `param` names the offending field where there is one."""
+    """A user's or peer's input is wrong; `param` names the offending field, if there is one."""
 
     grpc_status = "INVALID_ARGUMENT"
 
 
 class Unauthenticated(HalfmoonError):
-    """The caller has no token where one is needed, or a wrong one."""
+    """The caller has no token where one is required, or a wrong one."""
 
     grpc_status = "UNAUTHENTICATED"
 
 
 class NotFound(HalfmoonError):
-    """What was asked for is not here."""
+    """The requested object is not here."""
 
     grpc_status = "NOT_FOUND"
 
@@ -57,13 +57,13 @@ class UnknownModel(NotFound):
 
 
 class AlreadyHere(HalfmoonError):
-    """What somebody wants to store is here."""
+    """The object to be stored is already here."""
 
     grpc_status = "ALREADY_EXISTS"
 
 
 class DataLoss(HalfmoonError):
-    """Bytes arrived or were read whose digest does not match."""
+    """The digest of bytes that arrived or were read does not match."""
 
     grpc_status = "DATA_LOSS"
 
@@ -75,7 +75,7 @@ class Incompatible(HalfmoonError):
 
 
 class NoCapacity(HalfmoonError):
-    """There is no room now; another worker may have some, or this one `retry_after_ms` later."""
+    """There is no room now; another worker may have some, or this one after `retry_after_ms`."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
 
@@ -87,7 +87,7 @@ class Unavailable(HalfmoonError):
 
 
 class Cancelled(HalfmoonError):
-    """The request this call worked for was cancelled by somebody else."""
+    """Another party cancelled the request that this call worked for."""
 
     grpc_status = "ABORTED"
 
@@ -110,11 +110,11 @@ def leaf_errors(error: BaseException) -> list[BaseException]:
 
 
 def error_classes() -> dict[str, type[HalfmoonError]]:
-    """Every class of the tree by name: what travels in the `halfmoon-error` trailer is looked up here."""
-    found: dict[str, type[HalfmoonError]] = {}
+    """Every class of the tree by name, for looking up the `halfmoon-error` trailer."""
+    classes: dict[str, type[HalfmoonError]] = {}
     todo: list[type[HalfmoonError]] = [HalfmoonError]
     while todo:
         cls = todo.pop()
-        found[cls.__name__] = cls
+        classes[cls.__name__] = cls
         todo.extend(cls.__subclasses__())
-    return found
+    return classes

@@ -18,7 +18,6 @@ class LayerWatch(NamedTuple):
     """A listener to a step's progress. `notify(n)`: K and V of the first `n` layers are in memory."""
 
     every: int  # layers between calls; the last `every` layers are reported where 2**n layers are left, and at the end
-
     notify: Callable[[int], None]
 
 

@@ -18,7 +18,6 @@ _MAX_PIECE_CHARS = 1_024  # longer ones are not worth their memory
 _AT_ONCE = 64  # pieces per tokenizer call
 
 Encode = Callable[[list[str]], list[Sequence[int]]]
-
 """Tokenizes each of these texts on its own."""
 
 

@@ -64,7 +64,6 @@ class Restore:
 
     def runs(self, block: int) -> tuple[tuple[int, int], ...]:
         """The loaded blocks from `block` on, as half-open runs in order."""
-
         runs: list[tuple[int, int]] = []
         for loaded in sorted(other for other in self._loaded if other >= block):
             if runs and runs[-1][1] == loaded:

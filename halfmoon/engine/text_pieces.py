@@ -32,7 +32,6 @@ def pieces_of(text: str, longest: int | None = None) -> Iterator[str]:
     """
     begin, end = 0, len(text)
     reach = end if longest is None else longest
-
     while (cut := _CUT.search(text, begin + PIECE_CHARS - 1, min(begin + reach, end))) is not None:
         yield text[begin : cut.end()]
         begin = cut.end()

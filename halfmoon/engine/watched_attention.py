@@ -47,7 +47,6 @@ class DeviceWatch:
 
     def behind(self, watch: LayerWatch) -> LayerWatch:
         """`watch`, notified on this object's thread once the device has finished what was launched before."""
-
         return LayerWatch(watch.every, partial(self._notify_when_done, watch.notify))
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""The store's block bytes as raw frames, many blocks a stream. kvstore.proto states both exchanges."""
+"""Block bytes to and from the store as raw frames, many blocks per stream. kvstore.proto defines both exchanges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from halfmoon.rpc.transfer import TransferSender, transfer_to
 from halfmoon.rpc.transport.link import KVLink
 
 _PUT, _GET = "/halfmoon.KVStoreBytes/Put", "/halfmoon.KVStoreBytes/Get"
-_TRANSFER_ID = bytes(16)  # a Get's stream carries one transfer
+_TRANSFER_ID = bytes(16)  # the stream of a Get carries one transfer
 
 
 async def put_blocks(
@@ -36,7 +36,7 @@ async def put_blocks(
     *,
     deadline_s: float,
 ) -> Stored:
-    """Stores successive blocks of a prompt, or half as many where there is no room for all."""
+    """Stores successive blocks of a prompt, or half as many when there is no room for all."""
     body = kvstore_pb2.BlocksOpen(
         keys=keys, layout=layout_message(layout), tenant_salt=salt, parent=chain.parent,
         recompute_s=chain.recompute_s, ttl_s=chain.ttl_s,
@@ -68,7 +68,7 @@ async def get_blocks(
     *,
     deadline_s: float,
 ) -> AsyncGenerator[memoryview, None]:
-    """As `KVStoreClient.get_run`; `arrival` returns when so many bytes would have come."""
+    """Implements `KVStoreClient.get_run`; `arrival(num_bytes)` returns when that many bytes would have arrived."""
     body = kvstore_pb2.BlocksOpen(keys=keys, tenant_salt=salt).SerializeToString()
     opening = Frame(FrameKind.OPEN, _TRANSFER_ID, layout.fingerprint(), 0, wanted, payload=encode_open((), body))
     call = link.peer.raw_stream(_GET, deadline_s=deadline_s)
@@ -100,7 +100,7 @@ async def _next_block(
     wanted: KVRange,
     arrival: Callable[[int], Awaitable[None]],
 ) -> memoryview | None:
-    """None after the last one."""
+    """The next block, or None after the last one."""
     out: NDArray[np.uint8] | None = None
     coverage = Coverage(wanted)
     while not coverage.is_whole():
@@ -122,7 +122,7 @@ async def _next_block(
 
 
 def whole_blocks(layout: KVLayout, token_start: int, num_blocks: int) -> KVRange:
-    """All of successive blocks."""
+    """The range of `num_blocks` whole successive blocks."""
     num_tokens = num_blocks * layout.block_tokens
     return KVRange(0, layout.num_layers, 0, layout.num_kv_heads, token_start, num_tokens)
 
@@ -136,7 +136,7 @@ def _row_shape(layout: KVLayout) -> tuple[int, ...]:
 
 
 def _from_start(part: KVRange, whole: KVRange) -> KVRange:
-    """`part`, counted from the beginning of `whole` in every direction."""
+    """`part`, counted from the start of `whole` in every dimension."""
     return KVRange(
         part.layer_start - whole.layer_start,
         part.layer_end - whole.layer_start,
@@ -160,5 +160,5 @@ async def _send(call: grpc.aio.StreamStreamCall, message: bytes) -> None:
     try:
         await call.write(message)
         await call.done_writing()
-    except asyncio.InvalidStateError:  # the store refused already: reading says why
+    except asyncio.InvalidStateError:  # the store has already refused: reading says why
         return

@@ -1,4 +1,4 @@
-"""Where blocks for the store stand in their prompt, and what became of them."""
+"""Where blocks for the store stand in their prompt, and how storing them ended."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Of one block, or of the first of several successive ones."""
+    """The position of one block, or of the first of several successive ones."""
 
-    parent: bytes = b""  # key of the block before it; empty: there is none
-    depth: int = 0  # blocks before it
-    recompute_s: float = 0.0  # what computing each took; 0: unknown
-    ttl_s: float = 0.0  # 0: the store's own
+    parent: bytes = b""  # key of the block before it; empty for the first block
+    depth: int = 0  # number of blocks before it
+    recompute_s: float = 0.0  # time to compute each block; 0: unknown
+    ttl_s: float = 0.0  # 0: the store's default
 
 
 class Stored(NamedTuple):
-    """What became of successive blocks that were offered."""
+    """Outcome for successive blocks that were offered."""
 
-    num_held: int  # leading ones that the store has now
-    num_new: int  # of these that it did not have before
+    num_held: int  # leading blocks that the store has now
+    num_new: int  # of these, how many are new to it

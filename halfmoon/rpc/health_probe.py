@@ -1,4 +1,4 @@
-"""`python -m halfmoon.rpc.health_probe HOST:PORT`: exits 0 if the service there is SERVING, else 1 and says why."""
+"""`python -m halfmoon.rpc.health_probe HOST:PORT`: exits with 0 if the service is SERVING, else 1 and the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEADLINE_S = 3.0
 
 
 async def probe(address: str, deadline_s: float = _DEADLINE_S) -> str:
-    """The name of the health status. Raises Unavailable or DeadlineExceeded if nobody answers."""
+    """The name of the health status. Raises Unavailable or DeadlineExceeded without an answer."""
     async with Peer(address) as peer:
         check = health_pb2_grpc.HealthStub(peer.channel).Check
         response = await peer.call(check, health_pb2.HealthCheckRequest(), deadline_s=deadline_s)

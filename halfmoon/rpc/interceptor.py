@@ -1,6 +1,6 @@
 """The one server interceptor: errors to statuses, request ids and deadlines to context, RPC metrics and spans.
 
-Handlers are coroutines (one response) or async generators (a stream of them); they raise our errors and never call
+Handlers are coroutines (one response) or async generators (a stream of responses); they raise our errors and never call
 `context.abort`. The text of an unknown exception stays in the log.
 """
 
@@ -23,7 +23,7 @@ from halfmoon.rpc.status import status_of, trailers_of
 
 log = logging.getLogger(__name__)
 
-_NO_FAILURES = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)  # of the span: who has what he wants may hang up
+_NO_FAILURES = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)  # for spans: a client that has what it wants may hang up
 
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
@@ -49,7 +49,7 @@ def _guarded(handler: Any, method: str, metrics: RpcMetrics, tracer: Tracer) -> 
     kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
     behaviour = getattr(handler, kind)
 
-    async def one(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
         with _scope(method, context, metrics, tracer) as outcome:
             try:
                 return await behaviour(request, context)
@@ -58,7 +58,7 @@ def _guarded(handler: Any, method: str, metrics: RpcMetrics, tracer: Tracer) -> 
                 outcome.status = status_of(error)
         return await _abort(context, error)
 
-    async def many(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    async def streaming(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         with _scope(method, context, metrics, tracer) as outcome:
             try:
                 async with aclosing(behaviour(request, context)) as responses:
@@ -71,12 +71,12 @@ def _guarded(handler: Any, method: str, metrics: RpcMetrics, tracer: Tracer) -> 
         await _abort(context, error)
 
     make = getattr(grpc, f"{kind}_rpc_method_handler")
-    wrapped = many if handler.response_streaming else one
+    wrapped = streaming if handler.response_streaming else unary
     return make(wrapped, handler.request_deserializer, handler.response_serializer)
 
 
 class _Outcome:
-    """How a call ended, for the metrics; a call that was cancelled from outside stays CANCELLED."""
+    """The outcome of a call, for the metrics; a call cancelled from outside stays CANCELLED."""
 
     def __init__(self) -> None:
         self.status = grpc.StatusCode.CANCELLED
@@ -102,13 +102,13 @@ def _scope(method: str, context: grpc.aio.ServicerContext, metrics: RpcMetrics, 
 
 
 def _domain_error(err: BaseException, method: str) -> HalfmoonError:
-    """Raises `err` on if it is a cancellation of this very call; otherwise gives the error to answer with."""
+    """Re-raises `err` if it cancels this very call; otherwise returns the error to answer with."""
     if isinstance(err, HalfmoonError):
         return err
     task = asyncio.current_task()
     if isinstance(err, GeneratorExit) or (isinstance(err, asyncio.CancelledError) and task and task.cancelling()):
         raise err
-    if isinstance(err, asyncio.CancelledError):  # from inside: left alone, the client would hang until its deadline
+    if isinstance(err, asyncio.CancelledError):  # from inside: otherwise the client would hang until its deadline
         return Unavailable("the work behind this call was cancelled")
     if isinstance(err, BaseExceptionGroup):
         ours, _ = err.split(HalfmoonError)

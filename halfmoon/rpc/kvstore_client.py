@@ -1,4 +1,4 @@
-"""A worker's or gateway's end of the pool: blocks in and out, read where they lie on the store's own host.
+"""The pool's client in a worker or gateway: blocks in and out, read in place on the store's own host.
 
 Every method's `deadline_s` bounds the call. Absent, damaged and unreachable blocks raise NotFound, DataLoss and
 Unavailable: for a caller that can compute a block, each of them is a miss.
@@ -34,7 +34,7 @@ TierName = Literal["dram", "disk", "cold"]
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """One block in the store's memory, as long as the loan lasts."""
+    """One block in the store's memory, valid as long as the loan lasts."""
 
     stored: memoryview  # read-only, in the store's mapping
     digest: int
@@ -42,7 +42,7 @@ class Lent:
     layout: KVLayout
 
     def cells(self) -> memoryview:
-        """The raw block in canonical order; of a plain block a view of the store's memory.
+        """The raw block in canonical order; for a plain block, a view of the store's memory.
 
         Raises DataLoss if the bytes are not those that were stored.
         """
@@ -52,47 +52,48 @@ class Lent:
 
 
 class KVStoreClient:
-    """Owns the channels to one store, its mapped memory, and the memory that it takes blocks out of. Close it."""
+    """Owns the channels to one store, its mapped memory, and the memory from which it takes blocks. Close it."""
 
     def __init__(self, address: str, tenant_salt: bytes = b"", link_settings: LinkSettings | None = None) -> None:
-        """tenant_salt: only blocks stored under the same salt are seen."""
+        """tenant_salt: only blocks stored under the same salt are visible."""
         self._peer = Peer(address)
         self._link = KVLink(Peer(address), link_settings)  # bulk bytes do not delay control
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._peer.channel)
         self._salt = tenant_salt
         settings = self._link.settings
-        self._inbound = LinkLimiter(settings.bytes_per_s, settings.delay_s)  # its own direction of a slower link
+        self._inbound = LinkLimiter(settings.bytes_per_s, settings.delay_s)  # the inbound direction of a throttled link
         self._segments = MappedSegments()
         self._outbox = Outbox(self._peer, self._link)
 
     def of_tenant(self, salt: bytes) -> KVStoreClient:
-        """The same store to another tenant, on the same channels. Not to be closed."""
+        """The same store for another tenant, on the same channels. Must not be closed."""
         view = copy(self)
         view._salt = salt
         return view
 
     async def close(self) -> None:
-        """Closes the channels and lets go of the store's memory."""
+        """Closes the channels and releases the store's memory."""
         await self._segments.aclose()
         self._outbox.close()
         await self._link.close()
         await self._peer.close()
 
     async def match(self, keys: Sequence[bytes], *, deadline_s: float) -> list[TierName]:
-        """Of the leading keys that are there the fastest tier that has each."""
+        """For each of the leading keys that are present, the fastest tier that has it."""
         request = kvstore_pb2.MatchRequest(keys=keys, tenant_salt=self._salt)
         response = await self._peer.call(self._stub.Match, request, deadline_s=deadline_s)
         return [_TIERS[tier] for tier in response.tiers]
 
     async def prefetch(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
-        """Has leading blocks brought to the store's DRAM; gives how many are there or will come."""
+        """Brings leading blocks into the store's DRAM; returns how many are there or on their way."""
         request = kvstore_pb2.PrefetchRequest(keys=keys, tenant_salt=self._salt)
         return int((await self._peer.call(self._stub.Prefetch, request, deadline_s=deadline_s)).num_coming)
 
     async def replicate(self, source: str, keys: Sequence[bytes], layout: KVLayout, *, deadline_s: float) -> int:
-        """Has this store copy a prompt's blocks from the store at `source`, behind the call; gives how many it lacks.
+        """Makes this store copy a prompt's blocks from the store at `source` in the background; returns how many it
+        lacks.
 
-        Raises NoCapacity if it has enough to copy.
+        Raises NoCapacity if it already has enough to copy.
         """
         request = kvstore_pb2.ReplicateRequest(
             source=source, keys=keys, tenant_salt=self._salt, layout=layout_message(layout)
@@ -100,7 +101,7 @@ class KVStoreClient:
         return int((await self._peer.call(self._stub.Replicate, request, deadline_s=deadline_s)).num_coming)
 
     async def stats(self, *, deadline_s: float) -> kvstore_pb2.StatsResponse:
-        """The store's figures."""
+        """The store's statistics."""
         response = await self._peer.call(self._stub.Stats, kvstore_pb2.StatsRequest(), deadline_s=deadline_s)
         assert isinstance(response, kvstore_pb2.StatsResponse)
         return response
@@ -108,7 +109,7 @@ class KVStoreClient:
     async def put(
         self, key: bytes, layout: KVLayout, cells: KVBytes, chain: Chain | None = None, *, deadline_s: float
     ) -> None:
-        """Stores one whole block, as `put_run`."""
+        """Stores one whole block; see `put_run`."""
         await self.put_run([key], layout, [cells], chain, deadline_s=deadline_s)
 
     async def put_run(
@@ -122,8 +123,8 @@ class KVStoreClient:
     ) -> Stored:
         """Stores successive blocks of a prompt: raw bytes in canonical order.
 
-        Afterwards at least the first one is there, and can be seen; else it raises NotFound if the block before it is
-        not there, NoCapacity, DataLoss, Incompatible or Unavailable.
+        Afterwards at least the first one is stored and visible; otherwise raises NotFound if the block before it is
+        absent, NoCapacity, DataLoss, Incompatible or Unavailable.
         """
         place = chain or Chain()
         stored = await self._outbox.put(keys, layout, cells, place, self._salt, deadline_s=deadline_s)
@@ -132,7 +133,7 @@ class KVStoreClient:
         return await put_blocks(self._link, keys, layout, cells, place, self._salt, deadline_s=deadline_s)
 
     async def get(self, key: bytes, layout: KVLayout, part: KVRange | None = None, *, deadline_s: float) -> memoryview:
-        """One block, or a part of it, as `get_run`. Raises NotFound, DataLoss, Incompatible or Unavailable."""
+        """One block, or a part of it; see `get_run`. Raises NotFound, DataLoss, Incompatible or Unavailable."""
         async with aclosing(self.get_run([key], layout, part, deadline_s=deadline_s)) as blocks:
             async for cells in blocks:
                 return cells
@@ -141,16 +142,16 @@ class KVStoreClient:
     def get_run(
         self, keys: Sequence[bytes], layout: KVLayout, part: KVRange | None = None, *, deadline_s: float
     ) -> AsyncGenerator[memoryview, None]:
-        """Blocks' raw bytes in canonical order, or a part of each, `token_start` counting from where you like.
+        """Raw bytes of blocks in canonical order, or a part of each; `token_start` may count from any origin.
 
-        They end with the first one that is not there; if that is the first of all, NotFound is raised. Close it.
+        Ends at the first absent block; if that is the very first, raises NotFound. Close it.
         """
         wanted = part or whole_blocks(layout, 0, 1)
         return get_blocks(self._link, keys, layout, wanted, self._salt, self._arrival, deadline_s=deadline_s)
 
     @asynccontextmanager
     async def borrow(self, keys: Sequence[bytes], *, deadline_s: float) -> AsyncIterator[list[Lent]]:
-        """The leading blocks that are there, where they lie. What was read counts only if the block ends without error.
+        """The leading blocks that are present, in place. What was read counts only if the context ends without error.
 
         Raises Incompatible if the store is on another host, DeadlineExceeded if the loan lasted too long.
         """
@@ -164,14 +165,14 @@ class KVStoreClient:
             await _next_of(responses)
 
     async def read(self, lent: Lent) -> memoryview:
-        """`lent.cells()` beside the event loop; over a link made slow on purpose, when it would have arrived."""
+        """Runs `lent.cells()` off the event loop; over a throttled link, returns when it would have arrived."""
         cells = await asyncio.to_thread(lent.cells)
         await self._arrival(lent.stored.nbytes)
         return cells
 
     @asynccontextmanager
     async def watch(self) -> AsyncIterator[AsyncIterator[kvstore_pb2.WatchResponse]]:
-        """A snapshot, then what changes; see kvstore.proto. Leaving the block ends it."""
+        """A snapshot, then changes; see kvstore.proto. Leaving the context ends the watch."""
         request = kvstore_pb2.WatchRequest()
         async with self._peer.stream(self._stub.Watch, request, deadline_s=LONG_LIVED_S) as responses:
             yield responses

@@ -1,4 +1,4 @@
-"""A KV layout as a protobuf message and back, the same for every service that names one."""
+"""Conversion between a KV layout and its protobuf message, the same for every service that names one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def layout_message(layout: KVLayout) -> types_pb2.KVLayout:
 
 
 def layout_from(message: types_pb2.KVLayout) -> KVLayout:
-    """Raises Incompatible if the message is none."""
+    """Raises Incompatible if the message is not a valid layout."""
     return KVLayout(
         message.num_layers,
         message.num_kv_heads,
         message.head_dim,
-        message.dtype,  # type: ignore[arg-type]  # KVLayout refuses what is not a KVDtype
+        message.dtype,  # type: ignore[arg-type]  # KVLayout rejects anything but a KVDtype
         message.block_tokens,
     )

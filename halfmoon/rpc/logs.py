@@ -18,7 +18,7 @@ class _RequestIdFilter(logging.Filter):
 
 
 def configure_logs(service: str, level: str = "INFO") -> None:
-    """Sends the root logger's records to stderr as one JSON object a line. Called once, by `__main__`."""
+    """Sends the root logger's records to stderr as one JSON object per line. Called once, by `__main__`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_RequestIdFilter())
     handler.setFormatter(

@@ -1,4 +1,4 @@
-"""Whether only this machine reaches what listens at an address."""
+"""Whether only this machine can reach a listening address."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ipaddress import ip_address
 
 
 def is_loopback(host: str | None) -> bool:
-    """Of a name or an address; None and the empty one listen everywhere."""
+    """Whether a host name or address is loopback; None and "" listen everywhere."""
     try:
         return host is not None and ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Metrics that every service has: what its RPCs did. Filled by the server interceptor alone."""
+"""RPC metrics that every service has, recorded by the server interceptor alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator token as services check it: who looks on and steers has it, or is on this machine."""
+"""The operator token as services check it: operators have it, or are on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AUTHORIZATION_KEY = "authorization"  # gRPC metadata
 
 
 class OperatorToken:
-    """Owns the token's digest. Without a token, what listens on loopback is open and everything else is closed."""
+    """Owns the token's digest. Without a token, loopback listeners are open and everything else is closed."""
 
     def __init__(self, token: str | None, host: str) -> None:
         self._digest = _digest(token) if token else None
@@ -19,11 +19,11 @@ class OperatorToken:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is a token to know at all."""
+        """Whether a token is configured."""
         return self._digest is not None
 
     def is_in(self, authorization: str) -> bool:
-        """Whether `Bearer <token>` has it. The time of a check says nothing of it."""
+        """Whether `Bearer <token>` carries the token. The check's duration reveals nothing about it."""
         scheme, _, given = authorization.partition(" ")
         is_right = self._digest is not None and hmac.compare_digest(_digest(given.strip()), self._digest)
         return is_right and scheme.lower() == "bearer"

@@ -1,7 +1,7 @@
-"""Spans recorded with OpenTelemetry's SDK and exported by OTLP over gRPC. Imported only where traces are wanted.
+"""Spans recorded with OpenTelemetry's SDK and exported by OTLP over gRPC. Imported only if tracing is enabled.
 
-Exporting is a thread's work, from a bounded queue: a receiver that is slow or away costs spans, never a request.
-Sampling, limits and the queue are the SDK's, by OpenTelemetry's environment variables.
+A thread exports from a bounded queue: a slow or absent receiver costs spans, never a request. Sampling, limits and the
+queue are the SDK's, configured by OpenTelemetry's environment variables.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ import halfmoon
 from halfmoon.rpc.context import REQUEST_ID_KEY
 from halfmoon.rpc.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, Span, Tracer
 
-_GOODBYE_S = 1.0  # for what is not exported when the process ends
-_MAX_STATE_CHARS = 512  # of a client's tracestate: what W3C asks for; every call and span carries it
+_GOODBYE_S = 1.0  # to export what is left when the process ends
+_MAX_STATE_CHARS = 512  # of a client's tracestate: the minimum in W3C's recommendation; every call and span carries it
 _W3C = TraceContextTextMapPropagator()
 
 
 @contextmanager
 def exporting_tracer(service: str, endpoint: str | None) -> Iterator[Tracer]:
-    """A tracer whose spans are exported to `endpoint`; None: the environment's.
+    """A tracer that exports its spans to `endpoint`; None: the environment's.
 
-    What is left at the end is exported within a second, or lost.
+    At the end, remaining spans are exported within a second, or lost.
     """
-    logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # of a receiver that is away: a line a batch, not a try
+    logging.getLogger("opentelemetry").setLevel(
+        logging.ERROR
+    )  # a receiver that is away costs one line per batch, not per try
     resource = Resource.create(
         {
             "service.namespace": "halfmoon",
@@ -51,13 +53,13 @@ def exporting_tracer(service: str, endpoint: str | None) -> Iterator[Tracer]:
     try:
         yield _OtlpTracer(provider.get_tracer("halfmoon", halfmoon.__version__))
     finally:
-        ending = threading.Thread(target=provider.shutdown, daemon=True)  # it waits for a receiver that is away
+        ending = threading.Thread(target=provider.shutdown, daemon=True)  # it waits for an absent receiver
         ending.start()
         ending.join(_GOODBYE_S)
 
 
 class _OtlpTracer:
-    """Owns nothing: begins spans."""
+    """Begins spans. Owns nothing."""
 
     def __init__(self, tracer: trace.Tracer) -> None:
         self._tracer = tracer
@@ -119,11 +121,11 @@ class _OtlpSpan:
 
 
 def _bounded(headers: Mapping[str, str]) -> dict[str, str]:
-    """A client's trace context. A tracestate that is too long is left out: gRPC bounds the metadata of a call."""
+    """A client's trace context, without a tracestate that is too long: gRPC limits the metadata of a call."""
     found = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
     return {name: value for name, value in found.items() if len(value) <= _MAX_STATE_CHARS}
 
 
 def _unix_ns(at_s: float) -> int:
-    """A moment of `time.monotonic()` on the clock that all hosts share."""
+    """Converts a moment of `time.monotonic()` to the clock that all hosts share."""
     return time.time_ns() - int((time.monotonic() - at_s) * 1e9)

@@ -1,4 +1,4 @@
-"""Blocks on their way to a store of the same host: laid out in shared memory, out of which it takes them."""
+"""Blocks on their way to a store on the same host: laid out in shared memory, from which the store takes them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from halfmoon.rpc.transport.shm import NAME as SHM
 
 log = logging.getLogger(__name__)
 
-_SEGMENT_BYTES = 16 << 20  # at least; one block, where that is larger
-_OFFER_AGAIN_S = 60.0  # a store that could not reach it may have been too busy, or be another process by then
+_SEGMENT_BYTES = 16 << 20  # minimum; a larger block has a segment of its size
+_OFFER_AGAIN_S = 60.0  # a store that could not reach it may have been too busy, or may have been restarted since
 
 
 class Outbox:
-    """Owns the segment, which one run of blocks uses at a time, and from when on it is offered to the store."""
+    """Owns the segment, used by one run of blocks at a time, and the time from which it is offered to the store."""
 
     def __init__(self, peer: Peer, link: KVLink) -> None:
-        """link: what bytes take otherwise; if it is slow on purpose, so is this."""
+        """link: the alternative for bytes; if it is throttled, so is the outbox."""
         self._peer = peer
         self._stub = kvstore_pb2_grpc.KVStoreStub(peer.channel)
         self._link = link
@@ -48,7 +48,7 @@ class Outbox:
         *,
         deadline_s: float,
     ) -> Stored | None:
-        """As `KVStoreClient.put_run`, of as many blocks as there is room for; None if the store cannot reach them."""
+        """Puts as many blocks as fit, like `KVStoreClient.put_run`; None if the store cannot reach them."""
         if self._link.clock.time() < self._offer_from_s:
             return None
         try:
@@ -65,7 +65,7 @@ class Outbox:
         return Stored(response.num_held, response.num_new)
 
     def close(self) -> None:
-        """Lets go of the segment."""
+        """Releases the segment."""
         if self._segment is not None:
             self._segment.close()
 
@@ -90,7 +90,7 @@ class Outbox:
         )
 
     def _with_room(self, block_bytes: int) -> SharedSegment:
-        """Raises OSError where the system has no shared memory."""
+        """A segment with room for a block. Raises OSError if the system has no shared memory."""
         if self._segment is None or self._segment.memory.nbytes < block_bytes:
             self.close()
             self._segment = SharedSegment(max(_SEGMENT_BYTES, block_bytes))
@@ -98,7 +98,7 @@ class Outbox:
 
 
 def _copied(memory: memoryview, block_bytes: int, cells: Sequence[KVBytes]) -> list[int]:
-    """The digests of the blocks, which lie one after the other in `memory` now."""
+    """Copies the blocks into `memory` one after the other; returns their digests."""
     digests = []
     for index, block in enumerate(cells):
         place = memory[index * block_bytes : (index + 1) * block_bytes]

@@ -1,4 +1,4 @@
-"""A channel to another service: every call has a deadline, every stream is cancelled when its reader goes."""
+"""A channel to another service: every call has a deadline, every stream is cancelled when its reader leaves."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from halfmoon.rpc.context import REQUEST_ID_KEY, bounded_deadline_s, request_id
 from halfmoon.rpc.spans import current_span
 from halfmoon.rpc.status import in_our_tree
 
-LONG_LIVED_S = 24 * 3600.0  # a stream that lives as long as its two ends; both reconnect when it expires
+LONG_LIVED_S = 24 * 3600.0  # a stream that lives as long as both ends, which reconnect when it expires
 
 _KEEPALIVE_MS = 5_000
 
-# Both ends ping a silent connection, so that who vanished without a word is missed within ten seconds: that is the
-# lease of whatever a call holds. gRPC's own limit for a ping's answer, a minute, would override `keepalive_timeout_ms`.
+# Both ends ping a silent connection, so that a silently lost peer is detected within ten seconds: that is the lease of
+# whatever a call holds. gRPC's own limit for a ping's answer, a minute, would override `keepalive_timeout_ms`.
 KEEPALIVE_OPTIONS = (
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
     ("grpc.http2.ping_timeout_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),  # more often is an error, the server says
+    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),  # the server rejects more frequent pings
 )
 CHANNEL_OPTIONS = (
     *KEEPALIVE_OPTIONS,
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.use_local_subchannel_pool", 1),  # a channel of its own is a connection of its own
+    ("grpc.use_local_subchannel_pool", 1),  # each channel has its own connection
 )
 
 
@@ -51,11 +51,11 @@ class Peer:
         await self.close()
 
     async def close(self) -> None:
-        """Cancels what still runs on the channel and closes it."""
+        """Cancels running calls and closes the channel."""
         await self.channel.close()
 
     async def call(self, method: Callable[..., Any], request: Any, *, deadline_s: float) -> Any:
-        """One unary call. Raises what the peer raised, DeadlineExceeded, Unavailable or DataLoss."""
+        """Makes a unary call. Raises what the peer raised, DeadlineExceeded, Unavailable or DataLoss."""
         with in_our_tree(self.address):
             return _parsed(await method(request, timeout=bounded_deadline_s(deadline_s), metadata=_metadata()))
 
@@ -63,7 +63,7 @@ class Peer:
     async def stream(
         self, method: Callable[..., Any], request: Any, *, deadline_s: float
     ) -> AsyncIterator[AsyncIterator[Any]]:
-        """A response stream; leaving the block cancels the call. `request` is a message, or an async iterator."""
+        """Opens a response stream; leaving the context cancels the call. `request` is a message or an async iterator."""
         with in_our_tree(self.address):
             call = method(request, timeout=bounded_deadline_s(deadline_s), metadata=_metadata())
         try:
@@ -83,7 +83,7 @@ class Peer:
 
 
 def _parsed(response: Any) -> Any:
-    """The response. Raises DataLoss for what grpc gives in place of a message that cannot be parsed."""
+    """The response. Raises DataLoss for grpc's stand-in for a message that cannot be parsed."""
     if response is None:
         raise DataLoss("a message of the peer cannot be parsed")
     return response

@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 SUPERVISED_ENV = "HALFMOON_SUPERVISED"  # set by `halfmoon up`: the end of stdin means that the parent is gone
 
 _OPTIONS = (
-    ("grpc.so_reuseport", 0),  # a taken port is an error, not a lottery
+    ("grpc.so_reuseport", 0),  # a taken port raises an error instead of sharing connections at random
     *KEEPALIVE_OPTIONS,
 )
 
 
-MAX_MESSAGE_BYTES = 4 << 20  # gRPC's own bound of what is received
+MAX_MESSAGE_BYTES = 4 << 20  # gRPC's default limit for received messages
 
 
 class RunningServer:
@@ -43,11 +43,11 @@ class RunningServer:
         self.port = port
 
     async def set_serving(self) -> None:
-        """From now on the health service answers SERVING."""
+        """Makes the health service answer SERVING from now on."""
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Health NOT_SERVING, no new calls, running ones get `grace_s` seconds, then are cancelled. Idempotent."""
+        """Sets health to NOT_SERVING, refuses new calls, cancels running ones after `grace_s` seconds. Idempotent."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
@@ -61,7 +61,7 @@ async def running_server(
     tracer: Tracer = NO_TRACER,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> AsyncIterator[RunningServer]:
-    """A server on `listen` (host:port, port 0 picks one). Not yet SERVING: call `set_serving` when the rest is up.
+    """A server on `listen` (host:port, port 0 picks one). Not yet SERVING: call `set_serving` once the rest is up.
 
     Raises InvalidRequest if the address cannot be bound.
     """
@@ -85,7 +85,7 @@ async def running_server(
 
 
 def advertised_address(listen: str, port: int, advertise: str | None) -> str:
-    """Where others reach a service that listens on `listen`: `advertise` if set, else the listening address itself."""
+    """Address at which others reach a service on `listen`: `advertise` if set, else the listening address itself."""
     if advertise:
         return advertise
     host = listen.rpartition(":")[0]
@@ -117,7 +117,7 @@ def _on_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
 
 
 def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs a service's main coroutine until it ends, on uvloop where there is one."""
+    """Runs a service's main coroutine to its end, on uvloop if installed."""
     loop_factory = None
     with suppress(ImportError):
         import uvloop

@@ -1,4 +1,4 @@
-"""What every service's `__main__` does: read settings once, set logs up, run; one clear line if it cannot."""
+"""The common part of every service's `__main__`: read settings once, set up logs, run; one clear line on failure."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ServiceMetrics(Protocol):
 
 
 def service_config(service: str) -> SettingsConfigDict:
-    """How `service`'s settings are read: environment `HALFMOON_<SERVICE>_…` and command line `--kebab-case`."""
+    """Sources of `service`'s settings: environment `HALFMOON_<SERVICE>_…` and command line `--kebab-case`."""
     return SettingsConfigDict(
         env_prefix=_prefix(service),
         cli_prog_name=f"python -m services.{service}",
@@ -69,9 +69,9 @@ def service_config(service: str) -> SettingsConfigDict:
 
 
 def read_settings(settings_class: type[Settings], arguments: Sequence[str]) -> Settings:
-    """From environment and command line. Raises InvalidRequest for a wrong value or a variable that names no setting.
+    """Reads environment and command line. Raises InvalidRequest for a wrong value or an unknown variable.
 
-    A wrong command line ends the program with its usage, as argparse does.
+    A wrong command line exits with the usage text, as argparse does.
     """
     prefix = settings_class.model_config["env_prefix"]
     known = {prefix + name.upper() for name in settings_class.model_fields}
@@ -81,7 +81,7 @@ def read_settings(settings_class: type[Settings], arguments: Sequence[str]) -> S
     try:
         return CliApp.run(settings_class, cli_args=list(arguments))
     except ValidationError as err:
-        raise InvalidRequest("; ".join(_told(problem, prefix) for problem in err.errors())) from err
+        raise InvalidRequest("; ".join(_explained(problem, prefix) for problem in err.errors())) from err
 
 
 def service_main(
@@ -109,8 +109,8 @@ async def serve_until_told_to_stop(
     metrics: ServiceMetrics,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> None:
-    """The whole life of a service that is nothing but its RPCs. Raises InvalidRequest if it cannot listen."""
-    stopping = asyncio.create_task(until_told_to_stop())  # from here on SIGTERM is heard
+    """Runs a service that has only RPCs, start to end. Raises InvalidRequest if it cannot listen."""
+    stopping = asyncio.create_task(until_told_to_stop())  # SIGTERM is handled from here on
     with tracing(service, settings.otlp_endpoint) as tracer:
         async with running_server(
             settings.listen, add_services, metrics.rpc, tracer=tracer, max_message_bytes=max_message_bytes
@@ -142,8 +142,8 @@ def metrics_endpoint(listen: str, port: int | None, registry: CollectorRegistry)
         server.server_close()
 
 
-def _told(problem: Any, prefix: str) -> str:
-    """One of pydantic's findings as a user of the command line reads it."""
+def _explained(problem: Any, prefix: str) -> str:
+    """One of pydantic's findings, worded for a user of the command line."""
     name = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "missing":
         return f"--{name.replace('_', '-')} (or {prefix}{name.upper()}) is required"
@@ -155,6 +155,6 @@ def _prefix(service: str) -> str:
 
 
 def _as_logged(settings: BaseSettings) -> dict[str, Any]:
-    """The settings' own choice of what to log where they hold a secret, else all of them."""
+    """The settings to log: the class's own selection if it holds a secret, else all."""
     own: Callable[[], dict[str, Any]] | None = getattr(settings, "as_logged", None)
     return own() if own is not None else settings.model_dump(mode="json")

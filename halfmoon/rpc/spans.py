@@ -1,4 +1,4 @@
-"""A request's spans as the code that works for it sees them, whether anybody records them or not.
+"""A request's spans as the code that works for it sees them, whether or not they are recorded.
 
 Nothing here knows OpenTelemetry: without a recording tracer every span is `NO_SPAN`, whose methods do nothing, and no
 call carries a header for it. Times are `time.monotonic()`.
@@ -19,40 +19,40 @@ NO_ATTRIBUTES: Attributes = {}
 
 
 class Span(Protocol):
-    """One operation of a trace. It is recorded when it has ended."""
+    """One operation of a trace, recorded when it ends."""
 
     @property
     def is_recording(self) -> bool:
-        """Whether anything comes of it: else what it would be told need not be worked out."""
+        """Whether the span is recorded: if not, its attributes need not be computed."""
         ...
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """What a call carries so that the spans behind it hang from this one (W3C trace context)."""
+        """Headers by which a call makes the spans behind it children of this one (W3C trace context)."""
         ...
 
     def child(self, name: str, start_s: float | None = None, attributes: Attributes = NO_ATTRIBUTES) -> Span:
-        """A span within this one, from now or from `start_s` on."""
+        """A child span that starts now or at `start_s`."""
         ...
 
     def event(self, name: str, at_s: float) -> None:
-        """A moment in it."""
+        """Records a moment within the span."""
         ...
 
     def end(self, end_s: float | None = None, error: str | None = None, attributes: Attributes = NO_ATTRIBUTES) -> None:
-        """Its end, now or at `end_s`; `error` says why it is no success. What comes after the first end is nothing."""
+        """Ends the span now or at `end_s`; `error` says why it failed. Nothing after the first end has an effect."""
         ...
 
 
 class Tracer(Protocol):
-    """Begins the spans of what comes from outside."""
+    """Begins the spans of incoming requests and calls."""
 
     def request(self, name: str, headers: Mapping[str, str], start_s: float, attributes: Attributes) -> Span:
         """A client's request, in the client's trace if its headers name one."""
         ...
 
     def call(self, method: str, headers: Mapping[str, str]) -> Span:
-        """An RPC (`/package.Service/Method`) of another service; no span where its headers name none."""
+        """An RPC (`/package.Service/Method`) from another service; no span unless its headers name one."""
         ...
 
 
@@ -85,24 +85,24 @@ _current: ContextVar[Span] = ContextVar("span", default=NO_SPAN)
 
 
 def current_span() -> Span:
-    """The operation that this code is part of."""
+    """The span that this code is part of."""
     return _current.get()
 
 
 @contextmanager
 def span_scope(span: Span) -> Iterator[Span]:
-    """Code inside is part of `span`, and so are the calls that it makes."""
+    """Makes the code inside, and the calls that it makes, part of `span`."""
     token = _current.set(span)
     try:
         yield span
     finally:
-        with suppress(ValueError):  # a generator finalised in another context: there is nothing to reset there
+        with suppress(ValueError):  # a generator finalised in another context: nothing to reset there
             _current.reset(token)
 
 
 @contextmanager
 def operation(span: Span) -> Iterator[Span]:
-    """Code inside is part of `span`, which ends with it: well, or with what it raises."""
+    """Makes the code inside part of `span`, which ends with it: in success, or with the error raised."""
     with span_scope(span):
         try:
             yield span
@@ -113,7 +113,7 @@ def operation(span: Span) -> Iterator[Span]:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a span's status says of it; the text of an error that is not ours stays in the log."""
+    """The status text of a span for `error`; the text of an error that is not ours stays in the log."""
     if isinstance(error, HalfmoonError):
         return error.message
     is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)

@@ -33,29 +33,29 @@ _BY_STATUS: dict[grpc.StatusCode, type[HalfmoonError]] = {
 
 
 def status_of(error: HalfmoonError) -> grpc.StatusCode:
-    """The status that `error` travels as."""
+    """The gRPC status that carries `error`."""
     return grpc.StatusCode[error.grpc_status]
 
 
 def trailers_of(error: HalfmoonError) -> tuple[tuple[str, str], ...]:
     """Trailing metadata from which `error_from` restores the error."""
-    found = [(_CLASS_KEY, type(error).__name__)]
+    trailers = [(_CLASS_KEY, type(error).__name__)]
     if error.param is not None:
-        found.append((_PARAM_KEY, error.param))
+        trailers.append((_PARAM_KEY, error.param))
     if error.retry_after_ms is not None:
-        found.append((_RETRY_KEY, str(error.retry_after_ms)))
-    return tuple(found)
+        trailers.append((_RETRY_KEY, str(error.retry_after_ms)))
+    return tuple(trailers)
 
 
 def is_told(failure: grpc.Call) -> bool:
-    """Whether a service of ours failed the call, rather than gRPC, which found nobody or lost the connection."""
+    """Whether one of our services failed the call, rather than gRPC, which found no peer or lost the connection."""
     return any(key == _CLASS_KEY for key, _ in failure.trailing_metadata() or ())
 
 
 def error_from(failure: grpc.aio.AioRpcError) -> HalfmoonError:
-    """The error that a failed call stands for."""
+    """The error behind a failed call."""
     trailers = {key: value for key, value in failure.trailing_metadata() or () if isinstance(value, str)}
-    # Without our trailer it is gRPC that speaks, also where the status is INTERNAL: a connection broke.
+    # Without our trailer the error is gRPC's own, even with status INTERNAL: a connection broke.
     by_status = _BY_STATUS.get(failure.code(), errors.Unavailable)
     cls = errors.error_classes().get(trailers.get(_CLASS_KEY, ""), by_status)
     retry = trailers.get(_RETRY_KEY)
@@ -65,7 +65,7 @@ def error_from(failure: grpc.aio.AioRpcError) -> HalfmoonError:
 
 @contextmanager
 def in_our_tree(peer: str) -> Iterator[None]:
-    """What gRPC raises inside, of a call to the address `peer`, as an error of our tree.
+    """Converts what gRPC raises inside, in a call to the address `peer`, to an error of our tree.
 
     A cancellation of the current task stays one.
     """
@@ -79,5 +79,5 @@ def in_our_tree(peer: str) -> Iterator[None]:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # not us: the peer cancelled the call, the channel closed under it, or its request iterator failed
+        # not ours: the peer cancelled the call, the channel closed under it, or its request iterator failed
         raise errors.Unavailable(f"the call to {peer} was cancelled") from failure

@@ -1,4 +1,4 @@
-"""Whether this process traces: with an OTLP endpoint, by setting or by OpenTelemetry's own variables, and else not."""
+"""Whether this process traces: only with an OTLP endpoint, from a setting or OpenTelemetry's own variables."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 def tracing(service: str, endpoint: str | None, environment: Mapping[str, str] = os.environ) -> Iterator[Tracer]:
     """The tracer of `service`. `endpoint` is http(s)://host:port of an OTLP receiver (gRPC); None: the environment's.
 
-    Without one nothing is traced, and OpenTelemetry is not imported. Raises InvalidRequest for an `endpoint` that
-    cannot work; what the environment says, perhaps to other programs, costs a line in the log at most.
+    Without one nothing is traced, and OpenTelemetry is not imported. Raises InvalidRequest for an unusable `endpoint`;
+    unusable environment variables, perhaps meant for other programs, cost at most a log line.
     """
     check_endpoint(endpoint)
     if not is_wanted(endpoint, environment):
@@ -43,7 +43,7 @@ def tracing(service: str, endpoint: str | None, environment: Mapping[str, str] =
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Raises InvalidRequest for one that is no URL, and where OpenTelemetry is not installed."""
+    """Raises InvalidRequest if `endpoint` is not a URL or OpenTelemetry is not installed."""
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise InvalidRequest(
             f"--otlp-endpoint must be http://host:port, or https:// with TLS, not {endpoint!r}", param="otlp_endpoint"
@@ -53,7 +53,7 @@ def check_endpoint(endpoint: str | None) -> None:
 
 
 def is_wanted(endpoint: str | None, environment: Mapping[str, str]) -> bool:
-    """As OpenTelemetry's specification has its variables."""
+    """Whether tracing is enabled, by the rules of OpenTelemetry's specification."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     if environment.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none":
@@ -71,5 +71,5 @@ def _problem(environment: Mapping[str, str]) -> str | None:
 def _is_installed() -> bool:
     try:
         return None not in (find_spec("opentelemetry.sdk"), find_spec("opentelemetry.exporter.otlp.proto.grpc"))
-    except ModuleNotFoundError:  # of a package above them
+    except ModuleNotFoundError:  # raised for a parent package
         return False

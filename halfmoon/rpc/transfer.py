@@ -1,6 +1,6 @@
-"""KV transfers over a raw-bytes gRPC stream: one bidirectional call a transfer, on a channel of its own.
+"""KV transfers over a raw-bytes gRPC stream: one bidirectional call per transfer, on a channel of its own.
 
-The law of the frames is `kv.receiver` and `kv.sender`; `rpc.transport` says where payloads lie.
+`kv.receiver` and `kv.sender` hold the law of the frames; `rpc.transport` says where payloads lie.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RawHandler = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], AsyncIte
 
 
 def raw_service(service: str, handlers: dict[str, RawHandler]) -> Callable[[grpc.aio.Server], None]:
-    """Adds bidirectional methods whose messages are bytes, without a serializer between."""
+    """Adds bidirectional methods whose messages are bytes, without a serializer."""
 
     def add(server: grpc.aio.Server) -> None:
         methods = {name: grpc.stream_stream_rpc_method_handler(handler) for name, handler in handlers.items()}

@@ -71,18 +71,15 @@ class OffloadRunner:
         passes = planner.passes(scheduled)
         if not passes:
             return self._runner.run(scheduled, watch)
-
         groups = [[self._cold_rows(plan) for plan in forward_pass.groups] for forward_pass in passes]
         tasks = iter([task for forward_pass in passes for task in self._tasks(forward_pass)])
         pipeline = Pipeline(self._staging, self._link, self._memory, tasks)
         try:
             watch = watch if len(passes) == 1 else None
-
             pairs = zip(passes, groups, strict=True)
             logits = [self._forward(forward_pass, cold, pipeline, watch) for forward_pass, cold in pairs]
         finally:
             pipeline.close()
-
         order = [number for forward_pass in passes for number in forward_pass.drawn]
         ranked = sorted(range(len(order)), key=order.__getitem__)
         sampled = self._runner.sample(scheduled, torch.cat(logits)[ranked])

@@ -1,17 +1,19 @@
 """How KV bytes travel: one stream of frames for every transfer, and several places where their payloads may lie.
 
+Read in this order:
+
+protocol.py     the interface of a transport: an outlet at the sender, an inlet at the receiver
 link.py         KVLink: what successive transfers to one receiver share
 sending.py      one outgoing transfer
 receiving.py    one incoming transfer
-protocol.py     what a transport is: an outlet at the sender, an inlet at the receiver
-inline.py       payloads in their messages
+inline.py       payloads inside their messages
 shm.py          payloads in shared memory on one host
-nixl.py         payloads that the receiver pulls out of the sender's memory, over what UCX finds
+nixl.py         payloads that the receiver pulls out of the sender's memory, over any network that UCX finds
 cuda_ipc.py     payloads in device memory that both ends share, on one host
-slots.py        such memory, cut into places of one payload each
-memfd.py        how that memory is handed over without a name that could outlive it
-window.py       bytes under way on a link
-limiter.py      a link made slow on purpose
+slots.py        shared memory cut into slots of one payload each
+memfd.py        shared memory handed over without a name that could outlive it
+window.py       bytes in flight on a link
+limiter.py      a throttled link, for experiments
 estimate.py     how fast a link is
 freed_memory.py why the memory of messages is not given back
 """

@@ -1,14 +1,14 @@
-"""How fast a link is, from the transfers that went over it."""
+"""Speed of a link, estimated from the transfers that went over it."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
 
-_WEIGHT_KEPT = 0.9  # of what is known, with each new period: about the last ten count
+_WEIGHT_KEPT = 0.9  # weight of earlier periods with each new one: about the last ten count
 _PERIOD_BYTES = 64 << 20  # a period that never ends is cut here
-_MOST_ROUND_TRIPS = 4.0  # that a frame's way and its credit may take; a line far above them went through noise
-_NUM_ROUND_TRIPS = 16  # the least of so many counts: others waited for a connection or a busy event loop
+_MOST_ROUND_TRIPS = 4.0  # for a frame to arrive and its credit to return; a line far above is noise
+_NUM_ROUND_TRIPS = 16  # the smallest of these counts: others waited for a connection or a busy event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,11 @@ class LinkEstimate:
 
 
 class LinkEstimator:
-    """Owns what is known of one link's speed. Has no clock.
+    """Owns the estimate of one link's speed. Has no clock.
 
-    A busy period begins when bytes are under way and ends when all have been consumed; its bytes and seconds are one
-    sample. The estimate is the line through the samples, weighted exponentially. Where they say nothing of the latency,
-    having one size, or nothing that can be believed, it is the round trip of a message without KV.
+    A busy period begins when bytes are in flight and ends when all have been consumed; its bytes and seconds are one
+    sample. The estimate is the line through the samples, weighted exponentially. If they say nothing about the latency,
+    having a single size, or nothing plausible, it is the round trip of a message without KV.
     """
 
     def __init__(self) -> None:
@@ -37,17 +37,17 @@ class LinkEstimator:
         self._round_trips_s: deque[float] = deque(maxlen=_NUM_ROUND_TRIPS)
 
     def answered(self, round_trip_s: float) -> None:
-        """A message without KV and its answer took so long, without what the receiver did meanwhile."""
+        """Records the round trip of a message without KV, less the receiver's own time."""
         self._round_trips_s.append(max(0.0, round_trip_s))
 
     def sent(self, num_bytes: int, now_s: float) -> None:
-        """Bytes were handed to the link."""
+        """Records bytes handed to the link."""
         if not self._under_way_bytes:
             self._began_s, self._period_bytes = now_s, 0
         self._under_way_bytes += num_bytes
 
     def consumed(self, num_bytes: int, now_s: float) -> None:
-        """The receiver is done with bytes that were under way."""
+        """Records bytes in flight that the receiver has consumed."""
         self._under_way_bytes -= num_bytes
         self._period_bytes += num_bytes
         if not self._under_way_bytes or self._period_bytes >= _PERIOD_BYTES:
@@ -55,13 +55,13 @@ class LinkEstimator:
             self._began_s, self._period_bytes = now_s, 0
 
     def lost(self, num_bytes: int, now_s: float) -> None:
-        """Bytes that were under way never arrived: their period says nothing."""
+        """Records bytes in flight that never arrived: their period is discarded."""
         self._under_way_bytes -= num_bytes
         self._began_s, self._period_bytes = now_s, 0
 
     @property
     def estimate(self) -> LinkEstimate | None:
-        """None before the first transfer."""
+        """The estimate; None before the first transfer."""
         if not self._weight or self._mean_s <= 0:
             return None
         slope = self._covariance / self._variance if self._variance > (0.01 * self._mean_bytes) ** 2 else 0.0

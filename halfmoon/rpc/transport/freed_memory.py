@@ -1,4 +1,4 @@
-"""What happens to memory that messages of a megabyte leave behind: it is kept for the next ones."""
+"""Keeps memory that messages of a megabyte free for the next ones."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import ctypes
 import sys
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
-_LARGEST = 32 << 20  # that glibc takes for its mmap threshold
+_LARGEST = 32 << 20  # largest value that glibc accepts for its mmap threshold
 
 
 def keep_freed_memory(keep_bytes: int = 256 << 20) -> bool:
-    """Has glibc reuse freed memory, up to about `keep_bytes`, instead of giving it to the kernel; whether it could.
+    """Makes glibc reuse freed memory, up to about `keep_bytes`, instead of returning it; returns whether it could.
 
-    Otherwise every gRPC message of a megabyte or two is new pages at both ends, and to touch a page for the first time
-    costs more than to copy it.
+    Otherwise every gRPC message of a megabyte or two is new pages at both ends, and touching a page for the first time
+    costs more than copying it.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -9,7 +9,7 @@ _MAX_KEPT = 4
 
 
 class InlineOutlet:
-    """Owns a few buffers to gather payloads in: touching new memory costs more than the copy."""
+    """Owns a few buffers for gathering payloads: touching new memory costs more than the copy."""
 
     name = INLINE
 
@@ -17,15 +17,15 @@ class InlineOutlet:
         self._kept: list[bytearray] = []
 
     def offer(self) -> Offer:
-        """Nothing has to be joined."""
+        """An offer without parameters: there is nothing to join."""
         return Offer(INLINE)
 
     def charge_bytes(self, num_bytes: int) -> int:
-        """Just its size."""
+        """Size of the payload."""
         return num_bytes
 
     def room(self, num_bytes: int) -> StagingBuffer:
-        """A buffer of this process; the message will hold a copy."""
+        """A buffer in this process; the message will hold a copy."""
         for memory in self._kept:
             if len(memory) >= num_bytes:
                 self._kept.remove(memory)
@@ -36,15 +36,15 @@ class InlineOutlet:
         return StagingBuffer(view, num_bytes, memory, lent=lent)
 
     def hold(self, payload: memoryview) -> StagingBuffer:
-        """The caller's own memory."""
+        """The caller's own memory, not copied."""
         return StagingBuffer(payload, payload.nbytes, bytearray())
 
     def reuse(self, buffer: StagingBuffer) -> None:
-        """Its memory is for the next payload."""
+        """Keeps the buffer's memory for the next payload."""
         assert isinstance(buffer.memory, bytearray)
         if buffer.memory and len(self._kept) < _MAX_KEPT:
             self._kept.append(buffer.memory)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """No-op: nothing is held."""
         self._kept.clear()

@@ -1,4 +1,4 @@
-"""A link made slow on purpose: what a transfer would meet on a network of a given rate and delay."""
+"""A throttled link: the rate and delay that a transfer would meet on a given network."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """The time a link lives in."""
+    """The clock of a link."""
 
     def time(self) -> float:
-        """Seconds from some moment."""
+        """Seconds since some moment."""
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Returns after so long."""
+        """Returns after `seconds`."""
         ...
 
 
@@ -23,19 +23,19 @@ class WallClock:
     """Real time."""
 
     def time(self) -> float:
-        """As `time.monotonic`."""
+        """See `time.monotonic`."""
         return time.monotonic()
 
     async def sleep(self, seconds: float) -> None:
-        """As `asyncio.sleep`."""
+        """See `asyncio.sleep`."""
         await asyncio.sleep(seconds)
 
 
 class LinkLimiter:
     """Owns when a link of `bytes_per_s` and a one-way `delay_s` is free again. Has no clock: the time is an argument.
 
-    What is sent waits for what was sent before it, takes `num_bytes / bytes_per_s` on the wire and arrives `delay_s`
-    later; any number of messages are within the delay at the same time.
+    A message waits for those sent before it, takes `num_bytes / bytes_per_s` on the wire and arrives `delay_s` later;
+    any number of messages may be in the delay at the same time.
     """
 
     def __init__(self, bytes_per_s: float | None, delay_s: float = 0.0) -> None:
@@ -44,6 +44,6 @@ class LinkLimiter:
         self._free_at_s = 0.0
 
     def arrival_s(self, num_bytes: int, now_s: float) -> float:
-        """When a message that is sent at `now_s` has arrived."""
+        """When a message sent at `now_s` will have arrived."""
         self._free_at_s = max(self._free_at_s, now_s) + num_bytes * self._seconds_per_byte
         return self._free_at_s + self._delay_s

@@ -27,7 +27,7 @@ from halfmoon.rpc.transport.window import Share, Window
 
 log = logging.getLogger(__name__)
 
-_OFFER_AGAIN_S = 60.0  # a receiver that declined may be another process by then
+_OFFER_AGAIN_S = 60.0  # a receiver that declined may have been restarted by then
 
 _NAMES = (CUDA_IPC, SHM, NIXL, INLINE)
 
@@ -39,10 +39,10 @@ class LinkSettings:
     Raises InvalidRequest for an unknown transport, or a window too small for two frames.
     """
 
-    transports: tuple[str, ...] = (SHM,)  # offered in this order; `grpc` is what remains
-    window_bytes: int = 32 << 20  # under way on one link, at most
-    stall_s: float = 10.0  # a link without progress for so long has failed
-    bytes_per_s: float | None = None  # for experiments: a slower link than there is
+    transports: tuple[str, ...] = (SHM,)  # offered in this order; `grpc` is the fallback
+    window_bytes: int = 32 << 20  # most bytes in flight on one link
+    stall_s: float = 10.0  # a link without progress for this long has failed
+    bytes_per_s: float | None = None  # for experiments: throttles the link
     delay_s: float = 0.0  # for experiments: one way
 
     def __post_init__(self) -> None:
@@ -54,10 +54,10 @@ class LinkSettings:
 
 
 class KVLink:
-    """Owns the channel to one receiver, the places of its payloads, its window and what is known of its speed.
+    """Owns the channel to one receiver, its outlets, its window and the estimate of its speed.
 
-    `on_fallback` hears the name of each transport that was offered and could not be used. `device` is where `cuda_ipc`
-    has its memory.
+    `on_fallback` is called with the name of each transport that was offered and could not be used. `device` holds
+    `cuda_ipc`'s memory.
     """
 
     def __init__(
@@ -82,17 +82,17 @@ class KVLink:
             SHM: SharedMemoryOutlet,
         }
         self._outlets: dict[str, Outlet] = {}
-        self._making = asyncio.Lock()  # of an outlet, which the next transfer is to use, too
+        self._making = asyncio.Lock()  # guards creating an outlet, which the next transfer will use, too
         self._declined_at_s: dict[str, float] = {}
-        self._parked: list[tuple[Outlet, StagingBuffer, Share]] = []  # of ended transfers, maybe still being filled
+        self._parked: list[tuple[Outlet, StagingBuffer, Share]] = []  # of ended transfers, possibly still being filled
 
     async def offers(self, codec: Codec = Codec.RAW) -> list[Offer]:
-        """What to offer now to a transfer in `codec`, best first."""
+        """Offers to make now for a transfer in `codec`, best first."""
         async with self._making:
             return [outlet.offer() for outlet in await self._usable(codec)]
 
     def chosen(self, choice: TransportChoice) -> Outlet:
-        """Takes the receiver's decision. Raises Incompatible for a transport that was not offered."""
+        """Applies the receiver's decision. Raises Incompatible for a transport that was not offered."""
         for name, reason in choice.declined:
             self._fall_back(name, reason)
         if choice.name == INLINE:
@@ -102,18 +102,18 @@ class KVLink:
         return self._outlets[choice.name]
 
     async def passed(self, num_bytes: int) -> None:
-        """Returns when so many bytes would be through, if the link is slow on purpose."""
+        """Returns when `num_bytes` would be through, if the link is throttled."""
         if self.limiter is not None:
             now_s = self.clock.time()
             await self.clock.sleep(self.limiter.arrival_s(num_bytes, now_s) - now_s)
 
     def abandon(self, outlet: Outlet, buffer: StagingBuffer, share: Share) -> None:
-        """Gives back a place that was never sent: it is free only when nobody fills it any more."""
+        """Returns a buffer that was never sent: it becomes free once no one fills it."""
         self._parked.append((outlet, buffer, share))
         self.unpark()
 
     def unpark(self) -> None:
-        """Gives back the places of ended transfers that nobody fills any more."""
+        """Frees the buffers of ended transfers that are no longer being filled."""
         parked, self._parked = self._parked, []
         for outlet, buffer, share in parked:
             if buffer.release():
@@ -123,14 +123,14 @@ class KVLink:
                 self._parked.append((outlet, buffer, share))
 
     async def close(self) -> None:
-        """Closes the channel and lets go of every shared place."""
+        """Closes the channel and releases all shared memory."""
         for outlet in (*self._outlets.values(), self._inline):
             outlet.close()
         await self.peer.close()
 
     async def _usable(self, codec: Codec) -> list[Outlet]:
         now_s = self.clock.time()
-        found = []
+        usable = []
         for name in self.settings.transports:
             if name == CUDA_IPC and codec is not Codec.RAW:
                 continue
@@ -143,17 +143,17 @@ class KVLink:
                 except (OSError, HalfmoonError) as err:
                     self._fall_back(name, str(err))
                     continue
-            found.append(self._outlets[name])
-        return found
+            usable.append(self._outlets[name])
+        return usable
 
     async def _made(self, name: str) -> Outlet:
         num_slots = self.settings.window_bytes // MAX_PAYLOAD_BYTES
-        if name == NIXL:  # looks for devices: some tenths of a second
+        if name == NIXL:  # looks for devices: takes tenths of a second
             return await asyncio.to_thread(NixlOutlet, num_slots, MAX_PAYLOAD_BYTES)
         return self._new_outlet[name](num_slots, MAX_PAYLOAD_BYTES)
 
     def _fall_back(self, name: str, reason: str) -> None:
-        level = logging.INFO if name not in self._declined_at_s else logging.DEBUG  # once a peer
+        level = logging.INFO if name not in self._declined_at_s else logging.DEBUG  # once per peer
         log.log(level, "kv.fallback", extra={"transport": name, "peer": self.peer.address, "reason": reason})
         self._declined_at_s[name] = self.clock.time()
         self._on_fallback(name)

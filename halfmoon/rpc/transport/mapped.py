@@ -1,4 +1,4 @@
-"""Other processes' shared memory, mapped once for all who read it here."""
+"""Other processes' shared memory, mapped once for all readers in this process."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ from halfmoon.rpc.transport.memfd import host_id, receive_segment
 
 
 class MappedSegments:
-    """Owns the mappings, by the segment's name; each is dropped when its owner is gone. Needs a running loop."""
+    """Owns the mappings by segment name; each is dropped when its owner is gone. Needs a running loop."""
 
     def __init__(self) -> None:
         self._segments: dict[str, tuple[memoryview, socket.socket]] = {}
         self._mapping: dict[str, asyncio.Task[None]] = {}
 
     async def memory(self, place: str) -> memoryview:
-        """Read-only, of `<host id>/<name>`. Raises Incompatible on another host, Unavailable if it has gone."""
+        """Maps `<host id>/<name>`, read-only. Raises Incompatible on another host, Unavailable if the owner is gone."""
         host, _, name = place.partition("/")
         if name not in self._segments:
             if host != host_id():
                 raise Incompatible("the shared memory is on another host or in another network namespace")
             if name not in self._mapping:
                 self._mapping[name] = asyncio.create_task(self._map(name))
-            await asyncio.shield(self._mapping[name])  # whoever else waits wants it still, and nobody could close it
+            await asyncio.shield(
+                self._mapping[name]
+            )  # other waiters need it, and once cancelled it could not be closed
         if name not in self._segments:
             raise Unavailable("the owner of the shared memory has gone")
         return self._segments[name][0]
 
     async def aclose(self) -> None:
-        """As `close`, after what is being mapped."""
+        """Closes after mappings in progress have ended."""
         await asyncio.gather(*self._mapping.values(), return_exceptions=True)
         self.close()
 
     def close(self) -> None:
-        """Drops every mapping; views that are still in use keep its memory."""
+        """Drops every mapping; views in use keep its memory."""
         for name in list(self._segments):
             self._drop(name)
 

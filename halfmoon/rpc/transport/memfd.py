@@ -2,7 +2,7 @@
 
 The segment is a memfd: the kernel frees it with the last descriptor and mapping, however the processes end. Its
 descriptor goes over a Unix socket in the abstract namespace, which has no file either. The connection stays open: when
-one end dies, the other one sees it close and lets go.
+one end dies, the other sees it close and releases the segment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from halfmoon.errors import Incompatible, Unavailable
 
 _CONNECT_S = 1.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a mapping of what was cut off would kill its reader
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # if its memory were cut off, a mapping would kill its reader
 
 
 def host_id() -> str:
@@ -31,10 +31,10 @@ def host_id() -> str:
 
 
 class SharedSegment:
-    """Owns one segment and hands its descriptor to processes of the same user. Made inside a running loop."""
+    """Owns one segment and hands its descriptor to processes of the same user. Created inside a running loop."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises OSError where the system has no such thing."""
+        """Raises OSError if the system does not support it."""
         self.name = f"halfmoon-kv-{secrets.token_hex(16)}"
         self._loop = asyncio.get_running_loop()
         self._readers: set[socket.socket] = set()
@@ -50,7 +50,7 @@ class SharedSegment:
         self._loop.add_reader(self._listener, self._hand_over)
 
     def close(self) -> None:
-        """Readers see the connection close; the memory goes when their mappings and ours are gone. Idempotent."""
+        """Closes the readers' connections; the memory goes when their mappings and ours are gone. Idempotent."""
         if self._file < 0:
             return
         self._loop.remove_reader(self._listener)
@@ -63,7 +63,7 @@ class SharedSegment:
     def _hand_over(self) -> None:
         try:
             reader, _ = self._listener.accept()
-        except OSError:  # it has gone again, or there are too many open files
+        except OSError:  # the reader is gone again, or too many files are open
             return
         reader.setblocking(False)
         if not _is_our_user(reader):
@@ -75,7 +75,7 @@ class SharedSegment:
             reader.close()
             return
         self._readers.add(reader)
-        self._loop.add_reader(reader, self._drop, reader)  # readable: it sends nothing, so it is gone
+        self._loop.add_reader(reader, self._drop, reader)  # readers send nothing: readable means gone
 
     def _drop(self, reader: socket.socket) -> None:
         self._loop.remove_reader(reader)
@@ -86,7 +86,7 @@ class SharedSegment:
 def receive_segment(name: str) -> tuple[memoryview, socket.socket]:
     """The other end's segment, read-only, and the connection that lasts as long as its owner. Blocks for a moment.
 
-    Raises Unavailable if nobody hands it over, Incompatible if it comes from another user or could be cut short.
+    Raises Unavailable if it is not handed over, Incompatible if it comes from another user or could be cut short.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -1,7 +1,7 @@
-"""The transport `nixl`: the receiver pulls payloads out of the sender's memory, over RDMA, TCP or what else UCX finds.
+"""The transport `nixl`: the receiver pulls payloads out of the sender's memory, over RDMA, TCP or whatever UCX finds.
 
-Needs the extra `halfmoon[nixl]`. The sender's memory is cut into slots, as with shared memory; the receiver copies one
-into memory of its own, so nothing of the sender's is read after a frame was fetched.
+Needs the extra `halfmoon[nixl]`. The sender's memory is cut into slots, as with shared memory; the receiver copies each
+into memory of its own, so no memory of the sender is read after a frame was fetched.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REGION = struct.Struct("<QQ")  # an offer: address and size of the sender's mem
 _PULL_S = 10.0
 _POLL_S = 50e-6
 _MAX_SENDERS = 64  # known at once; addresses change when workers restart
-_MAX_PULLS = 16  # at once; one whose sender stands still has its thread until it gives up
+_MAX_PULLS = 16  # at once; a pull from a stalled sender keeps its thread until it gives up
 
 
 class _Registered:
@@ -50,18 +50,18 @@ class NixlOutlet:
     name = NAME
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        """Raises Incompatible without the extra, Unavailable where NIXL cannot work. Takes some tenths of a second."""
+        """Raises Incompatible without the extra, Unavailable if NIXL cannot work. Takes tenths of a second."""
         self._agent: Any = _new_agent(has_progress_thread=True)
         self._region = _Registered(self._agent, slots_bytes(num_slots, slot_bytes))
         self._slots = Slots(self._region.memory, num_slots, slot_bytes)
 
     def offer(self) -> Offer:
-        """Where the memory lies and how to reach its agent."""
+        """The memory's address and how to reach its agent."""
         region = _REGION.pack(self._region.address, self._region.memory.nbytes)
         return Offer(NAME, region + self._agent.get_agent_metadata())
 
     def charge_bytes(self, num_bytes: int) -> int:
-        """A whole slot."""
+        """Size of a whole slot."""
         return self._slots.slot_bytes
 
     def room(self, num_bytes: int) -> StagingBuffer:
@@ -69,15 +69,15 @@ class NixlOutlet:
         return self._slots.room(num_bytes)
 
     def hold(self, payload: memoryview) -> StagingBuffer:
-        """A slot with a copy."""
+        """A slot with a copy of the payload."""
         return self._slots.hold(payload)
 
     def reuse(self, buffer: StagingBuffer) -> None:
-        """The slot is the next one to be used."""
+        """Frees the slot, which is used next."""
         self._slots.reuse(buffer)
 
     def close(self) -> None:
-        """The agent goes, and before the memory, which its own thread may be reading for a receiver."""
+        """Ends the agent before its memory, which the agent's own thread may be reading for a receiver."""
         self._agent = None
 
 
@@ -89,13 +89,13 @@ class NixlInlet:
     def __init__(self) -> None:
         self._making = asyncio.Lock()
         self._agent: Any = None
-        self._senders: OrderedDict[bytes, Any] = OrderedDict()  # agents' names by metadata, least recent first
+        self._senders: OrderedDict[bytes, Any] = OrderedDict()  # agent names by metadata, least recently used first
         self._rooms: list[_Registered] = []
         self._lost: list[_Registered] = []
         self._threads = ThreadPoolExecutor(_MAX_PULLS, thread_name_prefix="nixl-pull")
 
     async def join(self, parameters: bytes) -> _Puller:
-        """Gets to know the sender's agent. Raises Incompatible without the extra, Unavailable if it fails."""
+        """Connects to the sender's agent. Raises Incompatible without the extra, Unavailable if it fails."""
         if len(parameters) < _REGION.size:
             raise Incompatible("an offer of nixl must name the sender's memory")
         address, num_bytes = _REGION.unpack_from(parameters)
@@ -110,15 +110,15 @@ class NixlInlet:
         return self._rooms.pop() if self._rooms else _Registered(self._agent, MAX_PAYLOAD_BYTES)
 
     def leave(self, room: _Registered, is_written: bool) -> None:
-        """The end of its use. What may still be written to is neither used again nor freed."""
+        """Ends the use of a room. If it may still be written to, it is neither reused nor freed."""
         (self._lost if is_written else self._rooms).append(room)
 
     def pulling(self, pull: Callable[[], None]) -> asyncio.Future[None]:
-        """Runs one of a transfer's pulls on a thread of its own."""
+        """Runs one pull of a transfer on a thread of its own."""
         return asyncio.get_running_loop().run_in_executor(self._threads, pull)
 
     def close(self) -> None:
-        """The agent and its memory go with the last transfer."""
+        """Releases the agent and its memory with the last transfer."""
         self._rooms.clear()
         self._threads.shutdown(wait=False)
 
@@ -126,7 +126,7 @@ class NixlInlet:
         if metadata not in self._senders:
             try:
                 self._senders[metadata] = await asyncio.to_thread(self._agent.add_remote_agent, metadata)
-            except Exception as err:  # the bindings have classes of their own
+            except Exception as err:  # the bindings have exception classes of their own
                 raise Unavailable(f"nixl cannot reach the sender: {err}") from err
         self._senders.move_to_end(metadata)
         while len(self._senders) > _MAX_SENDERS:
@@ -135,7 +135,7 @@ class NixlInlet:
 
 
 class _Puller:
-    """Owns the memory that one transfer's payloads come to, one after the other."""
+    """Owns the memory that receives one transfer's payloads, one after the other."""
 
     def __init__(self, inlet: NixlInlet, agent: Any, sender: Any, address: int, num_bytes: int) -> None:
         self._inlet = inlet
@@ -144,11 +144,11 @@ class _Puller:
         self._address = address  # of the sender's memory
         self._num_bytes = num_bytes
         self._room = inlet.room()
-        self._pulling: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the latest
+        self._pulling: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the latest pull
         self._pulling.set_result(None)
 
     async def fetch(self, reference: bytes, num_bytes: int) -> KVBytes:
-        """The payload, until the next is fetched. Raises Unavailable if the sender is gone, DeadlineExceeded."""
+        """The payload, valid until the next fetch. Raises Unavailable if the sender is gone, DeadlineExceeded."""
         place = decode_reference(reference)
         place.check_within(num_bytes, self._num_bytes)
         self._pulling = self._inlet.pulling(partial(self._pull, self._address + place.offset, num_bytes))
@@ -156,11 +156,11 @@ class _Puller:
         return self._room.memory[:num_bytes]
 
     def is_intact(self, reference: bytes) -> bool:
-        """What the frame's digest was compared with is what is read: it is in memory of one's own."""
+        """True: the payload that the frame's digest was compared with lies in our own memory."""
         return True
 
     def close(self) -> None:
-        """The room is for the next transfer once nothing comes any more, if that can be known."""
+        """Returns the room for the next transfer once nothing can arrive any more, if that can be known."""
         self._pulling.add_done_callback(lambda done: self._inlet.leave(self._room, done.exception() is not None))
 
     def _pull(self, address: int, num_bytes: int) -> None:
@@ -168,7 +168,7 @@ class _Puller:
             self._read(address, num_bytes)
         except HalfmoonError:
             raise
-        except Exception as err:  # the bindings have classes of their own
+        except Exception as err:  # the bindings have exception classes of their own
             raise Unavailable(f"nixl cannot read the sender's memory: {err}") from err
 
     def _read(self, address: int, num_bytes: int) -> None:
@@ -189,7 +189,7 @@ class _Puller:
 
 
 def _new_agent(*, has_progress_thread: bool) -> Any:
-    """A sender needs the thread where its memory is served by software; a receiver makes progress where it polls."""
+    """A sender needs the progress thread if software serves its memory; a receiver makes progress by polling."""
     try:
         from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
     except ImportError as err:
@@ -197,9 +197,9 @@ def _new_agent(*, has_progress_thread: bool) -> Any:
     config = nixl_agent_config(
         enable_prog_thread=has_progress_thread,
         backends=["UCX"],
-        sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # several transfers pull at once, and nothing else locks
+        sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # several transfers pull at once, without any other lock
     )
     try:
         return nixl_agent(f"halfmoon-{uuid.uuid4().hex}", config)
-    except Exception as err:  # the bindings have classes of their own
+    except Exception as err:  # the bindings have exception classes of their own
         raise Unavailable(f"nixl cannot work here: {err}") from err

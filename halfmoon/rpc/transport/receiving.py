@@ -29,10 +29,10 @@ _CREDIT_BYTES = 2 << 20  # a message costs as much as copying some hundred KiB, 
 
 
 class KVIntake:
-    """Owns what the incoming transfers of a process share: the transports it joined, and which transfers run."""
+    """Owns what the incoming transfers of a process share: the joined transports, and the ids of running transfers."""
 
     def __init__(self, inlets: Sequence[Inlet] | None = None, device: DeviceMemory | None = None) -> None:
-        """`device` is what `cuda_ipc` needs; without it, or with `inlets` of one's own, that is declined."""
+        """`cuda_ipc` needs `device`; without it, or with custom `inlets`, it is declined."""
         everywhere: list[Inlet] = [SharedMemoryInlet(), NixlInlet()]
         if device is not None:
             everywhere.append(CudaIpcInlet(device))
@@ -47,10 +47,10 @@ class KVIntake:
         lease_s: float,
         aborted: asyncio.Future[None] | None = None,
     ) -> AsyncGenerator[bytes, None]:
-        """One transfer: does each effect through `act`, gives the answers to send.
+        """Runs one transfer: carries out each effect through `act`, and yields the answers to send.
 
-        `act` must be done with a payload when it returns: then its room is given back. Raises what the frames are
-        refused with, what `act` raises, what `aborted` raises while no frame comes, and DeadlineExceeded after
+        `act` must be done with a payload when it returns: then its room is returned. Raises what the frames are
+        rejected with, what `act` raises, what `aborted` raises while no frame arrives, and DeadlineExceeded after
         `lease_s` of silence.
         """
         receiver = TransferReceiver(layout)
@@ -102,7 +102,7 @@ class KVIntake:
         return transfer_id
 
     async def _choose(self, offers: Sequence[Offer]) -> tuple[TransportChoice, Source | None]:
-        """The first offer that can really be used."""
+        """Chooses the first offer that can really be used."""
         declined = []
         for offer in offers:
             inlet = self._inlets.get(offer.name)
@@ -119,7 +119,7 @@ class KVIntake:
 
 
 class _Reading:
-    """Owns the next message's arrival, which is waited for while the one before is worked on."""
+    """Owns the pending read of the next message, which proceeds while the previous one is processed."""
 
     def __init__(self, messages: AsyncIterator[bytes], lease_s: float, aborted: asyncio.Future[None] | None) -> None:
         self._messages = messages
@@ -129,7 +129,7 @@ class _Reading:
 
     @property
     def has_next(self) -> bool:
-        """Whether the next message, or the end, is here already."""
+        """Whether the next message, or the end, has already arrived."""
         return self._next.done()
 
     async def next(self) -> bytes | None:
@@ -147,9 +147,9 @@ class _Reading:
         return message
 
     def close(self) -> None:
-        """Waits no more."""
+        """Stops waiting."""
         if not self._next.cancel() and not self._next.cancelled():
-            self._next.exception()  # a broken stream is no news any more
+            self._next.exception()  # a broken stream has already been reported
 
 
 async def _whole(frame: Frame | Elsewhere, source: Source | None) -> Frame:
@@ -161,13 +161,13 @@ async def _whole(frame: Frame | Elsewhere, source: Source | None) -> Frame:
 
 
 def _check_intact(arrived: Frame | Elsewhere, source: Source | None) -> None:
-    """Raises DataLoss if a payload may have been another's by the time that it was acted on."""
+    """Raises DataLoss if a payload may have been replaced before it was processed."""
     if isinstance(arrived, Elsewhere) and source is not None and not source.is_intact(arrived.reference):
-        raise DataLoss("the place of a KV frame was used again while it was read: its sender has given it up")
+        raise DataLoss("the memory of a KV frame was reused while it was read: its sender has given the frame up")
 
 
 async def next_message(messages: AsyncIterator[Received], lease_s: float | None) -> Received | None:
-    """The sender's next message, None after its last. Raises DeadlineExceeded after `lease_s` of silence, if any."""
+    """The sender's next message, None after its last. Raises DeadlineExceeded after `lease_s` of silence, if set."""
     try:
         async with asyncio.timeout(lease_s):
             return await anext(messages)
@@ -180,7 +180,7 @@ async def next_message(messages: AsyncIterator[Received], lease_s: float | None)
 
 
 def parse_body(message_class: type[Body], body: KVBytes) -> Body:
-    """The protobuf body of a control frame. Raises InvalidRequest if it is something else."""
+    """The protobuf body of a control frame. Raises InvalidRequest if it is malformed."""
     try:
         return message_class.FromString(bytes(body))
     except DecodeError as err:

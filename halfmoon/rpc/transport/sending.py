@@ -1,4 +1,4 @@
-"""One outgoing KV transfer: its frames to the stream, its payloads to where the transport has them."""
+"""One outgoing KV transfer: frames to the stream, payloads to the transport's memory."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ PUSH_METHOD = "/halfmoon.KVTransfer/Push"
 
 
 class TransferSender:
-    """Owns the sending end of one transfer. Knows nothing of where KV is kept.
+    """Owns the sending end of one transfer. Knows nothing of where KV is stored.
 
-    Two tasks of it run beside its caller: one writes the queue of messages, which the link's window bounds, the other
-    reads the answers. When either fails, every method raises why.
+    It runs two tasks: one writes the queue of messages, which the link's window bounds, the other reads the answers.
+    When either fails, every method raises the reason.
     """
 
     def __init__(self, call: grpc.aio.StreamStreamCall, link: KVLink, layout: KVLayout) -> None:
@@ -44,9 +44,9 @@ class TransferSender:
         self._machine = TransferSending(layout, os.urandom(16))
         self._outlet: Outlet = InlineOutlet()
         self._share = Share()
-        self._staged: set[StagingBuffer] = set()  # given out, not sent
+        self._staged: set[StagingBuffer] = set()  # handed out, not sent
         self._under_way: dict[int, tuple[StagingBuffer, int]] = {}  # by sequence number; payload bytes
-        self._messages: deque[tuple[bytes, float]] = deque()  # and when each has arrived at the far end
+        self._messages: deque[tuple[bytes, float]] = deque()  # with the time of arrival at the far end
         self._has_messages = asyncio.Event()
         self._heard: asyncio.Future[None] = self._loop.create_future()  # the next answer, of any kind
         self._answers: deque[Frame] = deque()  # ACCEPT, then DONE
@@ -54,9 +54,10 @@ class TransferSender:
         self._tasks = [self._loop.create_task(work) for work in (self._write(), self._read())]
 
     async def open(self, whole: KVRange, body: bytes, codec: Codec = Codec.RAW) -> None:
-        """Reserves room and agrees on a transport; returns when the receiver accepted. Raises what it refused with.
+        """Reserves room and agrees on a transport; returns when the receiver has accepted. Raises the reason of a
+        refusal.
 
-        `codec` is what payloads will be in: some transports take raw ones only.
+        Payloads will be in `codec`: some transports take only raw ones.
         """
         offers = await self._link.offers(codec)
         opened_s = self._link.clock.time()
@@ -67,12 +68,12 @@ class TransferSender:
 
     @property
     def transfer_id(self) -> bytes:
-        """The transfer's name on the stream, 16 bytes."""
+        """The transfer's id on the stream, 16 bytes."""
         return self._machine.transfer_id
 
     @property
     def transport(self) -> str:
-        """The name of the transport that was agreed on."""
+        """The name of the agreed transport."""
         return self._outlet.name
 
     async def renew(self) -> None:
@@ -81,7 +82,7 @@ class TransferSender:
         self._send(self._machine.renew())
 
     async def buffer(self, num_bytes: int) -> StagingBuffer:
-        """Room for a payload of up to MAX_PAYLOAD_BYTES, to be filled and given to `data`.
+        """Room for a payload of up to MAX_PAYLOAD_BYTES, to be filled and passed to `data`.
 
         Waits while the receiver is behind. Raises InvalidRequest if it is too long, DeadlineExceeded if the link
         stalls.
@@ -92,12 +93,12 @@ class TransferSender:
         return buffer
 
     def give_back(self, buffer: StagingBuffer) -> None:
-        """A `buffer` that is not to be sent after all."""
+        """Returns a `buffer` that will not be sent."""
         self._staged.remove(buffer)
         self._link.abandon(self._outlet, buffer, self._share)
 
     async def data(self, part: KVRange, payload: KVBytes | StagingBuffer, codec: Codec = Codec.RAW) -> None:
-        """Sends KV bytes: of a filled `buffer`, or of anywhere else; then it waits while the receiver is behind."""
+        """Sends KV bytes, from a filled `buffer` or from any other memory, which waits while the receiver is behind."""
         self._check()
         if isinstance(payload, StagingBuffer):
             self._staged.remove(payload)
@@ -115,22 +116,22 @@ class TransferSender:
             self._outlet.reuse(buffer)
 
     async def commit(self, body: bytes) -> None:
-        """Says that all was sent; returns when the receiver has acted on `body`."""
+        """Declares that everything was sent; returns when the receiver has acted on `body`."""
         self._check()
         self._send(self._machine.commit(body))
         await self._answer()
 
     async def until_broken(self) -> None:
-        """Returns never; raises as soon as the receiver ends the call. For while nothing is being sent."""
+        """Never returns; raises as soon as the receiver ends the call. For use while nothing is being sent."""
         raise await asyncio.shield(self._broken)
 
     async def close(self) -> None:
-        """Ends the call; what the receiver did not commit, it frees."""
+        """Ends the call; the receiver frees what it did not commit."""
         self._break(Unavailable("the KV transfer is over"))
         self._call.cancel()
         for task in self._tasks:
-            task.cancel()  # neither of them hears anything any more
-        self._give_all_back()  # before any waiting: who waits may be cancelled, and the link lives on
+            task.cancel()  # neither of them receives anything any more
+        self._give_all_back()  # before any await, which may be cancelled, while the link lives on
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()  # their errors refer to us, and gRPC keeps a connection as long as its calls live
 
@@ -154,7 +155,7 @@ class TransferSender:
             raise self._broken.result()
 
     def _settle(self, buffer: StagingBuffer) -> None:
-        """A frame was consumed, or never will be: its place is free, and so is its part of the window."""
+        """Frees the place of a frame that was consumed, or never will be, and its part of the window."""
         if buffer.reference:
             self._outlet.reuse(buffer)
         self._link.window.give_back(self._share, buffer.charge_bytes)
@@ -174,7 +175,7 @@ class TransferSender:
         return self._answers.popleft()
 
     async def _hear_more(self) -> None:
-        """Waits for one more answer. Raises why the transfer ended, DeadlineExceeded when the link stalls."""
+        """Waits for another answer. Raises why the transfer ended, or DeadlineExceeded when the link stalls."""
         heard, stall_s = self._heard, self._link.settings.stall_s
         while not heard.done():
             num_messages = len(self._messages)
@@ -254,7 +255,7 @@ class TransferSender:
 
 
 def _internal(error: Exception) -> HalfmoonError:
-    """A bug of ours must not leave the transfer waiting."""
+    """Logs a bug of ours and turns it into an error, so that the transfer does not hang."""
     log.error("kv.sender_failed", exc_info=error)
     return HalfmoonError("internal error in a KV transfer: see the log of its sender")
 
@@ -265,7 +266,7 @@ async def transfer_to(
 ) -> AsyncIterator[TransferSender]:
     """A transfer over a link, or to a peer without one: then its payloads travel inside their messages.
 
-    Leaving the block before `commit` returned frees what the receiver reserved.
+    Leaving the context before `commit` has returned frees what the receiver reserved.
     """
     link = to if isinstance(to, KVLink) else KVLink(to, LinkSettings(transports=()))
     call = link.peer.raw_stream(method, deadline_s=deadline_s)

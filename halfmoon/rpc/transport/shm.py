@@ -1,9 +1,9 @@
 """The transport `shm`: payloads in memory that sender and receiver share, on one host.
 
-A link has one segment of slots, used again by one transfer after the other. A slot is written again only after its
-frame was credited, or after its transfer died: a receiver that still reads it then finds that out and refuses what it
-has read (`slots.py`). A slot that was torn or overwritten otherwise fails its frame's digest, which covers the payload
-here, too: xxh3 costs a third of the copy.
+A link has one segment of slots, reused by successive transfers. A slot is rewritten only after its frame was credited,
+or after its transfer died: a receiver that still reads it then notices and rejects what it has read (`slots.py`). A
+slot that was torn or overwritten otherwise fails its frame's digest, which covers the payload here, too: xxh3 costs a
+third of the copy.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class SharedMemoryOutlet:
     name = NAME
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        """Raises OSError where there is no such memory."""
+        """Raises OSError if there is no such memory."""
         self._segment = SharedSegment(slots_bytes(num_slots, slot_bytes))
         self._slots = Slots(self._segment.memory, num_slots, slot_bytes)
 
     def offer(self) -> Offer:
-        """Which host, and where its descriptor is to be had."""
+        """The host, and where to get the segment's descriptor."""
         return Offer(NAME, f"{host_id()}/{self._segment.name}".encode())
 
     def charge_bytes(self, num_bytes: int) -> int:
-        """A whole slot."""
+        """Size of a whole slot."""
         return self._slots.slot_bytes
 
     def room(self, num_bytes: int) -> StagingBuffer:
@@ -44,15 +44,15 @@ class SharedMemoryOutlet:
         return self._slots.room(num_bytes)
 
     def hold(self, payload: memoryview) -> StagingBuffer:
-        """A slot with a copy."""
+        """A slot with a copy of the payload."""
         return self._slots.hold(payload)
 
     def reuse(self, buffer: StagingBuffer) -> None:
-        """The slot is the next one to be used."""
+        """Frees the slot, which is used next."""
         self._slots.reuse(buffer)
 
     def close(self) -> None:
-        """Lets go of the segment."""
+        """Releases the segment."""
         self._segment.close()
 
 
@@ -69,11 +69,11 @@ class _MappedSegment:
         return self._memory[place.offset : place.offset + num_bytes]
 
     def is_intact(self, reference: bytes) -> bool:
-        """Asks the slot's word."""
+        """Checks the slot's word."""
         return decode_reference(reference).is_current(self._memory)
 
     def close(self) -> None:
-        """The segment is kept for the sender's next transfer."""
+        """Keeps the segment for the sender's next transfer."""
 
 
 class SharedMemoryInlet:
@@ -85,7 +85,7 @@ class SharedMemoryInlet:
         self._segments: dict[str, tuple[_MappedSegment, socket.socket]] = {}
 
     async def join(self, parameters: bytes) -> _MappedSegment:
-        """Maps the segment; a known one is used again."""
+        """Maps the segment, or reuses a mapped one."""
         host, _, name = parameters.decode(errors="replace").partition("/")
         if name not in self._segments:
             if host != host_id():
@@ -106,7 +106,7 @@ class SharedMemoryInlet:
         return self._segments[name][0]
 
     def close(self) -> None:
-        """Drops every segment; views of it that are still in use keep its memory."""
+        """Drops every segment; views in use keep its memory."""
         for name in list(self._segments):
             self._drop(name)
 
@@ -117,6 +117,6 @@ class SharedMemoryInlet:
 
 
 def _leave(joining: asyncio.Task[tuple[memoryview, socket.socket]]) -> None:
-    """Nobody wants the segment any more."""
+    """Closes a segment that is no longer needed."""
     if not joining.cancelled() and joining.exception() is None:
         joining.result()[1].close()

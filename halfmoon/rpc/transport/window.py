@@ -1,4 +1,4 @@
-"""How many bytes may be under way on one link, and who waits to send more."""
+"""How many bytes may be in flight on one link, and the transfers that wait to send more."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from halfmoon.errors import DeadlineExceeded, HalfmoonError
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What one transfer holds of a window."""
+    """One transfer's share of a window."""
 
     held_bytes: int = 0
-    given_back_bytes: int = 0  # in all
+    given_back_bytes: int = 0  # in total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,28 +25,29 @@ class _Waiter:
 
 
 class Window:
-    """Owns the bytes under way on one link. Event-loop thread only.
+    """Owns the bytes in flight on one link. Event-loop thread only.
 
     A transfer may hold as much as it leaves free (the dynamic threshold of Choudhury and Hahne, 1998, with factor 1):
     alone it gets half of the window, and however many stalled transfers sit on their shares, the next one still finds
-    some room. Who waits is served in the order of coming. Only those are passed whose own share makes them wait: a
-    large frame that lacks room holds smaller ones back, or they would take every room before it is large enough.
+    some room. Waiters are served in order of arrival. Only waiters blocked by their own share are passed: a large frame
+    that lacks room holds smaller ones back, or they would take all room before it gets enough.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.free_bytes = limit_bytes
-        self.given_back_bytes = 0  # in all: grows while the link makes progress
+        self.given_back_bytes = 0  # in total: grows while the link makes progress
         self._waiting: deque[_Waiter] = deque()
 
     async def take(self, share: Share, num_bytes: int, stall_s: float) -> None:
         """Waits until `share` may hold `num_bytes` more.
 
-        Raises what `fail` was told, and DeadlineExceeded when nothing at all was given back for `stall_s`, twice as
-        long if `share` holds nothing: those who hold bytes fail first, as their room may be all that others wait for.
-        So does who got nothing back for `stall_s` while others passed with more than was under way before it.
+        Raises the error passed to `fail`, and DeadlineExceeded when nothing was given back for `stall_s`, or twice that
+        if `share` holds nothing: transfers that hold bytes fail first, as others may wait only for their room.
+        DeadlineExceeded also ends a transfer that got nothing back for `stall_s` while others passed it with more than
+        was in flight before.
         """
-        assert num_bytes <= self.limit_bytes, "a frame that never fits would wait for ever"
+        assert num_bytes <= self.limit_bytes, "a frame that never fits would wait forever"
         waiter = _Waiter(share, num_bytes, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         self._serve()
@@ -57,11 +58,11 @@ class Window:
                 self._waiting.remove(waiter)
                 self._serve()
             elif not waiter.granted.cancelled() and waiter.granted.exception() is None:
-                self.give_back(share, num_bytes)  # granted and cancelled in one turn of the loop
+                self.give_back(share, num_bytes)  # granted and cancelled in the same turn of the loop
             raise
 
     def give_back(self, share: Share, num_bytes: int) -> None:
-        """Bytes were consumed, or never will be."""
+        """Returns bytes that were consumed, or never will be."""
         assert num_bytes <= share.held_bytes
         share.held_bytes -= num_bytes
         self.free_bytes += num_bytes
@@ -70,7 +71,7 @@ class Window:
         self._serve()
 
     def fail(self, share: Share, error: HalfmoonError) -> None:
-        """Whoever waits for more of `share` gets `error`."""
+        """Raises `error` in all waiters for more of `share`."""
         for waiter in [waiter for waiter in self._waiting if waiter.share is share]:
             self._waiting.remove(waiter)
             if not waiter.granted.done():
@@ -78,7 +79,7 @@ class Window:
         self._serve()
 
     def _serve(self) -> None:
-        """Grants what can be granted, the longest waiting first."""
+        """Grants what can be granted, longest waiting first."""
         for waiter in list(self._waiting):
             if waiter.share.held_bytes and waiter.share.held_bytes >= self.free_bytes:
                 continue
