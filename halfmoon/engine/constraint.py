@@ -23,10 +23,7 @@ from halfmoon.errors import InvalidRequest
 
 _MOST_OUTPUTS = 1_024  # outputs whose automata are kept; the least recently used are dropped
 _MOST_GRAMMARS = 64
-_LEXER_FUEL, _STEP_FUEL = (
-    200_000,
-    100_000,
-)  # for an automaton's beginning and for one mask: hostile constraints stop within 0.1 s
+_LEXER_FUEL, _STEP_FUEL = 200_000, 100_000  # to begin an automaton and per mask: hostile ones stop within 0.1 s
 _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 

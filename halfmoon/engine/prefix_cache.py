@@ -34,9 +34,7 @@ class PrefixCache:
         self._root = root
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, bool] = (
-            OrderedDict()
-        )  # value: whether the block is halved; least recently used first
+        self._idle: OrderedDict[int, bool] = OrderedDict()  # whether it is a half; least recently used first
         self._num_idle_halves = 0
         self._stored: dict[bytes, None] = {}  # since `take_changes` was last called
         self._evicted: dict[bytes, None] = {}

@@ -1,1 +1,4 @@
-"""What happened: one row a request, in SQLite or any other database that SQLAlchemy speaks to."""
+"""What happened: one row per request, in SQLite or PostgreSQL, through SQLAlchemy.
+
+Read in this order: models, ledger, row_queue, database, transaction, upgrade, classes, retention.
+"""

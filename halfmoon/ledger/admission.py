@@ -1,4 +1,4 @@
-"""The admission mode as operators set it, for all gateways of a ledger: every edit is kept, the newest one counts."""
+"""The admission mode that operators set for all gateways of a ledger: every edit is kept, the newest one counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfmoon.ledger.models import AdmissionEditRow
 
 
 class AdmissionEdit(NamedTuple):
-    """One edit; `mode` is a word that this room does not read, or None: that of each gateway's own settings."""
+    """One edit; `mode` is an opaque word here, or None: the mode in each gateway's own settings."""
 
     version: int  # 1 is the first
     edited_at: datetime
@@ -30,7 +30,7 @@ class AdmissionEdits:
         self._database = database
 
     async def newest(self, limit: int) -> Sequence[AdmissionEdit]:
-        """Newest first; nothing where nobody has edited it."""
+        """The newest edits, newest first; empty without edits."""
         rows = select(AdmissionEditRow).order_by(AdmissionEditRow.version.desc()).limit(limit)
 
         async def work(session: AsyncSession) -> list[AdmissionEdit]:
@@ -39,18 +39,18 @@ class AdmissionEdits:
         return await self._database.run(work)
 
     async def put(self, mode: str | None, version: int) -> AdmissionEdit:
-        """Over `version`, 0 for the first edit. Raises VersionConflict when it is another one by now."""
+        """Adds an edit after `version`, 0 for the first. Raises VersionConflict when that is no longer the newest."""
         edit = AdmissionEdit(version + 1, datetime.now(UTC), mode)
         replaced = select(AdmissionEditRow.version).where(AdmissionEditRow.version == version)
 
         async def work(session: AsyncSession) -> None:
-            await session.execute(insert(AdmissionEditRow).values(edit._asdict()))  # first: then nobody else writes
+            await session.execute(insert(AdmissionEditRow).values(edit._asdict()))  # first: locks out other writers
             if version and await session.scalar(replaced) is None:
                 raise _conflict(version)
 
         try:
             await self._database.run(work)
-        except IntegrityError as error:  # there is such an edit already
+        except IntegrityError as error:  # such an edit already exists
             raise _conflict(version) from error
         return edit
 

@@ -1,4 +1,4 @@
-"""QoS classes as the ledger keeps them: one row a class, with a version that guards against lost edits."""
+"""QoS classes as stored in the ledger: one row per class, with a version that guards against lost edits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from halfmoon.ledger.models import ClassEditRow, ClassRevisionRow, DeclaredClass
 
 
 class VersionConflict(Incompatible):
-    """Somebody else changed the class since it was read."""
+    """The class was changed by another writer since it was read."""
 
 
 class StoredClass(NamedTuple):
-    """A class's definition, which this room does not read, and its version: 1 when it was made."""
+    """A class's definition, opaque here, and its version: 1 when it is created."""
 
     name: str
     version: int
@@ -28,19 +28,19 @@ class StoredClass(NamedTuple):
 
 
 class ClassesAt(NamedTuple):
-    """Every class, by name, as of one revision: how often any of them was edited."""
+    """All classes by name at one revision, the number of edits to any of them."""
 
     revision: int
     classes: Sequence[StoredClass]
 
 
 class ClassEdit(NamedTuple):
-    """One edit. `before` and `definition` are None where the class was not there."""
+    """One edit. `before` and `definition` are None if the class did not exist."""
 
     revision: int
     edited_at: datetime
     name: str
-    version: int  # that the class has since; of a removed one its last
+    version: int  # of the class since this edit; for a removed class, its last
     definition: dict[str, Any] | None
     before: dict[str, Any] | None
 
@@ -58,14 +58,14 @@ class StoredClasses:
         self._database = database
 
     async def revision(self) -> int:
-        """Differs from an earlier one where there was an edit."""
+        """The current revision, which differs from an earlier one after any edit."""
         return await self._database.run(_revision)
 
     async def all(self) -> ClassesAt:
-        """Every class."""
+        """All classes."""
 
         async def work(session: AsyncSession) -> ClassesAt:
-            revision = await _revision(session)  # first: an edit meanwhile makes it old, never unseen
+            revision = await _revision(session)  # first: a concurrent edit then makes it stale, never unseen
             return ClassesAt(revision, await _classes(session))
 
         return await self._database.run(work)
@@ -84,10 +84,10 @@ class StoredClasses:
         return await self._database.run(work)
 
     async def put(self, name: str, definition: dict[str, Any], version: int, check: Check) -> ClassesAt:
-        """Writes over `version`, 0 for a class that is not there yet; all classes as they are then.
+        """Writes over `version`, 0 for a new class; returns all classes after it.
 
-        Raises VersionConflict when it is another one by now, and what `check` raises of the classes as they would be;
-        nothing has changed then.
+        Raises VersionConflict when the version is no longer current, and whatever `check` raises for the resulting
+        classes; nothing has changed then.
         """
 
         async def work(session: AsyncSession) -> ClassesAt:
@@ -96,7 +96,7 @@ class StoredClasses:
         return await self._database.run(work)
 
     async def remove(self, name: str, version: int, check: Check) -> ClassesAt:
-        """Removes `version` of a class, otherwise as `put`."""
+        """Removes `version` of a class; otherwise like `put`."""
 
         async def work(session: AsyncSession) -> ClassesAt:
             return await _edited(session, name, version, None, check)
@@ -148,9 +148,9 @@ async def _history(session: AsyncSession) -> ClassHistory:
 async def _edited(session: AsyncSession, name: str, version: int, new: StoredClass | None, check: Check) -> ClassesAt:
     revision = await _next_revision(session)
     before = await _classes(session)
-    old = next((one for one in before if one.name == name), None)
+    old = next((stored for stored in before if stored.name == name), None)
     _check_version(name, version, old.version if old else 0)
-    after = sorted([one for one in before if one.name != name] + ([new] if new else []))
+    after = sorted([stored for stored in before if stored.name != name] + ([new] if new else []))
     check(after)
     if new is None:
         await session.execute(delete(QosClassRow).where(QosClassRow.name == name))
@@ -172,7 +172,7 @@ async def _edited(session: AsyncSession, name: str, version: int, new: StoredCla
 
 
 async def _next_revision(session: AsyncSession) -> int:
-    """From here to the end of the transaction nobody else edits."""
+    """Increments the revision and locks out other editors until the end of the transaction."""
     taken = update(ClassRevisionRow).values(revision=ClassRevisionRow.revision + 1).returning(ClassRevisionRow.revision)
     return (await session.execute(taken)).scalar_one()
 

@@ -23,7 +23,7 @@ DEADLINE_S = 5.0
 _OPEN_S = 20.0  # another gateway may be migrating
 _CLOSE_S = 2.0
 _POOL_SIZE = 4
-_POSTGRESQL_ARGS: Mapping[str, Any] = {  # a host that vanished is missed within half a minute
+_POSTGRESQL_ARGS: Mapping[str, Any] = {  # a vanished host is detected within half a minute
     "connect_timeout": 5,
     "keepalives_idle": 10,
     "keepalives_interval": 5,
@@ -35,25 +35,25 @@ _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+psycopg"}
 
 
 class Database:
-    """Owns the connections. Knows nothing of what is in the tables."""
+    """Owns the connections. Knows nothing of the tables' content."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._threads = DriverThreads(engine) if self.is_file else None
-        self._is_current = False  # the tables are as this release has them
-        self._file: OpenedFile | None = None  # of SQLite, once it is there
-        self._overdue: set[asyncio.Task[Any]] = set()  # given up, and not ended yet: a driver may take its time
+        self._is_current = False  # the tables have this release's schema
+        self._file: OpenedFile | None = None  # for SQLite, once it is open
+        self._overdue: set[asyncio.Task[Any]] = set()  # given up but not ended: a driver may take its time
 
     @property
     def is_file(self) -> bool:
-        """Whether it is one of this host."""
+        """Whether the database is a file on this host."""
         return self._engine.dialect.name == "sqlite"
 
     async def run(self, work: Work[Result], deadline_s: float | None = DEADLINE_S) -> Result:
-        """`work` in one transaction. Raises Unavailable when the database does not answer within the deadline.
+        """Runs `work` in one transaction. Raises Unavailable when the database does not answer within the deadline.
 
-        Other errors of SQLAlchemy mean that the work itself is wrong. Whether a transaction over its deadline was
-        committed is not known.
+        Other errors of SQLAlchemy mean that the work itself is wrong. A transaction over its deadline may or may not
+        have been committed.
         """
         if not self._is_current:
             raise Unavailable("the ledger's database was not reached yet")
@@ -63,7 +63,7 @@ class Database:
         return await self._within(transaction.run(), deadline_s, transaction.give_up)
 
     async def upgrade(self) -> None:
-        """Brings the tables to the newest revision: before that nothing can be done here. Nothing, where it was done.
+        """Upgrades the tables to the newest revision, before which nothing else works. No-op once it was done.
 
         Raises Unavailable; Incompatible for tables of a later release.
         """
@@ -75,7 +75,7 @@ class Database:
     async def close(self) -> None:
         """Closes the connections; those that do not answer are left to the operating system.
 
-        Transactions that were given up end first: one whose connection is closed meanwhile may wait for ever.
+        Abandoned transactions end first: one whose connection is closed meanwhile may wait forever.
         """
         if self._overdue:
             await asyncio.wait(self._overdue, timeout=_CLOSE_S)
@@ -89,7 +89,7 @@ class Database:
     async def _within(
         self, working: Coroutine[Any, Any, Result], deadline_s: float | None, give_up: GiveUp = asyncio.Task.cancel
     ) -> Result:
-        """A driver that ignores cancellation holds nobody up: what does not end is left behind."""
+        """Awaits `working` within the deadline; a driver that ignores cancellation is left behind."""
         task = asyncio.create_task(working)
         try:
             await asyncio.wait({task}, timeout=deadline_s)
@@ -105,7 +105,7 @@ class Database:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._overdue.discard(task)
         if not task.cancelled():
-            task.exception()  # nobody waits for it
+            task.exception()  # no one awaits it
 
     async def _upgrade(self) -> None:
         async with self._engine.connect() as connection:
@@ -121,9 +121,9 @@ class Database:
 async def open_database(url: str, *, may_be_away: bool = False) -> AsyncIterator[Database]:
     """The database at `url`, with tables of the newest revision.
 
-    Raises InvalidRequest for a URL that cannot be used, Unavailable for a database that is not there, and Incompatible
-    for one that a later release wrote. A server that `may_be_away` raises Unavailable with each use, until somebody
-    calls `upgrade` with success; a file is never away.
+    Raises InvalidRequest for an unusable URL, Unavailable for an absent database, and Incompatible for one that a later
+    release wrote. With `may_be_away`, an absent server raises Unavailable with each use until `upgrade` succeeds; a
+    file is never away.
     """
     database = Database(make_engine(url))
     try:
@@ -140,7 +140,7 @@ async def open_database(url: str, *, may_be_away: bool = False) -> AsyncIterator
 
 
 def mask_password(url: str) -> str:
-    """The URL as it may be logged; a text that is no URL is not shown at all."""
+    """The URL as it may be logged; a text that is not a URL is not shown at all."""
     try:
         return make_url(url).render_as_string(hide_password=True)
     except ArgumentError:
@@ -148,7 +148,7 @@ def mask_password(url: str) -> str:
 
 
 def make_engine(given: str) -> AsyncEngine:
-    """Connects to nothing yet. Raises InvalidRequest for a URL that cannot be used."""
+    """Makes an engine without connecting. Raises InvalidRequest for an unusable URL."""
     url = _with_driver(given)
     try:
         if url.get_backend_name() == "sqlite":
@@ -180,7 +180,7 @@ def _unusable(why: str) -> InvalidRequest:
 
 
 def _result(task: asyncio.Future[Result]) -> Result:
-    """Raises Unavailable for what time may mend."""
+    """The result of a task. Raises Unavailable for errors that time may mend."""
     try:
         return task.result()
     except (PoolTimeout, OSError) as error:

@@ -1,4 +1,4 @@
-"""The ledger as services use it: requests are written behind them, everything else is read and written when asked."""
+"""The ledger as services use it: requests are written behind, everything else is read and written on demand."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from halfmoon.ledger.retention import Retention
 from halfmoon.ledger.row_queue import RowQueue
 from halfmoon.ledger.traffic import Traffic
 
-_FLUSH_S = 5.0  # at the end, for rows that wait
+_FLUSH_S = 5.0  # at the end, for queued rows
 
 
 class Ledger:
     """Owns the queue of requests. A failing database is logged and counted; it never fails or delays a request."""
 
     def __init__(self, database: Database, gateway_id: str = "") -> None:
-        """`gateway_id` says whose requests are recorded."""
+        """`gateway_id` names the gateway whose requests are recorded."""
         self.classes = StoredClasses(database)
         self.admission = AdmissionEdits(database)
         self.profiles = Profiles(database)
@@ -45,11 +45,11 @@ class Ledger:
         self._gateway_id = gateway_id
 
     async def join(self) -> None:
-        """Brings a ledger that was away when it was opened into use. Raises Unavailable while it still is."""
+        """Brings a ledger that was away when opened into use. Raises Unavailable while it is still away."""
         await self._database.upgrade()
 
     def record(self, row: RequestRow) -> bool:
-        """Accepts a row to write later. False, and counted as lost, when too many are waiting."""
+        """Queues a row for writing. False, and counted as lost, when too many are waiting."""
         values = {name: _storable(value) for name, value in row.as_dict().items() if name != "id"}
         return self.rows.put(values | {"gateway_id": self._gateway_id})
 
@@ -63,7 +63,7 @@ class Ledger:
         return await self._database.run(work)
 
     async def _insert(self, rows: Sequence[dict[str, Any]]) -> None:
-        """As long as it takes: who gives up in the middle does not know whether they are written."""
+        """Inserts without a deadline: a cancelled commit may or may not have been applied."""
 
         async def work(session: AsyncSession) -> None:
             await session.execute(insert(RequestRow), list(rows))
@@ -72,7 +72,7 @@ class Ledger:
 
 
 def _storable(value: Any) -> Any:
-    """A client's words may hold what no database takes: zero bytes, halves of surrogate pairs."""
+    """The value without what a client may send and no database accepts: zero bytes, halves of surrogate pairs."""
     if not isinstance(value, str):
         return value
     return value.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
@@ -80,13 +80,13 @@ def _storable(value: Any) -> Any:
 
 @asynccontextmanager
 async def open_ledger(url: str, gateway_id: str = "", *, may_be_away: bool = False) -> AsyncIterator[Ledger]:
-    """The ledger at `url`, made or brought up to date where needed; what was accepted is written when the block ends.
+    """The ledger at `url`, created or upgraded if needed; accepted rows are written when the context ends.
 
-    Raises what `open_database` raises. With `may_be_away`, `join` is to be called by and by.
+    Raises what `open_database` raises. With `may_be_away`, `join` must be called from time to time.
     """
     async with open_database(url, may_be_away=may_be_away) as database:
         ledger = Ledger(database, gateway_id)
-        writer = asyncio.create_task(ledger.rows.write_behind())  # no group: that would cancel it when the block fails
+        writer = asyncio.create_task(ledger.rows.write_behind())  # a group would cancel it on a failure
         try:
             yield ledger
         finally:

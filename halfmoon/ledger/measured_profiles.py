@@ -1,4 +1,4 @@
-"""Profiles that `halfmoon profile` measured, as the ledger keeps them: one a name."""
+"""Profiles measured by `halfmoon profile`, as stored in the ledger: one per name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfmoon.ledger.models import MeasuredProfileRow
 
 
 class NamedProfile(NamedTuple):
-    """A profile and when it was measured; its content is `sim.profile.MeasuredProfile`'s."""
+    """A profile and when it was measured; its content is that of `sim.profile.MeasuredProfile`."""
 
     name: str
     measured_at: datetime
@@ -28,7 +28,7 @@ class MeasuredProfiles:
         self._database = database
 
     async def all(self) -> Sequence[NamedProfile]:
-        """By name."""
+        """All profiles, by name."""
 
         async def work(session: AsyncSession) -> list[NamedProfile]:
             rows = await session.scalars(select(MeasuredProfileRow).order_by(MeasuredProfileRow.name))
@@ -36,11 +36,11 @@ class MeasuredProfiles:
 
         return await self._database.run(work)
 
-    async def put(self, one: NamedProfile) -> None:
-        """In the place of the one of that name."""
+    async def put(self, named: NamedProfile) -> None:
+        """Stores a profile in place of the one with its name."""
 
         async def work(session: AsyncSession) -> None:
-            await session.execute(delete(MeasuredProfileRow).where(MeasuredProfileRow.name == one.name))
-            session.add(MeasuredProfileRow(name=one.name, measured_at=one.measured_at, profile=dict(one.profile)))
+            await session.execute(delete(MeasuredProfileRow).where(MeasuredProfileRow.name == named.name))
+            session.add(MeasuredProfileRow(name=named.name, measured_at=named.measured_at, profile=dict(named.profile)))
 
         await self._database.run(work)

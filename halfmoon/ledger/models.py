@@ -10,22 +10,22 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 RequestStatus = Literal["ok", "error", "cancelled", "rejected"]
 
-RowNumber = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts rows in INTEGER alone
+RowNumber = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows only in INTEGER columns
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """An aware datetime, in UTC also where the database keeps no time zone."""
+    """An aware datetime, in UTC even if the database stores no time zone."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """To UTC on the way in."""
+        """Converts to UTC on the way in."""
         assert value is None or value.tzinfo is not None
         return None if value is None else value.astimezone(UTC)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Aware on the way out."""
+        """Makes values aware on the way out."""
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
@@ -38,7 +38,7 @@ class Base(DeclarativeBase):
 
 
 class QosClassRow(Base):
-    """A QoS class. `version` counts its edits, so that none of them overwrites another unseen."""
+    """A QoS class. `version` counts its edits, so that none silently overwrites another."""
 
     __tablename__ = "qos_classes"
 
@@ -48,7 +48,7 @@ class QosClassRow(Base):
 
 
 class ClassRevisionRow(Base):
-    """One row: how often any class was edited. Who edits takes it first, so edits come one after the other."""
+    """A single row: how often any class was edited. Editors update it first, which serializes edits."""
 
     __tablename__ = "class_revision"
 
@@ -57,14 +57,14 @@ class ClassRevisionRow(Base):
 
 
 class ClassEditRow(Base):
-    """One edit of a class: what it was and what it became, None where it was not there."""
+    """One edit of a class: its definition before and after, None if it did not exist."""
 
     __tablename__ = "class_edits"
 
     revision: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     edited_at: Mapped[datetime] = mapped_column(UtcDateTime)
     name: Mapped[str] = mapped_column(String(64))
-    version: Mapped[int]  # that it has since; of a removed one the last
+    version: Mapped[int]  # of the class since this edit; for a removed class, the last
     definition: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     before: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
@@ -88,11 +88,11 @@ class AdmissionEditRow(Base):
 
     version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     edited_at: Mapped[datetime] = mapped_column(UtcDateTime)
-    mode: Mapped[str | None] = mapped_column(String(16))  # None: each gateway's own
+    mode: Mapped[str | None] = mapped_column(String(16))  # None: each gateway's own setting
 
 
 class ProfileRow(Base):
-    """What a worker of one kind measured of its own speed: the coefficients of its latency models."""
+    """Speed that a worker of one kind measured of itself: the coefficients of its latency models."""
 
     __tablename__ = "latency_profiles"
 
@@ -103,7 +103,7 @@ class ProfileRow(Base):
 
 
 class MeasuredProfileRow(Base):
-    """What `halfmoon profile` measured, under the name that it was given."""
+    """A profile measured by `halfmoon profile`, under its name."""
 
     __tablename__ = "measured_profiles"
 
@@ -113,16 +113,16 @@ class MeasuredProfileRow(Base):
 
 
 class PlanRow(Base):
-    """A layout of the cluster that the planner found."""
+    """A cluster layout found by the planner."""
 
     __tablename__ = "plans"
 
     id: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
     model: Mapped[str] = mapped_column(String(256))
-    goal: Mapped[dict[str, Any]] = mapped_column(JSON)  # what was asked for: targets, rate, hardware
+    goal: Mapped[dict[str, Any]] = mapped_column(JSON)  # the planning problem: targets, rate, hardware
     layout: Mapped[dict[str, Any]] = mapped_column(JSON)  # what to start
-    figures: Mapped[dict[str, Any]] = mapped_column(JSON)  # what is predicted of it
+    figures: Mapped[dict[str, Any]] = mapped_column(JSON)  # its predicted figures
 
 
 class RequestRow(Base):
@@ -131,7 +131,7 @@ class RequestRow(Base):
     __tablename__ = "requests"
 
     id: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
-    request_id: Mapped[str] = mapped_column(String(128), index=True)  # the client may choose it: not unique
+    request_id: Mapped[str] = mapped_column(String(128), index=True)  # the client may choose it, so it is not unique
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
     model: Mapped[str] = mapped_column(String(256))
     endpoint: Mapped[str] = mapped_column(String(64))
@@ -139,7 +139,7 @@ class RequestRow(Base):
     http_status: Mapped[int]
     error: Mapped[str | None]
     prompt_tokens: Mapped[int]
-    cached_tokens: Mapped[int]  # prompt tokens not computed again
+    cached_tokens: Mapped[int]  # prompt tokens that were not recomputed
     output_tokens: Mapped[int]
     finish_reason: Mapped[str | None] = mapped_column(String(16))
     prefill_worker: Mapped[str | None] = mapped_column(String(256))  # of the last attempt
@@ -151,16 +151,16 @@ class RequestRow(Base):
     e2e_s: Mapped[float]
     num_retries: Mapped[int]
     qos_class: Mapped[str | None] = mapped_column(String(64))
-    predicted_ttft_s: Mapped[float | None]  # when it was admitted, or refused
+    predicted_ttft_s: Mapped[float | None]  # when it was admitted, or rejected
     predicted_tbt_s: Mapped[float | None]
-    gateway_id: Mapped[str | None] = mapped_column(String(64))  # who wrote it; None in rows of before
+    gateway_id: Mapped[str | None] = mapped_column(String(64))  # the row's writer; None in older rows
     num_outputs: Mapped[int | None]  # choices of all its prompts
     prefill_s: Mapped[float | None]  # from the first forward pass to the first token, on the first prefill worker
     predicted_queue_s: Mapped[float | None]  # the parts of `predicted_ttft_s`
     predicted_prefill_s: Mapped[float | None]
-    refused_unread: Mapped[bool | None]  # before its prompt was tokenized: no prompt would have had less than predicted
+    refused_unread: Mapped[bool | None]  # before its prompt was tokenized: its predictions are lower bounds
 
     def as_dict(self) -> dict[str, Any]:
         """Columns by name."""
-        values = vars(self)  # what is not set is not there
-        return {name: values.get(name) for name in self.__table__.columns.keys()}  # noqa: SIM118 (it is no mapping)
+        values = vars(self)  # unset columns are absent
+        return {name: values.get(name) for name in self.__table__.columns.keys()}  # noqa: SIM118 (not a mapping)

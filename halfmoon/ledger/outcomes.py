@@ -1,4 +1,4 @@
-"""What became of earlier requests, for those who look back."""
+"""Outcomes of earlier requests, for analysis."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from halfmoon.ledger.models import RequestRow
 
 
 class Outcome(NamedTuple):
-    """One request that admission decided about; times in seconds."""
+    """One request on which admission decided; times in seconds."""
 
     status: str  # RequestStatus
     predicted_ttft_s: float | None
     predicted_tbt_s: float | None  # None for one token
     ttft_s: float | None
     mean_tbt_s: float | None
-    refused_unread: bool | None  # predictions are lower bounds; None in rows of before
+    refused_unread: bool | None  # predictions are lower bounds; None in rows written before this column
 
 
 class Outcomes:
-    """Reads them from the requests. Owns nothing. Raises Unavailable when the database does not answer."""
+    """Reads outcomes from the requests. Owns nothing. Raises Unavailable when the database does not answer."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -54,7 +54,7 @@ class Outcomes:
         return await self._database.run(work)
 
     async def of(self, request_id: str) -> RequestRow | None:
-        """The newest request of that id, once it has ended and is written."""
+        """The newest request with that id, once it has ended and is written."""
         newest = select(RequestRow).where(RequestRow.request_id == request_id).order_by(RequestRow.id.desc()).limit(1)
 
         async def work(session: AsyncSession) -> RequestRow | None:

@@ -1,4 +1,4 @@
-"""How long the outputs of earlier requests were, for those who predict the next ones."""
+"""Output lengths of earlier requests, for predicting those of the next ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from halfmoon.ledger.models import RequestRow
 
 
 class OutputSample(NamedTuple):
-    """One request that ended by itself and had one output."""
+    """One request that ended by itself with a single output."""
 
     row_id: int
     qos_class: str
@@ -22,20 +22,20 @@ class OutputSample(NamedTuple):
 
 
 class SamplesUpTo(NamedTuple):
-    """What there is up to a row, which is where to go on."""
+    """Samples up to a row, from which to continue."""
 
     row_id: int
     samples: Sequence[OutputSample]
 
 
 class OutputSamples:
-    """Reads them from the requests. Owns nothing."""
+    """Reads output samples from the requests. Owns nothing."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def after(self, row_id: int, limit: int, but_of: str = "") -> SamplesUpTo:
-        """The newest `limit` of those after a row, oldest first, without those that one gateway wrote.
+        """The newest `limit` samples after a row, oldest first, without those written by gateway `but_of`.
 
         A row of another gateway that becomes visible after a later one may be missed. Raises Unavailable when the
         database does not answer.
@@ -54,7 +54,7 @@ class OutputSamples:
         async def work(session: AsyncSession) -> SamplesUpTo:
             last_id = await session.scalar(last) or row_id
             rows = await session.execute(newest.where(RequestRow.id <= last_id))
-            found = [OutputSample(at, name or "", prompt, output) for at, name, prompt, output in rows]
-            return SamplesUpTo(last_id, found[::-1])
+            samples = [OutputSample(at, name or "", prompt, output) for at, name, prompt, output in rows]
+            return SamplesUpTo(last_id, samples[::-1])
 
         return await self._database.run(work)

@@ -1,4 +1,4 @@
-"""Plans as the ledger keeps them, each as it was made."""
+"""Plans as stored in the ledger, unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halfmoon.ledger.models import PlanRow
 
 
 class NewPlan(NamedTuple):
-    """A layout that was found for a goal, which this room does not read."""
+    """A layout found for a goal; both are opaque here."""
 
     model: str
     goal: dict[str, Any]
@@ -24,7 +24,7 @@ class NewPlan(NamedTuple):
 
 
 class StoredPlan(NamedTuple):
-    """A plan, by its number, and when it was kept."""
+    """A plan, its number, and when it was stored."""
 
     id: int
     created_at: datetime
@@ -38,7 +38,7 @@ class Plans:
         self._database = database
 
     async def add(self, plan: NewPlan) -> StoredPlan:
-        """Keeps a plan that was made now."""
+        """Stores a new plan."""
 
         async def work(session: AsyncSession) -> StoredPlan:
             row = PlanRow(created_at=datetime.now(UTC), **plan._asdict())
@@ -49,7 +49,7 @@ class Plans:
         return await self._database.run(work)
 
     async def newest(self, limit: int) -> Sequence[StoredPlan]:
-        """Newest first."""
+        """The newest plans, newest first."""
 
         async def work(session: AsyncSession) -> list[StoredPlan]:
             rows = await session.scalars(select(PlanRow).order_by(PlanRow.id.desc()).limit(limit))
@@ -58,7 +58,7 @@ class Plans:
         return await self._database.run(work)
 
     async def of_id(self, plan_id: int) -> StoredPlan:
-        """Raises NotFound for a number that no plan has."""
+        """The plan with a number. Raises NotFound if there is none."""
 
         async def work(session: AsyncSession) -> StoredPlan | None:
             row = await session.get(PlanRow, plan_id)

@@ -1,4 +1,4 @@
-"""Latency profiles as the ledger keeps them: the newest one of each kind of worker."""
+"""Latency profiles as stored in the ledger: the newest one of each kind of worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfmoon.ledger.models import ProfileRow
 
 
 class StoredProfile(NamedTuple):
-    """What a worker of one kind measured of itself; coefficients as `policy.latency` has them."""
+    """Speed that a worker of one kind measured of itself; coefficients as in `policy.latency`."""
 
     kind: str
     measured_at: datetime
@@ -31,7 +31,7 @@ class Profiles:
         self._database = database
 
     async def all(self) -> Sequence[StoredProfile]:
-        """One a kind."""
+        """All profiles, one per kind."""
 
         async def work(session: AsyncSession) -> list[StoredProfile]:
             rows = await session.scalars(select(ProfileRow).order_by(ProfileRow.kind))
@@ -40,7 +40,7 @@ class Profiles:
         return await self._database.run(work)
 
     async def put(self, profile: StoredProfile) -> None:
-        """In the place of its kind's; nothing where somebody else writes one for that kind at this moment."""
+        """Stores a profile in place of its kind's; no effect if another writer is storing one for that kind."""
 
         async def work(session: AsyncSession) -> None:
             await session.execute(delete(ProfileRow).where(ProfileRow.kind == profile.kind))

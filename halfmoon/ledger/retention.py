@@ -1,4 +1,4 @@
-"""Old requests leave the ledger: in batches with pauses between them, so that nobody who writes waits for long."""
+"""Deletes old requests from the ledger: in batches with pauses between them, so that no writer waits for long."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from halfmoon.ledger.models import RequestRow
 
 log = logging.getLogger(__name__)
 
-_BATCH_ROWS = 500  # some milliseconds in which a SQLite file is locked
+_BATCH_ROWS = 500  # locks a SQLite file for some milliseconds
 _PAUSE_S = 0.2  # between batches
 _INTERVAL_S = 600.0  # between rounds
 
 
 class Retention:
-    """Deletes requests. Owns nothing. Classes, their edits, profiles and plans stay."""
+    """Deletes requests. Owns nothing. Classes, their edits, profiles and plans are kept."""
 
     def __init__(self, database: Database, batch_rows: int = _BATCH_ROWS) -> None:
         self._database = database
         self._batch_rows = batch_rows
 
     async def forget_before(self, moment: datetime, pause_s: float = _PAUSE_S) -> int:
-        """Deletes every request that came before `moment`; how many. Raises Unavailable.
+        """Deletes every request that arrived before `moment`; returns how many. Raises Unavailable.
 
         Several gateways may do so at once: none waits for another's batch.
         """
@@ -42,17 +42,17 @@ class Retention:
 
     async def _delete_batch(self, moment: datetime) -> int:
         oldest = select(RequestRow.id).where(RequestRow.created_at < moment).limit(self._batch_rows)
-        taken = oldest.with_for_update(skip_locked=True)  # which SQLite does without: it has one writer
+        taken = oldest.with_for_update(skip_locked=True)  # not needed on SQLite, which has a single writer
 
         async def work(session: AsyncSession) -> int:
-            """In one statement: a transaction of SQLite that reads first may find that it must not write."""
+            """Deletes in one statement: a SQLite transaction that reads first may find that it must not write."""
             gone = delete(RequestRow).where(RequestRow.id.in_(taken)).returning(RequestRow.id)
             return len((await session.execute(gone)).all())
 
         return await self._database.run(work)
 
     async def keep(self, days: float) -> None:
-        """For ever; with 0 days everything is kept. While the database is away nothing is deleted."""
+        """Runs forever, keeping `days` of requests; 0 keeps all. While the database is away nothing is deleted."""
         while days:
             try:
                 num_deleted = await self.forget_before(datetime.now(UTC) - timedelta(days=days))
@@ -60,6 +60,6 @@ class Retention:
                     log.info("ledger.forgot", extra={"num_rows": num_deleted, "days": days})
             except Unavailable as error:
                 log.warning("ledger.kept", extra={"reason": error.message[:300]})
-            except Exception as error:  # whatever a driver raises must not end it
+            except Exception as error:  # no driver error may end the loop
                 log.error("ledger.kept", exc_info=error)
             await asyncio.sleep(_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""Rows that are written behind the requests, in batches, by one task."""
+"""Rows written behind the requests, in batches, by one task."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ log = logging.getLogger(__name__)
 Row = TypeVar("Row")
 
 _MAX_QUEUED = 10_000
-_MAX_BATCH = 100  # so that building a statement holds the event loop up for about a millisecond
-_PAUSE_S = 0.05  # from one write to the next: what comes meanwhile goes together
+_MAX_BATCH = 100  # building a statement then blocks the event loop for about a millisecond
+_PAUSE_S = 0.05  # between writes: rows that arrive meanwhile are batched
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class RowQueue(Generic[Row]):
-    """Owns the rows that are not written yet, and the counts of what became of all others.
+    """Owns the rows that are not written yet, and the counts of written and lost ones.
 
-    Nobody waits for it: where the database is down or slow rows wait, and once `max_queued` do, further ones are
-    lost, and counted.
+    No request waits for it: while the database is down or slow, rows wait, and once `max_queued` do, further ones are
+    lost and counted.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class RowQueue(Generic[Row]):
         retry_s: Sequence[float] = _RETRY_S,
         pause_s: float = _PAUSE_S,
     ) -> None:
-        """`write` raises Unavailable where another try may help, an error of SQLAlchemy where none does."""
+        """`write` raises Unavailable if another try may help, an error of SQLAlchemy if not."""
         self._write = write
         self._max_queued = max_queued
         self._retry_s = retry_s
         self._pause_s = pause_s
         self._rows: deque[Row] = deque()
-        self._num_alone = 0  # of the first rows, to be written one by one
+        self._num_alone = 0  # leading rows that are to be written one by one
         self._changed = asyncio.Event()
         self._closing = asyncio.Event()
         self._is_losing = False
@@ -53,14 +53,14 @@ class RowQueue(Generic[Row]):
         self.num_lost = 0
 
     def __len__(self) -> int:
-        """Rows that are not written yet."""
+        """Number of rows that are not written yet."""
         return len(self._rows)
 
     def put(self, row: Row) -> bool:
-        """Accepts a row to write later. False, and counted as lost, when too many are waiting, or after `close`."""
+        """Queues a row for writing. False, and counted as lost, when too many are waiting, or after `close`."""
         if len(self._rows) >= self._max_queued or self._closing.is_set():
             self.num_lost += 1
-            if not self._is_losing:  # once an outage, not once a row
+            if not self._is_losing:  # once per outage, not per row
                 log.error("ledger.full", extra={"num_queued": len(self._rows), "num_lost": self.num_lost})
             self._is_losing = True
             return False
@@ -69,19 +69,19 @@ class RowQueue(Generic[Row]):
         return True
 
     def close(self) -> None:
-        """No more rows: `write_behind` returns after the last one, or when the database does not answer."""
+        """Refuses more rows: `write_behind` returns after the last one, or when the database does not answer."""
         self._closing.set()
         self._changed.set()
 
     def give_up(self) -> None:
-        """Counts what is left as lost."""
+        """Counts the remaining rows as lost."""
         if self._rows:
             log.error("ledger.left", extra={"num_rows": len(self._rows)})
         self.num_lost += len(self._rows)
         self._rows.clear()
 
     async def write_behind(self) -> None:
-        """Writes what comes until `close`, then what is left."""
+        """Writes queued rows until `close`, then the rest."""
         num_failures = 0
         while await self._has_rows():
             began_s = time.monotonic()
@@ -100,23 +100,23 @@ class RowQueue(Generic[Row]):
         self.give_up()
 
     async def _has_rows(self) -> bool:
-        """Waits for some; False at the end."""
+        """Waits for rows; False at the end."""
         while not self._rows and not self._closing.is_set():
             self._changed.clear()
             await self._changed.wait()
         return bool(self._rows)
 
     async def _write_some(self) -> None:
-        """The oldest rows. Of those that the database refuses each goes alone then, and is lost alone.
+        """Writes the oldest rows. After the database rejects a batch, each of its rows is written, or lost, alone.
 
-        Raises Unavailable; then they are still here.
+        Raises Unavailable; the rows are then kept.
         """
         rows = list(islice(self._rows, 1 if self._num_alone else _MAX_BATCH))
         try:
             await self._write(rows)
         except Unavailable:
             raise
-        except Exception as error:  # whatever a driver raises must not stop the rows after these
+        except Exception as error:  # no driver error may block the rows after these
             is_bug = not isinstance(error, SQLAlchemyError)
             log.error("ledger.refused", extra={"num_rows": len(rows), "reason": str(error)[:300]}, exc_info=is_bug)
             if len(rows) > 1:
@@ -130,7 +130,7 @@ class RowQueue(Generic[Row]):
         self._num_alone = max(0, self._num_alone - len(rows))
 
     async def _pause(self, seconds: float) -> None:
-        """Or until the end is near."""
+        """Sleeps, but no longer than until `close`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, seconds)):
                 await self._closing.wait()

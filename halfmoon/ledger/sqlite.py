@@ -1,4 +1,4 @@
-"""SQLite as the ledger's database: how its connections are opened, and when the last of their threads has ended."""
+"""SQLite as the ledger's database: opening its connections, and waiting for the last of their threads."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from halfmoon.errors import Unavailable
 
 _BUSY_MS = 2_000
-_END_S = 5.0  # longer than one waits for another's lock
+_END_S = 5.0  # longer than the wait for another connection's lock
 
 
 class DriverThreads:
     """The threads of an engine's connections: each connection of aiosqlite is one.
 
-    Neither the driver nor SQLAlchemy waits for the thread of a connection that was cancelled while it was opened, or
-    while it was closed; a thread that outlives its event loop ends with an error when it has something to say to it.
+    Neither the driver nor SQLAlchemy waits for the thread of a connection that was cancelled while being opened or
+    closed; a thread that outlives its event loop fails when it has a result to deliver.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self._threads: WeakSet[Thread] = WeakSet()  # those that run are held by the interpreter
+        self._threads: WeakSet[Thread] = WeakSet()  # running ones are held by the interpreter
         event.listen(engine.sync_engine, "do_connect", self._connect_here)
 
     async def ended(self) -> None:
-        """Returns when all have ended, or after five seconds: of what goes on in SQLite nobody can say how long."""
+        """Returns when all have ended, or after five seconds: SQLite's work has no upper bound."""
         running = [thread for thread in self._threads if thread.is_alive()]
         if running:
             await asyncio.to_thread(_join, running, _END_S)
@@ -42,22 +42,22 @@ class DriverThreads:
 
     def _connect(self, *args: Any, **options: Any) -> aiosqlite.Connection:
         connection = aiosqlite.connect(*args, **options)
-        connection._thread.daemon = True  # as SQLAlchemy has it where it connects itself
+        connection._thread.daemon = True  # like SQLAlchemy's own connections
         self._threads.add(connection._thread)
         return connection
 
 
 class OpenedFile:
-    """Owns which file the connections are open on: SQLite writes on into one that was deleted."""
+    """Owns the identity of the opened file: SQLite keeps writing to one that was deleted."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        """The file that is there now; none for a database in memory. Raises Unavailable where it is not there."""
+        """The file that is present now; none for a database in memory. Raises Unavailable if it is absent."""
         database = engine.url.database
         self._path = Path(database) if database and not _is_special(database) else None
         self._opened = self._present()
 
     def check(self) -> None:
-        """Raises Unavailable where the file is gone, or is another one."""
+        """Raises Unavailable if the file is gone or was replaced."""
         if self._present() != self._opened:
             raise Unavailable(
                 f"the ledger's file {self._path} was replaced while it was open: restart the gateway to use the new one"
@@ -77,7 +77,7 @@ class OpenedFile:
 
 
 def _is_special(database: str) -> bool:
-    """In memory, or a URI."""
+    """Whether the database is in memory, or a URI."""
     return database.startswith((":", "file:"))
 
 
@@ -88,7 +88,7 @@ def _join(threads: Iterable[Thread], timeout_s: float) -> None:
 
 
 def sqlite_engine(url: URL) -> AsyncEngine:
-    """Makes the file's directory. Raises Unavailable where that fails."""
+    """Makes the engine and the file's directory. Raises Unavailable if the latter fails."""
     if url.database and not _is_special(url.database):
         try:
             Path(url.database).parent.mkdir(parents=True, exist_ok=True)
@@ -101,8 +101,8 @@ def sqlite_engine(url: URL) -> AsyncEngine:
 
 
 def _tune(connection: Any, record: Any) -> None:
-    """Readers and the one writer do not block each other; a crash may lose the last rows, never the file."""
-    connection.isolation_level = None  # transactions begin as `_begin` has it, those with DDL too
+    """Sets WAL mode: readers never block the writer; a crash may lose the last rows, never the file."""
+    connection.isolation_level = None  # `_begin` begins transactions, also those with DDL
     cursor = connection.cursor()
     for pragma in (f"busy_timeout={_BUSY_MS}", "journal_mode=WAL", "synchronous=NORMAL"):
         cursor.execute(f"PRAGMA {pragma}")

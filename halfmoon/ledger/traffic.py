@@ -1,4 +1,4 @@
-"""What was asked lately: when requests came and how long they were."""
+"""Recent traffic: when requests arrived and how long they were."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from halfmoon.ledger.database import Database
 from halfmoon.ledger.models import RequestRow
 
-_COUNTED = ("ok", "cancelled", "rejected")  # what ended in an error would have been asked again, or never
+_COUNTED = ("ok", "cancelled", "rejected")  # a failed request would have been repeated, or never sent
 
 
 class Arrival(NamedTuple):
-    """One request; `output_tokens` is of each of its choices, 0 where none came."""
+    """One request; `output_tokens` is the length of each of its choices, 0 without output."""
 
     arrived_at: datetime
-    prompt_tokens: int  # 0 where it was refused before anybody counted them
+    prompt_tokens: int  # 0 if it was rejected before they were counted
     output_tokens: int
 
 
 class Traffic:
-    """Reads it from the requests. Owns nothing. Raises Unavailable when the database does not answer."""
+    """Reads arrivals from the requests. Owns nothing. Raises Unavailable when the database does not answer."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def since(self, moment: datetime, limit: int) -> Sequence[Arrival]:
-        """The newest `limit` requests after a moment, in the order of their coming."""
+        """The newest `limit` requests after a moment, in order of arrival."""
         columns = (
             RequestRow.created_at, RequestRow.prompt_tokens, RequestRow.output_tokens, RequestRow.num_outputs
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""One transaction, which may be given up as long as its work goes on, and not while its connection is given back."""
+"""One transaction, which may be given up while its work runs, but not while its connection is being returned."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ ENDING_S = 5.0
 
 
 class Transaction(Generic[Result]):
-    """Owns whether the work is done. What comes then, commit or rollback and the pool's reset, should end by itself:
-    a cancellation there throws the connection away, with a traceback by the pool. A database that does not even do that
-    within `ENDING_S` is dead, and keeps no place in the pool."""
+    """Owns whether the work is done.
+
+    What follows, commit or rollback and the pool's reset, should end by itself: cancelling it discards the connection,
+    with a traceback by the pool. A database that does not finish even that within `ENDING_S` is dead, and loses its
+    place in the pool.
+    """
 
     def __init__(self, engine: AsyncEngine, work: Work[Result]) -> None:
         self._engine = engine
@@ -26,7 +29,7 @@ class Transaction(Generic[Result]):
         self._is_ending = False
 
     async def run(self) -> Result:
-        """Commits what `work` did, or takes it back when that raises."""
+        """Commits the changes of `work`, or rolls them back when it raises."""
         async with AsyncSession(self._engine, expire_on_commit=False) as session, session.begin():
             try:
                 return await self._work(session)
@@ -34,7 +37,7 @@ class Transaction(Generic[Result]):
                 self._is_ending = True
 
     def give_up(self, running: asyncio.Task[Any]) -> None:
-        """Nobody waits for `running`, which runs it."""
+        """Gives up `running`, the task that runs this transaction."""
         if self._is_ending:
             last = running.get_loop().call_later(ENDING_S, running.cancel)
             running.add_done_callback(lambda _: last.cancel())

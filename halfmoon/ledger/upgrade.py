@@ -1,4 +1,4 @@
-"""Brings a ledger's tables to the newest revision, whoever else does the same at this moment."""
+"""Upgrades a ledger's tables to the newest revision, safely against concurrent upgrades."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sqlalchemy import Connection, text
 from halfmoon.errors import Incompatible
 
 _SCHEMA = Path(__file__).parent / "schema"
-_LOCK = 0x48414C464D4F4F4E  # "HALFMOON": any number that nobody else's advisory locks have
+_LOCK = 0x48414C464D4F4F4E  # "HALFMOON": a number unlikely to clash with other advisory locks
 
 
 def upgrade(connection: Connection) -> None:
-    """Runs the migrations that are missing, all or none of them, in the connection's transaction.
+    """Runs the missing migrations, all or none of them, in the connection's transaction.
 
-    On SQLite that transaction must be one that writes. Raises Incompatible for a ledger of a later release.
+    On SQLite that transaction must be a writing one. Raises Incompatible for a ledger of a later release.
     """
     scripts = ScriptDirectory(str(_SCHEMA), version_locations=[str(_SCHEMA)])
     if connection.dialect.name == "postgresql":
@@ -32,13 +32,13 @@ def upgrade(connection: Connection) -> None:
 
 
 def is_current(connection: Connection) -> bool:
-    """Whether nothing is missing, which a reader can tell without waiting for anybody. Raises Incompatible."""
+    """Whether no migration is missing, which a reader can tell without waiting. Raises Incompatible."""
     scripts = ScriptDirectory(str(_SCHEMA), version_locations=[str(_SCHEMA)])
     return not _missing(scripts, MigrationContext.configure(connection).get_current_revision())
 
 
 def _missing(scripts: ScriptDirectory, current: str | None) -> list[Script]:
-    """Oldest first."""
+    """The missing migrations, oldest first."""
     known = {script.revision for script in scripts.walk_revisions()}
     newest = scripts.get_current_head()
     if current is not None and current not in known:

@@ -52,15 +52,16 @@ class DecodeServicer:
     """
 
     def Tokens(self, request, context):
-        """Every token of every request of one gateway, one message an engine step. A gateway reads it as long as it
-        lives; a newer reader for the same gateway takes over. The first message, empty, says that the worker is listening.
+        """Tokens of all requests of one gateway, one message per engine step. A gateway reads it as long as it lives; a newer
+        reader for the same gateway takes over. The first message, empty, says that the worker is listening.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Forgets requests and frees their blocks, also those whose KV is still on its way. Unknown ids are not an error.
+        """Forgets requests and frees their blocks, including those whose KV is still on its way. Unknown ids are not an
+        error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,11 +34,13 @@ class DecodeStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Tokens: _grpc.UnaryStreamMultiCallable[_decode_pb2.TokensRequest, _decode_pb2.StepTokens]
-    """Every token of every request of one gateway, one message an engine step. A gateway reads it as long as it
-    lives; a newer reader for the same gateway takes over. The first message, empty, says that the worker is listening.
+    """Tokens of all requests of one gateway, one message per engine step. A gateway reads it as long as it lives; a newer
+    reader for the same gateway takes over. The first message, empty, says that the worker is listening.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CancelRequest, _decode_pb2.CancelResponse]
-    """Forgets requests and frees their blocks, also those whose KV is still on its way. Unknown ids are not an error."""
+    """Forgets requests and frees their blocks, including those whose KV is still on its way. Unknown ids are not an
+    error.
+    """
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
@@ -46,11 +48,13 @@ class DecodeAsyncStub(DecodeStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Tokens: _aio.UnaryStreamMultiCallable[_decode_pb2.TokensRequest, _decode_pb2.StepTokens]  # type: ignore[assignment]
-    """Every token of every request of one gateway, one message an engine step. A gateway reads it as long as it
-    lives; a newer reader for the same gateway takes over. The first message, empty, says that the worker is listening.
+    """Tokens of all requests of one gateway, one message per engine step. A gateway reads it as long as it lives; a newer
+    reader for the same gateway takes over. The first message, empty, says that the worker is listening.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_decode_pb2.CancelRequest, _decode_pb2.CancelResponse]  # type: ignore[assignment]
-    """Forgets requests and frees their blocks, also those whose KV is still on its way. Unknown ids are not an error."""
+    """Forgets requests and frees their blocks, including those whose KV is still on its way. Unknown ids are not an
+    error.
+    """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
     """KV -> tokens. The KV itself arrives as raw frames (halfmoon.kv.frame) on /halfmoon.KVTransfer/Push."""
@@ -61,8 +65,8 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.TokensRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.StepTokens], _abc.AsyncIterator[_decode_pb2.StepTokens]]:
-        """Every token of every request of one gateway, one message an engine step. A gateway reads it as long as it
-        lives; a newer reader for the same gateway takes over. The first message, empty, says that the worker is listening.
+        """Tokens of all requests of one gateway, one message per engine step. A gateway reads it as long as it lives; a newer
+        reader for the same gateway takes over. The first message, empty, says that the worker is listening.
         """
 
     @_abc_1.abstractmethod
@@ -71,6 +75,8 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.CancelResponse, _abc.Awaitable[_decode_pb2.CancelResponse]]:
-        """Forgets requests and frees their blocks, also those whose KV is still on its way. Unknown ids are not an error."""
+        """Forgets requests and frees their blocks, including those whose KV is still on its way. Unknown ids are not an
+        error.
+        """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

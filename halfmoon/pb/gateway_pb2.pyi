@@ -32,11 +32,11 @@ class WorkerMessage(_message.Message):
 
     @_builtins.property
     def load(self) -> Global___WorkerLoad:
-        """then at least once a heartbeat interval"""
+        """then at least once per heartbeat interval"""
 
     @_builtins.property
     def blocks(self) -> Global___BlockEvents:
-        """first a snapshot, then what changed"""
+        """first a snapshot, then changes"""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class ResendBlocks(_message.Message):
-    """A message of block events was missing: the worker begins again with a snapshot."""
+    """A message of block events was missing: the worker restarts with a snapshot."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -147,7 +147,7 @@ class WorkerIdentity(_message.Message):
     worker_id: _builtins.str
     role: _types_pb2.Role.ValueType
     address: _builtins.str
-    """host:port where the gateway and other workers reach this one"""
+    """host:port at which the gateway and other workers reach this one"""
     model: _builtins.str
     model_fingerprint: _builtins.str
     context_tokens: _builtins.int
@@ -157,11 +157,11 @@ class WorkerIdentity(_message.Message):
     device: _builtins.str
     pid: _builtins.int
     step_tokens: _builtins.int
-    """of one forward pass, at most; 0: not told, and `WorkerLoad.steps` has no prefills either"""
+    """most tokens of a forward pass; 0: unreported, and no prefills in `WorkerLoad.steps`"""
     kv_store: _builtins.str
     """host:port of the store that it uses; empty: none"""
     kv_frame_version: _builtins.int
-    """of the frames that it exchanges with other workers"""
+    """version of the frames that it exchanges with other workers"""
     chunk_tokens: _builtins.int
     """of prefill in a step that also decodes"""
     max_running: _builtins.int
@@ -172,7 +172,7 @@ class WorkerIdentity(_message.Message):
     def layout(self) -> _types_pb2.KVLayout: ...
     @_builtins.property
     def profile(self) -> Global___LatencyProfile:
-        """what it measured of itself before it joined"""
+        """measured by the worker itself before it joined"""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ Global___WorkerIdentity: _TypeAlias = WorkerIdentity  # noqa: Y015
 
 @_typing.final
 class LatencyProfile(_message.Message):
-    """Coefficients of halfmoon.policy.models.latency: all zero where nothing was measured."""
+    """Coefficients of halfmoon.policy.models.latency; all zero if not measured."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -260,7 +260,7 @@ class WorkerLoad(_message.Message):
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_reserved: _builtins.int
-    """KV on its way here"""
+    """their KV is on its way here"""
     num_held: _builtins.int
     """prefilled, KV not handed over yet"""
     free_blocks: _builtins.int
@@ -269,9 +269,9 @@ class WorkerLoad(_message.Message):
     """since start"""
     num_output_tokens_total: _builtins.int
     waiting_prefill_tokens: _builtins.int
-    """prompt tokens accepted and not computed yet"""
+    """prompt tokens accepted but not computed yet"""
     context_tokens: _builtins.int
-    """of the sequences of the last step"""
+    """over the sequences of the last step"""
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkSpeed]:
         """to the workers that this one has sent KV to, and from its store"""
@@ -316,15 +316,15 @@ class StepTiming(_message.Message):
     PREFILL_PAIRS_FIELD_NUMBER: _builtins.int
     ENDED_BEFORE_S_FIELD_NUMBER: _builtins.int
     batch: _builtins.int
-    """sequences that decode"""
+    """decoding sequences"""
     context_tokens: _builtins.int
-    """of all of them"""
+    """over all of them"""
     seconds: _builtins.float
     prefill_tokens: _builtins.int
     prefill_pairs: _builtins.float
-    """each prefill token with those that it attends to"""
+    """each prefill token with every token that it attends to"""
     ended_before_s: _builtins.float
-    """how long before this report it ended"""
+    """time from the step's end to this report"""
     def __init__(
         self,
         *,
@@ -345,7 +345,7 @@ Global___StepTiming: _TypeAlias = StepTiming  # noqa: Y015
 
 @_typing.final
 class BlockEvents(_message.Message):
-    """What changed in a worker's prefix cache. Blocks are named by the first 8 bytes of their keys, one after the other."""
+    """Changes in a worker's prefix cache. Blocks are named by the first 8 bytes of their keys, concatenated."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -354,9 +354,9 @@ class BlockEvents(_message.Message):
     STORED_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """one more than that of the message before"""
+    """one more than in the previous message"""
     is_snapshot: _builtins.bool
-    """`stored` begins anew what the worker has; a long one goes on in the next messages"""
+    """`stored` restarts the worker's list; a long one continues in the next messages"""
     stored: _builtins.bytes
     evicted: _builtins.bytes
     def __init__(
@@ -377,7 +377,7 @@ Global___BlockEvents: _TypeAlias = BlockEvents  # noqa: Y015
 
 @_typing.final
 class LinkSpeed(_message.Message):
-    """What KV transfers over one link took: about latency_s + bytes / bandwidth_bytes_per_s."""
+    """Measured cost of KV transfers over one link: about latency_s + bytes / bandwidth_bytes_per_s."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -385,7 +385,7 @@ class LinkSpeed(_message.Message):
     BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     LATENCY_S_FIELD_NUMBER: _builtins.int
     address: _builtins.str
-    """the receiving worker's, or the store's"""
+    """of the receiving worker, or of the store"""
     bandwidth_bytes_per_s: _builtins.float
     latency_s: _builtins.float
     def __init__(

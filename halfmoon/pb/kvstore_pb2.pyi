@@ -69,7 +69,7 @@ class MatchResponse(_message.Message):
     num_matched: _builtins.int
     @_builtins.property
     def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___KVTier.ValueType]:
-        """of each matched block the fastest that has it"""
+        """for each matched block, the fastest tier that has it"""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ Global___PrefetchResponse: _TypeAlias = PrefetchResponse  # noqa: Y015
 
 @_typing.final
 class BorrowRequest(_message.Message):
-    """The first message names the blocks; any later one keeps the loan, which ends when the reader is silent for
+    """The first message names the blocks; each later one renews the loan, which ends when the reader is silent for
     `lease_s`.
     """
 
@@ -157,7 +157,7 @@ Global___BorrowRequest: _TypeAlias = BorrowRequest  # noqa: Y015
 
 @_typing.final
 class BorrowResponse(_message.Message):
-    """The first message lends the leading blocks that are here; the last one, empty, says that the loan held to its end."""
+    """The first message lends the leading blocks that are here; the last one, empty, confirms the loan to its end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -201,7 +201,7 @@ class LentBlock(_message.Message):
     """halfmoon.kv.entry_codec"""
     @_builtins.property
     def layout(self) -> _types_pb2.KVLayout:
-        """of the block when decoded"""
+        """of the decoded block"""
 
     def __init__(
         self,
@@ -236,13 +236,13 @@ class TakeRequest(_message.Message):
     """<host id>/<name>, see halfmoon.rpc.transport.memfd"""
     tenant_salt: _builtins.bytes
     parent: _builtins.bytes
-    """key of the block before the first, which must be here; empty: there is none"""
+    """key of the block before the first, which must be here; empty for a prompt's first block"""
     depth: _builtins.int
-    """blocks before the first"""
+    """number of blocks before the first"""
     recompute_s: _builtins.float
-    """what computing each took on average; 0: unknown"""
+    """mean time to compute each; 0: unknown"""
     ttl_s: _builtins.float
-    """0: the store's own"""
+    """0: the store's default"""
     @_builtins.property
     def layout(self) -> _types_pb2.KVLayout: ...
     @_builtins.property
@@ -301,9 +301,9 @@ class TakeResponse(_message.Message):
     NUM_HELD_FIELD_NUMBER: _builtins.int
     NUM_NEW_FIELD_NUMBER: _builtins.int
     num_held: _builtins.int
-    """leading blocks that are here now, at least one: if there is none the call fails"""
+    """leading blocks that are now here, at least one: if there is none the call fails"""
     num_new: _builtins.int
-    """of these that came with this call"""
+    """of these, how many were stored by this call"""
     def __init__(
         self,
         *,
@@ -343,9 +343,9 @@ class WatchResponse(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """of the last event in it; the next message's events begin one above, or it is a snapshot"""
+    """of its last event; the next message's events start one above, unless it is a snapshot"""
     is_snapshot: _builtins.bool
-    """`blocks` replaces all that the reader knew; from the first part to the last"""
+    """`blocks` replaces everything that the reader knew, from the first part to the last"""
     is_last_part: _builtins.bool
     """of a snapshot"""
     @_builtins.property
@@ -447,7 +447,7 @@ class ReplicateRequest(_message.Message):
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     source: _builtins.str
-    """host:port of the store that has them"""
+    """host:port of the store that has the blocks"""
     tenant_salt: _builtins.bytes
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
@@ -477,7 +477,7 @@ class ReplicateResponse(_message.Message):
 
     NUM_COMING_FIELD_NUMBER: _builtins.int
     num_coming: _builtins.int
-    """that are not here yet; fewer may arrive"""
+    """not here yet; fewer may arrive"""
     def __init__(
         self,
         *,
@@ -531,33 +531,33 @@ class StatsResponse(_message.Message):
     used_bytes: _builtins.int
     """of those"""
     budget_bytes: _builtins.int
-    """of DRAM"""
+    """of the DRAM tier"""
     num_hits_total: _builtins.int
     """blocks read, from any tier"""
     num_misses_total: _builtins.int
-    """reads of what no tier could give"""
+    """reads of blocks that no tier could provide"""
     num_evicted_total: _builtins.int
     """blocks that left DRAM to make room for others"""
     reserved_bytes: _builtins.int
     """of blocks still arriving"""
     num_stored_total: _builtins.int
-    """blocks that became whole"""
+    """completed blocks"""
     num_corrupted_total: _builtins.int
-    """copies dropped because they were damaged or missing, in any tier"""
+    """copies dropped as damaged or missing, in any tier"""
     num_expired_total: _builtins.int
     sequence: _builtins.int
     """of the last event"""
     num_replicas: _builtins.int
-    """blocks that are copies of another store's"""
+    """blocks copied from another store"""
     num_replicated_total: _builtins.int
-    """such copies made"""
+    """copies made"""
     num_unreplicated_total: _builtins.int
-    """asked for, and not copied"""
+    """requested but not copied"""
     num_cooled_total: _builtins.int
-    """copies dropped because nobody used them"""
+    """copies dropped because they were not used"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStats]:
-        """those that there are"""
+        """configured tiers"""
 
     def __init__(
         self,
@@ -612,7 +612,7 @@ class TierStats(_message.Message):
     num_evicted_total: _builtins.int
     num_corrupted_total: _builtins.int
     num_failed_total: _builtins.int
-    """operations of the tier"""
+    """failed operations of the tier"""
     num_written_total: _builtins.int
     """copies from faster tiers"""
     num_skipped_total: _builtins.int
@@ -650,7 +650,7 @@ class ListRequest(_message.Message):
     limit: _builtins.int
     """0: 1000"""
     after: _builtins.bytes
-    """an id: the page begins behind it"""
+    """an id: the page starts after it"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___KVTier.ValueType]:
         """only blocks in one of these; empty: all"""
@@ -707,9 +707,9 @@ class BlockInfo(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     id: _builtins.bytes
     parent: _builtins.bytes
-    """id; empty: the first of its prompt"""
+    """id; empty for the first block of its prompt"""
     depth: _builtins.int
-    """blocks before it"""
+    """number of blocks before it"""
     used_bytes: _builtins.int
     """in all tiers"""
     pinned: _builtins.bool
@@ -772,7 +772,7 @@ class PinResponse(_message.Message):
 
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
-    """that are here"""
+    """of those that are here"""
     def __init__(
         self,
         *,
@@ -894,16 +894,17 @@ Global___TierVerdict: _TypeAlias = TierVerdict  # noqa: Y015
 
 @_typing.final
 class BlocksOpen(_message.Message):
-    """Put: the client sends OPEN (its range is a run of whole blocks, at their place in the prompt), the store answers ACCEPT;
-    DATA..., COMMIT (no body), the store answers DONE. The blocks are visible from DONE on. What another writer brings just
-    now is waited for; if the first block is here, the OPEN fails with ALREADY_EXISTS, and what is missing may be sent.
-    Get: the client sends OPEN; its range names the layers and heads it wants of every block and where it counts the first
-    block's tokens from. The store answers DATA frames that cover that range, one block's after the other's, each a block's
-    tokens further; then DONE. The first block that cannot be read ends them, and if it is the first one fails the call.
+    """Put: the client sends OPEN (its range is a run of whole blocks, at their place in the prompt), the store answers
+    ACCEPT; DATA..., COMMIT (no body), the store answers DONE. The blocks are visible from DONE on. The store waits for
+    blocks that another writer is storing; if the first block is here, the OPEN fails with ALREADY_EXISTS, and the client
+    may send the missing ones.
+    Get: the client sends OPEN; its range names the layers and heads that it wants of every block, and the position of
+    the first block's tokens. The store answers with DATA frames that cover that range block by block, each a block's
+    tokens further on; then DONE. The first block that cannot be read ends them; if it is the very first, the call fails.
     Errors: absent NOT_FOUND, as is the block before a Put's; over the budget RESOURCE_EXHAUSTED; another layout
-    FAILED_PRECONDITION; digest DATA_LOSS; a tier that cannot be reached UNAVAILABLE.
+    FAILED_PRECONDITION; digest DATA_LOSS; an unreachable tier UNAVAILABLE.
 
-    Body of OPEN, of a Put and of a Get: which blocks the frames that follow carry.
+    Body of OPEN, for Put and Get: which blocks the following frames carry.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -916,20 +917,20 @@ class BlocksOpen(_message.Message):
     TTL_S_FIELD_NUMBER: _builtins.int
     tenant_salt: _builtins.bytes
     parent: _builtins.bytes
-    """of a Put:
-    key of the block before the first, which must be here; empty: there is none
+    """for Put only:
+    key of the block before the first, which must be here; empty for a prompt's first block
     """
     recompute_s: _builtins.float
-    """what computing each took on average; 0: unknown"""
+    """mean time to compute each; 0: unknown"""
     ttl_s: _builtins.float
-    """0: the store's own"""
+    """0: the store's default"""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """16 bytes each; of a Put successive ones of a prompt"""
+        """16 bytes each; for Put, successive ones of a prompt"""
 
     @_builtins.property
     def layout(self) -> _types_pb2.KVLayout:
-        """of a Put: the store holds blocks of any layout; a Get needs none"""
+        """for Put: the store holds blocks of any layout; Get needs none"""
 
     def __init__(
         self,

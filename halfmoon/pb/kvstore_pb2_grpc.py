@@ -27,8 +27,8 @@ if _version_not_supported:
 
 class KVStoreStub:
     """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
-    are read where they lie (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the
-    empty salt is a tenant of its own. What is damaged, missing or unreachable is a miss for the caller.
+    are read in place (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the empty salt
+    is a tenant of its own. Damaged, missing and unreachable blocks are misses for the caller.
     """
 
     def __init__(self, channel):
@@ -76,50 +76,51 @@ class KVStoreStub:
 
 class KVStoreServicer:
     """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
-    are read where they lie (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the
-    empty salt is a tenant of its own. What is damaged, missing or unreachable is a miss for the caller.
+    are read in place (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the empty salt
+    is a tenant of its own. Damaged, missing and unreachable blocks are misses for the caller.
     """
 
     def Match(self, request, context):
-        """How many leading keys of the chain are here: a prefix is only worth its first gap.
+        """How many leading keys of the chain are here: a prefix ends at its first gap.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Begins to bring leading blocks to DRAM; returns at once.
+        """Starts bringing leading blocks to DRAM; returns at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Replicate(self, request, context):
-        """Has leading blocks copied here from another store, behind the call. Copies that nobody uses for a while are dropped.
-        RESOURCE_EXHAUSTED if enough is to be copied already.
+        """Copies leading blocks here from another store in the background. Copies that are not used for a while are dropped.
+        RESOURCE_EXHAUSTED if enough copies are pending already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Borrow(self, request_iterator, context):
-        """For readers on the store's host: where blocks lie in its memory. The blocks stay as they are while the call lasts:
-        the reader ends its side when it is done, and what it has read is right if the store's last message follows.
+        """For readers on the store's host: where blocks lie in its memory. The blocks stay unchanged during the call: the
+        reader closes its side when it is done, and what it has read is valid if the store's last message follows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Take(self, request, context):
-        """For writers on the store's host: stores successive blocks of a prompt out of the writer's memory, which has to stay as
-        it is until the answer. Nothing is copied of blocks that are here; what another writer brings just now is waited for.
+        """For writers on the store's host: stores successive blocks of a prompt from the writer's memory, which must stay
+        unchanged until the answer. Blocks that are already here are not copied; the call waits for those that another
+        writer is storing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed.
+        """The blocks held, then changes. A reader that falls behind gets a snapshot in place of what it missed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -179,8 +180,8 @@ def add_KVStoreServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class KVStore:
     """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
-    are read where they lie (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the
-    empty salt is a tenant of its own. What is damaged, missing or unreachable is a miss for the caller.
+    are read in place (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the empty salt
+    is a tenant of its own. Damaged, missing and unreachable blocks are misses for the caller.
     """
 
     @staticmethod
@@ -416,21 +417,21 @@ class KVStoreAdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """A pinned block, and so what comes before it, is neither evicted nor expires.
+        """A pinned block, and therefore its whole prefix, is neither evicted nor expires.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drop(self, request, context):
-        """Forgets blocks and all that follow them.
+        """Deletes blocks and all that follow them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Reads every block of the tiers and drops what is damaged.
+        """Reads every block of the tiers and drops damaged ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

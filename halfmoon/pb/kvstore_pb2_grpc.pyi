@@ -28,8 +28,8 @@ GRPC_VERSION: str
 
 class KVStoreStub:
     """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
-    are read where they lie (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the
-    empty salt is a tenant of its own. What is damaged, missing or unreachable is a miss for the caller.
+    are read in place (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the empty salt
+    is a tenant of its own. Damaged, missing and unreachable blocks are misses for the caller.
     """
 
     @_typing.overload
@@ -37,20 +37,21 @@ class KVStoreStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KVStoreAsyncStub: ...
     Match: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.MatchRequest, _kvstore_pb2.MatchResponse]
-    """How many leading keys of the chain are here: a prefix is only worth its first gap."""
+    """How many leading keys of the chain are here: a prefix ends at its first gap."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PrefetchRequest, _kvstore_pb2.PrefetchResponse]
-    """Begins to bring leading blocks to DRAM; returns at once."""
+    """Starts bringing leading blocks to DRAM; returns at once."""
     Replicate: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReplicateRequest, _kvstore_pb2.ReplicateResponse]
-    """Has leading blocks copied here from another store, behind the call. Copies that nobody uses for a while are dropped.
-    RESOURCE_EXHAUSTED if enough is to be copied already.
+    """Copies leading blocks here from another store in the background. Copies that are not used for a while are dropped.
+    RESOURCE_EXHAUSTED if enough copies are pending already.
     """
     Borrow: _grpc.StreamStreamMultiCallable[_kvstore_pb2.BorrowRequest, _kvstore_pb2.BorrowResponse]
-    """For readers on the store's host: where blocks lie in its memory. The blocks stay as they are while the call lasts:
-    the reader ends its side when it is done, and what it has read is right if the store's last message follows.
+    """For readers on the store's host: where blocks lie in its memory. The blocks stay unchanged during the call: the
+    reader closes its side when it is done, and what it has read is valid if the store's last message follows.
     """
     Take: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.TakeRequest, _kvstore_pb2.TakeResponse]
-    """For writers on the store's host: stores successive blocks of a prompt out of the writer's memory, which has to stay as
-    it is until the answer. Nothing is copied of blocks that are here; what another writer brings just now is waited for.
+    """For writers on the store's host: stores successive blocks of a prompt from the writer's memory, which must stay
+    unchanged until the answer. Blocks that are already here are not copied; the call waits for those that another
+    writer is storing.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]
     """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed."""
@@ -59,26 +60,27 @@ class KVStoreStub:
 @_typing.type_check_only
 class KVStoreAsyncStub(KVStoreStub):
     """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
-    are read where they lie (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the
-    empty salt is a tenant of its own. What is damaged, missing or unreachable is a miss for the caller.
+    are read in place (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the empty salt
+    is a tenant of its own. Damaged, missing and unreachable blocks are misses for the caller.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Match: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.MatchRequest, _kvstore_pb2.MatchResponse]  # type: ignore[assignment]
-    """How many leading keys of the chain are here: a prefix is only worth its first gap."""
+    """How many leading keys of the chain are here: a prefix ends at its first gap."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PrefetchRequest, _kvstore_pb2.PrefetchResponse]  # type: ignore[assignment]
-    """Begins to bring leading blocks to DRAM; returns at once."""
+    """Starts bringing leading blocks to DRAM; returns at once."""
     Replicate: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReplicateRequest, _kvstore_pb2.ReplicateResponse]  # type: ignore[assignment]
-    """Has leading blocks copied here from another store, behind the call. Copies that nobody uses for a while are dropped.
-    RESOURCE_EXHAUSTED if enough is to be copied already.
+    """Copies leading blocks here from another store in the background. Copies that are not used for a while are dropped.
+    RESOURCE_EXHAUSTED if enough copies are pending already.
     """
     Borrow: _aio.StreamStreamMultiCallable[_kvstore_pb2.BorrowRequest, _kvstore_pb2.BorrowResponse]  # type: ignore[assignment]
-    """For readers on the store's host: where blocks lie in its memory. The blocks stay as they are while the call lasts:
-    the reader ends its side when it is done, and what it has read is right if the store's last message follows.
+    """For readers on the store's host: where blocks lie in its memory. The blocks stay unchanged during the call: the
+    reader closes its side when it is done, and what it has read is valid if the store's last message follows.
     """
     Take: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.TakeRequest, _kvstore_pb2.TakeResponse]  # type: ignore[assignment]
-    """For writers on the store's host: stores successive blocks of a prompt out of the writer's memory, which has to stay as
-    it is until the answer. Nothing is copied of blocks that are here; what another writer brings just now is waited for.
+    """For writers on the store's host: stores successive blocks of a prompt from the writer's memory, which must stay
+    unchanged until the answer. Blocks that are already here are not copied; the call waits for those that another
+    writer is storing.
     """
     Watch: _aio.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]  # type: ignore[assignment]
     """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed."""
@@ -86,8 +88,8 @@ class KVStoreAsyncStub(KVStoreStub):
 
 class KVStoreServicer(metaclass=_abc_1.ABCMeta):
     """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
-    are read where they lie (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the
-    empty salt is a tenant of its own. What is damaged, missing or unreachable is a miss for the caller.
+    are read in place (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the empty salt
+    is a tenant of its own. Damaged, missing and unreachable blocks are misses for the caller.
     """
 
     @_abc_1.abstractmethod
@@ -96,7 +98,7 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.MatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.MatchResponse, _abc.Awaitable[_kvstore_pb2.MatchResponse]]:
-        """How many leading keys of the chain are here: a prefix is only worth its first gap."""
+        """How many leading keys of the chain are here: a prefix ends at its first gap."""
 
     @_abc_1.abstractmethod
     def Prefetch(
@@ -104,7 +106,7 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.PrefetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.PrefetchResponse, _abc.Awaitable[_kvstore_pb2.PrefetchResponse]]:
-        """Begins to bring leading blocks to DRAM; returns at once."""
+        """Starts bringing leading blocks to DRAM; returns at once."""
 
     @_abc_1.abstractmethod
     def Replicate(
@@ -112,8 +114,8 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.ReplicateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.ReplicateResponse, _abc.Awaitable[_kvstore_pb2.ReplicateResponse]]:
-        """Has leading blocks copied here from another store, behind the call. Copies that nobody uses for a while are dropped.
-        RESOURCE_EXHAUSTED if enough is to be copied already.
+        """Copies leading blocks here from another store in the background. Copies that are not used for a while are dropped.
+        RESOURCE_EXHAUSTED if enough copies are pending already.
         """
 
     @_abc_1.abstractmethod
@@ -122,8 +124,8 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_kvstore_pb2.BorrowRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.BorrowResponse], _abc.AsyncIterator[_kvstore_pb2.BorrowResponse]]:
-        """For readers on the store's host: where blocks lie in its memory. The blocks stay as they are while the call lasts:
-        the reader ends its side when it is done, and what it has read is right if the store's last message follows.
+        """For readers on the store's host: where blocks lie in its memory. The blocks stay unchanged during the call: the
+        reader closes its side when it is done, and what it has read is valid if the store's last message follows.
         """
 
     @_abc_1.abstractmethod
@@ -132,8 +134,9 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.TakeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.TakeResponse, _abc.Awaitable[_kvstore_pb2.TakeResponse]]:
-        """For writers on the store's host: stores successive blocks of a prompt out of the writer's memory, which has to stay as
-        it is until the answer. Nothing is copied of blocks that are here; what another writer brings just now is waited for.
+        """For writers on the store's host: stores successive blocks of a prompt from the writer's memory, which must stay
+        unchanged until the answer. Blocks that are already here are not copied; the call waits for those that another
+        writer is storing.
         """
 
     @_abc_1.abstractmethod
@@ -142,7 +145,7 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.WatchResponse], _abc.AsyncIterator[_kvstore_pb2.WatchResponse]]:
-        """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed."""
+        """The blocks held, then changes. A reader that falls behind gets a snapshot in place of what it missed."""
 
     @_abc_1.abstractmethod
     def Stats(
@@ -162,11 +165,11 @@ class KVStoreAdminStub:
     def __new__(cls, channel: _aio.Channel) -> KVStoreAdminAsyncStub: ...
     List: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ListRequest, _kvstore_pb2.ListResponse]
     Pin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]
-    """A pinned block, and so what comes before it, is neither evicted nor expires."""
+    """A pinned block, and therefore its whole prefix, is neither evicted nor expires."""
     Drop: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.DropRequest, _kvstore_pb2.DropResponse]
-    """Forgets blocks and all that follow them."""
+    """Deletes blocks and all that follow them."""
     Verify: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.VerifyRequest, _kvstore_pb2.VerifyResponse]
-    """Reads every block of the tiers and drops what is damaged."""
+    """Reads every block of the tiers and drops damaged ones."""
 
 @_typing.type_check_only
 class KVStoreAdminAsyncStub(KVStoreAdminStub):
@@ -175,11 +178,11 @@ class KVStoreAdminAsyncStub(KVStoreAdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     List: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ListRequest, _kvstore_pb2.ListResponse]  # type: ignore[assignment]
     Pin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]  # type: ignore[assignment]
-    """A pinned block, and so what comes before it, is neither evicted nor expires."""
+    """A pinned block, and therefore its whole prefix, is neither evicted nor expires."""
     Drop: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.DropRequest, _kvstore_pb2.DropResponse]  # type: ignore[assignment]
-    """Forgets blocks and all that follow them."""
+    """Deletes blocks and all that follow them."""
     Verify: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.VerifyRequest, _kvstore_pb2.VerifyResponse]  # type: ignore[assignment]
-    """Reads every block of the tiers and drops what is damaged."""
+    """Reads every block of the tiers and drops damaged ones."""
 
 class KVStoreAdminServicer(metaclass=_abc_1.ABCMeta):
     """The operator's side: sees all tenants' blocks, by id (the tenant's public tag, 8 bytes, then the key, 16)."""
@@ -197,7 +200,7 @@ class KVStoreAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.PinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.PinResponse, _abc.Awaitable[_kvstore_pb2.PinResponse]]:
-        """A pinned block, and so what comes before it, is neither evicted nor expires."""
+        """A pinned block, and therefore its whole prefix, is neither evicted nor expires."""
 
     @_abc_1.abstractmethod
     def Drop(
@@ -205,7 +208,7 @@ class KVStoreAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.DropRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.DropResponse, _abc.Awaitable[_kvstore_pb2.DropResponse]]:
-        """Forgets blocks and all that follow them."""
+        """Deletes blocks and all that follow them."""
 
     @_abc_1.abstractmethod
     def Verify(
@@ -213,6 +216,6 @@ class KVStoreAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.VerifyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.VerifyResponse, _abc.Awaitable[_kvstore_pb2.VerifyResponse]]:
-        """Reads every block of the tiers and drops what is damaged."""
+        """Reads every block of the tiers and drops damaged ones."""
 
 def add_KVStoreAdminServicer_to_server(servicer: KVStoreAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -34,11 +34,11 @@ class CapacityRequest(_message.Message):
     dtype: _builtins.str
     """float32, float16, bfloat16"""
     memory_bytes: _builtins.int
-    """of one device"""
+    """of each device"""
     num_devices: _builtins.int
     """tensor-parallel group"""
     context_tokens: _builtins.int
-    """of one sequence"""
+    """per sequence"""
     block_tokens: _builtins.int
     """0: 64"""
     reserved_share: _builtins.float
@@ -73,12 +73,12 @@ class CapacityResponse(_message.Message):
     FITS_FIELD_NUMBER: _builtins.int
     EXPLANATION_FIELD_NUMBER: _builtins.int
     weight_bytes: _builtins.int
-    """of one device"""
+    """per device"""
     kv_block_bytes: _builtins.int
-    """of one device"""
+    """per device"""
     num_blocks: _builtins.int
     num_sequences: _builtins.int
-    """of context_tokens each, at once"""
+    """of context_tokens each, concurrently"""
     fits: _builtins.bool
     explanation: _builtins.str
     def __init__(
@@ -101,7 +101,7 @@ Global___CapacityResponse: _TypeAlias = CapacityResponse  # noqa: Y015
 
 @_typing.final
 class File(_message.Message):
-    """What a request names may be a file that comes with it; no file of the planner's host is read."""
+    """A named file may be sent with the request; no file on the planner's host is read."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -126,7 +126,7 @@ Global___File: _TypeAlias = File  # noqa: Y015
 
 @_typing.final
 class PlanRequest(_message.Message):
-    """The words of `halfmoon plan`: what is not set is its default."""
+    """The options of `halfmoon plan`; an unset one has its default."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -178,11 +178,11 @@ class PlanRequest(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     WITH_CURVES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """of the catalogue, or a file config.json"""
+    """from the catalogue, or a config.json file"""
     gpu: _builtins.str
-    """of the catalogue, or h100:2x8,a100-80g:4x8"""
+    """from the catalogue, or h100:2x8,a100-80g:4x8"""
     workload: _builtins.str
-    """of the catalogue, in=512,out=64, or a file"""
+    """from the catalogue, in=512,out=64, or a file"""
     ttft_s: _builtins.float
     tpot_s: _builtins.float
     tbt_s: _builtins.float
@@ -195,7 +195,7 @@ class PlanRequest(_message.Message):
     objective: _builtins.str
     affinity: _builtins.str
     latency: _builtins.str
-    """of the catalogue, or a file"""
+    """from the catalogue, or a file"""
     max_running: _builtins.int
     num_requests: _builtins.int
     seed: _builtins.int
@@ -205,12 +205,12 @@ class PlanRequest(_message.Message):
     network_gbit_per_s: _builtins.float
     context_tokens: _builtins.int
     is_thorough: _builtins.bool
-    """nothing is left out but by bounds: several times as long"""
+    """prunes only by bounds: takes several times as long"""
     with_curves: _builtins.bool
     """attainment over the rate, for each layout"""
     @_builtins.property
     def prices(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """dollars an hour, by GPU"""
+        """dollars per hour, by GPU"""
 
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___File]: ...
@@ -337,7 +337,7 @@ class PlanUpdate(_message.Message):
     def progress(self) -> Global___Progress: ...
     @_builtins.property
     def plan(self) -> Global___StoredPlan:
-        """the last"""
+        """the last message"""
 
     def __init__(
         self,
@@ -358,7 +358,7 @@ Global___PlanUpdate: _TypeAlias = PlanUpdate  # noqa: Y015
 
 @_typing.final
 class Waiting(_message.Message):
-    """Others are before this."""
+    """Other requests are ahead of this one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -413,7 +413,7 @@ class StoredPlan(_message.Message):
     SUMMARY_JSON_FIELD_NUMBER: _builtins.int
     PLAN_YAML_FIELD_NUMBER: _builtins.int
     id: _builtins.int
-    """0: the ledger did not take it"""
+    """0: the ledger did not accept it"""
     created_at: _builtins.str
     """ISO 8601"""
     model: _builtins.str
@@ -472,7 +472,7 @@ class SimulateRequest(_message.Message):
     criterion: _builtins.str
     seed: _builtins.int
     with_requests: _builtins.bool
-    """every request's times, too"""
+    """include the times of every request"""
     @_builtins.property
     def cluster(self) -> Global___File:
         """as `halfmoon simulate --cluster` takes it"""
@@ -638,7 +638,7 @@ class CatalogueResponse(_message.Message):
     WORKLOADS_FIELD_NUMBER: _builtins.int
     CAN_APPLY_FIELD_NUMBER: _builtins.int
     can_apply: _builtins.bool
-    """Apply is answered here"""
+    """this planner answers Apply"""
     @_builtins.property
     def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -717,7 +717,7 @@ class WorkerGroup(_message.Message):
     role: _builtins.str
     count: _builtins.int
     options: _builtins.str
-    """that these are started with beside what all are"""
+    """options of these workers, in addition to those of all"""
     def __init__(
         self,
         *,
@@ -747,7 +747,7 @@ class WorkerChange(_message.Message):
     num_started: _builtins.int
     num_stopped: _builtins.int
     needs_stop_first: _builtins.str
-    """why it does without `stop_first` not; empty: it does"""
+    """why `stop_first` is required; empty if it is not"""
     @_builtins.property
     def now(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerGroup]: ...
     @_builtins.property
@@ -782,7 +782,7 @@ class ApplyUpdate(_message.Message):
 
     @_builtins.property
     def applied(self) -> Global___WorkerChange:
-        """the last"""
+        """the last message"""
 
     def __init__(
         self,

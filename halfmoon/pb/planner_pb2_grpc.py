@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PlannerStub:
-    """Which configuration to run. Every call needs the operator token beyond loopback: metadata `authorization: Bearer …`.
+    """Which configuration to run. Beyond loopback every call needs the operator token: metadata `authorization: Bearer …`.
     """
 
     def __init__(self, channel):
@@ -73,7 +73,7 @@ class PlannerStub:
 
 
 class PlannerServicer:
-    """Which configuration to run. Every call needs the operator token beyond loopback: metadata `authorization: Bearer …`.
+    """Which configuration to run. Beyond loopback every call needs the operator token: metadata `authorization: Bearer …`.
     """
 
     def Capacity(self, request, context):
@@ -84,22 +84,22 @@ class PlannerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Plan(self, request, context):
-        """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is told. Who leaves the stream ends the
-        search. RESOURCE_EXHAUSTED where too many wait already.
+        """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is reported. Leaving the stream ends the
+        search. RESOURCE_EXHAUSTED when too many requests wait already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Simulate(self, request, context):
-        """One cluster under one workload, as `halfmoon simulate`. Otherwise as Plan; nothing is kept.
+        """One cluster under one workload, as in `halfmoon simulate`. Otherwise like Plan; nothing is stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPlans(self, request, context):
-        """Plans of before, newest first.
+        """Earlier plans, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,16 +113,17 @@ class PlannerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PreviewApply(self, request, context):
-        """How a plan would change the workers that run here. FAILED_PRECONDITION, saying what to do instead, where they are
-        not the planner's to change, or not to this plan.
+        """How a plan would change the workers that run here. FAILED_PRECONDITION, with the alternative, if they are not the
+        planner's to change, or cannot be changed to this plan.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Apply(self, request, context):
-        """Starts what the plan has and does not run; once that has joined, drains and stops what the plan has not. It goes on
-        when its reader leaves. RESOURCE_EXHAUSTED while another change is under way; otherwise as PreviewApply.
+        """Starts the workers that the plan has and that do not run; once they have joined, drains and stops those that it
+        does not have. Continues after its reader has left. RESOURCE_EXHAUSTED while another change is in progress;
+        otherwise like PreviewApply.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,7 +176,7 @@ def add_PlannerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Planner:
-    """Which configuration to run. Every call needs the operator token beyond loopback: metadata `authorization: Bearer …`.
+    """Which configuration to run. Beyond loopback every call needs the operator token: metadata `authorization: Bearer …`.
     """
 
     @staticmethod
@@ -369,7 +370,7 @@ class Planner:
 
 
 class FleetStub:
-    """What `halfmoon up` answers to its own planner, on a Unix socket that only its user can open.
+    """Calls that `halfmoon up` answers to its own planner, on a Unix socket that only its user can open.
     """
 
     def __init__(self, channel):
@@ -391,18 +392,18 @@ class FleetStub:
 
 
 class FleetServicer:
-    """What `halfmoon up` answers to its own planner, on a Unix socket that only its user can open.
+    """Calls that `halfmoon up` answers to its own planner, on a Unix socket that only its user can open.
     """
 
     def Preview(self, request, context):
-        """as PreviewApply
+        """like PreviewApply
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Change(self, request, context):
-        """as Apply
+        """like Apply
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -430,7 +431,7 @@ def add_FleetServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Fleet:
-    """What `halfmoon up` answers to its own planner, on a Unix socket that only its user can open.
+    """Calls that `halfmoon up` answers to its own planner, on a Unix socket that only its user can open.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PlannerStub:
-    """Which configuration to run. Every call needs the operator token beyond loopback: metadata `authorization: Bearer …`."""
+    """Which configuration to run. Beyond loopback every call needs the operator token: metadata `authorization: Bearer …`."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -36,52 +36,54 @@ class PlannerStub:
     Capacity: _grpc.UnaryUnaryMultiCallable[_planner_pb2.CapacityRequest, _planner_pb2.CapacityResponse]
     """What fits in memory: weights, KV blocks, and how many sequences of a given length run at once."""
     Plan: _grpc.UnaryStreamMultiCallable[_planner_pb2.PlanRequest, _planner_pb2.PlanUpdate]
-    """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is told. Who leaves the stream ends the
-    search. RESOURCE_EXHAUSTED where too many wait already.
+    """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is reported. Leaving the stream ends the
+    search. RESOURCE_EXHAUSTED when too many requests wait already.
     """
     Simulate: _grpc.UnaryStreamMultiCallable[_planner_pb2.SimulateRequest, _planner_pb2.SimulateUpdate]
-    """One cluster under one workload, as `halfmoon simulate`. Otherwise as Plan; nothing is kept."""
+    """One cluster under one workload, as in `halfmoon simulate`. Otherwise like Plan; nothing is stored."""
     ListPlans: _grpc.UnaryUnaryMultiCallable[_planner_pb2.ListPlansRequest, _planner_pb2.ListPlansResponse]
-    """Plans of before, newest first."""
+    """Earlier plans, newest first."""
     Catalogue: _grpc.UnaryUnaryMultiCallable[_planner_pb2.CatalogueRequest, _planner_pb2.CatalogueResponse]
     """What a request may name."""
     PreviewApply: _grpc.UnaryUnaryMultiCallable[_planner_pb2.ApplyRequest, _planner_pb2.WorkerChange]
-    """How a plan would change the workers that run here. FAILED_PRECONDITION, saying what to do instead, where they are
-    not the planner's to change, or not to this plan.
+    """How a plan would change the workers that run here. FAILED_PRECONDITION, with the alternative, if they are not the
+    planner's to change, or cannot be changed to this plan.
     """
     Apply: _grpc.UnaryStreamMultiCallable[_planner_pb2.ApplyRequest, _planner_pb2.ApplyUpdate]
-    """Starts what the plan has and does not run; once that has joined, drains and stops what the plan has not. It goes on
-    when its reader leaves. RESOURCE_EXHAUSTED while another change is under way; otherwise as PreviewApply.
+    """Starts the workers that the plan has and that do not run; once they have joined, drains and stops those that it
+    does not have. Continues after its reader has left. RESOURCE_EXHAUSTED while another change is in progress;
+    otherwise like PreviewApply.
     """
 
 @_typing.type_check_only
 class PlannerAsyncStub(PlannerStub):
-    """Which configuration to run. Every call needs the operator token beyond loopback: metadata `authorization: Bearer …`."""
+    """Which configuration to run. Beyond loopback every call needs the operator token: metadata `authorization: Bearer …`."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Capacity: _aio.UnaryUnaryMultiCallable[_planner_pb2.CapacityRequest, _planner_pb2.CapacityResponse]  # type: ignore[assignment]
     """What fits in memory: weights, KV blocks, and how many sequences of a given length run at once."""
     Plan: _aio.UnaryStreamMultiCallable[_planner_pb2.PlanRequest, _planner_pb2.PlanUpdate]  # type: ignore[assignment]
-    """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is told. Who leaves the stream ends the
-    search. RESOURCE_EXHAUSTED where too many wait already.
+    """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is reported. Leaving the stream ends the
+    search. RESOURCE_EXHAUSTED when too many requests wait already.
     """
     Simulate: _aio.UnaryStreamMultiCallable[_planner_pb2.SimulateRequest, _planner_pb2.SimulateUpdate]  # type: ignore[assignment]
-    """One cluster under one workload, as `halfmoon simulate`. Otherwise as Plan; nothing is kept."""
+    """One cluster under one workload, as in `halfmoon simulate`. Otherwise like Plan; nothing is stored."""
     ListPlans: _aio.UnaryUnaryMultiCallable[_planner_pb2.ListPlansRequest, _planner_pb2.ListPlansResponse]  # type: ignore[assignment]
-    """Plans of before, newest first."""
+    """Earlier plans, newest first."""
     Catalogue: _aio.UnaryUnaryMultiCallable[_planner_pb2.CatalogueRequest, _planner_pb2.CatalogueResponse]  # type: ignore[assignment]
     """What a request may name."""
     PreviewApply: _aio.UnaryUnaryMultiCallable[_planner_pb2.ApplyRequest, _planner_pb2.WorkerChange]  # type: ignore[assignment]
-    """How a plan would change the workers that run here. FAILED_PRECONDITION, saying what to do instead, where they are
-    not the planner's to change, or not to this plan.
+    """How a plan would change the workers that run here. FAILED_PRECONDITION, with the alternative, if they are not the
+    planner's to change, or cannot be changed to this plan.
     """
     Apply: _aio.UnaryStreamMultiCallable[_planner_pb2.ApplyRequest, _planner_pb2.ApplyUpdate]  # type: ignore[assignment]
-    """Starts what the plan has and does not run; once that has joined, drains and stops what the plan has not. It goes on
-    when its reader leaves. RESOURCE_EXHAUSTED while another change is under way; otherwise as PreviewApply.
+    """Starts the workers that the plan has and that do not run; once they have joined, drains and stops those that it
+    does not have. Continues after its reader has left. RESOURCE_EXHAUSTED while another change is in progress;
+    otherwise like PreviewApply.
     """
 
 class PlannerServicer(metaclass=_abc_1.ABCMeta):
-    """Which configuration to run. Every call needs the operator token beyond loopback: metadata `authorization: Bearer …`."""
+    """Which configuration to run. Beyond loopback every call needs the operator token: metadata `authorization: Bearer …`."""
 
     @_abc_1.abstractmethod
     def Capacity(
@@ -97,8 +99,8 @@ class PlannerServicer(metaclass=_abc_1.ABCMeta):
         request: _planner_pb2.PlanRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_planner_pb2.PlanUpdate], _abc.AsyncIterator[_planner_pb2.PlanUpdate]]:
-        """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is told. Who leaves the stream ends the
-        search. RESOURCE_EXHAUSTED where too many wait already.
+        """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is reported. Leaving the stream ends the
+        search. RESOURCE_EXHAUSTED when too many requests wait already.
         """
 
     @_abc_1.abstractmethod
@@ -107,7 +109,7 @@ class PlannerServicer(metaclass=_abc_1.ABCMeta):
         request: _planner_pb2.SimulateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_planner_pb2.SimulateUpdate], _abc.AsyncIterator[_planner_pb2.SimulateUpdate]]:
-        """One cluster under one workload, as `halfmoon simulate`. Otherwise as Plan; nothing is kept."""
+        """One cluster under one workload, as in `halfmoon simulate`. Otherwise like Plan; nothing is stored."""
 
     @_abc_1.abstractmethod
     def ListPlans(
@@ -115,7 +117,7 @@ class PlannerServicer(metaclass=_abc_1.ABCMeta):
         request: _planner_pb2.ListPlansRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_planner_pb2.ListPlansResponse, _abc.Awaitable[_planner_pb2.ListPlansResponse]]:
-        """Plans of before, newest first."""
+        """Earlier plans, newest first."""
 
     @_abc_1.abstractmethod
     def Catalogue(
@@ -131,8 +133,8 @@ class PlannerServicer(metaclass=_abc_1.ABCMeta):
         request: _planner_pb2.ApplyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_planner_pb2.WorkerChange, _abc.Awaitable[_planner_pb2.WorkerChange]]:
-        """How a plan would change the workers that run here. FAILED_PRECONDITION, saying what to do instead, where they are
-        not the planner's to change, or not to this plan.
+        """How a plan would change the workers that run here. FAILED_PRECONDITION, with the alternative, if they are not the
+        planner's to change, or cannot be changed to this plan.
         """
 
     @_abc_1.abstractmethod
@@ -141,36 +143,37 @@ class PlannerServicer(metaclass=_abc_1.ABCMeta):
         request: _planner_pb2.ApplyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_planner_pb2.ApplyUpdate], _abc.AsyncIterator[_planner_pb2.ApplyUpdate]]:
-        """Starts what the plan has and does not run; once that has joined, drains and stops what the plan has not. It goes on
-        when its reader leaves. RESOURCE_EXHAUSTED while another change is under way; otherwise as PreviewApply.
+        """Starts the workers that the plan has and that do not run; once they have joined, drains and stops those that it
+        does not have. Continues after its reader has left. RESOURCE_EXHAUSTED while another change is in progress;
+        otherwise like PreviewApply.
         """
 
 def add_PlannerServicer_to_server(servicer: PlannerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class FleetStub:
-    """What `halfmoon up` answers to its own planner, on a Unix socket that only its user can open."""
+    """Calls that `halfmoon up` answers to its own planner, on a Unix socket that only its user can open."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> FleetAsyncStub: ...
     Preview: _grpc.UnaryUnaryMultiCallable[_planner_pb2.FleetRequest, _planner_pb2.WorkerChange]
-    """as PreviewApply"""
+    """like PreviewApply"""
     Change: _grpc.UnaryStreamMultiCallable[_planner_pb2.FleetRequest, _planner_pb2.ApplyUpdate]
-    """as Apply"""
+    """like Apply"""
 
 @_typing.type_check_only
 class FleetAsyncStub(FleetStub):
-    """What `halfmoon up` answers to its own planner, on a Unix socket that only its user can open."""
+    """Calls that `halfmoon up` answers to its own planner, on a Unix socket that only its user can open."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Preview: _aio.UnaryUnaryMultiCallable[_planner_pb2.FleetRequest, _planner_pb2.WorkerChange]  # type: ignore[assignment]
-    """as PreviewApply"""
+    """like PreviewApply"""
     Change: _aio.UnaryStreamMultiCallable[_planner_pb2.FleetRequest, _planner_pb2.ApplyUpdate]  # type: ignore[assignment]
-    """as Apply"""
+    """like Apply"""
 
 class FleetServicer(metaclass=_abc_1.ABCMeta):
-    """What `halfmoon up` answers to its own planner, on a Unix socket that only its user can open."""
+    """Calls that `halfmoon up` answers to its own planner, on a Unix socket that only its user can open."""
 
     @_abc_1.abstractmethod
     def Preview(
@@ -178,7 +181,7 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         request: _planner_pb2.FleetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_planner_pb2.WorkerChange, _abc.Awaitable[_planner_pb2.WorkerChange]]:
-        """as PreviewApply"""
+        """like PreviewApply"""
 
     @_abc_1.abstractmethod
     def Change(
@@ -186,6 +189,6 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         request: _planner_pb2.FleetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_planner_pb2.ApplyUpdate], _abc.AsyncIterator[_planner_pb2.ApplyUpdate]]:
-        """as Apply"""
+        """like Apply"""
 
 def add_FleetServicer_to_server(servicer: FleetServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

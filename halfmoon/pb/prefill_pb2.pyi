@@ -50,7 +50,7 @@ class PrefillRequest(_message.Message):
     decode_address: _builtins.str
     """empty: this worker decodes it too (role "both")"""
     kv_codec: Global___KVCodec.ValueType
-    """how the KV travels there"""
+    """encoding of the KV in transfer"""
     @_builtins.property
     def generation(self) -> _types_pb2.Generation: ...
     def __init__(
@@ -107,18 +107,18 @@ class FirstToken(_message.Message):
     NUM_LOADED_TOKENS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
-    """prompt tokens whose KV was not computed again"""
+    """prompt tokens whose KV was not recomputed"""
     queue_s: _builtins.float
     """from arrival at this worker to its first forward pass"""
     compute_s: _builtins.float
     """from there to the token"""
     num_loaded_tokens: _builtins.int
-    """of the cached ones, those that came from the store"""
+    """of the cached tokens, those loaded from the store"""
     @_builtins.property
     def token(self) -> _types_pb2.Token: ...
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
-        """all but the transfer, which goes on"""
+        """all but the transfer, which is still running"""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
 
 @_typing.final
 class Phase(_message.Message):
-    """A part of what the prefill worker did for the request. Seconds from the call's arrival there."""
+    """A part of the prefill worker's work for the request. Seconds since the call arrived there."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -152,7 +152,7 @@ class Phase(_message.Message):
         DESCRIPTOR: _descriptor.EnumDescriptor
         UNSPECIFIED: Phase._Kind.ValueType  # 0
         QUEUE: Phase._Kind.ValueType  # 1
-        """from the engine's having it to the first step that computes of it"""
+        """from arrival in the engine to the first step that computes some of it"""
         RESTORE: Phase._Kind.ValueType  # 2
         """from asking the store until the last load ended; tokens loaded"""
         CHUNK: Phase._Kind.ValueType  # 3
@@ -163,7 +163,7 @@ class Phase(_message.Message):
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     UNSPECIFIED: Phase.Kind.ValueType  # 0
     QUEUE: Phase.Kind.ValueType  # 1
-    """from the engine's having it to the first step that computes of it"""
+    """from arrival in the engine to the first step that computes some of it"""
     RESTORE: Phase.Kind.ValueType  # 2
     """from asking the store until the last load ended; tokens loaded"""
     CHUNK: Phase.Kind.ValueType  # 3
@@ -182,7 +182,7 @@ class Phase(_message.Message):
     end_s: _builtins.float
     num_tokens: _builtins.int
     planned_tokens: _builtins.int
-    """restore: what was to be loaded"""
+    """restore: tokens that were to be loaded"""
     num_bytes: _builtins.int
     """transfer: as encoded"""
     def __init__(
@@ -216,7 +216,7 @@ class HandedOver(_message.Message):
     """from the first token to the decode worker's DONE"""
     @_builtins.property
     def transfer(self) -> Global___Phase:
-        """all of it; absent where the request stays"""
+        """the whole transfer; absent if the request stays"""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """prefill and decode on one engine: the colocated baseline"""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """Values that more than one service speaks of."""
+    """Values that several services use."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 PREFILL: Role.ValueType  # 1
@@ -146,7 +146,7 @@ Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """halfmoon.engine.request.SamplingParams, whose docstring is the law"""
+    """halfmoon.engine.request.SamplingParams; its docstring is the law"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -248,18 +248,18 @@ class Generation(_message.Message):
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
-    """refused with FAILED_PRECONDITION where another model is served"""
+    """rejected with FAILED_PRECONDITION if another model is served"""
     priority: _builtins.int
-    """smaller goes first"""
+    """smaller runs first"""
     gateway_id: _builtins.str
-    """whose Tokens stream the output belongs on"""
+    """the gateway whose Tokens stream carries the output"""
     tenant_salt: _builtins.bytes
-    """KV is shared among requests of one salt"""
+    """requests with the same salt share KV"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """generated before, on another worker"""
+        """already generated, on another worker"""
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...

@@ -37,9 +37,7 @@ def exporting_tracer(service: str, endpoint: str | None) -> Iterator[Tracer]:
 
     At the end, remaining spans are exported within a second, or lost.
     """
-    logging.getLogger("opentelemetry").setLevel(
-        logging.ERROR
-    )  # a receiver that is away costs one line per batch, not per try
+    logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # an absent receiver costs a line per batch, not per try
     resource = Resource.create(
         {
             "service.namespace": "halfmoon",

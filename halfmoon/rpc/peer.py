@@ -63,7 +63,7 @@ class Peer:
     async def stream(
         self, method: Callable[..., Any], request: Any, *, deadline_s: float
     ) -> AsyncIterator[AsyncIterator[Any]]:
-        """Opens a response stream; leaving the context cancels the call. `request` is a message or an async iterator."""
+        """Opens a response stream; leaving the context cancels the call. `request`: a message or an async iterator."""
         with in_our_tree(self.address):
             call = method(request, timeout=bounded_deadline_s(deadline_s), metadata=_metadata())
         try:

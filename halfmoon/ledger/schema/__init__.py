@@ -1,1 +1,1 @@
-"""The ledger's migrations for alembic, one file a revision. A released one is never edited."""
+"""The ledger's migrations for alembic, one file per revision. A released one is never edited."""

@@ -1,4 +1,4 @@
-"""Requests and QoS classes. Ledgers without a revision have these tables already, maybe without the later columns."""
+"""Requests and QoS classes. Ledgers without a revision already have these tables, maybe without the later columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROW_NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 def upgrade() -> None:
-    """Makes what is absent."""
+    """Creates whatever is absent."""
     inspector = sa.inspect(op.get_bind())
     tables = inspector.get_table_names()
     if "requests" in tables:

@@ -1,4 +1,4 @@
-"""Latency profiles, plans, the revision of the classes; who wrote a request's row, and the parts of its TTFT."""
+"""Latency profiles, plans, the revision of the classes; the gateway of a request's row, and the parts of its TTFT."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROW_NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 def upgrade() -> None:
-    """Adds them; older rows have no value there."""
+    """Adds the tables and columns; older rows have no value in them."""
     op.add_column("requests", sa.Column("gateway_id", sa.String(64)))
     op.add_column("requests", sa.Column("num_outputs", sa.Integer))
     for name in ("prefill_s", "predicted_queue_s", "predicted_prefill_s"):

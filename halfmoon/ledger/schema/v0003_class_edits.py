@@ -1,4 +1,4 @@
-"""What each edit of the classes wrote, so that it can be looked up and undone."""
+"""The content of each edit of the classes, so that it can be looked up and undone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Edits of before are not known."""
+    """Adds the table of edits; earlier edits are unknown."""
     op.create_table(
         "class_edits",
         sa.Column("revision", sa.Integer, primary_key=True, autoincrement=False),

@@ -10,7 +10,7 @@ down_revision = "0003"
 
 
 def upgrade() -> None:
-    """Profiles of before were coefficients alone, and stay where they are."""
+    """Adds the table; earlier profiles were coefficients only, and stay where they are."""
     op.create_table(
         "measured_profiles",
         sa.Column("name", sa.String(128), primary_key=True),

@@ -1,4 +1,4 @@
-"""The admission mode, as operators set it for all gateways, and what it was before."""
+"""The admission mode that operators set for all gateways, with its history."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0004"
 
 
 def upgrade() -> None:
-    """Nobody has set it yet: each gateway has its own."""
+    """Adds the table, empty: each gateway uses its own mode."""
     op.create_table(
         "admission_edits",
         sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),

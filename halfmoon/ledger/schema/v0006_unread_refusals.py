@@ -1,4 +1,4 @@
-"""Which requests admission refused before it read their prompts: what is predicted of them are lower bounds."""
+"""Which requests admission rejected before tokenizing their prompts: their predictions are lower bounds."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ down_revision = "0005"
 
 
 def upgrade() -> None:
-    """Of earlier rows it is not known."""
+    """Adds the column; earlier rows have no value in it."""
     op.add_column("requests", sa.Column("refused_unread", sa.Boolean))

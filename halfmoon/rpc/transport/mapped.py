@@ -24,9 +24,7 @@ class MappedSegments:
                 raise Incompatible("the shared memory is on another host or in another network namespace")
             if name not in self._mapping:
                 self._mapping[name] = asyncio.create_task(self._map(name))
-            await asyncio.shield(
-                self._mapping[name]
-            )  # other waiters need it, and once cancelled it could not be closed
+            await asyncio.shield(self._mapping[name])  # others wait, too, and could not close it if cancelled
         if name not in self._segments:
             raise Unavailable("the owner of the shared memory has gone")
         return self._segments[name][0]
