@@ -75,7 +75,7 @@ class Incompatible(HalfmoonError):
 
 
 class NoCapacity(HalfmoonError):
-    """There is no room now; another worker may have some, or this one after `retry_after_ms`."""
+    """No room now; another worker may have some, or this one after `retry_after_ms`."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
 

@@ -57,7 +57,7 @@ class CudaMemory:
             "gpu": _uuid(self._device.index),
             "handle": bytes(handle).hex(),
             "num_bytes": size,
-            "offset": offset,  # of the region, in the block that the handle names
+            "offset": offset,  # the region's offset in the block that the handle names
             "counter": bytes(counter).hex(),
             "counter_offset": counter_offset,
             "event": bytes(event).hex(),

@@ -1,4 +1,4 @@
-"""From logits to tokens. Stateless: the token drawn at output position i depends on logits, parameters and (seed, i).
+"""Draws tokens from logits. Stateless: the token at output position i depends on logits, parameters and (seed, i).
 
 Order of operations as in vLLM (v1/sample/sampler.py): bans and bias, penalties, temperature, min-p, top-k, top-p;
 tokens that a constraint does not allow are banned, too. The remaining distribution is inverted at one uniform number,

@@ -48,11 +48,11 @@ class StepResult:
     )  # by request that began in this step
     num_computed_tokens: Mapping[str, int] = field(
         default_factory=lambda: MappingProxyType({})
-    )  # of its prompt, by request that had a chunk in this step
+    )  # prompt tokens, by request that had a chunk in this step
     stored_keys: tuple[bytes, ...] = ()  # of blocks that entered the prefix cache since the step before
     evicted_keys: tuple[bytes, ...] = ()
     staged: StagedWork = StagedWork()
-    chains: tuple[BlockChain, ...] = ()  # of prompts computed in this step, and of outputs that filled a block
+    chains: tuple[BlockChain, ...] = ()  # chains of prompts computed in this step, and of outputs that filled a block
 
     @property
     def is_empty(self) -> bool:

@@ -90,8 +90,7 @@ class KVStoreClient:
         return int((await self._peer.call(self._stub.Prefetch, request, deadline_s=deadline_s)).num_coming)
 
     async def replicate(self, source: str, keys: Sequence[bytes], layout: KVLayout, *, deadline_s: float) -> int:
-        """Makes this store copy a prompt's blocks from the store at `source` in the background; returns how many it
-        lacks.
+        """Makes this store copy a prompt's blocks from `source` in the background; returns how many it lacks.
 
         Raises NoCapacity if it already has enough to copy.
         """

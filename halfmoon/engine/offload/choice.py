@@ -58,7 +58,7 @@ class Chooser:
         self._predicted_s = 0.0  # over the groups of this step
         self._costs: OffloadCosts | None = None  # None: everything is loaded
         self._learns = False
-        self._knows_base = True  # what a layer computes in any case, as measured on a pass like the coming ones
+        self._knows_base = True  # whether `base_s` was measured on a pass like the coming ones
         self._last_kind: Kind | None = None
         self._num_staged: Counter[Kind] = Counter()
 

@@ -160,7 +160,7 @@ def _rank_0(
 
 
 def _num_blocks(config: EngineConfig, model: ModelConfig, shards: Sequence[Shard], layout: KVLayout) -> int:
-    """As many blocks as the rank with the largest shard can hold. Raises Incompatible when there is no room for one."""
+    """Number of blocks that the rank with the largest shard can hold. Raises Incompatible if it has no room for one."""
     block_bytes = max(shard_layout(layout, shard).block_bytes for shard in shards)
     budget = kv_budget_bytes(config, model, getattr(torch, layout.dtype))
     if budget < block_bytes:

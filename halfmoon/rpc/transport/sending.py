@@ -54,8 +54,7 @@ class TransferSender:
         self._tasks = [self._loop.create_task(work) for work in (self._write(), self._read())]
 
     async def open(self, whole: KVRange, body: bytes, codec: Codec = Codec.RAW) -> None:
-        """Reserves room and agrees on a transport; returns when the receiver has accepted. Raises the reason of a
-        refusal.
+        """Reserves room and agrees on a transport; returns when the receiver has accepted. Raises a refusal's reason.
 
         Payloads will be in `codec`: some transports take only raw ones.
         """

@@ -28,7 +28,7 @@ class Reference(NamedTuple):
     use: int = 0  # value of the word as long as the slot holds this payload
 
     def encoded(self) -> bytes:
-        """Its encoding in a frame."""
+        """The reference as encoded in a frame."""
         return _REFERENCE.pack(*self)
 
     def check_within(self, num_bytes: int, memory_bytes: int) -> None:

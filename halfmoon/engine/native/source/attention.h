@@ -55,7 +55,7 @@ static void NAME(pack_values)(const T *rows, int64_t num_keys, int64_t head_dim,
   if (used < KEYS / PACKED) memset(packed + used * head_dim, 0, (KEYS / PACKED - used) * head_dim * 4);
 }
 
-/* One row's scores -> probabilities over its first `visible` keys; what is summed already fades to the new maximum. */
+/* One row's scores -> probabilities over its first `visible` keys; earlier sums are rescaled to the new maximum. */
 INLINE void NAME(soften)(NAME(tile) *tile, int64_t row, int64_t visible, int64_t head_dim, float scale) {
   const i32v lanes = EACH_LANE;
   float *scores = tile->scores + row * KEYS;
@@ -106,7 +106,7 @@ static float *NAME(partial)(const NAME(attend_args) *a, int64_t part, int64_t he
   return a->partials + (part * a->group + head) * (a->head_dim + 2);
 }
 
-/* Keeps the task's sums; the last of the tasks that share a row merges them all. */
+/* Stores the task's sums; the last of the tasks that share a row merges them all. */
 static void NAME(merge)(const NAME(attend_args) *a, const NAME(tile) *tile, const task_t *task, T *out) {
   for (int64_t g = 0; g < a->group; g++) {
     float *mine = NAME(partial)(a, task->first_part + task->part, g);

@@ -1,10 +1,10 @@
-/* How a step's attention is cut into tasks, the same for every layer. */
+/* Cuts a step's attention into tasks, the same for every layer. */
 #pragma once
 
 #define KEYS 64       /* keys of a tile */
 #define MAX_ROWS 96   /* query rows of a tile: tokens times the query heads that share a KV head */
 #define MAX_HEAD_DIM 256
-#define KEYS_PER_PART 256 /* at least, where one row's keys are cut for several threads */
+#define KEYS_PER_PART 256 /* minimum, if one row's keys are cut for several threads */
 
 typedef struct {
   int64_t row_start, row_end; /* of the batch; the sequence's last tokens */
@@ -18,9 +18,9 @@ typedef struct {
 typedef struct {
   int64_t segment, kv_head;
   int64_t row_start, row_end;    /* of the batch */
-  int64_t first_key, end_key;    /* the keys that any of the rows sees here, as positions in the sequence */
+  int64_t first_key, end_key;    /* keys visible to any of the rows here, as positions in the sequence */
   int64_t first_row_keys;        /* how many keys row_start sees; each further row sees one more */
-  int64_t first_part, num_parts; /* where several tasks share the rows: which partial results are theirs */
+  int64_t first_part, num_parts; /* their partial results, if several tasks share the rows */
   int64_t part;
 } task_t;
 

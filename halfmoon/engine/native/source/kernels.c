@@ -82,7 +82,7 @@ static void widen_bf16(float *items, const uint16_t *row, int64_t size) {
 #include "attention.h"
 #include "linear.h"
 
-/* Whether `linear` over bfloat16 is a match for oneDNN: with dot products, and without the tiles that oneDNN knows. */
+/* Whether `linear` over bfloat16 matches oneDNN: with dot products, and without the tiles that oneDNN uses. */
 int has_fast_linear(void) {
 #if defined(HAS_BF16_DOT) && !defined(__AMX_BF16__)
   return 1;

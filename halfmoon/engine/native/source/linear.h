@@ -1,4 +1,4 @@
-/* y = x W^T + b over a weight packed for it, for one type T: panels of PANEL columns, as deep as the weight, that lie one
+/* y = x W^T + b over a weight packed for it, for one type T: panels of PANEL columns, as deep as the weight, stored one
  * after the other. A task is a panel and some rows; the panel stays in the second-level cache for all of them.
  */
 

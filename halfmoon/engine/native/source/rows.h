@@ -1,4 +1,4 @@
-/* What a layer does row by row between its matrix products, for one type T. */
+/* Row-wise operations of a layer between its matrix products, for one type T. */
 
 typedef struct {
   const T *x, *weight;

@@ -1,7 +1,7 @@
-/* Work for several threads, on the pool of the OpenMP runtime that torch brought along.
+/* Work for several threads, on the pool of torch's own OpenMP runtime.
  *
- * A second pool beside torch's would take its cores from it, so nothing here is compiled with OpenMP: the library is
- * given the address of torch's GOMP_parallel, which GNU's and LLVM's runtimes have alike.
+ * A second pool would take cores from torch's, so nothing here is compiled with OpenMP: the library is given the
+ * address of torch's GOMP_parallel, which both GNU's and LLVM's runtimes have.
  */
 #pragma once
 
