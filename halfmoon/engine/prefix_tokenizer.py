@@ -28,7 +28,7 @@ class PrefixTokenizer:
     def __init__(
         self, text: str, pieces: PieceTokens | None, around: Around = NOTHING_AROUND, salt: bytes = b""
     ) -> None:
-        """A text without `pieces` cannot be read in part."""
+        """Without `pieces` the text cannot be tokenized in part: `read_on` does nothing."""
         self.token_ids = array("I", around.before)
         self.is_whole = False
         self._text = text

@@ -58,7 +58,7 @@ class Outcomes:
         newest = select(RequestRow).where(RequestRow.request_id == request_id).order_by(RequestRow.id.desc()).limit(1)
 
         async def work(session: AsyncSession) -> RequestRow | None:
-            found: RequestRow | None = await session.scalar(newest)
-            return found
+            row: RequestRow | None = await session.scalar(newest)
+            return row
 
         return await self._database.run(work)

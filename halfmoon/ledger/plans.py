@@ -64,10 +64,10 @@ class Plans:
             row = await session.get(PlanRow, plan_id)
             return None if row is None else _stored(row)
 
-        found = await self._database.run(work)
-        if found is None:
+        plan = await self._database.run(work)
+        if plan is None:
             raise NotFound(f"the ledger has no plan {plan_id}")
-        return found
+        return plan
 
 
 def _stored(row: PlanRow) -> StoredPlan:

@@ -67,13 +67,13 @@ class OpenedFile:
         if self._path is None:
             return None
         try:
-            found = self._path.stat()
+            stat = self._path.stat()
         except OSError as error:
             raise Unavailable(
                 f"the ledger's file {self._path} is not there any more ({error.strerror}): put it back, or restart the "
                 "gateway to begin a new one"
             ) from error
-        return found.st_dev, found.st_ino
+        return stat.st_dev, stat.st_ino
 
 
 def _is_special(database: str) -> bool:

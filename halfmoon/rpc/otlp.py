@@ -120,8 +120,8 @@ class _OtlpSpan:
 
 def _bounded(headers: Mapping[str, str]) -> dict[str, str]:
     """A client's trace context, without a tracestate that is too long: gRPC limits the metadata of a call."""
-    found = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-    return {name: value for name, value in found.items() if len(value) <= _MAX_STATE_CHARS}
+    context = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+    return {name: value for name, value in context.items() if len(value) <= _MAX_STATE_CHARS}
 
 
 def _unix_ns(at_s: float) -> int:

@@ -155,8 +155,8 @@ class OffloadRunner:
                 )
                 for new in plan.stores
             ),
-            to_inputs=tuple(self._replacement(one, size, num_heads * head_dim) for one in plan.to_inputs),
-            to_kv=tuple(self._replacement(one, 2, num_heads, size, head_dim) for one in plan.to_kv),
+            to_inputs=tuple(self._replacement(replaced, size, num_heads * head_dim) for replaced in plan.to_inputs),
+            to_kv=tuple(self._replacement(replaced, 2, num_heads, size, head_dim) for replaced in plan.to_kv),
         )
 
     def _replacement(self, replaced: Replaced, *shape: int) -> Replacement:

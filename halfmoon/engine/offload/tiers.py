@@ -152,8 +152,8 @@ class TieredKV:
             for run in self.runs(blocks, start, num_tokens):
                 part = values[:, :, :, run.start : run.start + run.num_tokens]
                 if run.content == "device":
-                    found = self.device.read(*self._on_device(run, layer_start, layer_end))
-                    part[...] = self._canonical.view(found, num_layers, run.num_tokens)
+                    cells = self.device.read(*self._on_device(run, layer_start, layer_end))
+                    part[...] = self._canonical.view(cells, num_layers, run.num_tokens)
                 elif run.content == "inputs":
                     self._compute(run, layer_start, layer_end, part)
                 else:

@@ -19,8 +19,8 @@ runs over as many channels as the largest power of two, up to 64, that divides h
 The error of K, apart from the first token's rounding, is at most 13.5 % of its group's extent, 0.4 % of its smallest
 value and 2**-126. The same bound holds for a rotated value of V, so a value of V is off by at most that times the root
 of the run's length, and over the values of a run the mean square equals that of the rotated ones. NaN counts as 0. An
-infinity of K counts as LARGEST of its dtype; V is clipped at 2**120, or at LARGEST if that is less. Groups that hold no
-such value (for V: groups of other tokens) are not affected.
+infinity of K counts as LARGEST of its dtype; V is clipped at 2**120, or at LARGEST if that is less. Other groups, even
+of the same token, are not affected.
 """
 
 from __future__ import annotations
