@@ -163,7 +163,7 @@ async def _whole(frame: Frame | Elsewhere, source: Source | None) -> Frame:
 def _check_intact(arrived: Frame | Elsewhere, source: Source | None) -> None:
     """Raises DataLoss if a payload may have been replaced before it was processed."""
     if isinstance(arrived, Elsewhere) and source is not None and not source.is_intact(arrived.reference):
-        raise DataLoss("the memory of a KV frame was reused while it was read: its sender has given the frame up")
+        raise DataLoss("the place of a KV frame was used again while it was read: its sender has given it up")
 
 
 async def next_message(messages: AsyncIterator[Received], lease_s: float | None) -> Received | None:
