@@ -51,7 +51,6 @@ class DeviceWatch:
 
     def finish(self) -> None:
         """Returns when the device has finished the step and every notification was delivered."""
-
         notifications, self._notifications = self._notifications, []
         for notification in notifications:
             notification.result()
