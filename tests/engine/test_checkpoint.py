@@ -97,7 +97,7 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(UnknownModel, match="there is no directory or file"):
             prepare_checkpoint(absent, on_progress=told.append)
     (tmp_path / "weights.bin").touch()
-    with pytest.raises(InvalidRequest, match=r"no directory and no \.gguf file"):
+    with pytest.raises(InvalidRequest, match=r"neither a directory nor a \.gguf file"):
         prepare_checkpoint(str(tmp_path / "weights.bin"), on_progress=told.append)
     assert told == []
     with pytest.raises(UnknownModel, match=r"not a local directory or .gguf file.*check the name"):
