@@ -54,7 +54,7 @@ class KVStoreStub:
     writer is storing.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]
-    """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed."""
+    """The blocks held, then changes. A reader that falls behind gets a snapshot in place of what it missed."""
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]
 
 @_typing.type_check_only
@@ -83,7 +83,7 @@ class KVStoreAsyncStub(KVStoreStub):
     writer is storing.
     """
     Watch: _aio.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]  # type: ignore[assignment]
-    """What is held, then what changes. A reader that falls behind gets a snapshot in place of what it missed."""
+    """The blocks held, then changes. A reader that falls behind gets a snapshot in place of what it missed."""
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]  # type: ignore[assignment]
 
 class KVStoreServicer(metaclass=_abc_1.ABCMeta):
