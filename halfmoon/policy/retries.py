@@ -63,12 +63,17 @@ class Retries:
         return self._num_refusals < MAX_REFUSALS and self._num_failovers <= MAX_FAILOVERS
 
     def exclusions(self) -> list[tuple[str, ...]]:
-        """Workers to avoid, most wary first. For want of room that is the decode worker; a loss may be either's."""
+        """Sets of workers to avoid, the most cautious first.
+
+        A lack of room is the decode worker's. A loss may be either worker's, so each is tried without the other. A
+        decode worker without room is in every set: else it would be asked again and again without a pause.
+        """
         if not self._since_pause:
             return [()]
-        decodes = tuple(one.decode for one in self._since_pause)
-        prefills = tuple(one.prefill for one in self._since_pause if one.reason == "lost")
-        return [(*decodes, *prefills), decodes, prefills] if prefills else [decodes]
+        decodes = tuple(attempt.decode for attempt in self._since_pause)
+        prefills = tuple(attempt.prefill for attempt in self._since_pause if attempt.reason == "lost")
+        full = tuple(attempt.decode for attempt in self._since_pause if attempt.reason == "no room")
+        return [(*decodes, *prefills), decodes, (*full, *prefills)] if prefills else [decodes]
 
     def note_pause(self) -> None:
         """Nobody was left; who refused it may have room by now."""

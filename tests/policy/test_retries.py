@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from halfmoon.policy.retries import MAX_FAILOVERS, MAX_REFUSALS, FailedAttempt, Reason, Retries
 
@@ -43,9 +45,18 @@ def test_the_next_attempt_is_elsewhere_until_nobody_is_left() -> None:
     retries.add(failed("no room", decode="a", after_ms=30))
     assert (retries.exclusions(), retries.last_reason, retries.pause_s) == ([("a",)], "no room", 0.03)
     retries.add(failed("lost", decode="b"))
-    assert retries.exclusions() == [("a", "b", "p"), ("a", "b"), ("p",)]
+    assert retries.exclusions() == [("a", "b", "p"), ("a", "b"), ("a", "p")]
     assert (retries.last_reason, retries.pause_s) == ("lost", 0.1)
     retries.note_pause()
     assert retries.exclusions() == [()]
     retries.add(failed("no room", after_ms=60_000))
     assert retries.pause_s == 1.0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["no room", "lost"]), st.sampled_from("abc"), st.booleans()), max_size=12))
+def test_a_full_decode_worker_is_not_asked_again_before_a_pause(attempts: list[tuple[Reason, str, bool]]) -> None:
+    retries = Retries()
+    for reason, decode, gave_tokens in attempts:
+        retries.add(failed(reason, decode=decode, gave_tokens=gave_tokens and reason == "lost"))
+    full = {decode for reason, decode, _ in attempts if reason == "no room"}
+    assert all(full <= set(excluded) for excluded in retries.exclusions())

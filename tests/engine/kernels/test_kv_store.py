@@ -58,7 +58,7 @@ def test_no_slot_at_all(device: str) -> None:
 def test_what_the_interpreter_gets_wrong_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("the kernels are compiled here")
-    with pytest.raises(TypeError, match="computes bfloat16 wrongly"):
+    with pytest.raises(TypeError, match="computes bfloat16 incorrectly"):
         empty_kv(BF16, 64, "cpu")
 
 
