@@ -25,8 +25,10 @@ from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.models.latency import PrefillModel, StepModel
-from halfmoon.policy.placement.place import PlacementRequest, PlacementRules
-from halfmoon.policy.view.cluster_view import ClusterView, Role, WorkerView
+from halfmoon.policy.placement.place import PlacementRules
+from halfmoon.policy.values import PlacementRequest
+from halfmoon.policy.view.cluster_view import ClusterView
+from halfmoon.policy.view.worker_view import Role, WorkerView
 
 KINDS = {
     "admitted": QosClass("default"),

@@ -15,18 +15,20 @@ import random
 import statistics
 import time
 from dataclasses import replace
-from functools import partial
 from typing import get_args
 
 import numpy as np
 
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
+from halfmoon.policy.forecast.ttft import predict_ttft
 from halfmoon.policy.models.latency import PrefillModel, StepModel
-from halfmoon.policy.placement.place import PlacementRequest, PlacementRules, place
+from halfmoon.policy.placement.place import PlacementRules, place
 from halfmoon.policy.placement.ranking import PlacementMode
+from halfmoon.policy.values import DecodeLoad, DecodeLoads, Placement, PlacementRequest, TtftPrediction
 from halfmoon.policy.view.block_index import BlockEvents, BlockIndex
-from halfmoon.policy.view.cluster_view import ClusterView, Role, WorkerView
+from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.key_table import Keys
+from halfmoon.policy.view.worker_view import Role, WorkerView
 
 BLOCK_TOKENS = 64
 NUM_PLACEMENTS = 500
@@ -77,29 +79,45 @@ def make_index(view: ClusterView, num_pairs: int, copies: int, prompt: Keys, rng
     return index
 
 
+class _Forecast:
+    """The predicted decode loads, and queues as workers report them."""
+
+    def __init__(self, fetching_threshold: float | None) -> None:
+        self.decodes = DecodeForecast()
+        self._fetching_threshold = fetching_threshold
+
+    def ttft(self, view: ClusterView, request: PlacementRequest, now_s: float) -> TtftPrediction:
+        return predict_ttft(view, request, self._fetching_threshold, now_s)
+
+    def refine_prefill(
+        self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float
+    ) -> Placement:
+        return placement
+
+    def decode_loads(self, view: ClusterView, at_s: float, now_s: float) -> DecodeLoads:
+        return self.decodes.loads(at_s, now_s, view.num_rows)
+
+    def decode_load(self, row: int, at_s: float, now_s: float) -> DecodeLoad:
+        return self.decodes.load(row, at_s, now_s)
+
+    def refine_decode(self, view: ClusterView, placement: Placement, now_s: float) -> Placement:
+        return placement
+
+
 def time_placements(view: ClusterView, index: BlockIndex, prompt: Keys, mode: PlacementMode) -> list[float]:
     """Seconds of each placement, the noting of its load included."""
     rng, rules = random.Random(0), PlacementRules(mode)
-    request = PlacementRequest(len(prompt) * BLOCK_TOKENS + 1, 1_000)
-    forecast = DecodeForecast()
+    forecast = _Forecast(rules.fetching_threshold)
     decodes = [view.row(worker.worker_id) for worker in view.workers if worker.role == "decode"]
     for row in decodes:
         for number in range(NUM_DECODING):
-            forecast.join(f"{row}-{number}", row or 0, 0.0, 10.0 + number, 4_000, 500)
+            forecast.decodes.join(f"{row}-{number}", row or 0, 0.0, 10.0 + number, 4_000, 500)
     times = []
     for number in range(NUM_PLACEMENTS):
         began_s = time.perf_counter()
-        depths = index.match(prompt)
+        request = PlacementRequest(len(prompt) * BLOCK_TOKENS + 1, 1_000, cached_blocks=index.match(prompt))
         now_s = number / 100
-        placed = place(
-            view,
-            request,
-            rules,
-            now_s,
-            rng,
-            depths,
-            partial(forecast.loads, now_s=now_s, num_rows=view.num_rows),
-        )
+        placed = place(view, request, rules, forecast, now_s, rng)
         free_s = max(placed.prefill.prefill_free_s, now_s) + placed.ttft_s
         view.put(replace(placed.prefill, prefill_free_s=free_s))
         view.put(replace(placed.decode, num_placed=placed.decode.num_placed + 1))

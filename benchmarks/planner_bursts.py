@@ -21,7 +21,7 @@ from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.evaluation import judged
 from halfmoon.plan.search.feasible import models
 from halfmoon.plan.search.search import search
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.workloads.arrival_processes import arrivals
 from halfmoon.sim.workloads.workload import Workload

@@ -16,7 +16,7 @@ from typing import Any
 
 from halfmoon.plan.layout import Layout, Parallelism, WorkerKind, WorkerSet
 from halfmoon.plan.problem import PlanningProblem
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.latency_sources.aiconfigurator import SYSTEMS, KernelTimes, llama_config
 
 

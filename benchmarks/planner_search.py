@@ -29,7 +29,7 @@ from halfmoon.plan.search.goodput import Goal, goodput_per_s
 from halfmoon.plan.search.objective import Rated
 from halfmoon.plan.search.phases import phase_trial
 from halfmoon.plan.search.search import search
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, Network, SloTargets
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients, Engine
 from halfmoon.sim.latency_sources.hardware import device

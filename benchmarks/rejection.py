@@ -28,8 +28,10 @@ from halfmoon.policy.admission.classes import ClassTable, QosClass
 from halfmoon.policy.admission.degradation import Admitted
 from halfmoon.policy.admission.refusal import AdmissionMode, Refused
 from halfmoon.policy.models.latency import PrefillModel, StepModel
-from halfmoon.policy.placement.place import PlacementRequest, PlacementRules
-from halfmoon.policy.view.cluster_view import ClusterView, WorkerView
+from halfmoon.policy.placement.place import PlacementRules
+from halfmoon.policy.values import PlacementRequest
+from halfmoon.policy.view.cluster_view import ClusterView
+from halfmoon.policy.view.worker_view import WorkerView
 
 NUM_PREFILL, NUM_DECODE = 128, 4
 PROMPT_TOKENS, OUTPUT_TOKENS = 16_000, 200

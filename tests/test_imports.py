@@ -46,6 +46,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "services": frozenset(),
     "console": frozenset({"halfmoon.rpc", "halfmoon.pb"}),
 }
+POLICY_SHELVES = ("models", "view", "values", "forecast", "placement", "admission")  # each may import those before it
 TORCH_FREE_PACKAGES = (
     *(f"halfmoon/{room}" for room in ("kv", "config", "policy", "sim", "plan", "rpc", "ledger", "pb", "profiling")),
     *(f"services/{name}" for name in ("gateway", "kvstore", "planner", "simulation")),
@@ -173,6 +174,30 @@ def test_imports_follow_the_arrows(file: Path) -> None:
 )
 def test_the_checker_can_fail(module: str, source: str, is_violation: bool) -> None:
     assert bool(violations(module, source)) == is_violation
+
+
+def shelf_violations(module: str, source: str) -> list[str]:
+    """What a module of `halfmoon.policy` imports against the order of its shelves."""
+
+    def rank(name: str) -> int | None:
+        parts = name.split(".")
+        is_in_shelf = parts[:2] == ["halfmoon", "policy"] and len(parts) > 2 and parts[2] in POLICY_SHELVES
+        return POLICY_SHELVES.index(parts[2]) if is_in_shelf else None
+
+    own = rank(module)
+    if own is None:
+        return []
+    imported = ((name, rank(name)) for name in imported_modules(module, source))
+    return [f"{module} imports {name}" for name, shelf in imported if shelf is not None and shelf > own]
+
+
+def test_the_shelves_of_policy_import_one_way() -> None:
+    files = sorted((ROOT / "halfmoon/policy").rglob("*.py"))
+    assert [found for file in files for found in shelf_violations(module_name(file), file.read_text())] == []
+    wrong = "from halfmoon.policy.placement.place import place"
+    assert shelf_violations("halfmoon.policy.forecast.ttft", wrong)
+    assert not shelf_violations("halfmoon.policy.admission.refusal", wrong)
+    assert not shelf_violations("halfmoon.policy.retries", wrong)
 
 
 def _import_all(modules: list[str], *paths: Path) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,7 @@ from halfmoon.engine.sequence import Sequence, SequenceState
 from halfmoon.engine.step_counts import step_counts
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
-from halfmoon.policy.models.tbt_model import room_in_ms
+from halfmoon.policy.retries import retry_ms_when_full
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +272,6 @@ class EngineCore:
 
     def _retry_after_ms(self) -> int:
         """When the first running request will have made room, at the pace of the last step."""
-        return room_in_ms(
+        return retry_ms_when_full(
             self.last_step_s, (one.sampling.max_tokens - one.num_output for one in self._scheduler.running)
         )

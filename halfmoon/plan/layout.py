@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from halfmoon.plan.node_pools import Fleet, NodePool
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, Network
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 

@@ -22,7 +22,7 @@ from halfmoon.plan.layout import Layout, WorkerSet
 from halfmoon.plan.layout_trial import layout_network, workers_per_node
 from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.objective import Rated
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
 

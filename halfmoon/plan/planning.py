@@ -19,7 +19,7 @@ from halfmoon.plan.search.goodput import Goal
 from halfmoon.plan.search.objective import Rated
 from halfmoon.plan.search.search import Plan, Progress, search
 from halfmoon.plan.search.simulating_processes import simulating_processes
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import SloTargets
 from halfmoon.sim.latency_sources.latency_model import LatencySource
 from halfmoon.sim.latency_sources.latency_source import latency_source

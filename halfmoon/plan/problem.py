@@ -11,7 +11,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.plan.layout import Layout, Rules
 from halfmoon.plan.node_pools import Fleet, NodePool
 from halfmoon.plan.search.goodput import Goal
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, Network
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 from halfmoon.sim.latency_sources.latency_model import LatencySource

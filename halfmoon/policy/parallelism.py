@@ -1,4 +1,4 @@
-"""How a model's heads, inner units and layers can be dealt out to the devices of one worker."""
+"""How the heads, inner units and layers of a model are split over the devices of one worker."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from halfmoon.errors import Incompatible
 def check_parallelism(
     tensor: int, pipeline: int, *, num_heads: int, num_kv_heads: int, intermediate_size: int, num_layers: int
 ) -> None:
-    """`tensor` devices share each layer, `pipeline` stages have some of the layers each.
+    """Checks that `tensor` devices can share each layer, and `pipeline` stages the layers.
 
-    Raises Incompatible unless that is even enough: ranks beyond the KV heads hold copies of them.
+    Raises Incompatible if heads or inner units do not divide evenly. Ranks beyond the number of KV heads hold copies.
     """
     for count, what in ((num_heads, "attention heads"), (intermediate_size, "inner units")):
         if count % tensor:

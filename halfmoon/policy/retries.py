@@ -1,35 +1,37 @@
-"""When a request whose workers failed it is tried again, where, and when it is given up."""
+"""When and where a request is tried again after a failed attempt, and when it is given up."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-MAX_REFUSALS = 3  # attempts in a row that gave no token
-MAX_FAILOVERS = 2  # attempts that gave tokens, then failed
-_USUAL_PAUSE_MS, _LONGEST_PAUSE_MS = 100, 1_000  # before workers that refused it are asked again
+MAX_REFUSALS = 3  # attempts in a row without a token
+MAX_FAILOVERS = 2  # attempts that failed after some tokens
+_USUAL_PAUSE_MS, _LONGEST_PAUSE_MS = 100, 1_000  # before workers that refused it are tried again
+_SHORTEST_RETRY_MS, _LONGEST_RETRY_MS = 10, 10_000  # `retry_ms_when_full`
 
 Reason = Literal["no room", "lost"]
-"""Why an attempt failed: the decode worker has no room, or either of its workers is lost or gave it up."""
+"""Why an attempt failed: the decode worker has no room, or one of the workers was lost or gave up."""
 
 
 class FailedAttempt(NamedTuple):
-    """One attempt that somebody else may do better."""
+    """An attempt that may succeed on other workers."""
 
     reason: Reason
     prefill: str  # worker ids
     decode: str
     gave_tokens: bool
-    retry_after_ms: int | None = None  # as the worker said
+    retry_after_ms: int | None = None  # as the worker replied
 
 
 class Retries:
-    """Owns which attempts at one request failed. Has no clock.
+    """Owns the failed attempts at one request. Has no clock.
 
-    Whose answer has begun waits for room as long as its deadline lets it: its client has seen a part.
+    A request whose answer has begun waits for room until its deadline: its client has already seen a part.
     """
 
     def __init__(self) -> None:
-        self._num_refusals = 0  # of those that count
+        self._num_refusals = 0  # refusals that count towards giving up
         self._num_in_row = 0  # refusals of any kind
         self._num_failovers = 0
         self._has_tokens = False
@@ -43,14 +45,14 @@ class Retries:
 
     @property
     def pause_s(self) -> float:
-        """Where nobody else is left, before any worker is tried again; 0 for the first attempt."""
+        """Pause before workers are tried again when no other is left; 0 for the first attempt."""
         if self._last is None:
             return 0.0
-        asked_ms = self._last.retry_after_ms or _USUAL_PAUSE_MS
-        return (min(asked_ms, _LONGEST_PAUSE_MS) if self._num_in_row < MAX_REFUSALS else _LONGEST_PAUSE_MS) / 1_000
+        suggested_ms = self._last.retry_after_ms or _USUAL_PAUSE_MS
+        return (min(suggested_ms, _LONGEST_PAUSE_MS) if self._num_in_row < MAX_REFUSALS else _LONGEST_PAUSE_MS) / 1_000
 
     def add(self, attempt: FailedAttempt) -> bool:
-        """Whether there may be another one."""
+        """Adds a failed attempt. Returns whether there may be another one."""
         self._has_tokens |= attempt.gave_tokens
         self._num_failovers += attempt.gave_tokens
         self._num_in_row = 0 if attempt.gave_tokens else self._num_in_row + 1
@@ -76,5 +78,13 @@ class Retries:
         return [(*decodes, *prefills), decodes, (*full, *prefills)] if prefills else [decodes]
 
     def note_pause(self) -> None:
-        """Nobody was left; who refused it may have room by now."""
+        """Clears the exclusions after a pause: workers that refused the request may have room by now."""
         self._since_pause.clear()
+
+
+def retry_ms_when_full(step_s: float, steps_left: Iterable[int]) -> int:
+    """Retry-After of a full worker: until the first of its sequences ends, with `steps_left` of each.
+
+    step_s: duration of the latest step. A worker without sequences answers with one step.
+    """
+    return min(max(int(1000 * step_s * min(steps_left, default=1)), _SHORTEST_RETRY_MS), _LONGEST_RETRY_MS)

@@ -1,20 +1,20 @@
-"""How long a request waits for a worker where none is there."""
+"""How long a request waits for a worker when there is none."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-MAY_RETURN_S = 5.0  # a worker that lost its connection, or was started again, is back within these
+MAY_RETURN_S = 5.0  # a worker that reconnects or restarts is back within this time
 
 
 class WaitLimits(NamedTuple):
-    """Of one gateway."""
+    """How long one gateway waits for a worker."""
 
-    failover_s: float = 60.0  # of a request that lost its worker: so long a worker may need to start again
-    return_s: float = 3.0  # of a new one, where there may soon be a worker again
+    failover_s: float = 60.0  # for a request that lost its worker: the time a worker may need to restart
+    return_s: float = 3.0  # for a new request, if a worker is expected soon
 
     def seconds(self, *, is_inside: bool, expects_worker: bool) -> float:
-        """`is_inside`: it had a worker before."""
+        """The limit for a request; `is_inside`: it had a worker before."""
         if is_inside:
             return self.failover_s
         return self.return_s if expects_worker else 0.0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Network, WorkerGroup
 from halfmoon.sim.cluster.contention import Contention, Work
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, MeasuredSlowdown

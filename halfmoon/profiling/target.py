@@ -10,7 +10,7 @@ import aiohttp
 
 from halfmoon.errors import InvalidRequest, NoCapacity, Unavailable
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 
 _CALL = aiohttp.ClientTimeout(total=10)
 _BUSY = ("num_running", "num_waiting", "num_reserved", "num_held")

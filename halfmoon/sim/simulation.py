@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from halfmoon.policy.placement.place import Placement
+from halfmoon.policy.values import Placement
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Failure, SloTargets
 from halfmoon.sim.cluster.contention import SharedCores
 from halfmoon.sim.cluster.idle_workers import idle_workers

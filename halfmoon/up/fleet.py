@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from halfmoon.background import cancelled
 from halfmoon.errors import HalfmoonError, Incompatible, NoCapacity, ServiceFailed
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.up.fleet_diff import WorkerChange, worker_change
 from halfmoon.up.service_specs import UpOptions, WorkerSpec, WorkerStart, wanted_workers
 from halfmoon.up.supervisor import Child, Supervisor

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from halfmoon.errors import Incompatible
 from halfmoon.plan.plan_file import PlannedLayout, parse_plan
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.latency_sources.model_catalogue import known_shape, model_shape
 from halfmoon.sim.latency_sources.model_shape import ModelShape
 from halfmoon.up.service_specs import PreparedModel, UpOptions, WorkerStart

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from halfmoon.background import running
 from halfmoon.errors import HalfmoonError, UnknownModel, leaf_errors
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.loopback import is_loopback
 from halfmoon.up.fleet import WorkerFleet
 from halfmoon.up.fleet_diff import WorkerChange

@@ -128,7 +128,7 @@ class GenerationEndpoints:
             call.refusal = refusal_of(error)
             rejected = isinstance(error, _REJECTIONS) and call.choices.ttft_s is None
             if isinstance(error, Refused):
-                call.is_refused, call.refused_unread = True, error.is_least
+                call.is_refused, call.refused_unread = True, error.is_early
                 call.outlook.note_refused(error)
                 self._metrics.refusals.labels(error.qos_class, error.reason).inc()
             self._write_down(call, "rejected" if rejected else "error", kind_of(error).status, error.message)

@@ -14,7 +14,7 @@ from halfmoon.plan.search.feasible import Option
 from halfmoon.plan.search.goodput import Goal, Trial, goodput_per_s, holds, holds_at_first
 from halfmoon.plan.search.phases import phase_trial
 from halfmoon.policy.models.latency import PrefillModel, StepModel
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, SloTargets, TbtOf, WorkerGroup
 from halfmoon.sim.latency_sources.coefficients import coefficients
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients

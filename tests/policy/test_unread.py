@@ -18,9 +18,11 @@ from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, PromptLowerBoun
 from halfmoon.policy.admission.refusal import AdmissionMode, Refused
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
 from halfmoon.policy.models.latency import PrefillModel, StepModel
-from halfmoon.policy.placement.place import PlacementRequest, PlacementRules
+from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.placement.ranking import PlacementMode
-from halfmoon.policy.view.cluster_view import ClusterView, Role, WorkerView
+from halfmoon.policy.values import PlacementRequest
+from halfmoon.policy.view.cluster_view import ClusterView
+from halfmoon.policy.view.worker_view import Role, WorkerView
 
 WORKER = WorkerView(
     "w",
@@ -115,15 +117,16 @@ scenes = st.builds(
     scenes, st.integers(1, 5_000), st.integers(1, 4_000), st.integers(-1, 1), st.lists(st.integers(0, 500), max_size=5)
 )
 def test_who_would_be_admitted_is_never_refused_unread(
-    scene: Scene, num_prompt: int, max_tokens: int, priority: int, depths: Sequence[int]
+    scene: Scene, num_prompt: int, max_tokens: int, priority: int, num_blocks: Sequence[int]
 ) -> None:
     view = scene.view()
     unread = unread_refusal(scene, view, priority, has_gaps=max_tokens > 1)
     if unread is None:
         return
-    request = PlacementRequest(num_prompt, max_tokens, priority=priority)
+    cached_blocks = np.array([*num_blocks, 0])
+    request = PlacementRequest(num_prompt, max_tokens, priority=priority, cached_blocks=cached_blocks)
     with pytest.raises(HalfmoonError) as caught:
-        scene.gate(view).decide(view, request, scene.qos, NOW_S, np.array([*depths, 0]))
+        scene.gate(view).decide(view, request, scene.qos, NOW_S)
     if isinstance(caught.value, Refused) and caught.value.reason == unread.reason == "ttft":
         assert unread.ttft_s <= caught.value.ttft_s * 1.000001
 
@@ -146,17 +149,17 @@ def test_who_would_be_admitted_is_never_refused_by_the_beginning_of_a_prompt(
     held: Sequence[int],
     stores: Sequence[int],
 ) -> None:
-    depths = np.array([min(one, (num_known - 1) // WORKER.block_tokens) for one in held] + [0])
+    cached_blocks = np.array([min(one, (num_known - 1) // WORKER.block_tokens) for one in held] + [0])
     view = scene.view()
     for worker, store in zip(view.workers, stores, strict=False):
         view.put(replace(worker, store_holder=store - 1))
-    early = unread_refusal(scene, view, priority, PromptLowerBound(num_known, depths), has_gaps=max_tokens > 1)
+    early = unread_refusal(scene, view, priority, PromptLowerBound(num_known, cached_blocks), has_gaps=max_tokens > 1)
     if early is None:
         return
-    request = PlacementRequest(num_known + num_unread, max_tokens, priority=priority)
+    request = PlacementRequest(num_known + num_unread, max_tokens, priority=priority, cached_blocks=cached_blocks)
     gate = scene.gate(view)
     with pytest.raises(HalfmoonError) as caught:
-        gate.decide(view, request, scene.qos, NOW_S, depths)
+        gate.decide(view, request, scene.qos, NOW_S)
     if isinstance(caught.value, Refused) and caught.value.reason == early.reason == "ttft":
         assert early.ttft_s <= caught.value.ttft_s * 1.000001
         assert early.is_by_others or not caught.value.is_by_others
@@ -168,7 +171,7 @@ def unread_refusal(
     gate = scene.gate(view)
     try:
         gate.reject_early(view, priority, has_gaps=has_gaps, qos=scene.qos, now_s=NOW_S)
-        return gate.least_refusal(view, prompt, priority, has_gaps=has_gaps, qos=scene.qos, now_s=NOW_S)
+        return gate.early_refusal(view, prompt, priority, has_gaps=has_gaps, qos=scene.qos, now_s=NOW_S)
     except Refused as refusal:
         return refusal
 
@@ -207,7 +210,7 @@ def test_no_moment_has_less_than_the_least_load(
     for number, (row, joins_s, life_s, num_tokens) in enumerate(lives):
         forecast.join(str(number), row, joins_s, joins_s + life_s, num_tokens, num_tokens)
     until_s = now_s + from_s + lasting_s
-    least = forecast.least_loads(now_s + from_s, until_s, now_s, 2)
+    least = forecast.loads_lower_bound(now_s + from_s, until_s, now_s, 2)
     at = forecast.loads(now_s + from_s + share * lasting_s, now_s, 2)
     assert (least.batch <= at.batch).all()
     assert (least.context_tokens <= at.context_tokens + 1e-6).all()

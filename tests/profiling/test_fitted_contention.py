@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.profiling.fitted_contention import ServedMeans, fitted_slowdowns
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, WorkerGroup
 from halfmoon.sim.cluster.contention import Contention

@@ -11,7 +11,7 @@ import pytest
 
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, NoCapacity, ServiceFailed
 from halfmoon.pb import planner_pb2
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.up.fleet import WorkerFleet
 from halfmoon.up.fleet_servicer import fleet_address, fleet_server
 from halfmoon.up.from_plan import applied_options

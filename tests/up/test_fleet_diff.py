@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import Incompatible
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.up.fleet_diff import worker_change
 from halfmoon.up.gpus import gpus_beside
 from halfmoon.up.service_specs import WorkerSpec, WorkerStart

@@ -12,7 +12,7 @@ from halfmoon.plan.layout import Layout, WorkerKind, WorkerSet
 from halfmoon.plan.layout_trial import layout_network
 from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.feasible import Option
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 

@@ -8,7 +8,7 @@ from itertools import chain
 
 from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.search.evaluation import Evaluation
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 
 _DIFFERENCE = 0.01  # of any figure

@@ -12,7 +12,7 @@ from halfmoon.plan.layout import Parallelism, WorkerKind
 from halfmoon.plan.node_pools import NodePool
 from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.bounds import RateBound, decode_bound_per_s, prefill_bound_per_s
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import SloTargets
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile

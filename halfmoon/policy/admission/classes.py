@@ -1,4 +1,4 @@
-"""QoS classes: whose requests they are, what they are promised, and what they give up before they are refused."""
+"""QoS classes: which requests belong to them, their targets, and how they degrade before refusal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Degradation = Literal["cap_max_tokens", "lower_kv_precision", "shed_lowest_class
 EarlyRejection = Literal["strict", "overload"]
 
 DEFAULT_CLASS = "default"
-_ROUNDING = 1e-9  # 0.1 three times and 0.7 may be more than 1
+_ROUNDING = 1e-9  # three times 0.1 plus 0.7 may exceed 1
 
 
 def _check(holds: bool, param: str, problem: str) -> None:
@@ -24,27 +24,27 @@ def _check(holds: bool, param: str, problem: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MatchRule:
-    """A request is of the class when this holds of it."""
+    """A condition that puts a request into a class."""
 
     kind: MatchKind
-    value: str  # of the header, the API key, or the model's alias
-    header: str = ""  # such as x-customer-tier, in any case
+    value: str  # of the header, the API key, or the model alias
+    header: str = ""  # such as x-customer-tier, case-insensitive
 
 
 @dataclass(frozen=True, slots=True)
 class QosClass:
-    """One class. Times are targets that `attainment` of its requests must meet; None promises nothing."""
+    """One class. `attainment` of its requests must meet each target; None sets no target."""
 
     name: str
     priority: int = 0  # smaller goes first
-    reserved: float = 0.0  # fraction of the cluster's decode memory that waits for it, and is lent out meanwhile
+    reserved: float = 0.0  # fraction of the cluster's decode memory kept for it, and lent out while unused
     ttft_s: float | None = None
     tbt_s: float | None = None
     attainment: float = 0.9
     rules: tuple[MatchRule, ...] = ()
-    degradation: tuple[Degradation, ...] = ()  # in this order, each on top of those before
+    degradation: tuple[Degradation, ...] = ()  # steps in this order, each on top of those before
     capped_tokens: int = 256  # what cap_max_tokens leaves
-    early_rejection: EarlyRejection = "strict"  # overload: only of what would meet its targets on an idle cluster
+    early_rejection: EarlyRejection = "strict"  # overload: reject only what an idle cluster would serve in time
 
     def __post_init__(self) -> None:
         _check(bool(self.name), "name", "must not be empty")
@@ -55,7 +55,7 @@ class QosClass:
         _check(self.capped_tokens >= 1, "capped_tokens", "must be at least 1")
         _check(len(set(self.degradation)) == len(self.degradation), "degradation", "must name each step once")
         _check(all(rule.kind != "header" or rule.header for rule in self.rules), "rules", "must name the header")
-        _check(all(rule.value for rule in self.rules), "rules", "must name a value: nothing is nobody's")
+        _check(all(rule.value for rule in self.rules), "rules", "must name a value")
 
 
 NO_PROMISES = QosClass(DEFAULT_CLASS)
@@ -63,40 +63,40 @@ NO_PROMISES = QosClass(DEFAULT_CLASS)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What tells whose request it is."""
+    """What a request is classified by."""
 
     headers: Mapping[str, str]  # names in lower case
     api_key: str = ""
     model: str = ""
 
     def satisfies(self, rule: MatchRule) -> bool:
-        """Whether the rule holds of this request."""
+        """Whether the rule holds for this request."""
         if rule.kind == "header":
             return self.headers.get(rule.header.lower()) == rule.value
         return (self.api_key if rule.kind == "api_key" else self.model) == rule.value
 
 
 class ClassTable:
-    """Owns the classes as of one version. A request is of the first class, by priority, with a rule that holds."""
+    """Owns the classes of one version. A request belongs to the first class, by priority, with a rule that holds."""
 
     def __init__(self, classes: Iterable[QosClass] = (), version: int = 0) -> None:
-        """Raises InvalidRequest for two classes of one name, or reservations of more than everything."""
+        """Raises InvalidRequest if two classes share a name, or if reservations exceed the cluster."""
         self.version = version
-        self.classes = tuple(sorted(classes, key=lambda one: (one.priority, one.name)))
-        names = [one.name for one in self.classes]
+        self.classes = tuple(sorted(classes, key=lambda qos: (qos.priority, qos.name)))
+        names = [qos.name for qos in self.classes]
         _check(len(set(names)) == len(names), "name", "must differ from class to class")
-        reserved = math.fsum(one.reserved for one in self.classes)
+        reserved = math.fsum(qos.reserved for qos in self.classes)
         _check(reserved <= 1 + _ROUNDING, "reserved", "must not add up to more than 1")
-        self._default = next((one for one in self.classes if one.name == DEFAULT_CLASS), NO_PROMISES)
+        self._default = next((qos for qos in self.classes if qos.name == DEFAULT_CLASS), NO_PROMISES)
 
     @property
     def priorities(self) -> set[int]:
-        """Of all classes, and of requests that are of none."""
-        return {one.priority for one in self.classes} | {self._default.priority}
+        """The priorities of all classes, and of requests without a class."""
+        return {qos.priority for qos in self.classes} | {self._default.priority}
 
     def of(self, caller: Caller) -> QosClass:
-        """The class of a request. Where no rule holds it is the one named default, else one that promises nothing."""
-        for one in self.classes:
-            if any(caller.satisfies(rule) for rule in one.rules):
-                return one
+        """The class of a request. If no rule holds, the class named default, or else one without targets."""
+        for qos in self.classes:
+            if any(caller.satisfies(rule) for rule in qos.rules):
+                return qos
         return self._default

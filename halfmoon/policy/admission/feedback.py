@@ -1,91 +1,84 @@
-"""Live feedback: where nearly as many of a class's requests are late as it allows, its admission gets stricter.
+"""Live feedback: admission of a class gets stricter when nearly as many of its requests are late as it allows.
 
-How many it allows is its attainment. Judged are requests that were admitted since the last step down: those before them
-do not show what it did. What is taken off a target is time that others may cost: a target below what an idle worker
-takes would refuse everybody, on an idle cluster, too, and nothing is quicker for it.
+The attainment of a class says how many may be late. Only requests admitted since the last step down are judged, since
+earlier ones do not show its effect. Tightening takes away time that other requests may cost: a target below the latency
+of an idle worker would refuse every request, even on an idle cluster, and make none faster.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from halfmoon.policy.admission.classes import QosClass
+from halfmoon.policy.values import AdmissionTargets, UnloadedLatency
 
 _WINDOW_S = 60.0
 _MAX_SAMPLES = 500
 _MIN_SAMPLES = 20
-_NEAR = 0.95  # its target: where the quantile of the attainment is above it, admission gets stricter
-_FAR = 0.85  # of the target: where it is below it, there is room
-_TIGHTEN, _RELAX = 0.9, 1.02  # a step, an interval; down faster than up, so that it settles
-_MOST_TAKEN = 0.5  # of what a target leaves beside the time that its requests take alone
+_NEAR = 0.95  # of the target: admission gets stricter if the attainment's quantile is above
+_FAR = 0.85  # of the target: admission relaxes if the quantile is below
+_TIGHTEN, _RELAX = 0.9, 1.02  # per step, per interval; down faster than up, so that it settles
+_MAX_TAKEN = 0.5  # of the difference between a target and the unloaded latency of its requests
 _INTERVAL_S = 1.0
-_LONGEST_S = 60.0  # between two requests, in which it relaxes: then it is 1 in any case
+_LONGEST_S = 60.0  # between two requests: by then the scale has relaxed to 1 in any case
 
 TargetKind = Literal["ttft", "tbt"]
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionTargets:
-    """What admission holds predictions against; None is no limit."""
-
-    ttft_s: float | None
-    tbt_s: float | None
-
-
-class Alone(NamedTuple):
-    """What a request would take with nobody else there, as predicted; 0 where nothing is known."""
-
-    ttft_s: float = 0.0
-    tbt_s: float = 0.0
-
-
 class Tightening(NamedTuple):
-    """Why a target that is applied is not the class's own."""
+    """Why the applied target is stricter than the class's own."""
 
     applied_s: float
-    measured_s: float  # what the attainment's share of the latest requests took, when it was last made stricter
+    measured_s: float  # the attainment's quantile of the latest requests at the last step down
 
-    def told(self, attainment: float) -> str:
-        """In words, for who was refused by it."""
-        share, measured = f"{100 * attainment:.3g} %", _told_s(self.measured_s)
-        return f"{_told_s(self.applied_s)}, because {share} of its latest requests took up to {measured}"
+    def explain(self, attainment: float) -> str:
+        """The reason in words, for the client that was refused."""
+        share, measured = f"{100 * attainment:.3g} %", _in_words(self.measured_s)
+        return f"{_in_words(self.applied_s)}, because {share} of its latest requests took up to {measured}"
 
 
 class Feedback:
-    """Owns the latest measured times of each class, and by how much each target is tightened."""
+    """Owns the latest measured latencies of each class, and how much each target is tightened."""
 
     def __init__(self) -> None:
         self._scales: dict[tuple[str, TargetKind], _Scale] = {}
 
     def add(
-        self, qos: QosClass, ttft_s: float, tbt_s: float | None, alone: Alone, entered_s: float, now_s: float
+        self,
+        qos: QosClass,
+        ttft_s: float,
+        tbt_s: float | None,
+        unloaded: UnloadedLatency,
+        entered_s: float,
+        now_s: float,
     ) -> None:
-        """One ended request: its TTFT and its mean TBT, None for one token; `entered_s` is when it was admitted."""
-        told: tuple[tuple[TargetKind, float | None, float, float | None], ...]
-        told = (("ttft", ttft_s, alone.ttft_s, qos.ttft_s), ("tbt", tbt_s, alone.tbt_s, qos.tbt_s))
-        for kind, measured_s, alone_s, target_s in told:
+        """Adds a completed request that was admitted at `entered_s`; its mean TBT is None for one token."""
+        latencies: tuple[tuple[TargetKind, float | None, float, float | None], ...]
+        latencies = (("ttft", ttft_s, unloaded.ttft_s, qos.ttft_s), ("tbt", tbt_s, unloaded.tbt_s, qos.tbt_s))
+        for kind, measured_s, unloaded_s, target_s in latencies:
             if measured_s is not None and target_s is not None:
                 scale = self._scales.setdefault((qos.name, kind), _Scale())
-                scale.add(_Measured(entered_s, now_s, measured_s, alone_s))
+                scale.add(_Measured(entered_s, now_s, measured_s, unloaded_s))
 
     def targets(self, qos: QosClass, now_s: float) -> AdmissionTargets:
-        """The class's targets as admission should see them now: at most its own, and above what its
-        requests take alone by half of what its own leave, at least."""
+        """The targets that admission should apply now.
+
+        At most the class's own; at least halfway between these and the unloaded latency of its requests.
+        """
         return AdmissionTargets(
             self._scaled(qos, "ttft", qos.ttft_s, now_s), self._scaled(qos, "tbt", qos.tbt_s, now_s)
         )
 
     def tightenings(self, qos: QosClass) -> dict[TargetKind, Tightening]:
-        """Those of the class's targets that are tightened, as of the last `targets`. Changes nothing."""
+        """The tightened targets of the class, as of the last `targets`. Changes nothing."""
         own: dict[TargetKind, float | None] = {"ttft": qos.ttft_s, "tbt": qos.tbt_s}
         scales = {kind: self._scales.get((qos.name, kind)) for kind in own}
-        found = {kind: scale.tightening(own[kind]) for kind, scale in scales.items() if scale is not None}
-        return {kind: one for kind, one in found.items() if one is not None}
+        tightenings = {kind: scale.tightening(own[kind]) for kind, scale in scales.items() if scale is not None}
+        return {kind: tightening for kind, tightening in tightenings.items() if tightening is not None}
 
     def _scaled(self, qos: QosClass, kind: TargetKind, target_s: float | None, now_s: float) -> float | None:
         scale = self._scales.get((qos.name, kind))
@@ -98,11 +91,11 @@ class _Measured(NamedTuple):
     entered_s: float
     ended_s: float
     seconds: float
-    alone_s: float
+    unloaded_s: float
 
 
 class _Scale:
-    """Owns what was measured of one class and kind, and the factor that follows from it. A new target begins at 1."""
+    """Owns the measurements of one class and kind, and the resulting scale of its target. A new target starts at 1."""
 
     def __init__(self) -> None:
         self._measured: deque[_Measured] = deque(maxlen=_MAX_SAMPLES)
@@ -130,28 +123,28 @@ class _Scale:
     def _adjust(self, attainment: float, now_s: float) -> None:
         while self._measured and now_s - self._measured[0].ended_s > _WINDOW_S:
             self._measured.popleft()
-        counted = [one.seconds for one in self._measured if one.entered_s >= self._tightened_s]
+        counted = [sample.seconds for sample in self._measured if sample.entered_s >= self._tightened_s]
         if len(counted) < _MIN_SAMPLES:
-            self._relax(self._tightened_s + _WINDOW_S, now_s)  # where nobody is let in nothing is measured
+            self._relax(self._tightened_s + _WINDOW_S, now_s)  # if no request is admitted, nothing is measured
             return
         reached = float(np.quantile(counted, attainment)) / self._target_s
         if reached > _NEAR:
-            self._value, self._tightened_s = max(self._least(attainment), self._value * _TIGHTEN), now_s
+            self._value, self._tightened_s = max(self._lowest(attainment), self._value * _TIGHTEN), now_s
             self._reached_s = reached * self._target_s
         elif reached < _FAR:
             self._relax(self._adjusted_s, now_s)
 
-    def _least(self, attainment: float) -> float:
-        """As many of the latest requests as should be in time would be let in where nobody else is."""
-        alone_s = float(np.quantile([one.alone_s for one in self._measured], attainment))
-        return 1 - _MOST_TAKEN * max(1 - alone_s / self._target_s, 0.0)
+    def _lowest(self, attainment: float) -> float:
+        """The strictest scale by which an idle cluster still admits the attainment's share of the latest requests."""
+        unloaded_s = float(np.quantile([sample.unloaded_s for sample in self._measured], attainment))
+        return 1 - _MAX_TAKEN * max(1 - unloaded_s / self._target_s, 0.0)
 
     def _relax(self, from_s: float, now_s: float) -> None:
-        """For the time since the last adjustment, not before `from_s`: who comes rarely finds what many would."""
+        """Relaxes for all the time since the last adjustment and `from_s`, however rarely requests come."""
         passed_s = min(now_s - max(from_s, self._adjusted_s), _LONGEST_S)
         if passed_s > 0:
             self._value = min(1.0, self._value * _RELAX ** (passed_s / _INTERVAL_S))
 
 
-def _told_s(seconds: float) -> str:
+def _in_words(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

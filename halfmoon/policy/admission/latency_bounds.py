@@ -1,4 +1,5 @@
-"""What no prompt undercuts at this moment, by what is known of it: who misses a target by that need not be read."""
+"""Lower bounds on TTFT and TBT from what is known of a prompt. A request that misses a target even by these is rejected
+before its prompt is tokenized."""
 
 from __future__ import annotations
 
@@ -8,33 +9,31 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.policy.admission.feedback import AdmissionTargets
 from halfmoon.policy.admission.refusal import AdmissionMode, PredictedLatency
-from halfmoon.policy.forecast.decode_forecast import DecodeLoads
-from halfmoon.policy.forecast.prefill_queue_model import Prefill
+from halfmoon.policy.forecast.prefill_queue_model import PromptWork
 from halfmoon.policy.forecast.request_forecast import RequestForecast
-from halfmoon.policy.placement.place import NOTHING_CACHED, PlacementRequest
+from halfmoon.policy.forecast.ttft import prefill_seconds
 from halfmoon.policy.placement.ranking import predict_tbt
-from halfmoon.policy.placement.ttft import TtftPrediction, prefill_seconds
+from halfmoon.policy.values import NOTHING_CACHED, AdmissionTargets, DecodeLoads, PlacementRequest, TtftPrediction
 from halfmoon.policy.view.cluster_view import ClusterView
 
-_ROUNDING_S = 1e-9  # two sums of the same
+_ROUNDING_S = 1e-9  # two sums of the same terms may differ by as much
 
 
 class PromptLowerBound(NamedTuple):
-    """What is known of a prompt that is not read to its end; of no prompt more than this is known: one token.
+    """What is known of a prompt that has not been read to its end; of an unread one, that it has a token.
 
-    The leading blocks that are held are known exactly, or `num_tokens` is 1. They are whole ones of `num_tokens`, and
-    leave one at least. Then no longer prompt is computed sooner: what it has more is computed, too.
+    Either `num_tokens` is 1, or `cached_blocks` is exact: whole blocks of the first `num_tokens`, which leave at least
+    one token to compute. No longer prompt is then computed sooner, since whatever it has more is computed, too.
     """
 
-    num_tokens: int = 1  # it has no fewer
-    depths: NDArray[np.int64] = NOTHING_CACHED  # `BlockIndex.match`
-    fetch_factor: float = 1.0  # the least one that its class allows
+    num_tokens: int = 1  # at least
+    cached_blocks: NDArray[np.int64] = NOTHING_CACHED  # `BlockIndex.match`
+    fetch_factor: float = 1.0  # the least that its class allows
 
     @property
     def is_any(self) -> bool:
-        """Whether it says nothing."""
+        """Whether nothing is known."""
         return self.num_tokens == 1
 
 
@@ -50,57 +49,58 @@ def latency_lower_bound(
     mode: AdmissionMode,
     now_s: float,
 ) -> tuple[PredictedLatency, int]:
-    """The least TTFT and TBT, and the row of the decode worker that is the least busy.
+    """The least TTFT and TBT, and the row of the least loaded decode worker.
 
-    A prompt may go to any worker: chance or a prefix may have it there. So the TTFT is the least of all workers', and
-    the answer may join others at any moment that leaves the TTFT within its target.
+    Chance or a cached prefix may take a prompt to any worker, so the TTFT is the least over all workers. The answer
+    may begin at any moment that leaves the TTFT within its target, so the TBT is the least over all such moments.
     """
     num_rows = view.num_rows
-    request = PlacementRequest(prompt.num_tokens, 1, fetch_factor=prompt.fetch_factor, priority=priority)
-    ttft = forecast.ttft(view, request, now_s, prompt.depths)
-    least_s, alone_s = _least_ttft(forecast, view, request, prompt.depths, ttft, targets.ttft_s, now_s)
+    request = PlacementRequest(
+        prompt.num_tokens, 1, fetch_factor=prompt.fetch_factor, priority=priority, cached_blocks=prompt.cached_blocks
+    )
+    ttft = forecast.ttft(view, request, now_s)
+    ttft_s, unloaded_s = _ttft_lower_bound(forecast, view, request, ttft, targets.ttft_s, now_s)
     if mode == "load":
         loads = forecast.mean_load(view, now_s)
     elif targets.ttft_s is None:
         loads = DecodeLoads(np.zeros(num_rows), np.zeros(num_rows))
     else:
-        loads = forecast.decodes.least_loads(now_s + least_s, now_s + targets.ttft_s, now_s, num_rows)
+        loads = forecast.decodes.loads_lower_bound(now_s + ttft_s, now_s + targets.ttft_s, now_s, num_rows)
     decodes = np.flatnonzero(view.can_decode[:num_rows] | view.can_do_both[:num_rows])
     tbt_s = predict_tbt(view, loads, prompt.num_tokens)[decodes]
     lightest = int(np.argmin(tbt_s))
-    outlook = PredictedLatency(least_s, float(tbt_s[lightest]), least_s - alone_s, is_least=True, ranked_by=ttft)
-    return outlook, int(decodes[lightest])
+    latency = PredictedLatency(ttft_s, float(tbt_s[lightest]), ttft_s - unloaded_s, is_lower_bound=True, ranked_by=ttft)
+    return latency, int(decodes[lightest])
 
 
-def _least_ttft(
+def _ttft_lower_bound(
     forecast: RequestForecast,
     view: ClusterView,
     request: PlacementRequest,
-    depths: NDArray[np.int64],
     ttft: TtftPrediction,
     target_s: float | None,
     now_s: float,
 ) -> tuple[float, float]:
-    """Seconds, and what they would be with nobody else there.
+    """Seconds, and what they would be on an idle cluster.
 
-    With a worker that may meet the target nobody is refused for it, so none is looked at more closely than that needs:
-    then it is only what the prompt takes alone. Nor is one where nobody else can be sooner.
+    If some worker may meet the target, no request is refused for its TTFT: the search ends there, and the bound is
+    only the time on an idle worker. It also ends where no further worker can be faster.
     """
     num_rows = view.num_rows
-    known_tokens = depths.max() * view.column("block_tokens")  # should it come by all that anybody has
+    cached_tokens = request.cached_blocks.max() * view.column("block_tokens")  # if all cached blocks were fetched
     rows = np.flatnonzero(view.can_prefill[:num_rows] | view.can_do_both[:num_rows])
     overhead_s = forecast.overhead_s
-    least_s, alone_s = math.inf, overhead_s + float((ttft.seconds - ttft.queue_s)[rows].min())
+    least_s, unloaded_s = math.inf, overhead_s + float((ttft.seconds - ttft.queue_s)[rows].min())
     if target_s is None:
-        return alone_s, alone_s
-    alone = prefill_seconds(view, known_tokens, float(request.num_prompt_tokens))
-    floors_s = overhead_s + np.minimum(ttft.seconds, forecast.steps_left_s(view, now_s) + alone)[rows]
+        return unloaded_s, unloaded_s
+    prefill_s = prefill_seconds(view, cached_tokens, float(request.num_prompt_tokens))
+    floors_s = overhead_s + np.minimum(ttft.seconds, forecast.steps_left_s(view, now_s) + prefill_s)[rows]
     order = np.argsort(floors_s)
     for row, floor_s in zip(rows[order].tolist(), floors_s[order].tolist(), strict=True):
         if least_s <= target_s or (floor_s > target_s and least_s <= floor_s + _ROUNDING_S):
             break
-        known = int(known_tokens[row])
-        work = Prefill(request.num_prompt_tokens - known, known, request.priority, -math.inf)
-        exactly_s = forecast.earliest_s(view, row, work, now_s)
-        least_s = min(least_s, overhead_s + min(float(ttft.seconds[row]), exactly_s))
-    return (alone_s if least_s <= target_s else least_s), alone_s
+        cached = int(cached_tokens[row])
+        work = PromptWork(request.num_prompt_tokens - cached, cached, request.priority, -math.inf)
+        refined_s = forecast.earliest_s(view, row, work, now_s)
+        least_s = min(least_s, overhead_s + min(float(ttft.seconds[row]), refined_s))
+    return (unloaded_s if least_s <= target_s else least_s), unloaded_s

@@ -1,4 +1,4 @@
-"""The workers on one host, from now on: who of them will be busy, and how long work takes beside them."""
+"""The other workers of a host: how many will be busy at each moment, and how long work takes next to them."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from numpy.typing import NDArray
 
 from halfmoon.policy.models.latency import Floats
 
-_FINE = 32  # busy ones whose changes are taken one by one; of more, in groups of so small a part of them
+_FINE = 32  # busy workers up to which each change counts; beyond, changes are grouped to a 32nd of the number
 
-BusySpan = tuple[float, float]  # from, until
+BusySpan = tuple[float, float]  # begin and end, in seconds
 
 
 class Decoding(NamedTuple):
-    """What comes after a prompt."""
+    """The decode that follows a prefill."""
 
-    row: int  # of the cluster view: who does it
+    row: int  # of the decode worker
     seconds: float
-    context_tokens: float = 0.0  # on average
+    context_tokens: float = 0.0  # mean over the answer
 
 
 class Spans(NamedTuple):
-    """Times at which workers have work; equal workers may have several."""
+    """Periods in which workers are busy, as arrays; a worker may have several."""
 
     rows: NDArray[np.int64]  # of the cluster view
     begins_s: Floats
     ends_s: Floats
 
     def union(self, now_s: float) -> Spans:
-        """What is not over, as spans that are apart from each other within a row."""
-        under_way = self.begins_s <= now_s
+        """The periods not yet over, merged so that those of a row do not overlap."""
+        running = self.begins_s <= now_s
         until_s = np.full(int(self.rows.max(initial=0)) + 1, now_s)
-        np.maximum.at(until_s, self.rows[under_way], self.ends_s[under_way])
-        later = ~under_way & (self.ends_s > until_s[self.rows])
+        np.maximum.at(until_s, self.rows[running], self.ends_s[running])
+        later = ~running & (self.ends_s > until_s[self.rows])
         busy = np.flatnonzero(until_s > now_s)
         rows = np.concatenate([busy, self.rows[later]])
         begins_s = np.concatenate([np.full(len(busy), now_s), self.begins_s[later]])
         ends_s = np.concatenate([until_s[busy], self.ends_s[later]])
-        return _apart(rows, begins_s, ends_s) if len(rows) else Spans(rows, begins_s, ends_s)
+        return _merged(rows, begins_s, ends_s) if len(rows) else Spans(rows, begins_s, ends_s)
 
 
 NO_SPANS = Spans(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0))
 
 
-def _apart(rows: NDArray[np.int64], begins_s: Floats, ends_s: Floats) -> Spans:
-    """Overlapping ones of a row become one."""
+def _merged(rows: NDArray[np.int64], begins_s: Floats, ends_s: Floats) -> Spans:
+    """Merges the overlapping periods of each row."""
     first_s = begins_s.min()
-    offsets_s = rows * (ends_s.max() - first_s + 1.0) - first_s  # all times of a row lie behind those of the one before
+    offsets_s = rows * (ends_s.max() - first_s + 1.0) - first_s  # shifts each row behind the one before
     keys = begins_s + offsets_s
     order = keys.argsort()
     reaches = np.maximum.accumulate((ends_s + offsets_s)[order])
@@ -61,26 +61,26 @@ def _apart(rows: NDArray[np.int64], begins_s: Floats, ends_s: Floats) -> Spans:
 
 
 class ColocatedWorkers:
-    """Owns how many of the workers beside one will be busy, as far as that is foreseen. Is asked in the order of time.
+    """Owns how many of a worker's colocated workers will be busy at each moment. Must be asked in the order of time.
 
-    Of more than 32 not every change counts: what work takes beside them is right within a 32nd.
+    Beyond 32 busy workers small changes are grouped: durations are then right within a 32nd.
     """
 
-    def __init__(self, beside: Collection[int], spans: Spans = NO_SPANS) -> None:
-        """`beside` are the neighbours' rows of the cluster view; `spans` are theirs, apart from each other."""
-        self._beside = beside
+    def __init__(self, rows: Collection[int], spans: Spans = NO_SPANS) -> None:
+        """`rows` are the colocated workers' in the cluster view; `spans` are their busy periods, as from `union`."""
+        self._rows = rows
         self._spans = spans
         self._added: dict[int, list[BusySpan]] = {}
         self._times_s, self._nums = _changes(spans)
-        self._at = 0  # of these, the one that was passed last
+        self._at = 0  # index of the last change passed
 
-    def decode(self, decoding: Decoding | None, now_s: float) -> None:
-        """A prompt is computed, and decoded from now on; who is no neighbour does not matter."""
-        if decoding is not None and decoding.row in self._beside:
+    def begin_decode(self, decoding: Decoding | None, now_s: float) -> None:
+        """Adds a decode that starts now; ignores one on a worker of another host."""
+        if decoding is not None and decoding.row in self._rows:
             self._add(decoding.row, (now_s, now_s + decoding.seconds))
 
     def after(self, work_s: float, begin_s: float, contention: float) -> float:
-        """When work that takes `work_s` alone is done. It begins no sooner than what was asked for before."""
+        """When work is done that takes `work_s` alone. Must not begin before the work asked for last."""
         if contention <= 0:
             return begin_s + work_s
         times_s, nums, at, now_s = self._times_s, self._nums, self._at, begin_s
@@ -97,10 +97,10 @@ class ColocatedWorkers:
         return now_s + work_s * slowdown
 
     def _add(self, row: int, span: BusySpan) -> None:
-        """A worker that is busy already is not busier by more work."""
+        """Adds a busy period of a row; parts in which it is busy already change nothing."""
         new = [span]
         for begin_s, end_s in self._busy(row):
-            parts = [part for one in new for part in ((one[0], min(one[1], begin_s)), (max(one[0], end_s), one[1]))]
+            parts = [part for a, b in new for part in ((a, min(b, begin_s)), (max(a, end_s), b))]
             new = [(from_s, until_s) for from_s, until_s in parts if from_s < until_s]
         self._added.setdefault(row, []).append(span)
         for from_s, until_s in new:
@@ -109,12 +109,12 @@ class ColocatedWorkers:
                     self._nums[at] += 1
 
     def _busy(self, row: int) -> list[BusySpan]:
-        found = np.flatnonzero(self._spans.rows == row)
-        known = zip(self._spans.begins_s[found].tolist(), self._spans.ends_s[found].tolist(), strict=True)
+        of_row = np.flatnonzero(self._spans.rows == row)
+        known = zip(self._spans.begins_s[of_row].tolist(), self._spans.ends_s[of_row].tolist(), strict=True)
         return [*known, *self._added.get(row, ())]
 
     def _change_at(self, at_s: float) -> int:
-        """Where the changes have this time, from now on at least."""
+        """The index of the change at `at_s`, inserted if there is none."""
         at = bisect_left(self._times_s, at_s)
         if self._times_s[at] != at_s:
             self._times_s.insert(at, at_s)
@@ -124,7 +124,7 @@ class ColocatedWorkers:
 
 
 def _changes(spans: Spans) -> tuple[list[float], list[int]]:
-    """When another number of workers is busy, from the beginning to the end of time, and how many since then."""
+    """The times at which the number of busy workers changes, from -inf to inf, and the number from each on."""
     if not len(spans.rows):
         return [-math.inf, math.inf], [0, 0]
     first_s = spans.begins_s.min()
@@ -142,7 +142,7 @@ def _changes(spans: Spans) -> tuple[list[float], list[int]]:
 
 
 def _grouped(nums: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which changes are kept: where the number has moved by a 32nd since the last one that is."""
+    """Mask of the changes to keep: where the number has moved by a 32nd since the last one kept."""
     moved = np.floor((np.abs(np.diff(nums, prepend=0)) / np.maximum(nums / _FINE, 1.0)).cumsum())
-    found: NDArray[np.bool_] = np.diff(moved, prepend=-1) > 0
-    return found
+    is_kept: NDArray[np.bool_] = np.diff(moved, prepend=-1) > 0
+    return is_kept

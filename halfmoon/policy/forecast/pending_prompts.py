@@ -1,4 +1,4 @@
-"""One worker's prompts while steps to come are gone through: what each step computes, and who is left behind it."""
+"""The prompts of one worker while future steps are followed: what each step computes, and what it leaves."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _length = attrgetter("new_tokens", "priority", "order")
 
 
 class PendingPrompts:
-    """Owns what steps to come leave of prompts that stay as they are: what is left of one is another one.
+    """Owns what future steps leave of prompts. Does not change a `Prompt`: the rest of one is a new one.
 
-    Its steps are those of `form_step`. A step costs what it computes, however many wait behind it: those that share
-    steps with a longer one are found in an order of their own, by length, which is kept from the first such step on.
+    Its steps are those of `form_step`. The cost of a step does not grow with the queue behind it: the prompts that
+    share a step with a longer one are found in a second order, by length, kept from the first such step on.
     """
 
     def __init__(self, prompts: Iterable[Prompt]) -> None:
-        """Each has an `order` of its own."""
+        """The `order` of each prompt is unique."""
         self._queue = by_rank(prompts)
         self._by_length: list[Prompt] | None = None
 
@@ -29,17 +29,17 @@ class PendingPrompts:
 
     @property
     def ready_s(self) -> float:
-        """When the first of those prompts can be computed of which something is restored; there must be one."""
+        """When the first prompt is ready. There must be a prompt."""
         return min(prompt.ready_s for prompt in self._queue)
 
     def add(self, prompt: Prompt) -> None:
-        """One that came meanwhile."""
+        """Adds a prompt that arrived meanwhile."""
         insort(self._queue, prompt, key=_rank)
         if self._by_length is not None:
             insort(self._by_length, prompt, key=_length)
 
     def next_step(self, step_tokens: int, now_s: float) -> list[PredictedChunk]:
-        """The step that begins now: all of each prompt by rank, until one is too long for what is left of the step."""
+        """The step that begins now: whole prompts by rank, until one is too long for the rest of the step."""
         step: list[PredictedChunk] = []
         budget = step_tokens
         for prompt in self._queue:
@@ -52,10 +52,10 @@ class PendingPrompts:
         return step
 
     def end(self, step: Sequence[PredictedChunk]) -> list[Prompt]:
-        """The step is over: the prompts that are computed, and so left."""
+        """Ends the step. Returns the prompts that it completed, which are removed."""
         computed = []
         for prompt, num_tokens in step:
-            at = self._queue.index(prompt)  # mostly among the first
+            at = self._queue.index(prompt)  # usually among the first
             if num_tokens < prompt.new_tokens:
                 left = self._queue[at] = prompt.without(num_tokens)
                 self._replace(prompt, left)
@@ -66,22 +66,22 @@ class PendingPrompts:
         return computed
 
     def _shared(self, first: Prompt, budget: int, now_s: float) -> list[PredictedChunk]:
-        """What is left of a step, for one that takes all of it: half goes to shorter ones behind it at most."""
+        """The rest of a step for a prompt that fills it: up to half goes to shorter ones behind it."""
         if first.new_tokens == budget:
             return [PredictedChunk(first, budget)]
         left = budget // 2
         shares: list[PredictedChunk] = []
-        for one in self._ascending():
-            if one.new_tokens >= first.new_tokens or not left:
+        for prompt in self._ascending():
+            if prompt.new_tokens >= first.new_tokens or not left:
                 break
-            if one.priority == first.priority and one.order > first.order and one.ready_s <= now_s:
-                num_tokens = min(one.new_tokens, left)
+            if prompt.priority == first.priority and prompt.order > first.order and prompt.ready_s <= now_s:
+                num_tokens = min(prompt.new_tokens, left)
                 left -= num_tokens
-                shares.append(PredictedChunk(one, num_tokens))
+                shares.append(PredictedChunk(prompt, num_tokens))
         return [PredictedChunk(first, budget - budget // 2 + left), *shares]
 
     def _ascending(self) -> list[Prompt]:
-        """By length, then by rank."""
+        """The prompts by length, then by rank."""
         if self._by_length is None:
             self._by_length = sorted(self._queue, key=_length)
         return self._by_length

@@ -1,4 +1,4 @@
-"""The course of one prefill worker's prompts: its steps, as its scheduler forms them, until a prompt's token."""
+"""The queue of one prefill worker, step by step as its scheduler forms the steps, until a prompt's first token."""
 
 from __future__ import annotations
 
@@ -7,66 +7,66 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from halfmoon.policy.forecast.arrivals import ArrivalRate
-from halfmoon.policy.forecast.colocated_decodes import NO_LIVES, ColocatedDecodes
+from halfmoon.policy.forecast.colocated_decodes import NO_DECODES, ColocatedDecodes
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding
 from halfmoon.policy.forecast.pending_prompts import PendingPrompts
 from halfmoon.policy.forecast.prefill_step import PredictedChunk, Prompt, by_rank, form_step, sizes, work_s
 from halfmoon.policy.forecast.running_steps import RunningStep
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 
-_MAX_STEPS = 512  # looked ahead; who is not computed by then waits as others predict it
-_MAX_LOOKS = 4_000  # at prompts, over all steps: about a millisecond, which every other request waits for, too
-_OVERDUE = 0.05  # of a step that should be over: how much of it may be left
-_UNKNOWN = 0.5  # of a decode step: how much of it is over, on average
+_MAX_STEPS = 512  # of look-ahead; a prompt not computed by then keeps its coarser estimate
+_MAX_LOOKS = 4_000  # at prompts, over all steps: about a millisecond, which delays every other request
+_OVERDUE = 0.05  # share of an overdue step that is assumed to be left
+_UNKNOWN = 0.5  # share of a running decode step that is over, on average
 
 
 class Speed(NamedTuple):
-    """How fast a worker computes, alone and beside others."""
+    """How fast a worker computes, alone and with colocated workers."""
 
     model: PrefillModel
     step_tokens: int
-    contention: float = 0.0  # what each busy neighbour adds, as a share of the time alone
-    chunk_tokens: int = 0  # in place of `step_tokens` where it decodes, too
+    contention: float = 0.0  # slowdown per busy colocated worker, as a share of the time alone
+    chunk_tokens: int = 0  # in place of `step_tokens` in steps that also decode
 
-    def room(self, decode_s: float) -> int:
-        """Prompt tokens of a step in which decoding takes so long."""
+    def prompt_tokens(self, decode_s: float) -> int:
+        """Prompt tokens in a step whose decode part takes `decode_s`."""
         return self.chunk_tokens if decode_s > 0 else self.step_tokens
 
-    def beside_decodes_s(self, num_tokens: int) -> float:
-        """Computing so many tokens in chunks; the decoding that these share their steps with is not in it."""
+    def chunked_s(self, num_tokens: int) -> float:
+        """Seconds to compute a prompt in chunks, without the decode part of their steps."""
         num_more = math.ceil(num_tokens / self.chunk_tokens) - 1
         return self.model.seconds(num_tokens) + self.model.a * num_more
 
 
-class Prefill(NamedTuple):
-    """One prompt's work on the worker."""
+class PromptWork(NamedTuple):
+    """The work of one prompt on its worker."""
 
     new_tokens: int  # to be computed
-    known_tokens: int  # before them
+    known_tokens: int  # cached or restored, before them
     priority: int
-    ready_s: float  # what is restored of it is there
+    ready_s: float  # when the restored part is there
 
 
-class Times(NamedTuple):
-    """Of one prompt, predicted."""
+class PredictedTimes(NamedTuple):
+    """When a prompt is computed."""
 
     begins_s: float
     ends_s: float
-    behind_tokens: int = 0  # of others that are there, not computed by then
+    behind_tokens: int = 0  # of other queued prompts, not computed by `ends_s`
 
 
 class PrefillQueueModel:
-    """Owns the prompts of this gateway that one worker has not computed yet, and the step that it is at.
+    """Owns the prompts of this gateway that one worker has not computed yet, and its running step.
 
-    Steps are formed as `engine/scheduler.py` forms them: by rank; what does not fit into a step leaves half of it to
-    shorter prompts of its priority. The step under way ends when the first token of a prompt in it is here.
+    Steps are formed as `engine/scheduler.py` forms them: by rank; a prompt that does not fit leaves up to half of the
+    step to shorter ones of its priority. The running step ends when the first token of a prompt in it arrives.
     """
 
     def __init__(self) -> None:
         self._prompts: dict[str, Prompt] = {}
         self._num_joined = 0
-        self.num_tokens = 0  # still to be computed, as of the last step that ended
-        self._cached: dict[str, int] = {}  # tokens that need no computing, of prompts that no step had
+        self.num_tokens = 0  # not computed as of the end of the latest step
+        self._cached: dict[str, int] = {}  # cached tokens by request, for prompts not started
         self._num_cached = 0
         self._arrivals = ArrivalRate()
         self._step: list[PredictedChunk] = []
@@ -77,35 +77,37 @@ class PrefillQueueModel:
 
     @property
     def request_ids(self) -> Collection[str]:
-        """Whose prompts are here."""
+        """Requests whose prompts are queued."""
         return self._prompts.keys()
 
     @property
     def num_reported(self) -> int:
-        """Tokens of these prompts that the worker says wait there: whole prompts, until it looks what caches have."""
+        """Tokens of these prompts as the worker reports them: whole prompts until it has looked at its caches."""
         return self.num_tokens + self._num_cached
 
     @property
     def step_began_s(self) -> float:
-        """When the step under way began."""
+        """When the running step began."""
         return self._step_began_s
 
     @property
     def step(self) -> RunningStep:
-        """That step."""
+        """The running step."""
         return RunningStep(self._step_began_s, *sizes(self._step))
 
     @property
     def is_computing(self) -> bool:
-        """Whether a step is under way."""
+        """Whether a step is running."""
         return bool(self._step)
 
     def usual_work_s(self, speed: Speed, seconds: float, now_s: float) -> float:
-        """Computing the prompts that usually come within so long a time, beside decoding."""
+        """Seconds to compute, in chunks, the prompts that usually arrive within `seconds`."""
         return self._arrivals.work_s(speed, seconds, now_s)
 
-    def join(self, request_id: str, work: Prefill, decoding: Decoding | None, step_tokens: int, now_s: float) -> None:
-        """A prompt is sent there. `step_tokens` counts where no step is under way."""
+    def join(
+        self, request_id: str, work: PromptWork, decoding: Decoding | None, step_tokens: int, now_s: float
+    ) -> None:
+        """Adds a prompt. `step_tokens` is used if no step is running."""
         self._num_joined += 1
         self.num_tokens += work.new_tokens
         self._cached[request_id] = work.known_tokens
@@ -116,7 +118,7 @@ class PrefillQueueModel:
             self._begin(now_s, step_tokens)
 
     def computed(self, request_id: str, step_tokens: int, now_s: float) -> None:
-        """Its first token is here: a step ended. `step_tokens` counts where others wait."""
+        """Notes the first token of a prompt, and so the end of a step. `step_tokens` is used if others wait."""
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return
@@ -124,24 +126,27 @@ class PrefillQueueModel:
             self._end_step()
         if self._prompts.pop(request_id, None) is not None:
             self.num_tokens -= prompt.new_tokens
-            self._is_looked_at(request_id)
+            self._note_started(request_id)
         self._begin(now_s, step_tokens)
 
     def remove(self, request_id: str, step_tokens: int, now_s: float) -> None:
-        """It is elsewhere, or given up. What is under way goes on."""
+        """Removes a prompt that moved or was given up. The running step goes on."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
             self.num_tokens -= prompt.new_tokens
-            self._is_looked_at(request_id)
+            self._note_started(request_id)
             self._step = [chunk for chunk in self._step if chunk.prompt.request_id != request_id]
             if not self._step:
                 self._begin(now_s, step_tokens)
 
     def advance(self, speed: Speed, past_busy: float, now_s: float, decode_s: float = 0.0) -> None:
-        """Steps that must be over by now, with so many neighbours busy since `step_began_s`, and decoding taking
-        so long of each. One that a prompt's token comes of is over when that is here."""
+        """Ends the steps that must be over by now; one that completes a prompt is over when its first token arrives.
+
+        `past_busy` is the mean number of busy colocated workers since `step_began_s`, `decode_s` the decode part of
+        each step.
+        """
         slowdown = 1 + speed.contention * past_busy
-        step_tokens = speed.room(decode_s)
+        step_tokens = speed.prompt_tokens(decode_s)
         self._begin_restored(step_tokens, now_s)
         while self._step and not any(chunk.num_tokens == chunk.prompt.new_tokens for chunk in self._step):
             ends_s = self._step_began_s + slowdown * (work_s(self._step, speed.model) + decode_s)
@@ -152,58 +157,58 @@ class PrefillQueueModel:
             self._begin_restored(step_tokens, now_s)
 
     def is_in_step(self, speed: Speed, now_s: float) -> bool:
-        """Whether `advance` would change nothing, whatever decoding and neighbours add."""
+        """Whether `advance` would change nothing, whatever decodes and interference add."""
         if not self._prompts or now_s < self._step_began_s + work_s(self._step, speed.model):
             return True
         return any(chunk.num_tokens == chunk.prompt.new_tokens for chunk in self._step)
 
     def predict(
         self,
-        work: Prefill,
+        work: PromptWork,
         speed: Speed,
-        neighbours: ColocatedWorkers,
+        colocated: ColocatedWorkers,
         past_busy: float,
         ahead_s: float,
         now_s: float,
-        own: ColocatedDecodes | None = None,
-    ) -> Times | None:
-        """When such a prompt would begin and end, were it sent now; None where that is too far ahead.
+        decodes: ColocatedDecodes | None = None,
+    ) -> PredictedTimes | None:
+        """When a prompt sent now would start and end; None if that is too far ahead.
 
-        `past_busy` is as for `advance`; `ahead_s` is what the worker has to do for others first, alone; `own` is who
-        decodes in the same steps, None where nobody ever does.
+        `past_busy` is as for `advance`; `ahead_s` is work of other gateways that comes first; `decodes` are the
+        requests that decode in the same steps, None where none ever does.
         """
         mine = order = self._num_joined + 1
         queue = PendingPrompts([*self._prompts.values(), Prompt("", order, *work, None)])
         step, left_tokens, num_looks = self._step, work.new_tokens, 0
         behind_tokens = self.num_tokens - _num_of_others(step)
-        begins_s, to_come = math.inf, None
-        own = own or ColocatedDecodes(-1, NO_LIVES, StepModel())
-        decode_s = own.step_s(now_s)
+        begins_s, expected = math.inf, None
+        decodes = decodes or ColocatedDecodes(-1, NO_DECODES, StepModel())
+        decode_s = decodes.step_s(now_s)
         step_s = work_s(step, speed.model) + decode_s
         done_s = (now_s - self._step_began_s) / (1 + speed.contention * past_busy) if step else _UNKNOWN * step_s
-        time_s = neighbours.after(max(step_s - done_s, _OVERDUE * step_s) + ahead_s, now_s, speed.contention)
+        time_s = colocated.after(max(step_s - done_s, _OVERDUE * step_s) + ahead_s, now_s, speed.contention)
         for _ in range(_MAX_STEPS):
             for computed in queue.end(step):
-                neighbours.decode(computed.decoding, time_s)
-                own.decode(computed.decoding, time_s)
-            decode_s = own.step_s(time_s)
-            step = queue.next_step(speed.room(decode_s), time_s)
-            if not step:  # all wait for what is restored
+                colocated.begin_decode(computed.decoding, time_s)
+                decodes.begin_decode(computed.decoding, time_s)
+            decode_s = decodes.step_s(time_s)
+            step = queue.next_step(speed.prompt_tokens(decode_s), time_s)
+            if not step:  # all wait for restored blocks
                 time_s = queue.ready_s
-                decode_s = own.step_s(time_s)
-                step = queue.next_step(speed.room(decode_s), time_s)
+                decode_s = decodes.step_s(time_s)
+                step = queue.next_step(speed.prompt_tokens(decode_s), time_s)
             num_mine = _num_of(mine, step)
             if num_mine and begins_s == math.inf:
                 begins_s = time_s
             began_s = time_s
-            time_s = neighbours.after(work_s(step, speed.model) + decode_s, time_s, speed.contention)
+            time_s = colocated.after(work_s(step, speed.model) + decode_s, time_s, speed.contention)
             left_tokens -= num_mine
             behind_tokens -= _num_of_others(step)
             if not left_tokens:
-                return Times(begins_s, time_s, behind_tokens)
-            if to_come is None:  # most are computed with the first step
-                to_come = self._arrivals.to_come(work.new_tokens, now_s)
-            for num_tokens in to_come.within(time_s - began_s):
+                return PredictedTimes(begins_s, time_s, behind_tokens)
+            if expected is None:  # most prompts end with the first step
+                expected = self._arrivals.expected(work.new_tokens, now_s)
+            for num_tokens in expected.within(time_s - began_s):
                 order += 1
                 queue.add(Prompt("", order, num_tokens, 0, work.priority, -math.inf, None))
             num_looks += len(queue)
@@ -211,21 +216,20 @@ class PrefillQueueModel:
                 break
         return None
 
-    def earliest_s(self, least: Prefill, speed: Speed, ahead_s: float, now_s: float) -> float:
-        """Before which no prompt of that priority, with as much work or more, has its token, wherever it fits in: it
-        waits for the step under way, and for all that goes before it and is ready by then. That are also those of its
-        priority that are no longer: shares of a step go to the shortest first."""
-        model, step_s, under_way = (
-            speed.model,
-            work_s(self._step, speed.model),
-            {prompt.request_id: num for prompt, num in self._step},
-        )
+    def earliest_s(self, work: PromptWork, speed: Speed, ahead_s: float, now_s: float) -> float:
+        """Lower bound on the time of the first token of any prompt with that priority and at least this work.
+
+        Such a prompt waits for the running step, and for all prompts that go before it and are ready by then. This
+        includes prompts of equal priority that are not longer, since shared steps serve the shortest first.
+        """
+        model, step_s = speed.model, work_s(self._step, speed.model)
+        running = {prompt.request_id: num_tokens for prompt, num_tokens in self._step}
         begins_s = now_s + max(step_s - (now_s - self._step_began_s), _OVERDUE * step_s) + ahead_s
-        rank = (least.priority, least.new_tokens)
-        num_tokens = least.new_tokens
-        num_pairs = num_tokens * (least.known_tokens + num_tokens / 2)
+        rank = (work.priority, work.new_tokens)
+        num_tokens = work.new_tokens
+        num_pairs = num_tokens * (work.known_tokens + num_tokens / 2)
         for prompt in self._prompts.values():
-            done = under_way.get(prompt.request_id, 0)
+            done = running.get(prompt.request_id, 0)
             new_tokens, known_tokens = prompt.new_tokens - done, prompt.known_tokens + done
             if (prompt.priority, new_tokens) <= rank and prompt.ready_s <= begins_s:
                 num_tokens += new_tokens
@@ -233,12 +237,12 @@ class PrefillQueueModel:
         num_steps = math.ceil(num_tokens / max(speed.step_tokens, speed.chunk_tokens))
         return begins_s + model.a * num_steps + model.b * num_tokens + model.c * num_pairs
 
-    def _is_looked_at(self, request_id: str) -> None:
+    def _note_started(self, request_id: str) -> None:
         self._num_cached -= self._cached.pop(request_id, 0)
 
     def _end_step(self) -> None:
         for prompt, num_tokens in self._step:
-            self._is_looked_at(prompt.request_id)
+            self._note_started(prompt.request_id)
             prompt.new_tokens -= num_tokens
             prompt.known_tokens += num_tokens
             self.num_tokens -= num_tokens
@@ -246,7 +250,7 @@ class PrefillQueueModel:
                 self._prompts.pop(prompt.request_id, None)
 
     def _begin_restored(self, step_tokens: int, now_s: float) -> None:
-        """Where all waited for what is restored, the first one whose prefix is there by now began as it came."""
+        """If all prompts waited for restored blocks, starts a step when the first of them became ready."""
         ready_s = min((prompt.ready_s for prompt in self._prompts.values()), default=math.inf)
         if not self._step and ready_s <= now_s:
             self._begin(max(ready_s, self._step_began_s), step_tokens)
@@ -257,7 +261,7 @@ class PrefillQueueModel:
 
 
 def _num_of(order: int, step: Sequence[PredictedChunk]) -> int:
-    """Tokens of a step that are of that prompt."""
+    """Tokens of a step that belong to the prompt of this order."""
     for prompt, num_tokens in step:
         if prompt.order == order:
             return num_tokens
@@ -265,5 +269,5 @@ def _num_of(order: int, step: Sequence[PredictedChunk]) -> int:
 
 
 def _num_of_others(step: Sequence[PredictedChunk]) -> int:
-    """Tokens of a step that are of prompts that are there."""
+    """Tokens of a step that belong to queued prompts, neither expected ones nor the one in question."""
     return sum([num_tokens for prompt, num_tokens in step if prompt.request_id])

@@ -1,4 +1,4 @@
-"""A step of prompts as `engine/scheduler.py` forms it: by rank, what a long one leaves to shorter ones."""
+"""A prefill step as `engine/scheduler.py` forms it: by rank; a long prompt leaves part of it to shorter ones."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ _length = attrgetter("new_tokens")
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """One prompt as its worker has it, or one that is foreseen to come."""
+    """A prompt queued on a worker, or one that is expected to arrive."""
 
     request_id: str
-    order: int  # of coming
+    order: int  # of arrival
     new_tokens: int  # to be computed
-    known_tokens: int  # before them
+    known_tokens: int  # cached, restored or computed, before them
     priority: int  # smaller goes first
-    ready_s: float  # what is restored of it is there
+    ready_s: float  # when the restored part is there
     decoding: Decoding | None
 
     def without(self, num_tokens: int) -> Prompt:
-        """What is left of it when so many tokens more are computed."""
+        """The prompt after `num_tokens` more have been computed."""
         left, known = self.new_tokens - num_tokens, self.known_tokens + num_tokens
         return Prompt(self.request_id, self.order, left, known, self.priority, self.ready_s, self.decoding)
 
 
 class PredictedChunk(NamedTuple):
-    """What a step computes of a prompt."""
+    """The tokens that a step computes of a prompt."""
 
     prompt: Prompt
     num_tokens: int
 
 
 def by_rank(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """By priority, then as they came."""
+    """The prompts by priority, then by arrival."""
     return sorted(prompts, key=_rank)
 
 
 def form_step(queue: Sequence[Prompt], step_tokens: int, now_s: float) -> list[PredictedChunk]:
-    """The next step of a queue by rank: all of each, until one is too long for what is left of the step."""
+    """The next step of a queue in rank order: whole prompts, until one is too long for the rest of the step."""
     step: list[PredictedChunk] = []
     budget = step_tokens
     for at, prompt in enumerate(queue, start=1):
@@ -59,30 +59,31 @@ def form_step(queue: Sequence[Prompt], step_tokens: int, now_s: float) -> list[P
 
 
 def _shared(first: Prompt, behind: Iterable[Prompt], budget: int, now_s: float) -> list[PredictedChunk]:
-    """What is left of a step, for one that takes all of it: half goes to shorter ones of its priority at most."""
+    """The rest of a step for a prompt that fills it: up to half goes to shorter ones of its priority."""
     if first.new_tokens == budget:
         return [PredictedChunk(first, budget)]
     longest, priority = first.new_tokens, first.priority
-    shorter = [one for one in behind if one.new_tokens < longest and one.priority == priority and one.ready_s <= now_s]
-    left = min(sum([one.new_tokens for one in shorter]), budget // 2)
+    among = [prompt for prompt in behind if prompt.priority == priority and prompt.ready_s <= now_s]
+    shorter = [prompt for prompt in among if prompt.new_tokens < longest]
+    left = min(sum([prompt.new_tokens for prompt in shorter]), budget // 2)
     step = [PredictedChunk(first, budget - left)]
-    for one in sorted(shorter, key=_length):
+    for prompt in sorted(shorter, key=_length):
         if not left:
             break
-        num_tokens = min(one.new_tokens, left)
+        num_tokens = min(prompt.new_tokens, left)
         left -= num_tokens
-        step.append(PredictedChunk(one, num_tokens))
+        step.append(PredictedChunk(prompt, num_tokens))
     return step
 
 
 def work_s(step: Sequence[PredictedChunk], model: PrefillModel) -> float:
-    """Seconds of a step alone."""
+    """Seconds of a step without interference."""
     num_tokens, num_pairs = sizes(step)
     return model.a + model.b * num_tokens + model.c * num_pairs if num_tokens else 0.0
 
 
 def sizes(step: Sequence[PredictedChunk]) -> tuple[int, float]:
-    """Tokens, and pairs of each with those that it attends to."""
+    """The tokens of a step, and its pairs of a token and one it attends to."""
     num_tokens, num_pairs = 0, 0.0
     for prompt, num_new in step:
         num_tokens += num_new

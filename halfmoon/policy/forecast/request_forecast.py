@@ -1,197 +1,194 @@
-"""What is foreseen of the requests inside, and so of one that asks: its placement, its TTFT, its TBT."""
+"""What the requests inside will do, and so what a new one can expect: its TTFT, its prefill, decode loads, its TBT."""
 
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from halfmoon.policy.admission.feedback import Alone
-from halfmoon.policy.forecast.decode_forecast import DecodeForecast, DecodeLoad, DecodeLoads
+from halfmoon.policy.forecast.decode_forecast import DecodeForecast
 from halfmoon.policy.forecast.prefill_forecast import PrefillForecast
-from halfmoon.policy.forecast.prefill_queue_model import Prefill
+from halfmoon.policy.forecast.prefill_queue_model import PromptWork
 from halfmoon.policy.forecast.prefill_queue_models import PrefillQueueModels
+from halfmoon.policy.forecast.ttft import predict_ttft
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.models.overheads import Overhead
-from halfmoon.policy.placement.place import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules, place
-from halfmoon.policy.placement.ttft import TtftPrediction, predict_ttft
+from halfmoon.policy.values import (
+    DecodeLoad,
+    DecodeLoads,
+    Placement,
+    PlacementRequest,
+    TtftPrediction,
+    UnloadedLatency,
+)
 from halfmoon.policy.view.cluster_view import ClusterView
 
-_MANY = 1_000  # gaps of an answer whose end does not matter
+_MANY_GAPS = 1_000  # in an answer whose length does not matter
 
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """What a request that is inside has to do."""
+    """The work of an admitted request."""
 
     num_prompt_tokens: int
     num_output: float  # predicted
-    tbt_s: float  # over the whole answer, predicted: how fast it will leave
+    tbt_s: float  # predicted over the whole answer: determines when it leaves
     priority: int  # smaller goes first
 
 
 class RequestForecast:
-    """Owns when each request inside is computed and decoded, as predicted, and what requests take beside. Has no clock,
-    and knows nothing of classes.
+    """Owns the predicted prefill and decode times of each request inside, and the learned overheads. Has no clock.
+
+    Answers questions and chooses nothing. Knows nothing of classes and placement modes.
     """
 
-    def __init__(self, rules: PlacementRules, rng: random.Random) -> None:
+    def __init__(self, fetching_threshold: float | None) -> None:
+        """`fetching_threshold` is `PlacementRules.fetching_threshold`."""
         self.decodes = DecodeForecast()
-        self._rules = rules
-        self._rng = rng
+        self._fetching_threshold = fetching_threshold
         self._prefills = PrefillForecast()
-        self._courses = PrefillQueueModels(self.decodes)
+        self._queue_models = PrefillQueueModels(self.decodes)
         self._before_token = Overhead()
         self._handover = Overhead()
 
     @property
     def overhead_s(self) -> float:
-        """Of a TTFT: beside queue and prefill."""
+        """Part of a TTFT that is neither queue nor prefill."""
         return self._before_token.seconds
 
-    def place(
-        self,
-        view: ClusterView,
-        request: PlacementRequest,
-        now_s: float,
-        depths: NDArray[np.int64] = NOTHING_CACHED,
-        ranked_by: TtftPrediction | None = None,
-    ) -> Placement:
-        """The placement, its prefill by the steps of the worker. `ranked_by` is the prediction of the same prompt, if
-        somebody made it already. Raises what `place` raises."""
-        ttft = ranked_by or self.ttft(view, request, now_s, depths)
+    # The questions of a placement, in the order in which `place` asks them.
 
-        def loads_at(at_s: float) -> DecodeLoads:
-            return self.decodes.loads(at_s, now_s, view.num_rows)
-
-        def load_at(row: int, at_s: float) -> DecodeLoad:
-            return self.decodes.load(row, at_s, now_s)
-
-        def exactly(chosen: Placement) -> Placement:
-            return self.exactly(view, chosen, request.num_prompt_tokens, request.priority, now_s)
-
-        rules, rng = self._rules, self._rng
-        found = place(
-            view, request, rules, now_s, rng, ranked_by=ttft, loads_at=loads_at, exactly=exactly, load_at=load_at
-        )
-        tbt_s = self._courses.tbt_s(view, found, found.tbt_s, _MANY, now_s)
-        return replace(found, tbt_s=tbt_s) if tbt_s != found.tbt_s else found
-
-    def ttft(
-        self, view: ClusterView, request: PlacementRequest, now_s: float, depths: NDArray[np.int64]
-    ) -> TtftPrediction:
-        """Of all workers, by sums of what is ahead on each."""
+    def ttft(self, view: ClusterView, request: PlacementRequest, now_s: float) -> TtftPrediction:
+        """Estimates the TTFT on every worker from the sums of work ahead on each."""
         waits = _Waits(self._prefills, request.priority, now_s)
-        threshold, num_tokens = self._rules.fetching_threshold, request.num_prompt_tokens
-        return predict_ttft(view, num_tokens, depths, now_s, threshold, request.fetch_factor, waits)
+        return predict_ttft(view, request, self._fetching_threshold, now_s, waits)
 
-    def exactly(
-        self, view: ClusterView, placement: Placement, num_prompt_tokens: int, priority: int, now_s: float
+    def refine_prefill(
+        self, view: ClusterView, request: PlacementRequest, placement: Placement, now_s: float
     ) -> Placement:
-        """By the steps of the prefill worker, and with what a request takes beside."""
-        found = self._courses.refined(view, placement, num_prompt_tokens, priority, now_s)
+        """The placement with its prefill predicted from the steps of the worker, and with the overhead."""
+        num_tokens, priority = request.num_prompt_tokens, request.priority
+        refined = self._queue_models.refine(view, placement, num_tokens, priority, now_s)
         overhead_s = self.overhead_s
-        return replace(found, ttft_s=found.ttft_s + overhead_s, overhead_s=overhead_s) if overhead_s else found
+        return replace(refined, ttft_s=refined.ttft_s + overhead_s, overhead_s=overhead_s) if overhead_s else refined
 
-    def earliest_s(self, view: ClusterView, row: int, least: Prefill, now_s: float) -> float:
-        """Seconds from now that `exactly` undercuts on that worker for no prompt with as much work or more, but where
-        it changes nothing."""
-        return self._courses.earliest_s(view, row, least, now_s)
+    def decode_loads(self, view: ClusterView, at_s: float, now_s: float) -> DecodeLoads:
+        """The decode load of every row at `at_s`."""
+        return self.decodes.loads(at_s, now_s, view.num_rows)
+
+    def decode_load(self, row: int, at_s: float, now_s: float) -> DecodeLoad:
+        """The decode load of one row at `at_s`."""
+        return self.decodes.load(row, at_s, now_s)
+
+    def refine_decode(self, view: ClusterView, placement: Placement, now_s: float) -> Placement:
+        """The placement with what prompts in the same steps and colocated workers add to its TBT."""
+        tbt_s = self._queue_models.tbt_s(view, placement, placement.tbt_s, _MANY_GAPS, now_s)
+        return replace(placement, tbt_s=tbt_s) if tbt_s != placement.tbt_s else placement
+
+    # The questions of admission.
+
+    def earliest_s(self, view: ClusterView, row: int, work: PromptWork, now_s: float) -> float:
+        """Lower bound on `refine_prefill` on that worker, in seconds from now, for any prompt with at least this work.
+
+        Infinite where `refine_prefill` changes nothing.
+        """
+        return self._queue_models.earliest_s(view, row, work, now_s)
 
     def steps_left_s(self, view: ClusterView, now_s: float) -> Floats:
-        """Of every row: `earliest_s` of a prompt is this and what it takes alone at least."""
-        return self._courses.steps_left_s(view, now_s)
+        """Lower bound [num_rows] on the wait that `earliest_s` of any prompt contains."""
+        return self._queue_models.steps_left_s(view, now_s)
 
     def handover_s(self, num_output: float) -> float:
-        """What the hand-over adds to the mean gap of an answer."""
+        """What the hand-over adds to the mean TBT of an answer."""
         return self._handover.seconds / max(num_output - 1, 1)
 
     def mean_tbt_s(
         self, view: ClusterView, num_prompt_tokens: int, placement: Placement, num_output: float, now_s: float
     ) -> float:
-        """Over the whole answer, while others leave and join; `Placement.tbt_s` is when it begins."""
-        row = view.row(placement.decode.worker_id)
-        assert row is not None
+        """The mean TBT over the whole answer, while others leave and join; `Placement.tbt_s` is for its beginning."""
         begins_s = now_s + placement.ttft_s
-        load = self.decodes.mean_load(row, begins_s, begins_s + num_output * placement.tbt_s, now_s)
+        ends_s = begins_s + num_output * placement.tbt_s
+        load = self.decodes.mean_load(_decode_row(view, placement), begins_s, ends_s, now_s)
         own_tokens = num_prompt_tokens + num_output / 2
         step_s = placement.decode.step_model.seconds(load.batch + 1, load.context_tokens + own_tokens)
-        paced_s = self._courses.tbt_s(view, placement, step_s, max(num_output - 1, 1), now_s)
-        return paced_s + self.handover_s(num_output)
+        tbt_s = self._queue_models.tbt_s(view, placement, step_s, max(num_output - 1, 1), now_s)
+        return tbt_s + self.handover_s(num_output)
 
-    def alone(self, placement: Placement, num_prompt_tokens: int, num_output: float) -> Alone:
-        """What the request would take there if nobody else were."""
+    def unloaded_latency(self, placement: Placement, num_prompt_tokens: int, num_output: float) -> UnloadedLatency:
+        """The latency of the request on these workers if they were idle."""
         step_s = placement.decode.step_model.seconds(1, num_prompt_tokens + num_output / 2)
-        return Alone(placement.work_s + placement.overhead_s, step_s + self.handover_s(num_output))
+        return UnloadedLatency(placement.work_s + placement.overhead_s, step_s + self.handover_s(num_output))
 
     def tbt_at(
         self, view: ClusterView, placement: Placement, num_prompt_tokens: int, at_s: float, now_s: float
     ) -> float:
-        """On the decode worker of the placement, should the answer begin then."""
-        row = view.row(placement.decode.worker_id)
-        assert row is not None
-        load = self.decodes.load(row, at_s, now_s)
-        step_s = placement.decode.step_model.seconds(load.batch + 1, load.context_tokens + num_prompt_tokens)
-        return self._courses.tbt_s(view, placement, step_s, _MANY, now_s)
+        """The TBT on the decode worker of the placement if the answer began at `at_s`."""
+        load = self.decodes.load(_decode_row(view, placement), at_s, now_s)
+        return self._tbt_s(view, placement, num_prompt_tokens, load, now_s)
 
-    def tbt_of_equal_part(self, view: ClusterView, placement: Placement, num_prompt_tokens: int, now_s: float) -> float:
-        """On the decode worker of the placement, had it an equal part of all that decodes now."""
-        batch, context = self.mean_load(view, now_s)
-        step_s = placement.decode.step_model.seconds(batch[0] + 1, context[0] + num_prompt_tokens)
-        return self._courses.tbt_s(view, placement, step_s, _MANY, now_s)
+    def tbt_at_mean_load(self, view: ClusterView, placement: Placement, num_prompt_tokens: int, now_s: float) -> float:
+        """The TBT on the decode worker of the placement if the present decode load were spread evenly."""
+        return self._tbt_s(view, placement, num_prompt_tokens, self.mean_load(view, now_s).of(0), now_s)
 
     def mean_load(self, view: ClusterView, now_s: float) -> DecodeLoads:
-        """An equal part of all that decodes now, for every row."""
+        """The present decode load spread evenly over the workers that decode, for every row."""
         batch, context = self.decodes.loads(now_s, now_s, view.num_rows)
-        everywhere = np.ones(view.num_rows) / view.num_decoding
-        return DecodeLoads(batch.sum() * everywhere, context.sum() * everywhere)
+        share = np.ones(view.num_rows) / view.num_decoding
+        return DecodeLoads(batch.sum() * share, context.sum() * share)
+
+    def _tbt_s(
+        self, view: ClusterView, placement: Placement, num_prompt_tokens: int, load: DecodeLoad, now_s: float
+    ) -> float:
+        step_s = placement.decode.step_model.seconds(load.batch + 1, load.context_tokens + num_prompt_tokens)
+        return self._queue_models.tbt_s(view, placement, step_s, _MANY_GAPS, now_s)
+
+    # The life of a request.
+
+    def reserve(
+        self, request_id: str, view: ClusterView, running: RunningRequest, placement: Placement, now_s: float
+    ) -> None:
+        """Counts an admitted request whose turn has not come: its decode from now on, its prompt not at all."""
+        leaves_s = now_s + placement.ttft_s + running.num_output * running.tbt_s
+        row = _decode_row(view, placement)
+        self.decodes.join(request_id, row, now_s, leaves_s, running.num_prompt_tokens, running.num_output)
 
     def move(
         self, request_id: str, view: ClusterView, running: RunningRequest, placement: Placement, now_s: float
     ) -> None:
-        """The request goes to these workers, from now on and nowhere else."""
-        prefill, row = placement.prefill, view.row(placement.decode.worker_id)
+        """Sends the request to these workers, and takes it off any others."""
+        prefill, row = placement.prefill, _decode_row(view, placement)
         prefill_row = view.row(prefill.worker_id)
-        assert row is not None
         assert prefill_row is not None
         num_prompt, num_output, priority = running.num_prompt_tokens, running.num_output, running.priority
         step_s = prefill.prefill_model.seconds(prefill.step_tokens) or math.inf
         self._prefills.leave(request_id, now_s)
         self._prefills.join(request_id, prefill_row, placement.work_s, step_s, priority, now_s)
-        self._courses.leave(request_id, now_s)
-        self._courses.join(request_id, view, placement, num_prompt, num_output, priority, now_s)
+        self._queue_models.leave(request_id, now_s)
+        self._queue_models.join(request_id, view, placement, num_prompt, num_output, priority, now_s)
         joins_s = now_s + placement.ttft_s
-        self.decodes.leave(request_id)  # held or not
+        self.decodes.leave(request_id)  # reserved or placed before
         leaves_s = joins_s + num_output * running.tbt_s
         self.decodes.join(request_id, row, joins_s, leaves_s, num_prompt, num_output)
 
-    def hold(
-        self, request_id: str, view: ClusterView, running: RunningRequest, placement: Placement, now_s: float
-    ) -> None:
-        """The request will decode there, it is not known from when on: it counts from now on, its prompt does not."""
-        row = view.row(placement.decode.worker_id)
-        assert row is not None
-        leaves_s = now_s + placement.ttft_s + running.num_output * running.tbt_s
-        self.decodes.join(request_id, row, now_s, leaves_s, running.num_prompt_tokens, running.num_output)
-
     def begin_decode(self, request_id: str, now_s: float) -> None:
-        """Its first token is there."""
+        """Notes the first token of a request."""
         self._prefills.leave(request_id, now_s)
         self.decodes.begin(request_id, now_s)
-        self._courses.computed(request_id, now_s)
+        self._queue_models.computed(request_id, now_s)
 
     def leave(self, request_id: str, now_s: float) -> None:
-        """It is over."""
+        """Removes a request that has ended."""
         self._prefills.leave(request_id, now_s)
-        self._courses.leave(request_id, now_s)
+        self._queue_models.leave(request_id, now_s)
         self.decodes.leave(request_id)
 
     def note_overheads(self, before_token_s: float, handover_s: float | None) -> None:
-        """What a request took until its first token beside queue and prefill, and until its second one beside a step;
-        None where that is not known."""
+        """Learns the measured overheads of one request.
+
+        `before_token_s` is its TTFT less queue and prefill, `handover_s` its first gap less a decode step; None if
+        unknown.
+        """
         self._before_token.add(before_token_s)
         if handover_s is not None:
             self._handover.add(handover_s)
@@ -199,13 +196,19 @@ class RequestForecast:
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    """Queues as they are for one priority, seen from now."""
+    """The queues ahead of a prompt of one priority, seen from `now_s`."""
 
     prefills: PrefillForecast
     priority: int
     now_s: float
 
     def __call__(self, reported_s: Floats, takes_s: Floats) -> Floats:
-        """What a worker has beyond ours is of other gateways, and ahead."""
+        """Work that a worker reports beyond this gateway's comes from other gateways, and counts as ahead."""
         others_s = np.maximum(reported_s - self.prefills.totals(len(takes_s), self.now_s), 0.0)
         return others_s + self.prefills.waits(takes_s, self.priority, self.now_s)
+
+
+def _decode_row(view: ClusterView, placement: Placement) -> int:
+    row = view.row(placement.decode.worker_id)
+    assert row is not None
+    return row

@@ -1,4 +1,4 @@
-"""The steps that prefill workers are at, as columns: what all of them take yet is one look."""
+"""The running steps of all prefill workers as columns, so that one expression gives the time left of each."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from halfmoon.policy.view.cluster_view import ClusterView
 
 
 class RunningStep(NamedTuple):
-    """One step."""
+    """A step in progress."""
 
     began_s: float
-    num_tokens: float  # 0: there is none
-    num_pairs: float  # of each token with those that it attends to
+    num_tokens: float  # 0 if no step is running
+    num_pairs: float  # of a token and one it attends to
 
 
 class RunningStepColumns:
-    """Owns the step of each row of the cluster view, as it was last read, and which rows have to be read again."""
+    """Owns the step of each row of the cluster view as last read, and which rows must be read again."""
 
     def __init__(self, read: Callable[[int], RunningStep]) -> None:
         self._read = read
@@ -28,11 +28,11 @@ class RunningStepColumns:
         self._steps: Floats = np.zeros((16, len(RunningStep._fields)), order="F")
 
     def note_changed(self, row: int) -> None:
-        """Another step may be under way there."""
+        """Marks a row whose step may have changed."""
         self._changed.add(row)
 
     def left_s(self, view: ClusterView, now_s: float) -> Floats:
-        """What each step takes yet with nobody beside it; 0 where it may be over."""
+        """Seconds left [num_rows] of each step without interference; 0 where it may be over."""
         while len(self._steps) < max((view.num_rows, *self._changed)) + 1:
             self._steps = np.concatenate([self._steps, np.zeros_like(self._steps)])
         for row in self._changed:

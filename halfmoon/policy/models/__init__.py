@@ -1,1 +1,1 @@
-"""Models."""
+"""Models: how long work takes and how much there is, learned from measurements. No clock, no cluster."""

@@ -1,9 +1,9 @@
-"""How much slower a worker computes while its neighbours do: workers on one host share its cores and its memory.
+"""Interference: how much slower a worker computes next to busy workers of its host, which share cores and memory.
 
-    seconds = seconds alone * (1 + contention * busy neighbours)
+    seconds = seconds alone * (1 + contention * number of busy colocated workers)
 
-What a step takes alone changes with the machine from minute to minute; by how much neighbours slow each other down does
-not, so it is remembered longer. Workers that share nothing have a contention of 0, which is also the start.
+The time alone changes with the machine from minute to minute. Contention does not, and so is remembered longer. It is 0
+for workers that share nothing, and at the start.
 """
 
 from __future__ import annotations
@@ -11,44 +11,48 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-_PRIOR = 0.5  # how much the start is worth: as a step beside neighbours against one alone
-_MOST = 8.0  # times slower, beside one neighbour
-_SURPRISE = math.log(2.0)  # a step that took twice or half of what was expected counts as that
+_PRIOR = 0.5  # weight of the start value, in steps with interference against one alone
+_MOST = 8.0  # highest contention
+_SURPRISE = math.log(2.0)  # a step is clipped to between half and twice the expected time
 
 
 class LearnedContention:
-    """Owns the contention of one worker: the slope of the logarithm of measured over predicted by busy neighbours.
+    """Owns the contention of one worker: the slope of log(measured / predicted) over the number of busy workers.
 
-    Both count as they differ from their means over the last steps. So a machine that became slower is no neighbour, nor
-    is a model that is wrong; who always has busy neighbours, or never, tells nothing of them.
+    Both variables count relative to their means over the latest steps. A machine that becomes slower, or a wrong model,
+    is therefore not mistaken for interference. A worker whose colocated workers are always or never busy learns none.
     """
 
     def __init__(self, forgetting: float, mean_forgetting: float) -> None:
-        """`forgetting`: the weight of a step once there is a next one that differs as much from the mean;
-        `mean_forgetting`: its weight in the means once there is any next one."""
+        """`forgetting`: decay of a step's weight per later step that differs as much from the mean.
+
+        `mean_forgetting`: decay of its weight in the means per later step.
+        """
         self._forgetting = forgetting
         self._mean_forgetting = mean_forgetting
-        self._num = 0.0  # steps that the means are of
+        self._num = 0.0  # effective number of steps in the means
         self._mean_share = self._mean_log = 0.0
-        self._squares = self._products = 0.0  # of the differences from them
+        self._squares = self._products = 0.0  # of the differences from the means
         self._slope = 0.0
 
     @property
     def factor(self) -> float:
-        """What one busy neighbour adds, as a share of the time alone."""
+        """What one busy colocated worker adds, as a share of the time alone."""
         return min(math.expm1(self._slope), _MOST)
 
     def slowdown(self, num_busy: float) -> float:
-        """Times the time alone."""
+        """The factor on the time alone."""
         return 1 + self.factor * num_busy
 
     def observe(self, ratios: Sequence[float], num_busy: Sequence[float]) -> None:
-        """Steps: measured over predicted for a worker alone, above 0, and how many neighbours were busy meanwhile."""
+        """Learns from steps: measured time over that predicted alone, above 0, and the number of busy workers."""
         for ratio, busy in zip(ratios, num_busy, strict=True):
-            share, beside_one = min(busy, 1.0), math.log1p(self.factor)
-            log_ratio = math.log(ratio / (1 + self.factor * busy)) + beside_one * share  # as if that share of one was
+            share, log_slowdown = min(busy, 1.0), math.log1p(self.factor)
+            log_ratio = (
+                math.log(ratio / (1 + self.factor * busy)) + log_slowdown * share
+            )  # scaled to at most one busy worker
             if self._num:
-                expected = self._mean_log + beside_one * (share - self._mean_share)
+                expected = self._mean_log + log_slowdown * (share - self._mean_share)
                 log_ratio = min(max(log_ratio, expected - _SURPRISE), expected + _SURPRISE)
                 self._fit(share - self._mean_share, log_ratio - self._mean_log)
             self._num = self._num * self._mean_forgetting + 1
@@ -56,7 +60,7 @@ class LearnedContention:
             self._mean_log += (log_ratio - self._mean_log) / self._num
 
     def rescale(self, times: float) -> None:
-        """From now on predictions are so many times what they were."""
+        """Adjusts to predictions that from now on are `times` what they were."""
         self._mean_log -= math.log(times)
 
     def _fit(self, share: float, log_ratio: float) -> None:

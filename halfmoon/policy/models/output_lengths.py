@@ -1,4 +1,4 @@
-"""How many tokens a request will generate, by what others of its class and size did."""
+"""How many tokens a request will generate, predicted from others of its class and prompt length."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 _WINDOW = 256  # latest requests of one class and size
-_MIN_SAMPLES = 8  # fewer say nothing
+_MIN_SAMPLES = 8  # needed for a prediction
 _REFRESH = 8  # samples after which quantiles are computed again
 
 
@@ -18,13 +18,15 @@ class OutputLengths:
         self._lengths: dict[tuple[str, int | None], _Sample] = {}  # None: prompts of any length
 
     def add(self, qos_class: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """A request that ended by itself: one that was cancelled says nothing."""
+        """Adds a completed request. Cancelled requests must not be added."""
         for size in (_size(num_prompt_tokens), None):
             self._lengths.setdefault((qos_class, size), _Sample(self._window)).add(num_output_tokens)
 
     def predict(self, qos_class: str, num_prompt_tokens: int, max_tokens: int, quantile: float = 0.5) -> float:
-        """The quantile among prompts of about this length, else of any; at most `max_tokens`, which is also the answer
-        while there are too few."""
+        """The quantile among prompts of about this length, or else of any length; at most `max_tokens`.
+
+        `max_tokens` while there are too few samples.
+        """
         for size in (_size(num_prompt_tokens), None):
             sample = self._lengths.get((qos_class, size))
             if sample is not None and sample.num >= _MIN_SAMPLES:
@@ -33,7 +35,7 @@ class OutputLengths:
 
 
 class _Sample:
-    """Owns the latest lengths of one kind, and their quantiles as of a few lengths ago."""
+    """Owns the latest lengths of one kind, and their quantiles, which may lag by a few lengths."""
 
     def __init__(self, window: int) -> None:
         self._lengths: deque[int] = deque(maxlen=window)
@@ -58,7 +60,7 @@ class _Sample:
 
 
 def _quantile(ascending: Sequence[int], quantile: float) -> float:
-    """Between two of them, as far from the lower one as it should be; numpy takes ten times as long for so few."""
+    """The quantile by linear interpolation; numpy takes ten times as long for so few values."""
     below, share = divmod(quantile * (len(ascending) - 1), 1)
     low, high = ascending[int(below)], ascending[min(int(below) + 1, len(ascending) - 1)]
     return low + share * (high - low)

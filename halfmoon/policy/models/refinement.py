@@ -1,4 +1,4 @@
-"""Latency models that follow what one worker measures while it runs, and how wrong they were."""
+"""Latency models that follow what one worker measures while it runs, and their prediction errors."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from halfmoon.policy.models.latency import (
     with_shape,
 )
 
-# Weight of a measurement once there is a next one: about the last 10 prefill steps and the last 200 decode steps count,
-# seconds of them, for a machine that others use is as fast as it was a moment ago.
+# Decay of a measurement's weight per later one: about the latest 10 prefill steps and 200 decode steps count. Both are
+# seconds of work: a shared machine is as fast as it was a moment ago.
 _PREFILL_FORGETTING, _STEP_FORGETTING = 0.9, 0.995
 _PREFILL_CONTENTION, _STEP_CONTENTION = (0.98, 0.9), (0.998, 0.98)  # `LearnedContention`'s two
 _ERROR_WINDOW = 500
-_SURPRISE = 2.0  # times the prediction: what took longer counts as that; the typical one is predicted, not the mean
-_OUTLIER = 8.0  # times the prediction: what took longer may have been a pause of the machine
-_MAX_OUTLIERS = 5  # one after the other: it was the model that was wrong
+_SURPRISE = 2.0  # times the prediction, to which longer steps are clipped: predicts the typical step, not the mean
+_OUTLIER = 8.0  # times the prediction: a longer step may contain a pause of the machine
+_MAX_OUTLIERS = 5  # in a row: more show that the model is wrong
 _UNKNOWN_PREFILL, _UNKNOWN_STEP = PrefillModel(), StepModel()
 
 
 class ErrorFigures(NamedTuple):
-    """Of the latest predictions against what was measured; fractions of the measured."""
+    """Errors of the latest predictions, as fractions of the measured times."""
 
     num: int
     mean_absolute: float
     median_absolute: float
-    bias: float  # mean of predicted / measured - 1: above 0 where it predicts too much
+    bias: float  # mean of predicted / measured - 1: above 0 if predictions are too high
 
 
 class PredictionErrors:
@@ -55,12 +55,12 @@ class PredictionErrors:
         self._errors: deque[float] = deque(maxlen=window)
 
     def add(self, predicted_s: float, measured_s: float) -> None:
-        """Notes one prediction and what came of it; nothing is measured in no time."""
+        """Adds a prediction and its measurement, which is ignored if it is 0."""
         if measured_s > 0:
             self._errors.append(predicted_s / measured_s - 1)
 
     def figures(self) -> ErrorFigures:
-        """Zeros as long as there are none."""
+        """Summarizes the errors; zeros if there are none."""
         if not self._errors:
             return ErrorFigures(0, 0.0, 0.0, 0.0)
         errors = np.array(self._errors)
@@ -71,8 +71,7 @@ class PredictionErrors:
 class RecursiveFit:
     """Owns the normal equations of one model: recursive least squares with exponential forgetting.
 
-    The model at the start lasts as a shape, scaled by what is measured: where all prompts are alike it says what
-    others would take.
+    The start model remains as a shape, scaled to the measurements: where all prompts are alike it predicts others.
     """
 
     def __init__(self, shape: WorkShape, forgetting: float) -> None:
@@ -81,15 +80,15 @@ class RecursiveFit:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing was measured."""
+        """Drops all measurements."""
         self._gram = np.zeros((NUM_COEFFICIENTS, NUM_COEFFICIENTS))
         self._moment = np.zeros(NUM_COEFFICIENTS)
 
     def add(self, features: Floats, seconds: Floats, expected: Floats) -> None:
-        """Measurements in their order: features [n, 3], seconds [n] and what was expected of them, all positive.
+        """Adds measurements in order: features [n, 3], seconds [n] and expected seconds [n], all positive.
 
-        Errors count relative to the geometric mean of both: the fit of values that scatter is then about their median.
-        Relative to what came it would be far below, relative to what was expected it would be their mean.
+        Errors count relative to the geometric mean of both, which fits about the median of scattered values. Relative
+        to the measured seconds the fit would be far below it, relative to the expected ones it would be the mean.
         """
         ages: Floats = np.arange(len(seconds) - 1, -1, -1, dtype=np.float64)
         weights = np.power(self._forgetting, ages) * seconds / expected
@@ -99,13 +98,15 @@ class RecursiveFit:
         self._moment = self._moment * decay + moment
 
     def coefficients(self) -> tuple[float, float, float]:
-        """The non-negative fit of what was added, which must be something, and of the shape."""
+        """The non-negative fit of the measurements and the shape. There must be a measurement."""
         return least_squares(*with_shape(self._gram, self._moment, self._shape))
 
 
 class RefinedModel:
-    """Owns one model's coefficients, their refinement, their contention and their errors. Measurements come as
-    equations; the model is that of a worker whose neighbours do nothing."""
+    """Owns the coefficients of one model, their refinement, their contention and their errors.
+
+    The model is that of a worker without interference. Measurements come as equations.
+    """
 
     def __init__(
         self, start: PrefillModel | StepModel, shape: WorkShape, forgetting: float, contention: LearnedContention
@@ -114,15 +115,15 @@ class RefinedModel:
         self.coefficients: tuple[float, float, float] = start
         self.contention = contention
         self.errors = PredictionErrors()
-        self._num_outliers = 0  # one after the other
+        self._num_outliers = 0  # in a row
 
     def observe(self, features: Floats, seconds: Floats, num_busy: Floats) -> None:
-        """Measurements in their order: features [n, 3], seconds [n], all positive; busy neighbours meanwhile [n]."""
+        """Learns from measurements in order: features [n, 3], seconds [n], all positive; busy colocated workers [n]."""
         slowdown = 1 + self.contention.factor * num_busy
         predicted_alone = features @ np.array(self.coefficients)
         predicted = slowdown * predicted_alone
         for predicted_s, measured_s in zip(predicted.tolist(), seconds.tolist(), strict=True):
-            if predicted_s > 0:  # a model without measurements has predicted nothing
+            if predicted_s > 0:  # an unknown model predicts nothing
                 self.errors.add(predicted_s, measured_s)
         real = self._without_pauses(predicted, seconds)
         expected = np.where(predicted > 0, predicted, seconds)
@@ -136,7 +137,7 @@ class RefinedModel:
             self.contention.rescale(math.exp(np.log(changes).mean()))
 
     def _without_pauses(self, predicted: Floats, seconds: Floats) -> list[int]:
-        """Which measurements count. After many that took far too long, all before them was wrong."""
+        """Indices of the measurements that count. Many long ones in a row invalidate all earlier ones."""
         real = []
         for index, is_outlier in enumerate((predicted > 0) & (seconds > _OUTLIER * predicted)):
             self._num_outliers = self._num_outliers + 1 if is_outlier else 0
@@ -153,48 +154,54 @@ class WorkerLatency:
     """Owns the two models of one worker."""
 
     def __init__(self, prefill: PrefillModel = _UNKNOWN_PREFILL, step: StepModel = _UNKNOWN_STEP) -> None:
-        tokens_are_free = any(prefill) and prefill.b <= 0  # measured too briefly to tell
+        tokens_are_free = any(prefill) and prefill.b <= 0  # an artefact of too few measurements
         shape = prefill_shape(USUAL_PREFILL if tokens_are_free else prefill)
         self._prefill = RefinedModel(prefill, shape, _PREFILL_FORGETTING, LearnedContention(*_PREFILL_CONTENTION))
         self._step = RefinedModel(step, step_shape(step), _STEP_FORGETTING, LearnedContention(*_STEP_CONTENTION))
 
     @property
     def prefill(self) -> PrefillModel:
-        """The model of prefill as of now; zeros before anything is known."""
+        """The present prefill model; zeros if unknown."""
         return PrefillModel(*self._prefill.coefficients)
 
     @property
     def step(self) -> StepModel:
-        """The model of decode steps as of now; zeros before anything is known."""
+        """The present decode step model; zeros if unknown."""
         return StepModel(*self._step.coefficients)
 
     @property
     def errors(self) -> dict[Literal["prefill", "step"], ErrorFigures]:
-        """How wrong each model was lately."""
+        """Recent errors of each model."""
         return {"prefill": self._prefill.errors.figures(), "step": self._step.errors.figures()}
 
     @property
     def contention(self) -> float:
-        """What each busy neighbour adds to a prefill, as a share of its time alone."""
+        """What each busy colocated worker adds to a prefill, as a share of its time alone."""
         return self._prefill.contention.factor
 
     @property
     def step_contention(self) -> float:
-        """The same of a decode step."""
+        """What each busy colocated worker adds to a decode step, as a share of its time alone."""
         return self._step.contention.factor
 
     def observe_prefills(self, samples: Sequence[PrefillSample], num_busy: Sequence[float] = ()) -> None:
-        """Measured prefills, in their order; those of nothing, or in no time, are none. `num_busy` neighbours were
-        busy during each, none where it is not given."""
+        """Learns from measured prefills in order, ignoring those with no tokens or no time.
+
+        `num_busy` is the number of busy colocated workers during each; 0 by default.
+        """
         pairs = zip(samples, num_busy or [0.0] * len(samples), strict=True)
-        real = [(one, busy) for one, busy in pairs if one.new_tokens > 0 and one.seconds > 0]
+        real = [(sample, busy) for sample, busy in pairs if sample.new_tokens > 0 and sample.seconds > 0]
         if real:
-            self._prefill.observe(*prefill_equations([one for one, _ in real]), np.array([busy for _, busy in real]))
+            self._prefill.observe(
+                *prefill_equations([sample for sample, _ in real]), np.array([busy for _, busy in real])
+            )
 
     def observe_steps(self, samples: Sequence[StepSample], num_busy: Sequence[float] = ()) -> None:
-        """Measured decode steps, in their order; those of nothing, or in no time, are none. `num_busy` is as for
-        `observe_prefills`."""
+        """Learns from measured decode steps in order, ignoring those with no sequences or no time.
+
+        `num_busy` is as for `observe_prefills`.
+        """
         pairs = zip(samples, num_busy or [0.0] * len(samples), strict=True)
-        real = [(one, busy) for one, busy in pairs if one.batch > 0 and one.seconds > 0]
+        real = [(sample, busy) for sample, busy in pairs if sample.batch > 0 and sample.seconds > 0]
         if real:
-            self._step.observe(*step_equations([one for one, _ in real]), np.array([busy for _, busy in real]))
+            self._step.observe(*step_equations([sample for sample, _ in real]), np.array([busy for _, busy in real]))

@@ -1,1 +1,1 @@
-"""Placement."""
+"""Placement: which prefill and which decode worker serve a request, and why."""

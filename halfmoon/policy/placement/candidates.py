@@ -1,4 +1,4 @@
-"""Why a prompt goes where it goes: the prefill workers that were looked at, and what each one's TTFT is made of."""
+"""Why a prompt was placed where it was: the best prefill workers, and the parts of the TTFT of each."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from typing import NamedTuple
 
 import numpy as np
 
-from halfmoon.policy.placement.place import Placement
-from halfmoon.policy.placement.ttft import TtftPrediction, prefill_seconds
+from halfmoon.policy.forecast.ttft import prefill_seconds
+from halfmoon.policy.values import Placement, TtftPrediction
 from halfmoon.policy.view.cluster_view import ClusterView
 
 
 class Candidate(NamedTuple):
-    """One worker's predicted TTFT: the sum of the three parts."""
+    """The predicted TTFT of one worker, as the sum of three parts."""
 
     worker_id: str
     queue_s: float
-    restore_s: float  # beyond the queue, until what is fetched of the prefix is there
+    restore_s: float  # after the queue, until the fetched part of the prefix is there
     compute_s: float
     cached_tokens: int
     fetched_tokens: int
 
     @property
     def ttft_s(self) -> float:
-        """From now."""
+        """Predicted TTFT, from now."""
         return self.queue_s + self.restore_s + self.compute_s
 
 
 def ranked_candidates(
     view: ClusterView, num_prompt_tokens: int, ttft: TtftPrediction, limit: int, placement: Placement | None = None
 ) -> list[Candidate]:
-    """Of the workers that take prompts now the `limit` with the least predicted TTFT, and the chosen one anyway, whose
-    queue is that of its placement. `ttft` is what the placement was ranked by.
+    """The `limit` workers with the least predicted TTFT, and in any case the chosen one, as predicted in its placement.
+
+    `ttft` is the prediction that the placement was ranked by.
     """
     num_rows = view.num_rows
     chosen = () if placement is None else (placement.prefill.worker_id,)
@@ -41,16 +42,16 @@ def ranked_candidates(
     rows = dict.fromkeys([*best.tolist(), *view.rows_of(chosen)])
     known = ttft.cached_tokens + ttft.fetched_tokens
     compute_s = prefill_seconds(view, known, float(num_prompt_tokens))
-    figures = np.stack((ttft.seconds, ttft.queue_s, compute_s, ttft.cached_tokens, ttft.fetched_tokens))
-    found = [
+    columns = np.stack((ttft.seconds, ttft.queue_s, compute_s, ttft.cached_tokens, ttft.fetched_tokens))
+    candidates = [
         Candidate(view.worker(row).worker_id, queue_s, max(all_s - queue_s - own_s, 0.0), own_s, int(cached), int(more))
-        for row, (all_s, queue_s, own_s, cached, more) in zip(rows, figures[:, list(rows)].T.tolist(), strict=True)
+        for row, (all_s, queue_s, own_s, cached, more) in zip(rows, columns[:, list(rows)].T.tolist(), strict=True)
     ]
-    return found if placement is None else [_refined(one, placement) for one in found]
+    return candidates if placement is None else [_refined(candidate, placement) for candidate in candidates]
 
 
 def _refined(candidate: Candidate, placement: Placement) -> Candidate:
-    """The chosen one as it was predicted in the end."""
+    """The candidate with the refined prediction, if it was chosen."""
     if candidate.worker_id != placement.prefill.worker_id:
         return candidate
     restore_s = min(candidate.restore_s, placement.prefill_s)

@@ -1,4 +1,4 @@
-"""What workers are ranked by for one prompt, and who is taken of the best: as each placement mode has it."""
+"""Cost of each worker for one prompt, and the choice among the cheapest, for each placement mode."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.policy.admission.feedback import AdmissionTargets
-from halfmoon.policy.forecast.decode_forecast import DecodeLoads
+from halfmoon.policy.forecast.ttft import prefill_seconds
 from halfmoon.policy.models.latency import Floats
-from halfmoon.policy.placement.speed_ties import with_speed_ties
-from halfmoon.policy.placement.ttft import TtftPrediction, prefill_seconds
+from halfmoon.policy.values import AdmissionTargets, DecodeLoads, TtftPrediction
 from halfmoon.policy.view.capabilities import Bools
 from halfmoon.policy.view.cluster_view import ClusterView
 
 PlacementMode = Literal["kvcache-centric", "cache-aware", "least-loaded", "random"]
 
-_TIE = 1.01  # predictions that differ by a hundredth do not differ: equal workers have slightly different models
+_TIE = 1.01  # predictions within a hundredth are ties: equal workers have slightly different models
+_LEARNING_ERROR = 1.15  # two equal workers of one host were measured at 0.23 and 0.26 s per prompt, 13 % apart
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The costs of one prompt: an entry for each row of the view.
+    """Costs of one prompt, with an entry for each row of the view.
 
-    Where they are predictions, who meets the targets goes first, and workers that decode and are believed to be of
-    about one speed are of one.
+    Where costs are predictions, workers that meet the targets come first, and workers that decode at about the same
+    learned speed count as equally fast.
     """
 
     view: ClusterView
@@ -36,45 +35,50 @@ class Ranking:
     targets: AdmissionTargets
 
     def best_prefill(self, ttft: TtftPrediction, rows: Bools, rng: random.Random) -> int:
-        """Of the rows that compute the prompt and hand it over."""
+        """Chooses among the rows that compute the prompt and hand it over."""
         return _least(self._prefill_cost(ttft), rows, rng)
 
     def best_elsewhere(self, ttft: TtftPrediction, rows: Bools, row: int, rng: random.Random) -> int | None:
-        """Of those rows on other hosts than that of `row`, unless it does both halves, or the mode asks no predictions;
-        None where there is none."""
+        """Chooses among those rows on other hosts than `row`.
+
+        None if there is none, if `row` is not one of `rows`, or if the mode does not use predictions.
+        """
         cost, hosts = self._prefill_cost(ttft), self.view.hosts[: self.view.num_rows]
         others = rows & (hosts != hosts[row])
         is_wanted = cost is ttft.seconds and rows[row] and np.logical_or.reduce(others)
         return _least(cost, others, rng) if is_wanted else None
 
     def best_decode(self, loads: DecodeLoads, rows: Bools, rng: random.Random) -> int:
-        """Of the rows that decode what others computed; of those with room for the prompt now, where there are any."""
+        """Chooses among the rows that decode prompts of other workers, preferring those with room for this one now."""
         tbt_s = predict_tbt(self.view, loads, self.num_tokens)
         cost = self._decode_cost(tbt_s, loads)
         rows = self._with_room(rows)
         if cost is tbt_s:
-            rows = _among(rows, _within(tbt_s, self.targets.tbt_s))
-            known = self.view.roster
-            cost = cost if known.is_one_step_time_of_decode else self._at_one_step_time(tbt_s, rows)
+            rows = _preferring(rows, _within(tbt_s, self.targets.tbt_s))
+            known = self.view.capabilities
+            cost = cost if known.is_one_step_time_of_decode else self._with_step_time_ties(tbt_s, rows)
         return _least(cost, rows, rng)
 
     def best_of_any(
         self, ttft: TtftPrediction, loads: DecodeLoads, prefill: Bools, decode: Bools, both: Bools, rng: random.Random
     ) -> int:
-        """The row for the prompt where those of `both` would keep the request: their TBT is known with it, that of
-        `prefill` is the best decode worker's. Of about equal TTFTs the least TBT counts."""
-        known, tbt_s = self.view.roster, predict_tbt(self.view, loads, self.num_tokens)
+        """Chooses the row for the prompt where rows of `both` would keep the request.
+
+        The TBT of a row of `both` is its own, that of a row of `prefill` is that of the best decode worker. TBT breaks
+        ties of TTFT.
+        """
+        known, tbt_s = self.view.capabilities, predict_tbt(self.view, loads, self.num_tokens)
         cost, weight, rows = self._prefill_cost(ttft), self._decode_cost(tbt_s, loads), prefill | both
         if cost is ttft.seconds:
-            cost = cost if known.is_one_speed else with_speed_ties(cost, self._prefill_s(), both)
-            elsewhere_s = _of_request(tbt_s, decode, both)
-            in_time = _within(ttft.seconds, self.targets.ttft_s) & _within(elsewhere_s, self.targets.tbt_s)
-            rows = _among(rows, in_time)
+            cost = cost if known.is_one_speed else with_speed_ties(cost, self._uncached_prefill_s(), both)
+            answer_tbt_s = _decode_of_each(tbt_s, decode, both)
+            in_time = _within(ttft.seconds, self.targets.ttft_s) & _within(answer_tbt_s, self.targets.tbt_s)
+            rows = _preferring(rows, in_time)
         if weight is tbt_s:
-            weight = weight if known.is_one_step_time_of_both else self._at_one_step_time(tbt_s, both)
-        equal = np.zeros_like(rows)
-        equal[_about_least(cost, rows)] = True
-        return _least(_of_request(weight, decode, both), equal, rng)
+            weight = weight if known.is_one_step_time_of_both else self._with_step_time_ties(tbt_s, both)
+        cheapest = np.zeros_like(rows)
+        cheapest[_about_least(cost, rows)] = True
+        return _least(_decode_of_each(weight, decode, both), cheapest, rng)
 
     def _prefill_cost(self, ttft: TtftPrediction) -> Floats:
         if self.mode == "random":
@@ -82,62 +86,79 @@ class Ranking:
         waiting = self.view.column("waiting_prefill_tokens")
         if self.mode == "least-loaded":
             return waiting
-        if not self.view.roster.knows_prefills:  # nothing is known of anybody's speed
+        if not self.view.capabilities.knows_prefills:
             return waiting - ttft.cached_tokens
         return ttft.seconds
 
     def _decode_cost(self, tbt_s: Floats, loads: DecodeLoads) -> Floats:
         if self.mode == "random":
             return np.zeros(self.view.num_rows)
-        if self.mode == "least-loaded" or not self.view.roster.knows_steps:
+        if self.mode == "least-loaded" or not self.view.capabilities.knows_steps:
             return loads.batch
         return tbt_s
 
-    def _prefill_s(self) -> Floats:
-        """Of the prompt where nothing of it is cached."""
+    def _uncached_prefill_s(self) -> Floats:
+        """Seconds to compute the whole prompt on each row."""
         return prefill_seconds(self.view, np.zeros(self.view.num_rows), float(self.num_tokens))
 
-    def _at_one_step_time(self, tbt_s: Floats, rows: Bools) -> Floats:
-        nobody = np.zeros(self.view.num_rows)
-        return with_speed_ties(tbt_s, predict_tbt(self.view, DecodeLoads(nobody, nobody), self.num_tokens), rows)
+    def _with_step_time_ties(self, tbt_s: Floats, rows: Bools) -> Floats:
+        idle = np.zeros(self.view.num_rows)
+        return with_speed_ties(tbt_s, predict_tbt(self.view, DecodeLoads(idle, idle), self.num_tokens), rows)
 
     def _with_room(self, rows: Bools) -> Bools:
-        """For the prompt and a token; where nobody has it one may by then."""
+        """Rows with free memory for the prompt and a token; all rows if none has it, since one may by then."""
         free_tokens = self.view.column("free_blocks") * self.view.column("block_tokens")
-        return _among(rows, free_tokens >= self.num_tokens + 1)
+        return _preferring(rows, free_tokens >= self.num_tokens + 1)
 
 
 def predict_tbt(view: ClusterView, loads: DecodeLoads, num_prompt_tokens: int) -> Floats:
-    """Seconds of a step of each row with one more request of so many tokens."""
+    """Seconds of a decode step [num_rows] with one more request of `num_prompt_tokens`."""
     d, e, f = view.step_coefficients[: view.num_rows].T
     seconds: Floats = d + e * (loads.batch + 1) + f * (loads.context_tokens + num_prompt_tokens)
     return seconds
 
 
+def with_speed_ties(cost: Floats, unloaded_s: Floats, rows: Bools) -> Floats:
+    """`cost`, with those of `rows` about as fast as the cheapest of them charged at its speed.
+
+    Learned models of equal machines differ by more than the machines do; the one that seems faster would get nearly
+    all requests. `unloaded_s` is the time of each idle row for the same work, 0 where unknown.
+    """
+    among = rows.nonzero()[0]
+    among_s = unloaded_s[among]
+    if np.logical_and.reduce(among_s == among_s[0]):  # the common case: equal models need no correction
+        return cost
+    best_s = among_s[np.argmin(cost[among])]
+    ratio = np.divide(unloaded_s, best_s, out=np.zeros_like(unloaded_s), where=rows & (best_s > 0))
+    is_tie = (ratio <= _LEARNING_ERROR) & (ratio >= 1 / _LEARNING_ERROR)
+    tied: Floats = np.divide(cost, ratio, out=cost.copy(), where=is_tie)
+    return tied
+
+
 def _least(cost: Floats, rows: Bools, rng: random.Random) -> int:
-    """One of the rows that cost about the least."""
-    equal = _about_least(cost, rows)
-    return int(equal[rng.randrange(len(equal))])
+    """A random one of the rows with about the least cost."""
+    cheapest = _about_least(cost, rows)
+    return int(cheapest[rng.randrange(len(cheapest))])
 
 
 def _about_least(cost: Floats, rows: Bools) -> NDArray[np.int64]:
     among = rows.nonzero()[0]
     costs = cost[among]
-    cheapest = np.minimum.reduce(costs)
-    equal: NDArray[np.int64] = among[costs <= cheapest + abs(cheapest) * (_TIE - 1)]
-    return equal
+    least = np.minimum.reduce(costs)
+    cheapest: NDArray[np.int64] = among[costs <= least + abs(least) * (_TIE - 1)]
+    return cheapest
 
 
-def _of_request(decode: Floats, decoding: Bools, both: Bools) -> Floats:
-    """What is said of each decode row, for each row that may compute the prompt."""
+def _decode_of_each(decode: Floats, decoding: Bools, both: Bools) -> Floats:
+    """Decode cost of a request by the row of its prefill: a row of `both` decodes itself, others hand over."""
     elsewhere = np.minimum.reduce(decode[decoding], initial=np.inf)
     return np.where(both, decode, elsewhere)
 
 
-def _among(rows: Bools, wanted: Bools) -> Bools:
-    """Those of the rows that are wanted; all of them when there are none."""
-    found = rows & wanted
-    return found if np.logical_or.reduce(found) else rows
+def _preferring(rows: Bools, wanted: Bools) -> Bools:
+    """The rows that are wanted; all of them if none is."""
+    preferred = rows & wanted
+    return preferred if np.logical_or.reduce(preferred) else rows
 
 
 def _within(seconds: Floats, target_s: float | None) -> Bools:

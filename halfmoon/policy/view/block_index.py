@@ -1,4 +1,4 @@
-"""Which worker or store holds which block, and how much of a prompt's prefix each of them has.
+"""Which worker or store holds which block, and how much of a prompt's prefix each holder has.
 
 Ten million pairs of block and holder take a few dozen bytes each, and a prompt of 2,000 blocks is matched against
 hundreds of holders in a few hundred microseconds: `benchmarks/placement.py`.
@@ -27,9 +27,9 @@ def short_keys(keys: Iterable[bytes]) -> Keys:
 
 
 def unpack_keys(data: bytes) -> Keys:
-    """Short keys from their bytes, one after the other."""
+    """Short keys from their concatenated bytes."""
     keys = np.frombuffer(data, dtype="<u8").astype(np.uint64)
-    keys[keys == 0] = 1  # 0 is an empty slot
+    keys[keys == 0] = 1  # 0 marks an empty slot
     return keys
 
 
@@ -38,28 +38,28 @@ _NO_KEYS: Keys = np.zeros(0, dtype=np.uint64)
 
 @dataclass(frozen=True, slots=True)
 class BlockEvents:
-    """What changed at one holder since its last message. A key is in one of the two at most, and once."""
+    """What changed at one holder since its previous message. A key is in `stored` or in `evicted`, and only once."""
 
-    sequence: int  # 1 more than that of the message before
+    sequence: int  # 1 more than in the previous message
     stored: Keys = field(default_factory=lambda: _NO_KEYS)
     evicted: Keys = field(default_factory=lambda: _NO_KEYS)
-    is_snapshot: bool = False  # `stored` begins anew what this holder has; a long one goes on in later messages
+    is_snapshot: bool = False  # `stored` replaces all blocks of the holder; later messages may continue it
 
 
 class BlockIndex:
-    """Owns the map from block keys to holders. Knows holders by numbers: small, dense, given by `number`."""
+    """Owns the map from block keys to holders. Knows holders by small, dense numbers, which `number` assigns."""
 
     def __init__(self) -> None:
         self._sets = HolderSets()
         self._table = KeyTable(self._sets.has_holders)
         self._numbers: dict[str, int] = {}
         self._free_numbers: list[int] = []
-        self._sequences: dict[int, int | None] = {}  # of the last message; None: waits for a snapshot
+        self._sequences: dict[int, int | None] = {}  # of the latest message; None while waiting for a snapshot
         self._num_blocks: dict[int, int] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the index."""
+        """Memory of the index, in bytes."""
         return self._table.num_bytes + self._sets.num_bytes
 
     @property
@@ -68,7 +68,7 @@ class BlockIndex:
         return sum(self._num_blocks.values())
 
     def number(self, holder: str) -> int:
-        """The number of `holder`, from now on if it is new; its first message must be a snapshot."""
+        """The number of `holder`, assigned if it is new. Its first message must be a snapshot."""
         if holder not in self._numbers:
             number = self._free_numbers.pop() if self._free_numbers else len(self._numbers)
             self._sets.make_room(number)
@@ -78,9 +78,9 @@ class BlockIndex:
         return self._numbers[holder]
 
     def apply(self, number: int, events: BlockEvents) -> bool:
-        """Takes one message of a holder. False: some are missing, and nothing counts before a snapshot comes.
+        """Applies one message of a holder. False if messages are missing: the index then waits for a snapshot.
 
-        What was known of the holder stays, as the better guess. A message that was here before changes nothing.
+        Until it comes the known blocks stay, as the better guess. A repeated message changes nothing.
         """
         last = self._sequences[number]
         if events.is_snapshot:
@@ -96,7 +96,7 @@ class BlockIndex:
         return True
 
     def forget(self, holder: str) -> None:
-        """Removes a holder that is gone; its number goes to another."""
+        """Removes a holder. Its number will be reused."""
         number = self._numbers.pop(holder, None)
         if number is not None:
             self._clear(number)
@@ -104,28 +104,28 @@ class BlockIndex:
             self._free_numbers.append(number)
 
     def num_blocks(self, number: int) -> int:
-        """Blocks that this holder has."""
+        """Number of blocks of a holder."""
         return self._num_blocks[number]
 
     def match(self, keys: Keys) -> NDArray[np.int64]:
-        """How many of the prompt's first blocks each holder has: [holder number]; and a last 0, for index -1."""
+        """How many leading blocks of the prompt each holder has: [num_holders + 1], with a last 0 for index -1."""
         if not len(keys):
             return np.zeros(self._sets.num_holders + 1, dtype=np.int64)
         ids = self._table.get(keys)
-        if ids[0] == EMPTY:  # most often, where prompts share little
+        if ids[0] == EMPTY:  # the common case where prompts share little
             return np.zeros(self._sets.num_holders + 1, dtype=np.int64)
         starts = _run_starts(ids)
-        rows = np.bitwise_and.accumulate(self._sets.rows[ids[starts]], axis=0)  # who has all blocks so far
+        rows = np.bitwise_and.accumulate(self._sets.rows[ids[starts]], axis=0)  # the holders of all blocks so far
         shrinks = np.flatnonzero((rows[1:] != rows[:-1]).any(axis=1))
         ends = np.concatenate([[0], starts[shrinks + 1], [len(keys)]])
         last_of_each = np.concatenate([shrinks, [len(rows) - 1]])
         bits = np.unpackbits(rows[last_of_each].astype("<u8").view(np.uint8), axis=1, bitorder="little")
-        depths = ends[bits.sum(axis=0, dtype=np.uint16)]
-        return np.concatenate([depths, [0]])
+        cached_blocks = ends[bits.sum(axis=0, dtype=np.uint16)]
+        return np.concatenate([cached_blocks, [0]])
 
     def _change(self, number: int, keys: Keys, *, is_held: bool) -> int:
-        """Puts the holder into the sets of `keys`, or takes it out; how many that changed."""
-        if not len(keys):  # most often one of the two: nothing is evicted while there is room
+        """Adds the holder to the sets of `keys`, or removes it. Returns the number of changed sets."""
+        if not len(keys):  # common: nothing is evicted while there is room
             return 0
         ids = self._table.get(keys)
         changing = np.flatnonzero(self._sets.holds(ids, number) != is_held)
@@ -145,5 +145,5 @@ class BlockIndex:
 
 
 def _run_starts(ids: SetIds) -> NDArray[np.int64]:
-    """Where the set is another than the block before has: chained blocks mostly live together."""
+    """Indices at which the set differs from that of the block before: chained blocks mostly live together."""
     return np.concatenate([[0], np.flatnonzero(ids[1:] != ids[:-1]) + 1])

@@ -1,4 +1,4 @@
-"""Who of a cluster can do what, and how alike they are: what decisions ask again and again, and what changes seldom."""
+"""What the workers of a cluster can do, and how alike they are. Every decision asks; the answers rarely change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Bools = NDArray[np.bool_]
 
 
 class RoleMasks(NamedTuple):
-    """Rows that can be each half of a placement, or both."""
+    """Rows that can be the prefill worker, the decode worker, or both workers of a placement. Masks [num_rows]."""
 
     prefill: Bools
     decode: Bools
@@ -22,46 +22,46 @@ class RoleMasks(NamedTuple):
 
     @property
     def is_any(self) -> bool:
-        """Whether there is a worker for each half."""
+        """Whether a request can be placed on these rows."""
         is_any = np.logical_or.reduce
         return bool(is_any(self.both) or (is_any(self.prefill) and is_any(self.decode)))
 
     @property
     def useful(self) -> RoleMasks:
-        """The same without those that compute prompts which nobody decodes."""
+        """The same masks, without prefill workers if there is no decode worker to hand over to."""
         if np.logical_or.reduce(self.decode):
             return self
         return self._replace(prefill=np.zeros_like(self.prefill))
 
 
 class Capabilities(NamedTuple):
-    """True of a cluster view until a member joins, leaves, or is another in its role, its memory or its models.
+    """Facts about a cluster view that hold until a member joins, leaves, or changes role, memory or models.
 
-    Not to be written to.
+    Read-only.
     """
 
     present: RoleMasks
-    useful: RoleMasks  # of them
-    is_complete: bool  # somebody is there for each half
-    least_capacity_tokens: float  # of those present; infinite of nobody
-    most_capacity_tokens: float  # of all members that there were; 0 of nobody
-    knows_prefills: bool  # somebody's speed
-    knows_steps: bool
-    is_one_speed: bool  # those that do both compute prompts equally fast
-    is_one_step_time_of_both: bool  # and decode so
-    is_one_step_time_of_decode: bool  # those that only decode
+    useful: RoleMasks  # `present.useful`
+    is_complete: bool  # requests can be placed
+    least_capacity_tokens: float  # of the present workers; inf if there is none
+    most_capacity_tokens: float  # of all members so far; 0 if there was none
+    knows_prefills: bool  # the prefill model of some worker
+    knows_steps: bool  # the step model of some worker
+    is_one_speed: bool  # workers of role `both` have equal prefill models
+    is_one_step_time_of_both: bool  # and equal step models
+    is_one_step_time_of_decode: bool  # decode workers have equal step models
 
 
-def roster(
+def capabilities_of(
     present: RoleMasks, capacity_tokens: Floats, prefill_coefficients: Floats, step_coefficients: Floats
 ) -> Capabilities:
-    """Of columns, an entry a row."""
-    anybody = present.prefill | present.decode | present.both
+    """Derives the capabilities from columns [num_rows] and coefficients [num_rows, 3]."""
+    is_present = present.prefill | present.decode | present.both
     return Capabilities(
         present,
         present.useful,
         present.is_any,
-        float(capacity_tokens[anybody].min(initial=math.inf)),
+        float(capacity_tokens[is_present].min(initial=math.inf)),
         float(capacity_tokens.max(initial=0.0)),
         bool(prefill_coefficients.any()),
         bool(step_coefficients.any()),

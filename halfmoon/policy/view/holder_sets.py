@@ -1,6 +1,6 @@
-"""Which sets of holders there are: bit rows under small numbers, each set stored once.
+"""Sets of holders as bit rows with small numbers, each set stored once.
 
-The blocks of one prefix are mostly in the same places, so millions of blocks share a few thousand sets.
+The blocks of a prefix mostly live in the same places, so millions of blocks share a few thousand sets.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from halfmoon.policy.view.key_table import KeyTable
 
 SetIds = NDArray[np.uint32]
-EMPTY = 0  # the number of the empty set
+EMPTY = 0  # number of the empty set
 _WORD_BITS = 64
 
 
 class HolderSets:
-    """Owns the sets, and how many blocks use each. Knows nothing of blocks and of what a holder is.
+    """Owns the sets, and how many blocks use each. Knows nothing of blocks, nor what a holder is.
 
-    A set is found by the exclusive or of a random 64-bit word for each holder in it, and then compared as a whole.
-    After `clear` two numbers may stand for equal sets: that costs memory and nothing else.
+    A set is looked up by the XOR of one random 64-bit word per holder, then compared as a whole. After `clear` two
+    numbers may stand for equal sets, which only costs memory.
     """
 
     def __init__(self) -> None:
@@ -33,32 +33,32 @@ class HolderSets:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the sets and of what finds them."""
+        """Memory of the sets and their lookup table, in bytes."""
         return self.rows.nbytes + self._hashes.nbytes + self._uses.nbytes + self._ids.num_bytes
 
     @property
     def num_holders(self) -> int:
-        """Holder numbers that the rows have bits for."""
+        """Number of holders that the rows have bits for."""
         return int(self.rows.shape[1]) * _WORD_BITS
 
     def make_room(self, holder: int) -> None:
-        """Holder numbers up to `holder` may be used from now on."""
+        """Widens the rows to hold the number `holder`."""
         while self.num_holders <= holder:
             self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)], axis=1)
             more = self._random.integers(1, 2**64, size=len(self._words), dtype=np.uint64)
             self._words = np.concatenate([self._words, more])
 
     def flipped(self, ids: SetIds, holder: int) -> SetIds:
-        """The sets that are `ids` with `holder` put in where it is not, and taken out where it is."""
+        """The sets `ids` with `holder` toggled in each."""
         hashes = self._hashes[ids] ^ self._words[holder]
         rows = self.rows[ids]
         rows[:, holder // _WORD_BITS] ^= _bit(holder)
-        wanted, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-        found = self._ids.get(wanted)
-        is_same = (self.rows[found] == rows[first]).all(axis=1)  # nothing found is set 0: the same if empty
+        distinct, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+        numbers = self._ids.get(distinct)
+        is_same = (self.rows[numbers] == rows[first]).all(axis=1)  # an absent hash gives set 0, the empty one
         missing = np.flatnonzero(~is_same)
-        found[missing] = self._add(wanted[missing], rows[first[missing]])
-        return found[inverse]
+        numbers[missing] = self._add(distinct[missing], rows[first[missing]])
+        return numbers[inverse]
 
     def holds(self, ids: SetIds, holder: int) -> NDArray[np.bool_]:
         """Whether `holder` is in each set."""
@@ -66,7 +66,7 @@ class HolderSets:
         return held
 
     def use(self, ids: SetIds, counts: NDArray[np.int64]) -> None:
-        """Adds to the users of each set; a set that nobody uses any more is forgotten."""
+        """Adds `counts` to the users of each set, and frees sets without users."""
         np.add.at(self._uses, ids, counts)
         unused = np.unique(ids[(self._uses[ids] == 0) & (ids != EMPTY)])
         if len(unused):
@@ -76,7 +76,7 @@ class HolderSets:
             self._free.extend(unused.tolist())
 
     def clear(self, holder: int) -> None:
-        """Takes `holder` out of every set."""
+        """Removes `holder` from every set."""
         word = holder // _WORD_BITS
         ids = np.flatnonzero(self.rows[:, word] & _bit(holder)).astype(np.uint32)
         self._drop_names(ids)
@@ -87,9 +87,9 @@ class HolderSets:
         self._ids.put(hashes[new], ids[first[new]])
 
     def has_holders(self, ids: SetIds) -> NDArray[np.bool_]:
-        """Whether anybody is in each set; several numbers may stand for the empty one."""
-        found: NDArray[np.bool_] = self._hashes[ids] != 0
-        return found
+        """Whether each set is non-empty; several numbers may stand for the empty one."""
+        is_used: NDArray[np.bool_] = self._hashes[ids] != 0
+        return is_used
 
     def _add(self, hashes: NDArray[np.uint64], rows: NDArray[np.uint64]) -> SetIds:
         while len(self._free) < len(hashes):
@@ -108,7 +108,10 @@ class HolderSets:
         self._free.extend(range(2 * num - 1, num - 1, -1))
 
     def _drop_names(self, ids: SetIds) -> None:
-        """A later equal set gets a number of its own; a name that another number has by now stays."""
+        """Removes the hashes of sets from the lookup, unless they belong to another number by now.
+
+        A later equal set gets a new number.
+        """
         ids = ids[self._ids.get(self._hashes[ids]) == ids]
         self._ids.put(self._hashes[ids], np.zeros(len(ids), dtype=np.uint32))
 

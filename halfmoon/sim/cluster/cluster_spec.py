@@ -9,7 +9,7 @@ from typing import Literal
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.contention import NO_CONTENTION, Contention
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 
 if TYPE_CHECKING:
     from halfmoon.sim.cluster.worker import SimWorker

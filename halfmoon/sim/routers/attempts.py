@@ -8,9 +8,9 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from halfmoon.errors import NoCapacity, Unavailable
-from halfmoon.policy.models.tbt_model import room_in_ms
-from halfmoon.policy.placement.place import ContextLengthExceeded, Placement
-from halfmoon.policy.retries import FailedAttempt, Reason, Retries
+from halfmoon.policy.placement.place import ContextLengthExceeded
+from halfmoon.policy.retries import FailedAttempt, Reason, Retries, retry_ms_when_full
+from halfmoon.policy.values import Placement
 from halfmoon.policy.wait_limits import MAY_RETURN_S, WaitLimits
 from halfmoon.sim.cluster.job import Job, Outcome
 from halfmoon.sim.cluster.worker import SimWorker
@@ -142,4 +142,4 @@ class Attempts:
         num_done = steps.num_begun(now_s) - 1 if steps.num_planned else 0  # of the run under way
         step_s = worker.group.latency.policy_step.seconds(decodes.size, worker.progress(now_s)[0])
         given = (decodes.length(job) + num_done - job.prompt for job in decodes.jobs.values())
-        return room_in_ms(step_s, (self._longest_output - num for num in given))
+        return retry_ms_when_full(step_s, (self._longest_output - num for num in given))

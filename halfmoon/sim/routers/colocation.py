@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from halfmoon.policy.placement.place import Placement
+from halfmoon.policy.values import Placement
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.sim.cluster.contention import Contention
 from halfmoon.sim.cluster.job import Job

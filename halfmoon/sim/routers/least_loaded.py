@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from halfmoon.errors import Unavailable
-from halfmoon.policy.placement.place import Placement
+from halfmoon.policy.values import Placement
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
 from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.worker import SimWorker

@@ -12,12 +12,14 @@ from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import ClassTable, QosClass
 from halfmoon.policy.admission.degradation import LIKELY, Admitted
 from halfmoon.policy.models.overheads import handover_s
-from halfmoon.policy.placement.place import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules
+from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.placement.restore_plan import RestoreCosts, RestorePlan, plan_restore
+from halfmoon.policy.values import NOTHING_CACHED, Placement, PlacementRequest
 from halfmoon.policy.view.block_index import BlockEvents, BlockIndex
-from halfmoon.policy.view.cluster_view import ClusterView, WorkerView
+from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.key_table import Keys
 from halfmoon.policy.view.reported_prompts import ReportedPrompts
+from halfmoon.policy.view.worker_view import WorkerView
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
 from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.worker import SimWorker
@@ -176,16 +178,17 @@ class PolicyRouter:
     def place(self, job: Job, exclude: tuple[str, ...], now_s: float) -> Placement:
         """Where it goes. Raises Refused, ContextLengthExceeded or Unavailable, as the live gateway's policies do."""
         name = str(job.index)
-        depths = self._depths(job)
+        cached_blocks = self._cached_blocks(job)
         if job.index not in self._admitted:
-            wanted = PlacementRequest(job.target, max(min(self._longest, self._most(job.target)), job.output), exclude)
-            admitted = self._gatekeeper.decide(self.view, wanted, self._qos, now_s, depths)
+            max_tokens = max(min(self._longest, self._most(job.target)), job.output)
+            wanted = PlacementRequest(job.target, max_tokens, exclude, cached_blocks=cached_blocks)
+            admitted = self._gatekeeper.decide(self.view, wanted, self._qos, now_s)
             self._admitted.add(job.index)
             self._gatekeeper.enter(name, self.view, admitted, job.target, now_s)
             placement = admitted.placement
         else:
-            wanted = PlacementRequest(job.target, job.num_left, exclude)
-            placement = self._gatekeeper.place_again(self.view, wanted, self._qos, now_s, depths)
+            wanted = PlacementRequest(job.target, job.num_left, exclude, cached_blocks=cached_blocks)
+            placement = self._gatekeeper.place_again(self.view, wanted, self._qos, now_s)
             self._gatekeeper.move(name, self.view, placement, now_s)
         self._note_placed(job, placement)
         self._neighbourhood.placed(job, placement, now_s)
@@ -222,7 +225,7 @@ class PolicyRouter:
 
     def best_holder(self, job: Job) -> SimWorker:
         """Who has the longest prefix of it."""
-        return self._holders[int(np.argmax(self._depths(job)))]
+        return self._holders[int(np.argmax(self._cached_blocks(job)))]
 
     def restore_plan(self, placement: Placement, wait_s: float) -> RestorePlan:
         """How the prefix that is to be fetched comes, where the link is free after `wait_s`."""
@@ -268,7 +271,7 @@ class PolicyRouter:
             gaps_s = in_order(job.first_s, job.later_s).tolist() if job.later_s else ()
             self._gatekeeper.note_overheads(self._spec.request_s + self._spec.answer_s, handover_s(gaps_s))
 
-    def _depths(self, job: Job) -> NDArray[np.int64]:
+    def _cached_blocks(self, job: Job) -> NDArray[np.int64]:
         if self._keys is None or self._offsets is None or not job.units:
             return NOTHING_CACHED
         self._tell_index()
@@ -277,7 +280,7 @@ class PolicyRouter:
 
     def _most(self, num_prompt: int) -> int:
         """Output tokens that some worker has memory for."""
-        return int(self.view.roster.most_capacity_tokens) - num_prompt
+        return int(self.view.capabilities.most_capacity_tokens) - num_prompt
 
 
 def _keys(ids: Ints) -> Keys:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from halfmoon.errors import Unavailable
-from halfmoon.policy.placement.place import ContextLengthExceeded, Placement
-from halfmoon.policy.view.cluster_view import WorkerView
+from halfmoon.policy.placement.place import ContextLengthExceeded
+from halfmoon.policy.values import Placement
+from halfmoon.policy.view.worker_view import WorkerView
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
 from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.worker import SimWorker

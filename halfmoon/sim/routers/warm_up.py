@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfmoon.policy.placement.place import Placement
+from halfmoon.policy.values import Placement
 from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.routers.least_loaded import LeastLoadedRouter

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from halfmoon.config.section import Section
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.latency_sources.model_catalogue import known_shape
 from halfmoon.up.config.tree import SystemConfig, WorkerGroup
 from halfmoon.up.from_plan import with_planned_workers

@@ -57,7 +57,7 @@ class LearnedModels:
         def num_busy(of_kind: Sequence[StepTiming]) -> list[float]:
             ends_s = [now_s - one.ended_before_s for one in of_kind]
             times_s = zip(of_kind, ends_s, strict=True)
-            return [view.busy.mean_busy_beside(worker_id, end_s - one.seconds, end_s) for one, end_s in times_s]
+            return [view.busy.mean_busy_colocated(worker_id, end_s - one.seconds, end_s) for one, end_s in times_s]
 
         decodes = [one for one in steps if not one.prefill_tokens]
         if decodes:

@@ -9,8 +9,8 @@ from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL
 from halfmoon.pb.types_pb2 import Role as PbRole
 from halfmoon.policy.models.refinement import WorkerLatency
-from halfmoon.policy.view.cluster_view import LinkView, Role, WorkerView
 from halfmoon.policy.view.reported_prompts import ReportedPrompts
+from halfmoon.policy.view.worker_view import Role, WorkerView
 from halfmoon.rpc.layout_message import layout_from
 from services.gateway.cluster.learned_models import WorkerModels
 
@@ -65,11 +65,6 @@ class Member:
             waiting_prefill_tokens=self.prompts.num_waiting,
             draining=load.draining,
             listening=self.listening,
-            links=tuple(
-                LinkView(link.address, link.bandwidth_bytes_per_s, link.latency_s)
-                for link in load.links
-                if link.bandwidth_bytes_per_s > 0
-            ),
             context_in_use_tokens=load.context_tokens,
             prefill_free_s=self.prompts.free_s(prefill),
             others_prefill_s=self.prompts.others_s(prefill),

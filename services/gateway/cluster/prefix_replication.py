@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.kv.kv_layout import KVLayout
-from halfmoon.policy.view.cluster_view import WorkerView
+from halfmoon.policy.view.worker_view import WorkerView
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership

@@ -20,7 +20,7 @@ from halfmoon.policy.admission.classes import (
     ClassTable,
     QosClass,
 )
-from halfmoon.policy.admission.feedback import AdmissionTargets
+from halfmoon.policy.values import AdmissionTargets
 from services.gateway.control.known_classes import KnownClasses
 from services.gateway.openai.strict_model import Part
 from services.gateway.settings import GatewaySettings

@@ -10,7 +10,7 @@ from aiohttp import web
 from halfmoon.errors import NotFound
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.outcomes import Outcome
-from halfmoon.policy.admission.feedback import AdmissionTargets
+from halfmoon.policy.values import AdmissionTargets
 from services.gateway.cluster.cluster import Cluster
 from services.gateway.control.active_classes import ActiveClasses, ClassBody
 from services.gateway.control.store_view import StoreView

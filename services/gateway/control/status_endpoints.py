@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.models import RequestRow
-from halfmoon.policy.view.cluster_view import WorkerView
+from halfmoon.policy.view.worker_view import WorkerView
 from services.gateway.cluster.cluster import Cluster
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from halfmoon.policy.admission.feedback import AdmissionTargets
 from halfmoon.policy.admission.refusal import PredictedLatency, missed_target
+from halfmoon.policy.values import AdmissionTargets
 
 
 class PastRequest(NamedTuple):

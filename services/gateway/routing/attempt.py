@@ -12,7 +12,7 @@ from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, KVCodec, PrefillRequ
 from halfmoon.pb.types_pb2 import CANCELLED, ERROR, Generation, SamplingParams, Token
 from halfmoon.policy.admission.classes import NO_PROMISES, QosClass
 from halfmoon.policy.models.latency import PrefillSample
-from halfmoon.policy.placement.place import Placement
+from halfmoon.policy.values import Placement
 from halfmoon.rpc.peer import LONG_LIVED_S
 from halfmoon.rpc.spans import NO_SPAN, current_span, operation
 from services.gateway.cluster.cluster import Cluster, Worker

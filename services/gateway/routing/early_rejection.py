@@ -73,25 +73,25 @@ class EarlyRejection:
         How it begins is looked at only where it would be refused if nothing of it were cached.
         """
         gate, view, qos, now_s = self.gatekeeper, self._membership.view(), unread.qos, self._clock()
-        if not gate.holds_to_targets(qos):
+        if not gate.has_enforced_targets(qos):
             return
         beginning, priority = begin(), priority_in(qos, unread.priority)
         if beginning is None:
             return
         prompt = PromptLowerBound(beginning.least_tokens())
         refusal_of = partial(
-            gate.least_refusal, view, priority=priority, has_gaps=unread.has_gaps, qos=qos, now_s=now_s
+            gate.early_refusal, view, priority=priority, has_gaps=unread.has_gaps, qos=qos, now_s=now_s
         )
         refusal = refusal_of(prompt)
-        depths = None if refusal is None else held_blocks(beginning, self._membership, tenant_salt)
-        if depths is None:
+        cached_blocks = None if refusal is None else held_blocks(beginning, self._membership, tenant_salt)
+        if cached_blocks is None:
             return
-        if depths.any():
-            prompt = PromptLowerBound(beginning.least_tokens(), depths)
+        if cached_blocks.any():
+            prompt = PromptLowerBound(beginning.least_tokens(), cached_blocks)
             refusal = refusal_of(prompt)
         if refusal is not None:
             with self._noting(unread, progress, prompt, now_s):
-                gate.refuse_least(refusal, qos, now_s)
+                gate.reject(refusal, qos, now_s)
 
     @contextmanager
     def _noting(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.keys import iter_block_keys, root_key
-from halfmoon.policy.placement.place import NOTHING_CACHED
+from halfmoon.policy.values import NOTHING_CACHED
 from halfmoon.policy.view.block_index import short_keys
 from services.gateway.cluster.membership import Membership
 from services.gateway.openai.endpoint_bodies import AnyBody

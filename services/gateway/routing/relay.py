@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from halfmoon.errors import DeadlineExceeded, NoCapacity, Unavailable
 from halfmoon.pb.prefill_pb2 import KVCodec
-from halfmoon.policy.placement.place import ContextLengthExceeded, Placement
+from halfmoon.policy.placement.place import ContextLengthExceeded
 from halfmoon.policy.retries import FailedAttempt, Reason, Retries
+from halfmoon.policy.values import Placement
 from halfmoon.policy.wait_limits import WaitLimits
 from halfmoon.rpc.context import request_scope
 from services.gateway.cluster.cluster import Cluster

@@ -14,11 +14,9 @@ from halfmoon.pb.prefill_pb2 import FP8, INT4, INT8, RAW, KVCodec
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import QosClass
 from halfmoon.policy.admission.degradation import Admitted
-from halfmoon.policy.admission.feedback import AdmissionTargets
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.placement.candidates import Candidate, ranked_candidates
-from halfmoon.policy.placement.place import NOTHING_CACHED, Placement, PlacementRequest
-from halfmoon.policy.placement.ttft import TtftPrediction
+from halfmoon.policy.values import NOTHING_CACHED, AdmissionTargets, Placement, PlacementRequest, TtftPrediction
 from halfmoon.policy.view.block_index import short_keys
 from halfmoon.policy.view.cluster_view import ClusterView
 from halfmoon.policy.view.key_table import Keys
@@ -86,12 +84,12 @@ class RequestRouting:
         self._admit(self._decided(wanted, judged, now_s))
         self._is_held = True
         assert self._admitted is not None
-        self._gatekeeper.hold(self._name, self._membership.view(), self._admitted, wanted.num_prompt_tokens, now_s)
+        self._gatekeeper.reserve(self._name, self._membership.view(), self._admitted, wanted.num_prompt_tokens, now_s)
 
     def withdraw(self) -> None:
         """Takes `hold` back, if there was any."""
         if self._is_held:
-            self._gatekeeper.withdraw(self._name, self._clock())
+            self._gatekeeper.release(self._name, self._clock())
             self._admitted, self._is_held, self.request = None, False, self._asked
 
     def place(self, exclude: Sequence[str]) -> Placement:
@@ -100,8 +98,8 @@ class RequestRouting:
         if self._admitted is None:
             return self._begin(wanted, self._decided(wanted, self.request.qos, now_s), now_s)
         if self._is_held:
-            self._gatekeeper.call_up(self._name, now_s)
-        placement = self._gatekeeper.place_again(view, wanted, self._admitted.qos, now_s, self._depths())
+            self._gatekeeper.activate(self._name, now_s)
+        placement = self._gatekeeper.place_again(view, wanted, self._admitted.qos, now_s)
         if self._is_held:
             self._is_held = False
             return self._begin(wanted, replace(self._admitted, placement=placement), now_s)
@@ -116,7 +114,14 @@ class RequestRouting:
         sampling = self.request.sampling
         room = sampling.max_tokens - num_output
         least = room if sampling.ignore_eos else sampling.min_tokens - num_output
-        return PlacementRequest(num_prompt, room, tuple(exclude), priority=self._priority(), least_tokens=max(least, 0))
+        return PlacementRequest(
+            num_prompt,
+            room,
+            tuple(exclude),
+            priority=self._priority(),
+            least_tokens=max(least, 0),
+            cached_blocks=self._cached_blocks(),
+        )
 
     def codec(self, usual: KVCodec.ValueType) -> KVCodec.ValueType:
         """How its KV travels."""
@@ -151,11 +156,10 @@ class RequestRouting:
         """`judged` is its class, with the targets that count."""
         view, progress, qos = self._membership.view(), self._progress, self.request.qos
         progress.qos_class = qos.name
-        depths = self._depths()
         try:
-            return replace(self._gatekeeper.decide(view, wanted, judged, now_s, depths), qos=qos)
+            return replace(self._gatekeeper.decide(view, wanted, judged, now_s), qos=qos)
         except Refused as refusal:
-            self._note(wanted, depths, now_s, refusal)
+            self._note(wanted, now_s, refusal)
             trace_admission(progress, now_s, refusal)
             progress.note_refused(refusal)
             raise
@@ -166,24 +170,22 @@ class RequestRouting:
 
     def _begin(self, wanted: PlacementRequest, admitted: Admitted, now_s: float) -> Placement:
         """It goes to its workers."""
-        view, progress, depths = self._membership.view(), self._progress, self._depths()
+        view, progress = self._membership.view(), self._progress
         self._waited_s = now_s - progress.arrived_s
         trace_admission(progress, now_s)
         progress.predicted_ttft_s = self._waited_s + admitted.placement.ttft_s
         progress.predicted_queue_s = admitted.placement.queue_s
         progress.predicted_prefill_s = admitted.placement.prefill_s
         progress.predicted_tbt_s = admitted.mean_tbt_s if admitted.max_tokens > 1 else None
-        self._note(wanted, depths, now_s, admitted.placement)
+        self._note(wanted, now_s, admitted.placement)
         self._admit(admitted)
         self._gatekeeper.enter(self._name, view, admitted, wanted.num_prompt_tokens, now_s)
         if self._keys is not None:
             chain = PromptBlocks(self._block_keys, self._keys[0], self.request.tenant_salt)
-            self._copies.consider(admitted.placement.prefill, depths, chain, now_s)
+            self._copies.consider(admitted.placement.prefill, wanted.cached_blocks, chain, now_s)
         return admitted.placement
 
-    def _note(
-        self, wanted: PlacementRequest, depths: NDArray[np.int64], now_s: float, outcome: Placement | Refused
-    ) -> None:
+    def _note(self, wanted: PlacementRequest, now_s: float, outcome: Placement | Refused) -> None:
         """The decision with its reasons, for those who look on."""
         request, placement = self.request, None if isinstance(outcome, Refused) else outcome
         view = self._membership.view()
@@ -206,7 +208,7 @@ class RequestRouting:
         self._observations.decisions.note(decision)
         if self._keys is not None:
             layout, keys = self._keys
-            self._observations.prefixes.note(keys, depths, layout.block_tokens, now_s)
+            self._observations.prefixes.note(keys, wanted.cached_blocks, layout.block_tokens, now_s)
 
     def _priority(self) -> int:
         """As workers order requests: by class first, then by what the client asked for."""
@@ -214,8 +216,8 @@ class RequestRouting:
             return self._admitted.priority
         return priority_in(self.request.qos, self.request.priority)
 
-    def _depths(self) -> NDArray[np.int64]:
-        """How much of the prompt each worker has."""
+    def _cached_blocks(self) -> NDArray[np.int64]:
+        """How many leading blocks of the prompt each worker has."""
         self.name_blocks()
         return NOTHING_CACHED if self._keys is None else self._membership.index.match(self._keys[1])
 

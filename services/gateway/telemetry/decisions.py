@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from halfmoon.pb.prefill_pb2 import Phase
-from halfmoon.policy.admission.feedback import AdmissionTargets
 from halfmoon.policy.placement.candidates import Candidate
+from halfmoon.policy.values import AdmissionTargets
 from services.gateway.routing.progress import Progress
 
 _MAX_DECISIONS = 512

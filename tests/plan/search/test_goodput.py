@@ -21,7 +21,7 @@ from halfmoon.plan.search.goodput import (
     may_hold_at_first,
     steady_at,
 )
-from halfmoon.policy.view.cluster_view import Role
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, SloTargets, WorkerGroup
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.simulation import simulate

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.classes import Caller, ClassTable, MatchRule, QosClass
-from halfmoon.policy.admission.feedback import AdmissionTargets, Alone, Feedback
+from halfmoon.policy.admission.feedback import Feedback
 from halfmoon.policy.admission.reservations import Reservations
 from halfmoon.policy.models.output_lengths import OutputLengths
+from halfmoon.policy.values import AdmissionTargets, UnloadedLatency
 
 GOLD = QosClass(
     "gold", -1, 0.5, rules=(MatchRule("header", "gold", "X-Customer-Tier"), MatchRule("api_key", "key-1")), ttft_s=1.0
@@ -114,7 +115,7 @@ def test_an_owner_always_gets_its_share_and_borrowers_never_more_than_there_is(
 
 def fed(feedback: Feedback, qos: QosClass, ttft_s: Sequence[float], entered_s: float, ended_s: float) -> None:
     for one_s in ttft_s:
-        feedback.add(qos, one_s, 0.01, Alone(), entered_s, ended_s)
+        feedback.add(qos, one_s, 0.01, UnloadedLatency(), entered_s, ended_s)
 
 
 def test_targets_tighten_while_too_many_are_late_and_recover() -> None:
@@ -138,7 +139,7 @@ def test_no_target_is_tightened_to_what_nobody_could_meet_alone(alone_s: float, 
     feedback, qos = Feedback(), QosClass("x", ttft_s=1.0, tbt_s=1.0)
     for step in range(0, 2 * num_steps, 2):
         for _ in range(20):
-            feedback.add(qos, 1.5, 1.5, Alone(alone_s, alone_s), step, step + 1.0)
+            feedback.add(qos, 1.5, 1.5, UnloadedLatency(alone_s, alone_s), step, step + 1.0)
         feedback.targets(qos, step + 1.0)
     found = feedback.targets(qos, 2.0 * num_steps)
     least_s = min((1 + alone_s) / 2, 1.0)
@@ -149,7 +150,7 @@ def test_the_slowest_few_set_no_limit() -> None:
     feedback = Feedback()
     for step in range(0, 40, 2):
         for number in range(40):
-            feedback.add(GOLD, 1.05, None, Alone(0.9 if number == 0 else 0.2), step, step + 1.0)
+            feedback.add(GOLD, 1.05, None, UnloadedLatency(0.9 if number == 0 else 0.2), step, step + 1.0)
         feedback.targets(GOLD, step + 1.0)
     assert feedback.targets(GOLD, 40.0).ttft_s == pytest.approx(0.6)
 
@@ -189,10 +190,10 @@ def test_a_step_down_waits_for_what_the_last_one_did() -> None:
 def test_fast_requests_loosen_what_was_tightened() -> None:
     feedback, tight = Feedback(), QosClass("tight", tbt_s=0.1)
     for _ in range(30):
-        feedback.add(tight, 9.0, 0.2, Alone(), 0.0, 0.0)
+        feedback.add(tight, 9.0, 0.2, UnloadedLatency(), 0.0, 0.0)
     assert (feedback.targets(tight, 1.0).tbt_s or 0) < 0.1
     for _ in range(30):
-        feedback.add(tight, 9.0, 0.01, Alone(), 10.0, 61.5)
+        feedback.add(tight, 9.0, 0.01, UnloadedLatency(), 10.0, 61.5)
     for step in range(40):
         feedback.targets(tight, 62.0 + step / 2)
     assert feedback.targets(tight, 83.0).tbt_s == 0.1
@@ -231,4 +232,4 @@ def test_what_is_tightened_says_why_and_looking_changes_nothing() -> None:
     feedback.targets(GOLD, 5.0)
     (found,) = feedback.tightenings(GOLD).values()
     assert found == pytest.approx((0.9, 1.2))
-    assert found.told(0.999) == "900 ms, because 99.9 % of its latest requests took up to 1.2 s"
+    assert found.explain(0.999) == "900 ms, because 99.9 % of its latest requests took up to 1.2 s"

@@ -1,74 +1,94 @@
-"""What a request may have: all that it asks for, then less, predicted anew only where that may help."""
+"""The steps by which a class reduces a request, and when a step is placed anew."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from hypothesis import given
+from hypothesis import strategies as st
 
+from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import Degradation, QosClass
-from halfmoon.policy.admission.degradation import DegradationSteps
+from halfmoon.policy.admission.degradation import PRECISION_FACTOR, Admitted, degraded_requests
+from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.forecast.request_forecast import RequestForecast
 from halfmoon.policy.models.latency import PrefillModel, StepModel
-from halfmoon.policy.models.output_lengths import OutputLengths
-from halfmoon.policy.placement.place import NOTHING_CACHED, Placement, PlacementRequest, PlacementRules
-from halfmoon.policy.placement.ttft import TtftPrediction
-from halfmoon.policy.view.cluster_view import ClusterView, WorkerView
+from halfmoon.policy.placement.place import PlacementRules
+from halfmoon.policy.values import Placement, PlacementRequest
+from halfmoon.policy.view.cluster_view import ClusterView
+from halfmoon.policy.view.worker_view import WorkerView
 
 P = WorkerView("p", "prefill", "a:1", 9000, 10, 900, 900, step_tokens=100, prefill_model=PrefillModel(0.0, 0.01, 0.0))
 D = WorkerView("d", "decode", "b:1", 9000, 10, 900, 900, step_model=StepModel(0.0, 0.01, 0.0))
 
 
-class Counting(RequestForecast):
-    """Knows how often somebody asked."""
-
-    def __init__(self) -> None:
-        super().__init__(PlacementRules(), random.Random(0))
-        self.num_placed = 0
-
-    def place(
-        self,
-        view: ClusterView,
-        request: PlacementRequest,
-        now_s: float,
-        depths: NDArray[np.int64] = NOTHING_CACHED,
-        ranked_by: TtftPrediction | None = None,
-    ) -> Placement:
-        self.num_placed += 1
-        return super().place(view, request, now_s, depths, ranked_by)
+QOS = QosClass("x", ttft_s=0.01, capped_tokens=100, degradation=("cap_max_tokens", "lower_kv_precision"))
 
 
 @pytest.mark.parametrize(
-    ("workers", "depths", "num_placed"),
+    ("workers", "num_blocks", "num_estimates", "num_placed"),
     [
-        ((P, D), [0, 0], 1),
-        ((P, D, replace(D, worker_id="small", total_blocks=30)), [0, 0], 2),  # that one may serve a short answer
-        ((replace(P, holder=0, fetch_s_per_token=1e-3), D), [0, 9, 0], 2),  # fetching may be quicker
+        ((P, D), [0, 0], 1, 1),
+        ((P, D, replace(D, worker_id="small", total_blocks=30)), [0, 0], 1, 2),  # it may serve a short answer
+        ((replace(P, holder=0, fetch_s_per_token=1e-3), D), [0, 9, 0], 2, 2),  # fetching may be faster
     ],
 )
-def test_less_is_predicted_anew_only_where_another_worker_may_serve_it(
-    workers: tuple[WorkerView, ...], depths: list[int], num_placed: int
+def test_a_step_is_placed_anew_only_if_another_worker_may_serve_it_better(
+    monkeypatch: pytest.MonkeyPatch,
+    workers: tuple[WorkerView, ...],
+    num_blocks: list[int],
+    num_estimates: int,
+    num_placed: int,
 ) -> None:
-    view, forecast = ClusterView(workers), Counting()
-    steps: tuple[Degradation, ...] = ("cap_max_tokens", "lower_kv_precision", "shed_lowest_class")
-    qos = QosClass("x", ttft_s=0.01, capped_tokens=100, degradation=steps)
-    offers = DegradationSteps(forecast, OutputLengths()).of(
-        view, PlacementRequest(200, 500), qos, 0.0, np.array(depths)
-    )
-    found = [(one.max_tokens, one.lower_kv_precision) for one in offers]
-    assert found == [(500, False), (100, False), (100, True)]
-    assert forecast.num_placed == num_placed
+    counts = Counter[str]()
+
+    def counted(name: str) -> Callable[..., Any]:
+        method = getattr(RequestForecast, name)
+
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return method(*args)
+
+        return call
+
+    for name in ("ttft", "refine_decode"):
+        monkeypatch.setattr(RequestForecast, name, counted(name))
+    controller = AdmissionController("predicted", PlacementRules(), random.Random(0))
+    request = PlacementRequest(200, 500, cached_blocks=np.array(num_blocks))
+    with pytest.raises(Refused, match="first token"):
+        controller.decide(ClusterView(workers), request, QOS, 0.0)
+    assert (counts["ttft"], counts["refine_decode"]) == (num_estimates, num_placed)
 
 
-def test_what_is_not_taken_is_not_predicted() -> None:
-    forecast = Counting()
-    qos = QosClass("x", capped_tokens=100, degradation=("cap_max_tokens",))
-    offers = DegradationSteps(forecast, OutputLengths()).of(
-        ClusterView((P, D)), PlacementRequest(200, 50), qos, 0.0, NOTHING_CACHED
-    )
-    assert next(offers).max_tokens == 50
-    assert list(offers) == []  # it asks for less than the cap already
-    assert forecast.num_placed == 1
+def test_steps_add_up_and_those_without_effect_are_left_out() -> None:
+    steps = [(one.max_tokens, one.fetch_factor) for one in degraded_requests(PlacementRequest(200, 500), QOS)]
+    assert steps == [(100, 1.0), (100, PRECISION_FACTOR)]
+    assert [one.max_tokens for one in degraded_requests(PlacementRequest(200, 50), QOS)] == [50]
+    assert list(degraded_requests(PlacementRequest(200, 50), replace(QOS, degradation=("cap_max_tokens",)))) == []
+    assert list(degraded_requests(PlacementRequest(200, 500), replace(QOS, degradation=("shed_lowest_class",)))) == []
+
+
+@given(
+    st.integers(1, 10_000),
+    st.integers(1, 500),
+    st.lists(st.sampled_from(get_args(Degradation)), unique=True).map(tuple),
+)
+def test_no_step_asks_for_more(max_tokens: int, capped: int, degradation: tuple[Degradation, ...]) -> None:
+    request, qos = PlacementRequest(200, max_tokens), QosClass("x", capped_tokens=capped, degradation=degradation)
+    for less in degraded_requests(request, qos):
+        assert less != request
+        assert less.max_tokens <= request.max_tokens
+        assert less.fetch_factor <= request.fetch_factor
+        request = less
+
+
+def test_an_answer_of_one_token_is_not_judged_by_its_tbt() -> None:
+    placement = Placement(P, D, ttft_s=3.0, queue_s=1.0, overhead_s=0.5, work_s=1.0)
+    assert Admitted(placement, QOS, 2, False, 2.0).latency(0.1)[:3] == (3.0, 0.1, 1.5)  # half a second in shared steps
+    assert Admitted(placement, QOS, 1, False, 1.0).latency(0.1).tbt_s is None

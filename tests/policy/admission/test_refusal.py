@@ -11,12 +11,13 @@ import pytest
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import ClassTable, QosClass
 from halfmoon.policy.admission.degradation import Admitted
-from halfmoon.policy.admission.feedback import AdmissionTargets
 from halfmoon.policy.admission.refusal import AdmissionMode, Refused
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
 from halfmoon.policy.models.latency import PrefillModel, StepModel
-from halfmoon.policy.placement.place import PlacementRequest, PlacementRules
-from halfmoon.policy.view.cluster_view import ClusterView, WorkerView
+from halfmoon.policy.placement.place import PlacementRules
+from halfmoon.policy.values import AdmissionTargets, PlacementRequest
+from halfmoon.policy.view.cluster_view import ClusterView
+from halfmoon.policy.view.worker_view import WorkerView
 
 PREFILL, STEP = PrefillModel(0.0, 1e-2, 0.0), StepModel(0.0, 1e-2, 0.0)  # 100 tokens a second; 10 ms a sequence
 REQUEST = PlacementRequest(100, 200)

@@ -22,7 +22,7 @@ def test_work_of_those_that_came_in_the_last_minute(comes: list[tuple[float, int
         now_s += after_s
         rate.add(num_tokens, now_s)
         came = [one for one in [*came, (now_s, num_tokens)] if one[0] >= now_s - 60][-256:]
-        mean_s = sum(pace.beside_decodes_s(tokens) for _, tokens in came) / len(came)
+        mean_s = sum(pace.chunked_s(tokens) for _, tokens in came) / len(came)
         past_s = now_s - came[0][0]
         num = int(len(came) / past_s * 7 + 1 / 3) if past_s >= 10 else 0
         assert rate.work_s(pace, 7, now_s) == pytest.approx(num * mean_s)

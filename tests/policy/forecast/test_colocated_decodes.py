@@ -21,9 +21,9 @@ def test_steps_get_shorter_as_sequences_end() -> None:
 
 def test_a_prompt_that_is_computed_decodes_in_the_same_steps_if_it_stays() -> None:
     own = ColocatedDecodes(3, lives(), MODEL)
-    own.decode(None, 1.0)
-    own.decode(Decoding(4, 2.0, 50.0), 1.0)
+    own.begin_decode(None, 1.0)
+    own.begin_decode(Decoding(4, 2.0, 50.0), 1.0)
     assert own.step_s(1.0) == 0
-    own.decode(Decoding(3, 2.0, 50.0), 1.0)
+    own.begin_decode(Decoding(3, 2.0, 50.0), 1.0)
     assert own.step_s(2.0) == pytest.approx(1.0 + 0.1 + 0.05)
     assert own.step_s(3.0) == 0

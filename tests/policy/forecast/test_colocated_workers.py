@@ -38,10 +38,10 @@ def test_work_is_done_as_the_busy_ones_leave_it_time(
 def test_more_work_makes_a_busy_worker_no_busier() -> None:
     neighbours = beside({7: [(0.0, 2.0), (1.0, 2.0)], 8: []})
     assert neighbours.after(0.5, 0.0, 1.0) == 1.0
-    neighbours.decode(Decoding(7, 2.0), 1.0)  # until 3, now
-    neighbours.decode(Decoding(9, 9.0), 1.0)  # no neighbour
+    neighbours.begin_decode(Decoding(7, 2.0), 1.0)  # until 3, now
+    neighbours.begin_decode(Decoding(9, 9.0), 1.0)  # no neighbour
     assert neighbours.after(1.0, 1.0, 1.0) == 3.0
-    neighbours.decode(Decoding(8, 1.0), 3.0)
+    neighbours.begin_decode(Decoding(8, 1.0), 3.0)
     assert neighbours.after(1.0, 3.0, 1.0) == 4.5
     assert beside({7: [(0.0, 9.0)]}).after(2.0, 0.0, 0.0) == 2.0
 

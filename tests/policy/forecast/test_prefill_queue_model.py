@@ -16,7 +16,7 @@ from halfmoon.engine.scheduler import Scheduler, SchedulerLimits
 from halfmoon.engine.sequence import Sequence
 from halfmoon.policy.forecast.colocated_decodes import ColocatedDecodes
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding
-from halfmoon.policy.forecast.prefill_queue_model import Prefill, PrefillQueueModel, Speed
+from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel, PromptWork, Speed
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from tests.policy.busy_host import beside
 from tests.policy.sequences import lives
@@ -26,8 +26,8 @@ SPEED = Speed(PrefillModel(0.0, 0.01, 0.0), STEP)  # a second a full step
 NOBODY = ColocatedWorkers({})
 
 
-def work(num_tokens: int, priority: int = 0, ready_s: float = -math.inf) -> Prefill:
-    return Prefill(num_tokens, 0, priority, ready_s)
+def work(num_tokens: int, priority: int = 0, ready_s: float = -math.inf) -> PromptWork:
+    return PromptWork(num_tokens, 0, priority, ready_s)
 
 
 def course(*prompts: int) -> PrefillQueueModel:
@@ -44,7 +44,7 @@ class When(NamedTuple):
 
 def predict(
     made: PrefillQueueModel,
-    wanted: Prefill,
+    wanted: PromptWork,
     now_s: float = 0.0,
     speed: Speed = SPEED,
     neighbours: ColocatedWorkers = NOBODY,
@@ -71,7 +71,7 @@ def test_what_comes_before_is_computed_first() -> None:
 
 
 waiting = st.builds(
-    Prefill, st.integers(1, 400), st.integers(0, 2_000), st.integers(-1, 1), st.sampled_from([-math.inf, 1.0, 3.0])
+    PromptWork, st.integers(1, 400), st.integers(0, 2_000), st.integers(-1, 1), st.sampled_from([-math.inf, 1.0, 3.0])
 )
 
 
@@ -86,8 +86,8 @@ waiting = st.builds(
     st.floats(0, 1),
 )
 def test_no_prompt_is_done_before_the_earliest_moment(
-    prompts: list[Prefill],
-    wanted: Prefill,
+    prompts: list[PromptWork],
+    wanted: PromptWork,
     now_s: float,
     ahead_s: float,
     in_chunks: bool,

@@ -9,8 +9,9 @@ import pytest
 from halfmoon.policy.forecast.decode_forecast import DecodeForecast
 from halfmoon.policy.forecast.prefill_queue_models import PrefillQueueModels
 from halfmoon.policy.models.latency import PrefillModel, StepModel
-from halfmoon.policy.placement.place import Placement
-from halfmoon.policy.view.cluster_view import ClusterView, WorkerView
+from halfmoon.policy.values import Placement
+from halfmoon.policy.view.cluster_view import ClusterView
+from halfmoon.policy.view.worker_view import WorkerView
 
 MODEL = PrefillModel(0.0, 0.01, 0.0)
 P = WorkerView("p", "prefill", "host:1", 9000, 10, 900, 900, step_tokens=100, prefill_model=MODEL, contention=1.0)
@@ -26,7 +27,7 @@ def at(view: ClusterView, prefill: WorkerView, decode: WorkerView, num_tokens: i
 
 
 def refined(courses: PrefillQueueModels, view: ClusterView, placement: Placement, now_s: float) -> tuple[float, float]:
-    found = courses.refined(view, placement, 100, 0, now_s)
+    found = courses.refine(view, placement, 100, 0, now_s)
     return pytest.approx(found.queue_s), pytest.approx(found.prefill_s)  # type: ignore[return-value]
 
 
@@ -74,7 +75,7 @@ def test_a_worker_whose_steps_are_not_known_keeps_what_was_predicted(known: dict
     worker = replace(P, **known)  # type: ignore[arg-type]
     placement = at(view, worker, D)
     courses.join("first", view, placement, 100, 10, 0, 0.0)
-    assert courses.refined(view, placement, 100, 0, 0.0) is placement
+    assert courses.refine(view, placement, 100, 0, 0.0) is placement
 
 
 B = replace(P, worker_id="b", role="both", chunk_tokens=50, contention=0.0, step_model=StepModel(0.1, 0.0, 0.0))
@@ -147,9 +148,9 @@ def test_what_caches_have_of_its_own_prompts_is_not_the_work_of_others() -> None
 
 def test_neighbours_are_the_members_of_one_host() -> None:
     view = ClusterView((P, D, ELSEWHERE))
-    assert view.beside("p").tolist() == [False, True, False, False]
+    assert view.colocated_with("p").tolist() == [False, True, False, False]
     view.remove("d")
-    assert not view.beside("p").any()
-    assert not view.beside("e").any()
+    assert not view.colocated_with("p").any()
+    assert not view.colocated_with("e").any()
     view.put(replace(D, worker_id="f", address="other:9"))  # in the row that is free
-    assert view.beside("e").tolist() == [False, True, False, False]
+    assert view.colocated_with("e").tolist() == [False, True, False, False]

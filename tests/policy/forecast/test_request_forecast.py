@@ -10,22 +10,28 @@ import pytest
 
 from halfmoon.policy.forecast.request_forecast import RequestForecast, RunningRequest
 from halfmoon.policy.models.latency import PrefillModel, StepModel
-from halfmoon.policy.placement.place import PlacementRequest, PlacementRules
+from halfmoon.policy.placement.place import PlacementRules, place
 from halfmoon.policy.placement.ranking import PlacementMode
-from halfmoon.policy.view.cluster_view import ClusterView, WorkerView
+from halfmoon.policy.values import Placement, PlacementRequest
+from halfmoon.policy.view.cluster_view import ClusterView
+from halfmoon.policy.view.worker_view import WorkerView
 
 P = WorkerView("p", "prefill", "a:1", 9000, 10, 900, 900, step_tokens=100, prefill_model=PrefillModel(0.0, 0.01, 0.0))
 SLOWER = PrefillModel(0.0, 0.012, 0.0)
 D = WorkerView("d", "decode", "b:1", 9000, 10, 900, 900, step_model=StepModel(0.0, 0.01, 0.0))
 
 
+def placed_by(forecast: RequestForecast, view: ClusterView, request: PlacementRequest, now_s: float) -> Placement:
+    return place(view, request, PlacementRules(), forecast, now_s, random.Random(0))
+
+
 def test_the_decode_load_is_that_of_the_moment_when_the_steps_end() -> None:
-    forecast, view = RequestForecast(PlacementRules(), random.Random(0)), ClusterView((P, D))
-    long = forecast.place(view, PlacementRequest(250, 1), 0.0)
+    forecast, view = RequestForecast(2.0), ClusterView((P, D))
+    long = placed_by(forecast, view, PlacementRequest(250, 1), 0.0)
     forecast.move("long", view, RunningRequest(250, 1.0, 0.0, 0), long, 0.0)
     for number, leaves_s in enumerate((2.6, 2.8, 9.0)):
         forecast.decodes.join(str(number), 1, 0.0, leaves_s, 10, 10)
-    placed = forecast.place(view, PlacementRequest(90, 10), 0.5)
+    placed = placed_by(forecast, view, PlacementRequest(90, 10), 0.5)
     assert placed.ranked_by is not None
     moments_s = (0.5 + float(placed.ranked_by.seconds[0]), 0.5 + placed.ttft_s)
     loads = [forecast.decodes.loads(at_s, 0.5, 2).batch[1] for at_s in moments_s]
@@ -49,22 +55,21 @@ def test_a_prompt_goes_where_neighbours_leave_it_time(
     """Beside each busy one of two neighbours it takes half as long again."""
     p, q = replace(P, contention=0.5, holder=0), replace(P, worker_id="q", address="c:1", prefill_model=SLOWER)
     beside = [replace(D, worker_id=name, address=f"a:{name}") for name in ("d1", "d2")]
-    view, forecast = ClusterView((p, q, *beside, D)), RequestForecast(PlacementRules(mode), random.Random(0))
+    rules = PlacementRules(mode)
+    view, forecast, rng = ClusterView((p, q, *beside, D)), RequestForecast(rules.fetching_threshold), random.Random(0)
     for one in beside:
         row = view.row(one.worker_id)
         assert row is not None
         forecast.decodes.join(one.worker_id, row, 0.0, busy_s, 10, 900)
-    placed = [
-        forecast.place(view, PlacementRequest(100, 10), 1e-3 * number, np.array([cached // 10, 0]))
-        for number in range(20)
-    ]
+    request = PlacementRequest(100, 10, cached_blocks=np.array([cached // 10, 0]))
+    placed = [place(view, request, rules, forecast, 1e-3 * number, rng) for number in range(20)]
     names = {one.prefill.worker_id for one in placed}
     assert names == ({"p", "q"} if goes_to == "either" else {goes_to})
 
 
 def test_an_answer_lasts_as_long_as_its_mean_gap_says() -> None:
-    forecast, view = RequestForecast(PlacementRules(), random.Random(0)), ClusterView((P, D))
-    placed = forecast.place(view, PlacementRequest(100, 10), 0.0)
+    forecast, view = RequestForecast(2.0), ClusterView((P, D))
+    placed = placed_by(forecast, view, PlacementRequest(100, 10), 0.0)
     assert placed.tbt_s == pytest.approx(0.01)  # alone, as it begins; others will slow it down
     forecast.move("r", view, RunningRequest(100, 100.0, 0.05, 0), placed, 0.0)
     forecast.begin_decode("r", 2.0)

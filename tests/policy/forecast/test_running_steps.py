@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import QosClass
-from halfmoon.policy.forecast.prefill_queue_model import Prefill
+from halfmoon.policy.forecast.prefill_queue_model import PromptWork
 from halfmoon.policy.forecast.request_forecast import RequestForecast
-from halfmoon.policy.placement.place import PlacementRequest, PlacementRules
+from halfmoon.policy.placement.place import PlacementRules
+from halfmoon.policy.values import PlacementRequest
 from halfmoon.policy.view.cluster_view import ClusterView
 from tests.policy.test_unread import NOW_S, D, P, Scene, scenes
 
@@ -30,7 +31,7 @@ def test_no_prompt_is_computed_before_the_step_under_way_and_its_own_work(
     view = scene.view()
     forecast, now_s = forecast_of(scene.gate(view)), NOW_S + later_s
     left_s = forecast.steps_left_s(view, now_s)
-    work = Prefill(num_tokens, 0, priority, -math.inf)
+    work = PromptWork(num_tokens, 0, priority, -math.inf)
     for row, worker in enumerate(view.workers):
         least_s = left_s[row] + worker.prefill_model.seconds(num_tokens)
         assert least_s <= forecast.earliest_s(view, row, work, now_s) + 1e-6

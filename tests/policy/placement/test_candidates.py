@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.admission.feedback import AdmissionTargets
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.policy.placement.candidates import ranked_candidates
-from halfmoon.policy.placement.place import PlacementRequest, PlacementRules, place
-from halfmoon.policy.view.cluster_view import ClusterView, WorkerView
+from halfmoon.policy.placement.place import PlacementRules, place
+from halfmoon.policy.values import AdmissionTargets, PlacementRequest
+from halfmoon.policy.view.cluster_view import ClusterView
+from halfmoon.policy.view.worker_view import WorkerView
 from services.gateway.control.target_preview import PastRequest, preview_targets
+from tests.policy.reported_state import ReportedState
 
 SPEED = PrefillModel(0.001, 0.0001, 1e-8)
 PREFILL = WorkerView("p0", "prefill", "h:1", 100_000, 64, 1_000, 1_000, prefill_model=SPEED, holder=0)
@@ -24,7 +26,7 @@ DECODE = replace(PREFILL, worker_id="d0", role="decode", holder=-1)
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.integers(0, 10), st.booleans()), min_size=1, max_size=8))
 def test_the_parts_add_up_to_what_placement_predicts(workers: list[tuple[float, int, bool]]) -> None:
-    depths = np.array([depth for _, depth, _ in workers] + [0])
+    cached_blocks = np.array([num_blocks for _, num_blocks, _ in workers] + [0])
     prefills = [
         replace(
             PREFILL, worker_id=f"p{i}", prefill_free_s=free_s, holder=i, fetch_s_per_token=1e-5 if fetches else np.inf
@@ -32,7 +34,8 @@ def test_the_parts_add_up_to_what_placement_predicts(workers: list[tuple[float, 
         for i, (free_s, _, fetches) in enumerate(workers)
     ]
     view, rules = ClusterView([*prefills, DECODE]), PlacementRules()
-    placement = place(view, PlacementRequest(1_000, 10), rules, 0.0, random.Random(0), depths)
+    request = PlacementRequest(1_000, 10, cached_blocks=cached_blocks)
+    placement = place(view, request, rules, ReportedState(view, rules), 0.0, random.Random(0))
     chosen = placement.prefill.worker_id
     assert placement.ranked_by is not None
     found = ranked_candidates(view, 1_000, placement.ranked_by, 3, placement)

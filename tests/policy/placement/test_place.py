@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -14,19 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import Unavailable
-from halfmoon.policy.admission.feedback import AdmissionTargets
-from halfmoon.policy.forecast.decode_forecast import DecodeLoads
 from halfmoon.policy.models.latency import PrefillModel, StepModel
-from halfmoon.policy.placement.place import (
-    ContextLengthExceeded,
-    Placement,
-    PlacementRequest,
-    PlacementRules,
-    place,
-)
+from halfmoon.policy.placement.place import ContextLengthExceeded, PlacementRules, place
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.placement.restore_plan import RestoreCosts, meeting_point
-from halfmoon.policy.view.cluster_view import ClusterView, Role, WorkerView
+from halfmoon.policy.values import (
+    NO_TARGETS,
+    NOTHING_CACHED,
+    AdmissionTargets,
+    DecodeLoads,
+    Placement,
+    PlacementRequest,
+)
+from halfmoon.policy.view.cluster_view import ClusterView
+from halfmoon.policy.view.worker_view import Role, WorkerView
+from tests.policy.reported_state import ReportedState
 
 PREFILL = PrefillModel(0.01, 1e-3, 0.0)
 STEP = StepModel(0.01, 1e-3, 1e-6)
@@ -44,10 +47,13 @@ def placed(
     max_tokens: int = 50,
     mode: PlacementMode = "kvcache-centric",
     seed: int = 0,
-    **more: Any,
+    cached_blocks: np.ndarray[Any, Any] = NOTHING_CACHED,
+    targets: AdmissionTargets = NO_TARGETS,
+    loads_at: Callable[[float], DecodeLoads] | None = None,
 ) -> Placement:
-    request = PlacementRequest(num_prompt_tokens, max_tokens, exclude)
-    return place(ClusterView(workers), request, PlacementRules(mode), 0.0, random.Random(seed), **more)
+    request = PlacementRequest(num_prompt_tokens, max_tokens, exclude, targets=targets, cached_blocks=cached_blocks)
+    view, rules = ClusterView(workers), PlacementRules(mode)
+    return place(view, request, rules, ReportedState(view, rules, loads_at), 0.0, random.Random(seed))
 
 
 def chosen(*workers: WorkerView, **more: Any) -> tuple[str, str]:
@@ -149,7 +155,7 @@ def test_a_placement_is_always_one_that_can_work(
     assert not prefill.draining
     assert not decode.draining
     assert decode.listening
-    assert decode.holds(num_prompt + max_tokens)
+    assert num_prompt + max_tokens <= decode.capacity_tokens
     assert "w0" not in (prefill.worker_id, decode.worker_id)
     assert (prefill.role, decode.role) in (("prefill", "decode"), ("both", "both"))
     assert (prefill is decode) == (prefill.role == "both") == (placement.decode_address == "")
@@ -160,12 +166,12 @@ Q0, Q1 = worker("q0", "prefill", holder=0, **FAST), worker("q1", "prefill", hold
 E0, E1 = worker("e0", "decode", holder=2, **FAST), worker("e1", "decode", holder=3, **FAST)
 
 
-def depths(*blocks: int) -> np.ndarray[Any, Any]:
+def cached(*blocks: int) -> np.ndarray[Any, Any]:
     return np.array([*blocks, 0], dtype=np.int64)
 
 
 def test_the_predictions() -> None:
-    placement = placed(replace(Q0, prefill_free_s=0.5), E0, depths=depths(2, 0, 0))
+    placement = placed(replace(Q0, prefill_free_s=0.5), E0, cached_blocks=cached(2, 0, 0))
     assert placement.cached_tokens == 32
     assert placement.ttft_s == pytest.approx(0.5 + PREFILL.seconds(68, 32))
     assert placement.tbt_s == pytest.approx(STEP.seconds(1, 100))
@@ -174,42 +180,46 @@ def test_the_predictions() -> None:
 
 
 def test_one_token_is_always_left_to_compute() -> None:
-    placement = placed(Q0, E0, num_prompt_tokens=32, depths=depths(2, 0, 0, 0))
+    placement = placed(Q0, E0, num_prompt_tokens=32, cached_blocks=cached(2, 0, 0, 0))
     assert placement.cached_tokens == 16
 
 
 def test_a_prefix_is_weighed_against_a_queue() -> None:
-    found = depths(4, 0, 0, 0)
+    found = cached(4, 0, 0, 0)
     saved_s = PREFILL.seconds(100) - PREFILL.seconds(36, 64)
-    assert chosen(replace(Q0, prefill_free_s=0.9 * saved_s), Q1, E0, depths=found) == ("q0", "e0")
-    assert chosen(replace(Q0, prefill_free_s=1.1 * saved_s), Q1, E0, depths=found) == ("q1", "e0")
+    assert chosen(replace(Q0, prefill_free_s=0.9 * saved_s), Q1, E0, cached_blocks=found) == ("q0", "e0")
+    assert chosen(replace(Q0, prefill_free_s=1.1 * saved_s), Q1, E0, cached_blocks=found) == ("q1", "e0")
 
 
 def test_the_best_holder_lends_its_prefix_where_that_pays() -> None:
     far = replace(Q1, fetch_s_per_token=1e-5)
     busy = replace(Q0, prefill_free_s=60.0)
-    for found, fetched in ((depths(6, 0, 0, 0), 96), (depths(6, 2, 0, 0), 64), (depths(0, 0, 0, 6), 96)):
-        placement = placed(busy, far, E0, depths=found)
+    for found, fetched in ((cached(6, 0, 0, 0), 96), (cached(6, 2, 0, 0), 64), (cached(0, 0, 0, 6), 96)):
+        placement = placed(busy, far, E0, cached_blocks=found)
         assert (placement.prefill.worker_id, placement.fetched_tokens) == ("q1", fetched)
         assert placement.ttft_s < PREFILL.seconds(100 - placement.cached_tokens, placement.cached_tokens)
-    for near in (depths(6, 3, 0, 0), depths(6, 6, 0, 0)):  # not more than twice as much
-        assert placed(busy, far, E0, depths=near).fetched_tokens == 0
-    assert placed(busy, replace(far, fetch_s_per_token=1.0), E0, depths=depths(6, 0, 0, 0)).ttft_s <= PREFILL.seconds(
-        100
+    for near in (cached(6, 3, 0, 0), cached(6, 6, 0, 0)):  # not more than twice as much
+        assert placed(busy, far, E0, cached_blocks=near).fetched_tokens == 0
+    assert placed(
+        busy, replace(far, fetch_s_per_token=1.0), E0, cached_blocks=cached(6, 0, 0, 0)
+    ).ttft_s <= PREFILL.seconds(100)
+    assert (
+        placed(busy, replace(far, fetch_s_per_token=math.inf), E0, cached_blocks=cached(6, 0, 0, 0)).fetched_tokens == 0
     )
-    assert placed(busy, replace(far, fetch_s_per_token=math.inf), E0, depths=depths(6, 0, 0, 0)).fetched_tokens == 0
-    assert placed(busy, far, E0, depths=depths(6, 0, 0, 0), mode="cache-aware").fetched_tokens == 0
+    assert placed(busy, far, E0, cached_blocks=cached(6, 0, 0, 0), mode="cache-aware").fetched_tokens == 0
 
 
 def test_what_the_store_has_and_the_worker_lacks_is_restored() -> None:
     stored = replace(Q1, fetch_s_per_token=1e-5, store_holder=2)
     for own, fetched in ((0, 96), (2, 64), (5, 16), (6, 0)):  # whatever the ratio of the two
-        placement = placed(stored, E0, depths=depths(0, own, 6, 0), mode="cache-aware")
+        placement = placed(stored, E0, cached_blocks=cached(0, own, 6, 0), mode="cache-aware")
         assert (placement.cached_tokens, placement.fetched_tokens) == (16 * own, fetched)
-    assert placed(stored, E0, depths=depths(6, 0, 0, 0)).fetched_tokens == 0  # another worker has it: out of reach
-    assert placed(replace(stored, fetch_s_per_token=math.inf), E0, depths=depths(0, 0, 6, 0)).fetched_tokens == 0
+    assert (
+        placed(stored, E0, cached_blocks=cached(6, 0, 0, 0)).fetched_tokens == 0
+    )  # another worker has it: out of reach
+    assert placed(replace(stored, fetch_s_per_token=math.inf), E0, cached_blocks=cached(0, 0, 6, 0)).fetched_tokens == 0
     busy = replace(Q0, prefill_free_s=0.05, fetch_s_per_token=1e-5, store_holder=2)
-    assert placed(busy, stored, E0, depths=depths(6, 0, 6, 0)).prefill.worker_id == "q1"
+    assert placed(busy, stored, E0, cached_blocks=cached(6, 0, 6, 0)).prefill.worker_id == "q1"
 
 
 @given(
@@ -222,7 +232,7 @@ def test_what_the_store_has_and_the_worker_lacks_is_restored() -> None:
 def test_a_restore_takes_what_its_plan_says(queue_s: float, load_s: float, alpha: float, beta: float, own: int) -> None:
     model = PrefillModel(0.0, alpha, beta)
     stored = replace(Q1, prefill_model=model, prefill_free_s=queue_s, fetch_s_per_token=load_s, store_holder=2)
-    placement = placed(stored, E0, depths=depths(0, own, 6, 0))
+    placement = placed(stored, E0, cached_blocks=cached(0, own, 6, 0))
     computed_s, missing = queue_s + model.seconds(100 - 16 * own, 16 * own), 96 - 16 * own
     costs = RestoreCosts(alpha + beta * 16 * own, load_s, beta, compute_queue_s=queue_s)
     restored_s = costs.restore_s(meeting_point(costs, missing), missing)
@@ -286,9 +296,8 @@ def test_decode_workers_share_the_load_though_one_is_believed_quicker(factor: fl
 def test_a_decode_worker_that_meets_the_target_goes_first() -> None:
     tbt_s = STEP.seconds(1, 100)
     for seed in range(20):
-        request = PlacementRequest(100, 50, targets=AdmissionTargets(None, 1.05 * tbt_s))
-        placement = place(ClusterView((Q0, E0, slower(E1, 1.12))), request, PlacementRules(), 0.0, random.Random(seed))
-        assert placement.decode.worker_id == "e0"
+        targets = AdmissionTargets(None, 1.05 * tbt_s)
+        assert chosen(Q0, E0, slower(E1, 1.12), targets=targets, seed=seed)[1] == "e0"
 
 
 def test_of_equal_ttfts_the_lighter_of_those_that_do_both() -> None:
@@ -302,12 +311,11 @@ def test_of_equal_ttfts_the_lighter_of_those_that_do_both() -> None:
 def test_a_prefix_counts_more_than_a_light_load() -> None:
     busy = replace(C0, num_running=9, context_in_use_tokens=900)
     for other in (C1, slower(C1, 0.88)):
-        assert both_shares(busy, other, depths=depths(2, 0)) == {"c0": 200}
+        assert both_shares(busy, other, cached_blocks=cached(2, 0)) == {"c0": 200}
 
 
 def targeted(*workers: WorkerView, targets: AdmissionTargets) -> str:
-    request = PlacementRequest(100, 50, targets=targets)
-    return place(ClusterView(workers), request, PlacementRules(), 0.0, random.Random(0)).prefill.worker_id
+    return chosen(*workers, targets=targets)[0]
 
 
 def test_who_would_miss_a_target_goes_behind_who_meets_both() -> None:
@@ -332,7 +340,7 @@ def test_random_ignores_and_least_loaded_counts() -> None:
     full = replace(E0, num_running=9)
     picked = Counter(chosen(busy, Q1, full, E1, mode="random", seed=seed) for seed in range(100))
     assert len(picked) == 4
-    assert chosen(busy, Q1, full, E1, mode="least-loaded", depths=depths(6, 0, 0, 0)) == ("q1", "e1")
+    assert chosen(busy, Q1, full, E1, mode="least-loaded", cached_blocks=cached(6, 0, 0, 0)) == ("q1", "e1")
 
 
 def test_rows_follow_the_members() -> None:

@@ -26,12 +26,12 @@ def test_a_worker_is_busy_from_its_first_request_to_its_last() -> None:
     times.end("d", "a", 3.0)
     times.end("d", "a", 3.5)  # twice is once
     assert times.is_busy("d")
-    assert times.mean_busy_beside("me", 0.0, 4.0) == 0.75  # still
+    assert times.mean_busy_colocated("me", 0.0, 4.0) == 0.75  # still
     times.end("d", "b", 5.0)
     assert not times.is_busy("d")
-    assert times.mean_busy_beside("me", 0.0, 8.0) == 0.5
-    assert times.mean_busy_beside("d", 0.0, 8.0) == 0.0  # nobody is beside itself
-    assert times.mean_busy_beside("me", 3.0, 3.0) == 0.0
+    assert times.mean_busy_colocated("me", 0.0, 8.0) == 0.5
+    assert times.mean_busy_colocated("d", 0.0, 8.0) == 0.0  # nobody is beside itself
+    assert times.mean_busy_colocated("me", 3.0, 3.0) == 0.0
 
 
 def test_who_is_gone_is_busy_no_more() -> None:
@@ -41,23 +41,23 @@ def test_who_is_gone_is_busy_no_more() -> None:
     times.forget("d")
     times.begin("d", "c", 2.5)  # a call that still ran
     times.end("d", "a", 3.0)
-    assert times.mean_busy_beside("me", 2.0, 4.0) == 1.0
+    assert times.mean_busy_colocated("me", 2.0, 4.0) == 1.0
     for worker_id in ("e", "me"):
         times.forget(worker_id)
     times.join("me", "here")
-    assert times.mean_busy_beside("me", 0.0, 4.0) == 0.0
+    assert times.mean_busy_colocated("me", 0.0, 4.0) == 0.0
 
 
 def test_what_is_usual_is_that_of_a_minute_at_most() -> None:
     times = times_of("d")
-    assert times.usual_beside("me", 0.0) == 0.0
+    assert times.usual_colocated("me", 0.0) == 0.0
     for number in range(200):
         times.begin("d", "a", float(number))
         times.end("d", "a", number + (0.25 if number < 100 else 0.75))
         if number == 9:
-            assert times.usual_beside("me", 9.9) == 0.0  # little is known
-            assert times.usual_beside("me", 10.0) == pytest.approx(0.25)
-    assert times.usual_beside("me", 200.0) == pytest.approx(0.75)
+            assert times.usual_colocated("me", 9.9) == 0.0  # little is known
+            assert times.usual_colocated("me", 10.0) == pytest.approx(0.25)
+    assert times.usual_colocated("me", 200.0) == pytest.approx(0.75)
 
 
 def test_the_last_minute_is_kept() -> None:
@@ -65,7 +65,7 @@ def test_the_last_minute_is_kept() -> None:
     for number in range(1000):
         times.begin("d", "a", number)
         times.end("d", "a", number + 0.25)
-    assert times.mean_busy_beside("me", 940.0, 1000.0) == pytest.approx(0.25)
+    assert times.mean_busy_colocated("me", 940.0, 1000.0) == pytest.approx(0.25)
     assert len(times._of_host["here"]._times_s) < 500
 
 
@@ -82,4 +82,4 @@ def test_the_mean_is_that_of_the_moments(stays: list[tuple[int, float, float]]) 
         for worker in range(3)
         for at_s in moments
     )
-    assert times.mean_busy_beside("me", 0.0, 10.0) == pytest.approx(busy / 1000, abs=0.07)
+    assert times.mean_busy_colocated("me", 0.0, 10.0) == pytest.approx(busy / 1000, abs=0.07)

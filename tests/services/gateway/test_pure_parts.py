@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest
-from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, LinkSpeed, StepTiming, WorkerIdentity, WorkerLoad
+from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, StepTiming, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import (
     BOTH,
     LENGTH,
@@ -23,7 +23,7 @@ from halfmoon.pb.types_pb2 import (
 )
 from halfmoon.policy.models.latency import PrefillSample
 from halfmoon.policy.view.block_index import unpack_keys
-from halfmoon.policy.view.cluster_view import WorkerView
+from halfmoon.policy.view.worker_view import WorkerView
 from services.gateway.cluster.membership import Membership
 from services.gateway.replies.stop_strings import StopStrings
 from services.gateway.replies.text_stream import TextStream
@@ -277,23 +277,6 @@ def test_blocks_are_known_as_long_as_their_worker_is() -> None:
     membership.leave(member, 1.0)
     assert membership.index.num_pairs == 0
     assert membership.note_blocks(member, BlockEvents(sequence=4))  # too late to matter
-
-
-def test_link_speeds_reach_the_policies() -> None:
-    membership = Membership(FINGERPRINT, 1.0)
-    member = membership.join(identity(), 0.0)
-    assert not shown(membership).links
-    links = [
-        LinkSpeed(address="decode:1", bandwidth_bytes_per_s=2e9, latency_s=0.001),
-        LinkSpeed(address="decode:2", bandwidth_bytes_per_s=1e7, latency_s=0.05),
-        LinkSpeed(address="decode:3"),
-    ]
-    membership.report(member, WorkerLoad(links=links), 1.0)
-    (view,) = membership.view().workers
-    assert {link.address: (link.bandwidth_bytes_per_s, link.latency_s) for link in view.links} == {
-        "decode:1": (2e9, 0.001),
-        "decode:2": (1e7, 0.05),
-    }
 
 
 def test_the_smallest_context_counts() -> None:

@@ -15,7 +15,8 @@ from halfmoon.pb.gateway_pb2 import LatencyProfile, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import BOTH, DECODE, PREFILL
 from halfmoon.policy.forecast.request_forecast import RequestForecast, RunningRequest
 from halfmoon.policy.models.latency import PrefillSample
-from halfmoon.policy.placement.place import Placement, PlacementRequest, PlacementRules
+from halfmoon.policy.placement.place import PlacementRules, place
+from halfmoon.policy.values import Placement, PlacementRequest
 from services.gateway.cluster.membership import Membership
 from tests.services.gateway.fakes import FINGERPRINT, LAYOUT, MODEL, Fleet, Script, running_fleet
 
@@ -30,13 +31,14 @@ class _Gateway:
 
     def __init__(self, role: str, step_tokens: int) -> None:
         self.membership = Membership(FINGERPRINT, 1.0)
-        self.forecast = RequestForecast(PlacementRules(), random.Random(0))
+        self.forecast = RequestForecast(PlacementRules().fetching_threshold)
         roles = {"b": BOTH} if role == "both" else {"p": PREFILL, "d": DECODE}
         self.members = [self.membership.join(_identity(name, one, step_tokens), 0.0) for name, one in roles.items()]
         self.membership.set_listening(self.members[-1], True)
 
     def place(self, num_tokens: int, now_s: float) -> Placement:
-        return self.forecast.place(self.membership.view(), PlacementRequest(num_tokens, 1), now_s)
+        view, request = self.membership.view(), PlacementRequest(num_tokens, 1)
+        return place(view, request, PlacementRules(), self.forecast, now_s, random.Random(0))
 
     def send(self, name: str, num_tokens: int, now_s: float) -> None:
         placement, view = self.place(num_tokens, now_s), self.membership.view()

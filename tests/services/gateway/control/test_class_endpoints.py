@@ -14,7 +14,7 @@ from yarl import URL
 
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2 import LatencyProfile
-from halfmoon.policy.admission.feedback import Alone
+from halfmoon.policy.values import UnloadedLatency
 from tests.services.gateway.fakes import Fleet, Script, running_fleet
 from tests.services.gateway.test_judgement import PROMPT, complete, measured
 
@@ -145,7 +145,7 @@ async def test_targets_are_shown_as_they_are_applied(fleet: Fleet) -> None:
     gatekeeper, now_s = fleet.gateway.judge.gatekeeper, fleet.cluster.clock()
     (gold,) = gatekeeper.classes.classes
     for _ in range(30):
-        gatekeeper._feedback.add(gold, 0.75, 0.1, Alone(), now_s, now_s)
+        gatekeeper._feedback.add(gold, 0.75, 0.1, UnloadedLatency(), now_s, now_s)
     assert (await complete(fleet, "gold"))[0] == 200
     (shown,) = (await call(fleet, "GET"))[1]["classes"]
     assert (shown["ttft_s"], shown["applied_ttft_s"], shown["measured_ttft_s"]) == (0.5, 0.45, 0.75)

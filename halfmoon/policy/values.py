@@ -1,0 +1,113 @@
+"""Plain values that several shelves share: a request, its targets, what is predicted of it, and its placement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfmoon.policy.models.latency import Floats
+from halfmoon.policy.view.worker_view import WorkerView
+
+NOTHING_CACHED: NDArray[np.int64] = np.zeros(1, dtype=np.int64)  # `BlockIndex.match` of a prompt with no known block
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionTargets:
+    """The latencies that admission compares predictions with; None sets no limit."""
+
+    ttft_s: float | None
+    tbt_s: float | None
+
+
+NO_TARGETS = AdmissionTargets(None, None)
+
+
+class UnloadedLatency(NamedTuple):
+    """Predicted latency of a request on an otherwise idle cluster; 0 where nothing is known."""
+
+    ttft_s: float = 0.0
+    tbt_s: float = 0.0
+
+
+class DecodeLoad(NamedTuple):
+    """Decode load of one row, possibly averaged over a period."""
+
+    batch: float  # sequences
+    context_tokens: float  # of all sequences together
+
+
+class DecodeLoads(NamedTuple):
+    """Decode load of every row of the cluster view."""
+
+    batch: Floats  # [num_rows] sequences
+    context_tokens: Floats  # [num_rows] of all sequences together
+
+    def of(self, row: int) -> DecodeLoad:
+        """The load of one row."""
+        return DecodeLoad(float(self.batch[row]), float(self.context_tokens[row]))
+
+
+class TtftPrediction(NamedTuple):
+    """Predicted TTFT of one prompt on every row of the cluster view. All arrays are [num_rows]."""
+
+    seconds: Floats  # from now; meaningless for rows without a prefill worker
+    cached_tokens: Floats  # already on the worker
+    fetched_tokens: Floats  # part of the prefix to load from the worker's store, or else from the best holder
+    queue_s: Floats  # part of `seconds` before the worker starts on this prompt
+    may_fetch: bool = False  # fetching from another worker (a store does not count) may be faster for some row
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """A prompt to place, which may grow by `max_tokens`. No worker in `exclude` may take any part of it."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    exclude: tuple[str, ...] = ()
+    fetch_factor: float = 1.0  # scales the time to fetch KV; below 1 at a lower precision
+    priority: int = 0  # smaller goes first
+    least_tokens: int = 0  # the answer has at least as many
+    targets: AdmissionTargets = NO_TARGETS  # workers that meet them are preferred
+    cached_blocks: NDArray[np.int64] = field(
+        default_factory=lambda: NOTHING_CACHED, compare=False, repr=False
+    )  # `BlockIndex.match`
+
+    @property
+    def judged_targets(self) -> AdmissionTargets:
+        """The targets that apply: an answer of one token has no TBT."""
+        return self.targets if self.max_tokens > 1 else replace(self.targets, tbt_s=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The two workers of a request; a worker of role `both` is both of them. Seconds are predictions, from now."""
+
+    prefill: WorkerView
+    decode: WorkerView
+    ttft_s: float = 0.0
+    tbt_s: float = 0.0  # when the answer begins
+    cached_tokens: int = 0
+    fetched_tokens: int = 0  # part of the prefix to load from the worker's store, or else from the best holder
+    queue_s: float = 0.0  # part of `ttft_s` before the prefill worker starts on the prompt
+    overhead_s: float = 0.0  # part of `ttft_s` that is neither queue nor prefill
+    work_s: float = 0.0  # restoring and computing the prompt on an idle worker
+    behind_s: float = 0.0  # prefill work still queued on the prefill worker when the first token is there
+    ranked_by: TtftPrediction | None = field(default=None, compare=False, repr=False)  # of all workers
+
+    @property
+    def decode_address(self) -> str:
+        """Where the prefill worker sends the KV; empty if it keeps it."""
+        return "" if self.is_colocated else self.decode.address
+
+    @property
+    def prefill_s(self) -> float:
+        """Part of `ttft_s` from the start on the prefill worker to the first token."""
+        return max(self.ttft_s - self.queue_s - self.overhead_s, 0.0)
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether one worker computes the prompt and decodes."""
+        return self.prefill.worker_id == self.decode.worker_id
