@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -83,3 +84,43 @@ def test_only_the_latest_joins_tell_who_usually_joins() -> None:
     batch, context = forecast.mean_load(0, 99.9, 199.9, 99.9)
     assert batch == pytest.approx(256 / 25.5 * 0.5 * (1 - 0.5 / 100 / 2))
     assert context == pytest.approx(batch * 120)
+
+
+def test_requests_join_stay_and_leave() -> None:
+    forecast = DecodeForecast()
+    for number in range(200):
+        forecast.join(f"r{number}", number % 2, 1.0, 11.0, 100, 50)
+    loads = forecast.loads(6.0, 0.0, 3)
+    assert loads.batch.tolist() == [100, 100, 0]
+    assert loads.context_tokens.tolist() == [100 * 125, 100 * 125, 0]
+    assert forecast.loads(0.5, 0.0, 3).batch.tolist() == [0, 0, 0]
+    assert forecast.loads(11.5, 0.0, 3).batch.tolist() == [0, 0, 0]
+    assert forecast.loads(15.5, 15.0, 3).batch.tolist() == [100, 100, 0]  # overdue: a quarter of their life more
+    assert forecast.loads(19.0, 15.0, 3).batch.tolist() == [0, 0, 0]
+    assert forecast.next_ends(1, 0.0).tolist() == [11.0] * 100
+    forecast.begin("r0", 5.0)
+    assert forecast.loads(14.0, 5.0, 3).batch.tolist() == [1, 0, 0]
+    for number in range(200):
+        forecast.leave(f"r{number}")
+        forecast.leave(f"r{number}")
+    assert len(forecast) == 0
+    assert forecast.loads(6.0, 0.0, 3).batch.tolist() == [0, 0, 0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.floats(0, 20), st.floats(0, 20), st.integers(1, 99)), max_size=8),
+    st.floats(0, 10),
+    st.floats(0, 10),
+    st.floats(0, 1),
+)
+def test_no_moment_has_less_than_the_lower_bound(
+    requests: Sequence[tuple[int, float, float, int]], from_s: float, lasting_s: float, share: float
+) -> None:
+    forecast, now_s = DecodeForecast(), 5.0
+    for number, (row, joins_s, life_s, num_tokens) in enumerate(requests):
+        forecast.join(str(number), row, joins_s, joins_s + life_s, num_tokens, num_tokens)
+    until_s = now_s + from_s + lasting_s
+    least = forecast.loads_lower_bound(now_s + from_s, until_s, now_s, 2)
+    at = forecast.loads(now_s + from_s + share * lasting_s, now_s, 2)
+    assert (least.batch <= at.batch).all()
+    assert (least.context_tokens <= at.context_tokens + 1e-6).all()

@@ -17,7 +17,7 @@ from halfmoon.policy.forecast.request_forecast import RequestForecast
 from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.values import PlacementRequest
 from halfmoon.policy.view.cluster_view import ClusterView
-from tests.policy.test_unread import NOW_S, D, P, Scene, scenes
+from tests.policy.admission.test_latency_bounds import NOW_S, D, P, Scene, scenes
 
 
 def forecast_of(gate: AdmissionController) -> RequestForecast:

@@ -19,7 +19,6 @@ from halfmoon.policy.models.latency import (
     profile_step,
     step_equations,
 )
-from halfmoon.policy.models.refinement import PredictionErrors, WorkerLatency
 
 LENGTHS = [(new, cached) for new in (1, 64, 500, 4096) for cached in (0, 64, 10_000)]
 BATCHES = [(batch, batch * length) for batch in (1, 3, 16, 64) for length in (10, 400, 3000)]
@@ -66,75 +65,6 @@ def test_without_samples_or_variety() -> None:
     assert same.seconds(4, 400) == pytest.approx(0.5)
 
 
-def test_measurements_replace_a_wrong_start() -> None:
-    start, true = PrefillModel(0.01, 1e-4, 1e-9), PrefillModel(0.02, 3e-4, 2e-8)
-    latency = WorkerLatency(start, StepModel(0.01, 1e-3, 1e-6))
-    for _ in range(30):
-        latency.observe_prefills(prefills(true))
-    for new, cached in LENGTHS:
-        assert latency.prefill.seconds(new, cached) == pytest.approx(true.seconds(new, cached), rel=0.1)
-    assert latency.step == pytest.approx(StepModel(0.01, 1e-3, 1e-6), rel=1e-3)  # nobody measured it
-    latency.observe_steps(steps(StepModel(0.02, 2e-3, 2e-6)) * 30)
-    assert latency.step.seconds(16, 4000) == pytest.approx(0.06, rel=0.1)
-
-
-def test_what_was_measured_lately_counts() -> None:
-    latency, true = WorkerLatency(), StepModel(0.01, 1e-3, 1e-6)
-    latency.observe_steps(steps(true) * 50)
-    latency.observe_steps(steps(true, slower=2) * 200)
-    assert latency.step.seconds(16, 4000) == pytest.approx(2 * true.seconds(16, 4000), rel=0.05)
-
-
-def test_a_start_extrapolates_where_all_prompts_are_alike() -> None:
-    start = PrefillModel(0.01, 1e-4, 1e-8)
-    latency = WorkerLatency(start)
-    latency.observe_prefills([PrefillSample(512, 0, 2 * start.seconds(512))] * 200)
-    assert latency.prefill.seconds(512) == pytest.approx(2 * start.seconds(512), rel=0.05)
-    assert latency.prefill.seconds(4096) > start.seconds(4096)
-
-
-def test_a_pause_of_the_machine_is_not_the_work() -> None:
-    latency = WorkerLatency(PrefillModel(0, 1e-3, 0))
-    latency.observe_prefills([PrefillSample(100, 0, 0.1)] * 100)
-    latency.observe_prefills([PrefillSample(100, 0, 3600.0)])
-    assert latency.prefill.seconds(100) == pytest.approx(0.1)
-
-
-def test_a_start_that_is_wrong_by_far_is_left_behind() -> None:
-    latency = WorkerLatency(PrefillModel(0, 1e-6, 0))
-    for _ in range(100):
-        latency.observe_prefills([PrefillSample(100, 0, 1.0)] * 10)
-    assert latency.prefill.seconds(100) == pytest.approx(1.0, rel=0.1)
-
-
-def test_what_is_no_measurement_changes_nothing() -> None:
-    latency = WorkerLatency(PrefillModel(0, 1e-3, 0), StepModel(0.01))
-    latency.observe_prefills([PrefillSample(0, 10, 1.0), PrefillSample(5, 0, 0.0)])
-    latency.observe_steps([StepSample(0, 0, 0.01), StepSample(1, 1, 0.0)])
-    assert latency.prefill.seconds(50) == pytest.approx(0.05)
-    assert latency.step.seconds(9, 9) == pytest.approx(0.01)
-
-
-def test_errors() -> None:
-    errors = PredictionErrors(window=3)
-    assert errors.figures().num == 0
-    for predicted_s, measured_s in ((9.0, 1.0), (1.1, 1.0), (0.8, 1.0), (1.0, 0.0), (1.5, 1.0)):
-        errors.add(predicted_s, measured_s)
-    figures = errors.figures()
-    assert figures.num == 3
-    assert figures.mean_absolute == pytest.approx((0.1 + 0.2 + 0.5) / 3)
-    assert figures.median_absolute == pytest.approx(0.2)
-    assert figures.bias == pytest.approx((0.1 - 0.2 + 0.5) / 3)
-
-
-def test_a_worker_counts_its_errors() -> None:
-    latency = WorkerLatency(PrefillModel(0, 1e-3, 0))
-    latency.observe_prefills([PrefillSample(100, 0, 0.2)])
-    assert latency.errors["prefill"].bias == pytest.approx(-0.5)
-    latency.observe_steps([StepSample(1, 1, 0.1)])  # a model of zeros predicts nothing
-    assert latency.errors["step"].num == 0
-
-
 def test_a_profile_of_one_step_makes_no_token_free() -> None:
     """A worker that started beside others had time for one step."""
     model = profile_prefill([PrefillSample(64, 0, 0.6)])
@@ -145,15 +75,6 @@ def test_a_profile_of_one_step_makes_no_token_free() -> None:
     assert step.seconds(64, 64_000) > step.seconds(1, 64)
     assert profile_prefill([]) == PrefillModel()
     assert profile_step([]) == StepModel()
-
-
-def test_a_start_in_which_tokens_are_free_is_no_shape() -> None:
-    latency, true = WorkerLatency(PrefillModel(0.6, 0, 0)), PrefillModel(0.02, 1e-3, 0)
-    for number in range(40):
-        new = 16 + 37 * number % 180
-        latency.observe_prefills([PrefillSample(new, 0, true.seconds(new))])
-    for new in (16, 100, 200):
-        assert latency.prefill.seconds(new) == pytest.approx(true.seconds(new), rel=0.1)
 
 
 def test_a_profile_of_many_steps_is_what_was_measured() -> None:

@@ -341,21 +341,3 @@ def test_random_ignores_and_least_loaded_counts() -> None:
     picked = Counter(chosen(busy, Q1, full, E1, mode="random", seed=seed) for seed in range(100))
     assert len(picked) == 4
     assert chosen(busy, Q1, full, E1, mode="least-loaded", cached_blocks=cached(6, 0, 0, 0)) == ("q1", "e1")
-
-
-def test_rows_follow_the_members() -> None:
-    view = ClusterView([worker(f"w{i}", "decode") for i in range(40)])
-    row = view.row("w7")
-    view.remove("w7")
-    view.remove("w7")
-    view.put(worker("new", "prefill", holder=5))
-    assert view.row("new") == row
-    assert view.row("w7") is None
-    view.put(replace(P0, waiting_prefill_tokens=3))
-    view.put(replace(P0, waiting_prefill_tokens=4))
-    assert [one.worker_id for one in view.workers][-2:] == ["new", "p0"]
-    p0 = view.row("p0")
-    assert p0 is not None
-    assert view.column("waiting_prefill_tokens")[p0] == 4
-    assert view.worker(p0).waiting_prefill_tokens == 4
-    assert view.num_rows == 41

@@ -1,4 +1,4 @@
-"""Who is refused before the prompt is read would have been refused with it, too, whatever it is, or goes on."""
+"""A request rejected before its prompt is read would have been refused with it, whatever it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import ClassTable, Degradation, QosClass
 from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, PromptLowerBound
 from halfmoon.policy.admission.refusal import AdmissionMode, Refused
-from halfmoon.policy.forecast.decode_forecast import DecodeForecast
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.placement.ranking import PlacementMode
@@ -195,25 +194,6 @@ def test_decode_workers_that_stay_too_full_need_no_prompt(mode: AdmissionMode) -
     assert caught.value.reason == "tbt"
     gate.reject_early(view, 0, has_gaps=False, qos=qos, now_s=NOW_S)  # one token has no gap
     gate.reject_early(view, 0, has_gaps=True, qos=QosClass("free"), now_s=NOW_S)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 1), st.floats(0, 20), st.floats(0, 20), st.integers(1, 99)), max_size=8),
-    st.floats(0, 10),
-    st.floats(0, 10),
-    st.floats(0, 1),
-)
-def test_no_moment_has_less_than_the_least_load(
-    lives: Sequence[tuple[int, float, float, int]], from_s: float, lasting_s: float, share: float
-) -> None:
-    forecast, now_s = DecodeForecast(), 5.0
-    for number, (row, joins_s, life_s, num_tokens) in enumerate(lives):
-        forecast.join(str(number), row, joins_s, joins_s + life_s, num_tokens, num_tokens)
-    until_s = now_s + from_s + lasting_s
-    least = forecast.loads_lower_bound(now_s + from_s, until_s, now_s, 2)
-    at = forecast.loads(now_s + from_s + share * lasting_s, now_s, 2)
-    assert (least.batch <= at.batch).all()
-    assert (least.context_tokens <= at.context_tokens + 1e-6).all()
 
 
 def test_a_queue_that_is_too_long_needs_no_prompt() -> None:

@@ -1,4 +1,4 @@
-"""Requests that are admitted before their turn: others are judged beside them, and withdrawn they leave no trace."""
+"""Reserved requests: others are judged with them, and a released one leaves no trace."""
 
 from __future__ import annotations
 

@@ -1,0 +1,80 @@
+"""TTFT estimates: queue, restore and prefill of every row at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmoon.policy.forecast.ttft import predict_ttft, prefill_seconds
+from halfmoon.policy.models.latency import PrefillModel
+from halfmoon.policy.values import PlacementRequest, TtftPrediction
+from halfmoon.policy.view.cluster_view import ClusterView
+from halfmoon.policy.view.worker_view import WorkerView
+
+P = WorkerView("p", "prefill", "p:1", 9_000, 10, 900, 900, prefill_model=PrefillModel(0.1, 0.01, 1e-6))
+
+workers = st.lists(
+    st.builds(
+        lambda free_s, fetch_s, store: replace(P, prefill_free_s=free_s, fetch_s_per_token=fetch_s, store_holder=store),
+        st.floats(0, 100),
+        st.floats(1e-6, 1e-1) | st.just(np.inf),
+        st.integers(-1, 7),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def view_of(members: list[WorkerView]) -> ClusterView:
+    return ClusterView(replace(member, worker_id=f"p{i}", holder=i) for i, member in enumerate(members))
+
+
+def estimate(
+    view: ClusterView, blocks: list[int], threshold: float | None = 2.0, factor: float = 1.0
+) -> TtftPrediction:
+    request = PlacementRequest(1_000, 10, cached_blocks=np.array([*blocks, 0]), fetch_factor=factor)
+    return predict_ttft(view, request, threshold, 10.0)
+
+
+@given(workers, st.lists(st.integers(0, 200), min_size=8, max_size=8), st.none() | st.floats(0, 4), st.floats(0.1, 1))
+def test_fetching_never_makes_a_prompt_later(
+    members: list[WorkerView], blocks: list[int], threshold: float | None, factor: float
+) -> None:
+    view = view_of(members)
+    ttft = estimate(view, blocks, threshold, factor)
+    computed_s = ttft.queue_s + prefill_seconds(view, ttft.cached_tokens, 1_000.0)
+    assert (ttft.seconds <= computed_s).all()
+    assert (ttft.cached_tokens + ttft.fetched_tokens < 1_000).all()  # a token is left to compute
+    assert (ttft.fetched_tokens >= 0).all()
+    cheaper = estimate(view, blocks, threshold, factor / 2)
+    assert (cheaper.seconds <= ttft.seconds + 1e-9).all()
+
+
+@given(workers, st.lists(st.integers(0, 200), min_size=8, max_size=8))
+def test_rows_do_not_depend_on_each_other_without_fetching(members: list[WorkerView], blocks: list[int]) -> None:
+    together = estimate(view_of(members), blocks, None)
+    for row, member in enumerate(members):
+        own_store = blocks[member.store_holder] if member.store_holder >= 0 else 0
+        alone = replace(member, holder=0, store_holder=1 if member.store_holder >= 0 else -1)
+        single = estimate(ClusterView([alone]), [blocks[row], own_store], None)
+        assert together.seconds[row] == pytest.approx(single.seconds[0])
+
+
+def test_the_queue_is_what_the_worker_reported_or_what_waits_says() -> None:
+    view = view_of([replace(P, prefill_free_s=13.0), P])
+    assert estimate(view, [0, 0]).queue_s.tolist() == [3.0, 0.0]
+    ttft = predict_ttft(view, PlacementRequest(100, 10), None, 10.0, lambda reported_s, takes_s: reported_s + takes_s)
+    alone_s = P.prefill_model.seconds(100)
+    assert ttft.queue_s.tolist() == pytest.approx([3.0 + alone_s, alone_s])
+    assert ttft.seconds.tolist() == pytest.approx([3.0 + 2 * alone_s, 2 * alone_s])
+
+
+def test_only_other_workers_count_as_fetching() -> None:
+    stored, fetching = replace(P, store_holder=1, fetch_s_per_token=1e-5), replace(P, fetch_s_per_token=1e-5)
+    assert not estimate(ClusterView([replace(stored, holder=0)]), [0, 50]).may_fetch
+    assert estimate(ClusterView([replace(fetching, holder=0)]), [0, 50]).may_fetch
+    assert not estimate(ClusterView([replace(fetching, holder=0)]), [0, 50], None).may_fetch
