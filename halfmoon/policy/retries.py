@@ -67,8 +67,8 @@ class Retries:
     def exclusions(self) -> list[tuple[str, ...]]:
         """Sets of workers to avoid, the most cautious first.
 
-        A lack of room is the decode worker's. A loss may be either worker's, so each is tried without the other. A
-        decode worker without room is in every set: else it would be asked again and again without a pause.
+        Only the decode worker can lack room. Either worker may have been lost, so each is tried without the other. A
+        full decode worker is in every set, or else it would be tried again and again without a pause.
         """
         if not self._since_pause:
             return [()]
