@@ -10,7 +10,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.rpc.context import request_scope
-from services.gateway.control.admission_endpoint import AdmissionEndpoint
+from services.gateway.control.active_admission import AdmissionEndpoint
 from services.gateway.control.class_endpoints import ClassEndpoints
 from services.gateway.control.console_endpoints import ConsoleEndpoints
 from services.gateway.control.live_workload import WorkloadEndpoint

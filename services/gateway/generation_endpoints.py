@@ -21,10 +21,9 @@ from halfmoon.policy.admission.classes import QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.rpc.spans import NO_SPAN, Span, Tracer, span_scope
 from services.gateway.cluster.membership import Membership
-from services.gateway.http.client_text import shortened
 from services.gateway.http.drain_gate import DrainGate
-from services.gateway.http.error_responses import error_response, kind_of
-from services.gateway.http.received_body import receive_body
+from services.gateway.http.error_responses import error_response, kind_of, shortened
+from services.gateway.http.received_request import receive_body
 from services.gateway.http.request_ids import request_id_of
 from services.gateway.openai.endpoint_bodies import (
     AnyBody,

@@ -26,12 +26,10 @@ from services.gateway.cluster.cluster import Cluster, running_cluster
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import StoreCopies
 from services.gateway.cluster.store_watch import StoreWatch
-from services.gateway.control.active_admission import ActiveAdmission
-from services.gateway.control.active_classes import ActiveClasses, declarations_of
-from services.gateway.control.admission_endpoint import AdmissionEndpoint
+from services.gateway.control.active_admission import ActiveAdmission, AdmissionEndpoint
+from services.gateway.control.active_classes import ActiveClasses, KnownClasses, declarations_of
 from services.gateway.control.class_endpoints import ClassEndpoints
 from services.gateway.control.console_endpoints import ConsoleEndpoints
-from services.gateway.control.known_classes import KnownClasses
 from services.gateway.control.ledger_sync import LedgerSync
 from services.gateway.control.live_workload import WorkloadEndpoint
 from services.gateway.control.status_endpoints import ControlEndpoints

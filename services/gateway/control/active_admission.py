@@ -7,17 +7,21 @@ import logging
 from collections.abc import Sequence
 from typing import Any, cast, get_args
 
+from aiohttp import web
 from pydantic import Field
 
 from halfmoon.errors import Incompatible
 from halfmoon.ledger.admission import AdmissionEdit, AdmissionEdits
 from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.refusal import AdmissionMode
+from services.gateway.http.received_request import receive_body
+from services.gateway.openai.parse_body import parse_body
 from services.gateway.openai.strict_model import Part
 
 log = logging.getLogger(__name__)
 
 _SHOWN = 20
+_MAX_VALUES = 8
 
 
 class AdmissionBody(Part):
@@ -64,6 +68,25 @@ class ActiveAdmission:
         if mode != self._gatekeeper.mode:
             log.info("admission.changed", extra={"mode": mode, "before": self._gatekeeper.mode})
             self._gatekeeper.mode = mode
+
+
+class AdmissionEndpoint:
+    """Serves the mode. Owns nothing."""
+
+    def __init__(self, admission: ActiveAdmission) -> None:
+        self._admission = admission
+
+    async def get(self, request: web.Request) -> web.Response:
+        """GET /halfmoon/v1/admission. Raises Unavailable."""
+        return web.json_response(await self._admission.shown())
+
+    async def put(self, request: web.Request) -> web.Response:
+        """PUT /halfmoon/v1/admission: the mode, and the version that it replaces.
+
+        Raises InvalidRequest, VersionConflict or Unavailable; then nothing has changed.
+        """
+        await self._admission.put(parse_body(AdmissionBody, await receive_body(request), _MAX_VALUES))
+        return web.json_response(await self._admission.shown())
 
 
 def _known(mode: str) -> AdmissionMode:

@@ -9,7 +9,7 @@ from aiohttp import web
 from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.classes import StoredClass
 from services.gateway.control.active_classes import ActiveClasses, ClassBody
-from services.gateway.http.received_body import receive_body
+from services.gateway.http.received_request import receive_body
 from services.gateway.openai.parse_body import parse_body
 
 _MAX_VALUES = 2_000  # of a class's body

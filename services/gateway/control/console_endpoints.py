@@ -15,8 +15,7 @@ from services.gateway.cluster.cluster import Cluster
 from services.gateway.control.active_classes import ActiveClasses, ClassBody
 from services.gateway.control.store_view import StoreView
 from services.gateway.control.target_preview import PastRequest, preview_targets
-from services.gateway.http.query_number import query_number
-from services.gateway.http.received_body import receive_body
+from services.gateway.http.received_request import query_number, receive_body
 from services.gateway.openai.parse_body import parse_body
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 from services.gateway.telemetry.timeline import timeline

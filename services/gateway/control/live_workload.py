@@ -10,7 +10,7 @@ from aiohttp import web
 
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.traffic import Arrival
-from services.gateway.http.query_number import query_number
+from services.gateway.http.received_request import query_number
 
 _MOST_MINUTES = 24 * 60
 _MOST_ROWS = 20_000

@@ -15,7 +15,7 @@ from services.gateway.cluster.cluster import Cluster
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
 from services.gateway.http.drain_gate import DrainGate
-from services.gateway.http.query_number import query_number
+from services.gateway.http.received_request import query_number
 from services.gateway.openai.openapi import openapi_document
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.telemetry.metrics import GatewayMetrics

@@ -22,6 +22,8 @@ from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.http.api_keys import WrongKey
 
+_MAX_CHARS = 200
+
 
 class HttpKind(NamedTuple):
     """How one class of errors looks."""
@@ -99,3 +101,8 @@ def http_error_response(error: web.HTTPException) -> web.Response:
     body = {"error": {"message": message, "type": type_name, "param": None, "code": code}}
     allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
     return web.json_response(body, status=error.status, headers=allow)
+
+
+def shortened(text: str, max_chars: int = _MAX_CHARS) -> str:
+    """A client's own words as an error, a log line or a ledger row repeats them: cut off where they are long."""
+    return text if len(text) <= max_chars else text[:max_chars] + "…"

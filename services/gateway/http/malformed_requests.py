@@ -9,8 +9,7 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import _ErrInfo
 
-from services.gateway.http.client_text import shortened
-from services.gateway.http.error_responses import http_error_response
+from services.gateway.http.error_responses import http_error_response, shortened
 
 log = logging.getLogger(__name__)
 

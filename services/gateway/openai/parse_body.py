@@ -3,18 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.placement.place import ContextLengthExceeded
-from services.gateway.http.client_text import shortened
-from services.gateway.openai.union_fields import UNION_FIELDS
+from services.gateway.http.error_responses import shortened
+from services.gateway.openai.messages import CalledFunction, CalledTool, Message, TextPart
+from services.gateway.openai.responses_body import InputMessage, InputText, ResponsesBody, TextConfig, TextFormat
+from services.gateway.openai.schemas import ChatBody, CompletionBody, StreamOptions
+from services.gateway.openai.structured_output import JsonSchema, ResponseFormat, StructuredOutputs
+from services.gateway.openai.tools import FunctionDefinition, NamedTool, Tool
 from services.gateway.openai.unsupported import REFUSED
 
 Body = TypeVar("Body", bound=BaseModel)
+
+
+def _is_union(annotation: Any) -> bool:
+    """Not so where only null is the other type."""
+    return get_origin(annotation) in (Union, UnionType) and len({*get_args(annotation)} - {NoneType}) > 1
+
+
+UNION_FIELDS = frozenset(
+    name
+    for schema in (
+        ChatBody,
+        CompletionBody,
+        Message,
+        TextPart,
+        CalledTool,
+        CalledFunction,
+        StreamOptions,
+        JsonSchema,
+        ResponseFormat,
+        StructuredOutputs,
+        Tool,
+        FunctionDefinition,
+        NamedTool,
+        ResponsesBody,
+        InputMessage,
+        InputText,
+        TextConfig,
+        TextFormat,
+    )
+    for name, field in schema.model_fields.items()
+    if _is_union(field.annotation)
+)
+"""Fields that take values of several types: in the location of an error, pydantic names the type after them."""
 
 
 def parse_body(schema: type[Body], raw: bytes, max_values: int) -> Body:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.openai.messages import Message
-from services.gateway.openai.prompt_size import refuse_hopeless
 from services.gateway.openai.schemas import CompletionBody
 from services.gateway.openai.served_model import ServedModel
+
+_MAX_CHARS_PER_TOKEN = 256  # the longest tokens of known vocabularies are 128 spaces
+_SLICE_CHARS = 4_096
+_CLEARLY_TOO_MANY = 2  # contexts: a text that is cut into slices has more tokens than the whole, but not twice as many
 
 
 def text_of_chat(
@@ -79,3 +83,21 @@ def _token_ids(prompt: str | list[int], model: ServedModel, context_tokens: int,
     encode = partial(model.tokenizer.encode, salt=salt)
     refuse_hopeless(prompt, encode, context_tokens, "prompt")
     return tuple(encode(prompt))
+
+
+def refuse_hopeless(text: str, encode: Callable[[str], Sized], context_tokens: int, param: str) -> None:
+    """Raises ContextLengthExceeded for a text that cannot fit; one that passes may still be somewhat too long."""
+    if len(text) <= max(context_tokens, _SLICE_CHARS):
+        return
+    if len(text) > context_tokens * _MAX_CHARS_PER_TOKEN:
+        raise _exceeded(context_tokens, f"{len(text)} characters", param)
+    num_tokens = 0
+    for start in range(0, len(text), _SLICE_CHARS):
+        num_tokens += len(encode(text[start : start + _SLICE_CHARS]))
+        if num_tokens > context_tokens * _CLEARLY_TOO_MANY:
+            raise _exceeded(context_tokens, f"more than {num_tokens // _CLEARLY_TOO_MANY}", param)
+
+
+def _exceeded(context_tokens: int, size: str, param: str) -> ContextLengthExceeded:
+    message = f"the context length is {context_tokens} tokens, the prompt has {size}; shorten {param}"
+    return ContextLengthExceeded(message, param=param)

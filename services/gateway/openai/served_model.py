@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from halfmoon.errors import InvalidRequest, UnknownModel
-from services.gateway.http.client_text import shortened
+from services.gateway.http.error_responses import shortened
 from services.gateway.replies.text_stream import PushesText
 from services.gateway.replies.tool_parsers import ToolFormat
 

@@ -11,7 +11,7 @@ from halfmoon.engine import request as engine
 from halfmoon.engine.constraint import check_constraint
 from halfmoon.errors import InvalidRequest
 from halfmoon.pb.types_pb2 import Constraint
-from services.gateway.http.client_text import shortened
+from services.gateway.http.error_responses import shortened
 from services.gateway.openai.strict_model import Items, Part, misplaced
 
 _MAX_CHOICES = 1_000

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from halfmoon.errors import InvalidRequest
 from services.gateway.cluster.membership import Membership
-from services.gateway.http.received_body import receive_body
+from services.gateway.http.received_request import receive_body
 from services.gateway.openai.generation_request import max_values
 from services.gateway.openai.messages import Message, TemplateKwargs
 from services.gateway.openai.parse_body import parse_body

@@ -16,7 +16,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from services.gateway.http.received_body import receive_body
+from services.gateway.http.received_request import receive_body
 from tests.services.gateway.fakes import CONTEXT_TOKENS, MODEL, PATIENCE_S, Fleet, running_fleet
 
 CHAT = "/v1/chat/completions"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.openai.endpoint_bodies import generation_request_of, read_body
-from services.gateway.openai.prompt_size import refuse_hopeless
+from services.gateway.openai.prompts import refuse_hopeless
 from services.gateway.openai.served_model import ServedModel
 from tests.services.gateway import fakes
 from tests.services.gateway.fakes import MODEL, PATIENCE_S, ByteTokenizer, running_fleet, served_model

@@ -27,8 +27,8 @@ from halfmoon.policy.view.worker_view import WorkerView
 from services.gateway.cluster.membership import Membership
 from services.gateway.replies.stop_strings import StopStrings
 from services.gateway.replies.text_stream import TextStream
+from services.gateway.routing.attempt import TokenOrder
 from services.gateway.routing.progress import Progress
-from services.gateway.routing.token_order import TokenOrder
 from tests.services.gateway.fakes import EOS, FINGERPRINT, LAYOUT, ByteDetokenizer
 
 SHORT = st.text("ab", max_size=12)

@@ -20,8 +20,8 @@ from services.gateway.cluster.token_streams import Event, TokenArrived, WorkerLo
 from services.gateway.replies.chat_format import ChatFormat
 from services.gateway.replies.completion_format import CompletionFormat
 from services.gateway.replies.event_body import ClientGone, EventBody, sse
+from services.gateway.replies.replies import TextEvents
 from services.gateway.replies.reply_format import ReplyFormat, ReplyOptions, Usage
-from services.gateway.replies.text_events import TextEvents
 from services.gateway.replies.text_stream import TextPiece
 from services.gateway.routing.token_flow import TokenFlow
 from tests.services.gateway.fakes import MODEL, ByteTokenizer, Script, running_fleet, soon

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from halfmoon.pb.prefill_pb2 import Phase
 from halfmoon.policy.values import AdmissionTargets
 from services.gateway.telemetry.decisions import Decision, Decisions
-from services.gateway.telemetry.hot_prefixes import HotPrefixes
-from services.gateway.telemetry.recently_left import RecentlyLeft
+from services.gateway.telemetry.recent_telemetry import HotPrefixes, RecentlyLeft
 from services.gateway.telemetry.time_series import BUCKET_S, Ended, Sample, Series
 from services.gateway.telemetry.timeline import timeline
 

@@ -8,9 +8,10 @@ import zlib
 from aiohttp import web
 
 from halfmoon.errors import InvalidRequest
-from services.gateway.http.client_text import shortened
+from services.gateway.http.error_responses import shortened
 
 _MOST_RECEIVING_S = 120.0  # aiohttp waits for ever
+_MAX_DIGITS = 9  # of a number in a query
 _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32  # zlib looks at the header
 
 
@@ -56,3 +57,12 @@ def _decompressed(raw: bytes, encoding: str, max_bytes: int) -> bytes:
 
 def _too_large(max_bytes: int) -> web.HTTPRequestEntityTooLarge:
     return web.HTTPRequestEntityTooLarge(max_bytes, text=f"the body is larger than {max_bytes} bytes")
+
+
+def query_number(request: web.Request, name: str, default: int, most: int, least: int = 1) -> int:
+    """The number of that name. Raises InvalidRequest for what is none, or not within least..most."""
+    given = request.query.get(name, str(default))
+    is_number = given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS
+    if not is_number or not least <= int(given) <= most:
+        raise InvalidRequest(f"{name} must be {least}..{most}", param=name)
+    return int(given)
