@@ -22,7 +22,9 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -38,10 +40,10 @@ from halfmoon.policy.view.block_index import BlockEvents, short_keys
 from services.gateway.__main__ import load_model
 from services.gateway.openai.endpoint_bodies import generation_request_of, read_body
 from services.gateway.openai.served_model import ServedModel
-from services.gateway.routing.attempt import RelayRequest
-from services.gateway.routing.early_rejection import UnreadRequest
-from services.gateway.routing.progress import Progress
+from services.gateway.request import GatewayRequest
+from services.gateway.routing.early_rejection import EarlyRejection
 from services.gateway.routing.prompt_prefix import prompt_prefix_of
+from services.gateway.routing.request_routing import RequestRouting
 from services.gateway.service import RunningGateway, running_gateway
 from services.gateway.settings import GatewaySettings
 
@@ -100,19 +102,20 @@ class Bench:
 
     def admitted(self, raw: bytes) -> Admitting:
         """From a body to its placement. Raises Refused."""
-        judge, clock = self.gateway.judge, self.gateway.cluster.clock
+        early_rejection = EarlyRejection(self.gateway.routing)
         began_s = time.perf_counter()
         body = read_body(_ENDPOINT, raw, self.model, _CONTEXT_TOKENS)
-        qos = judge.gatekeeper.classes.of(Caller({}))
-        unread, progress = UnreadRequest("r", qos, 0, has_gaps=True), Progress(clock())
-        judge.reject_early(unread, progress)
+        qos = self.gateway.routing.admission.classes.of(Caller({}))
+        request = GatewayRequest(
+            "r", _ENDPOINT, datetime.now(UTC), self.gateway.cluster.clock(), qos=qos, has_gaps=True
+        )
+        early_rejection.reject_early(request)
         unread_s = time.perf_counter()
-        judge.reject_by_prefix(unread, partial(prompt_prefix_of, body, self.model, b""), b"", progress)
+        early_rejection.reject_by_prefix(request, partial(prompt_prefix_of, body, self.model, b""))
         begun_s = time.perf_counter()
-        intake = generation_request_of(body, self.model, _CONTEXT_TOKENS)
-        request = RelayRequest("r", intake.prompts[0], intake.sampling, qos=qos)
-        with judge.case(request, progress) as case:
-            case.place(())
+        request.begin_outputs(generation_request_of(body, self.model, _CONTEXT_TOKENS), self.model)
+        with closing(RequestRouting(self.gateway.routing, request.outputs[0])) as routing:
+            routing.place(())
         return Admitting(time.perf_counter() - began_s, begun_s - unread_s)
 
 

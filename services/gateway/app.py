@@ -1,4 +1,4 @@
-"""The HTTP front door: routes, request ids, and every error in the OpenAI API's shape."""
+"""The HTTP application: routes, request ids, and every error in the shape of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Admittance:
-    """Who may send what."""
+class Access:
+    """Which clients may send what."""
 
     keys: ApiKeys
     operators: OperatorAccess
@@ -37,25 +37,30 @@ class Admittance:
     max_body_bytes: int
 
 
-def make_app(
-    generation: GenerationEndpoints,
-    tokenizing: TokenizerEndpoints,
-    control: ControlEndpoints,
-    classes: ClassEndpoints,
-    admission: AdmissionEndpoint,
-    console: ConsoleEndpoints,
-    workload: WorkloadEndpoint,
-    admittance: Admittance,
-) -> web.Application:
-    """Every route of the gateway."""
-    app = web.Application(middlewares=[_outermost(admittance)], client_max_size=admittance.max_body_bytes)
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """The handlers of all routes."""
+
+    generation: GenerationEndpoints
+    tokenizer: TokenizerEndpoints
+    control: ControlEndpoints
+    classes: ClassEndpoints
+    admission: AdmissionEndpoint
+    console: ConsoleEndpoints
+    workload: WorkloadEndpoint
+
+
+def make_app(endpoints: Endpoints, access: Access) -> web.Application:
+    """The application with all routes of the gateway."""
+    app = web.Application(middlewares=[_outermost(access)], client_max_size=access.max_body_bytes)
     app.on_response_prepare.append(_name_request)
-    app.on_response_prepare.append(admittance.cors.mark)
+    app.on_response_prepare.append(access.cors.mark)
+    generation, tokenizer, control = endpoints.generation, endpoints.tokenizer, endpoints.control
     app.router.add_post("/v1/chat/completions", generation.chat)
     app.router.add_post("/v1/completions", generation.completions)
     app.router.add_post("/v1/responses", generation.responses)
-    app.router.add_post("/tokenize", tokenizing.tokenize)
-    app.router.add_post("/detokenize", tokenizing.detokenize)
+    app.router.add_post("/tokenize", tokenizer.tokenize)
+    app.router.add_post("/detokenize", tokenizer.detokenize)
     app.router.add_get("/v1/models", control.models)
     app.router.add_get("/v1/models/{model_id:.+}", control.model)
     app.router.add_get("/openapi.json", control.openapi)
@@ -63,6 +68,7 @@ def make_app(
     app.router.add_get("/metrics", control.metrics)
     app.router.add_get("/halfmoon/v1/cluster", control.cluster)
     app.router.add_get("/halfmoon/v1/requests", control.requests)
+    console, classes, admission = endpoints.console, endpoints.classes, endpoints.admission
     app.router.add_get("/halfmoon/v1/requests/{request_id}", console.request)
     app.router.add_get("/halfmoon/v1/series", console.series)
     app.router.add_get("/halfmoon/v1/placements", console.placements)
@@ -70,7 +76,7 @@ def make_app(
     app.router.add_get("/halfmoon/v1/stores", console.stores)
     app.router.add_get("/halfmoon/v1/class_edits", console.class_edits)
     app.router.add_post("/halfmoon/v1/class_previews/{name}", console.class_preview)
-    app.router.add_get("/halfmoon/v1/workload", workload.workload)
+    app.router.add_get("/halfmoon/v1/workload", endpoints.workload.workload)
     app.router.add_get("/halfmoon/v1/admission", admission.get)
     app.router.add_put("/halfmoon/v1/admission", admission.put)
     app.router.add_get("/halfmoon/v1/classes", classes.list)
@@ -79,22 +85,22 @@ def make_app(
     return app
 
 
-def _outermost(admittance: Admittance) -> Middleware:
+def _outermost(access: Access) -> Middleware:
     @web.middleware
     async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
         with request_scope(assign_request_id(request)):
             try:
-                preflight = admittance.cors.preflight(request)
+                preflight = access.cors.preflight(request)
                 if preflight is not None:
                     return preflight
-                (admittance.operators if admittance.operators.governs(request) else admittance.keys).check(request)
+                (access.operators if access.operators.governs(request) else access.keys).check(request)
                 return await handler(request)
             except HalfmoonError as error:
                 return error_response(error)
             except web.HTTPException as error:
                 return http_error_response(error)
             except ClientGone:
-                return web.Response(status=499)  # nobody is there to read it
+                return web.Response(status=499)  # never read
             except Exception:
                 log.exception("http.failed", extra={"path": request.path})
                 return error_response(HalfmoonError("internal error: see the gateway's log"))

@@ -1,9 +1,9 @@
-"""The gateway's life: ledger, cluster, RPC server and HTTP server up, and down again in the opposite order."""
+"""The gateway's life: starts ledger, cluster, RPC server and HTTP server, and stops them in the opposite order."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import random
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,14 +14,15 @@ from aiohttp import web
 
 from halfmoon.background import logged, running
 from halfmoon.errors import InvalidRequest
-from halfmoon.ledger.ledger import open_ledger
+from halfmoon.ledger.ledger import Ledger, open_ledger
 from halfmoon.pb.gateway_pb2_grpc import add_ClusterServicer_to_server
 from halfmoon.pb.prefill_pb2 import KVCodec
+from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.wait_limits import WaitLimits
 from halfmoon.rpc.server import RunningServer, advertised_address, running_server
 from halfmoon.rpc.spans import NO_TRACER, Tracer
-from services.gateway.app import Admittance, make_app
+from services.gateway.app import Access, Endpoints, make_app
 from services.gateway.cluster.cluster import Cluster, running_cluster
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import StoreCopies
@@ -44,11 +45,11 @@ from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
 from services.gateway.routing.early_rejection import EarlyRejection
 from services.gateway.routing.relay import Relay
+from services.gateway.routing.routing_context import RoutingContext
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
-
-log = logging.getLogger(__name__)
+from services.gateway.telemetry.request_record import RequestRecorder
 
 _GOODBYE_S = 0.5  # for error events to reach their clients, after the grace
 _BACKLOG = 4_096  # connections that wait to be accepted: many clients may come at once
@@ -61,8 +62,7 @@ class RunningGateway:
     http: str  # http://host:port
     address: str  # host:port where workers register
     cluster: Cluster
-    judge: EarlyRejection
-    observations: RecentTelemetry
+    routing: RoutingContext
 
 
 @asynccontextmanager
@@ -74,71 +74,96 @@ async def running_gateway(
     Raises InvalidRequest for an address that cannot be bound.
     """
     membership = Membership(model.fingerprint, settings.heartbeat_interval_s)
-    door = DrainGate()
+    drain_gate = DrainGate()
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     async with (
         open_ledger(settings.ledger, gateway_id, may_be_away=True) as ledger,
         running_cluster(gateway_id, membership) as cluster,
     ):
-        rules = PlacementRules(settings.placement, settings.balancing_threshold)
-        observations = RecentTelemetry()
-        copies = StoreCopies(membership, rules.fetching_threshold)
-        judge = EarlyRejection(membership, settings.admission, rules, cluster.clock, observations, copies)
-        metrics = GatewayMetrics(membership, ledger, judge, model.name)
-        codec = KVCodec.Value(settings.handover_codec.upper())
-        wait_limits = WaitLimits(settings.failover_wait_s, settings.return_wait_s)
-        relay = Relay(cluster, judge, settings.request_deadline_s, wait_limits, codec)
+        routing = _routing(settings, cluster)
+        telemetry = routing.telemetry
+        metrics = GatewayMetrics(membership, ledger, telemetry, routing.copies, model.name)
         stores = StoreView(settings.kv_store, lambda: membership.stores)
-        known = KnownClasses(settings.state_dir, settings.ledger)
-        classes = ActiveClasses(ledger.classes, judge.gatekeeper, known, declarations_of(settings))
-        admission = ActiveAdmission(ledger.admission, judge.gatekeeper, settings.admission)
-        news = LedgerSync(ledger, classes, admission, judge.gatekeeper.lengths, membership, gateway_id)
-        await news.load()
-        app = make_app(
-            GenerationEndpoints(model, membership, relay, judge, ledger, metrics, door, observations, tracer),
+        known_classes = KnownClasses(settings.state_dir, settings.ledger)
+        classes = ActiveClasses(ledger.classes, routing.admission, known_classes, declarations_of(settings))
+        admission = ActiveAdmission(ledger.admission, routing.admission, settings.admission)
+        sync = LedgerSync(ledger, classes, admission, routing.admission.lengths, membership, gateway_id)
+        await sync.load()
+        endpoints = Endpoints(
+            _generation(settings, model, cluster, routing, drain_gate, ledger, metrics, tracer),
             TokenizerEndpoints(model, membership),
-            ControlEndpoints(model, cluster, ledger, metrics, door, observations),
+            ControlEndpoints(model, cluster, ledger, metrics, drain_gate, telemetry),
             ClassEndpoints(classes),
             AdmissionEndpoint(admission),
-            ConsoleEndpoints(cluster, ledger, classes, observations, stores),
+            ConsoleEndpoints(cluster, ledger, classes, telemetry, stores),
             WorkloadEndpoint(ledger),
-            Admittance(
-                ApiKeys(settings.api_key),
-                OperatorAccess(settings.operator_token, settings.host),
-                Cors(settings.allowed_origins),
-                settings.max_body_bytes,
-            ),
         )
         add = partial(add_ClusterServicer_to_server, cluster)
         async with (
-            running(logged(copies.ask_all())),
+            running(logged(routing.copies.ask_all())),
             running(logged(StoreWatch(cluster).follow_members())),
-            running(news.follow(settings.ledger_poll_s)),
+            running(sync.follow(settings.ledger_poll_s)),
             running(ledger.retention.keep(settings.ledger_keep_days)),
-            running(logged(observations.follow(membership, cluster.clock))),
+            running(logged(telemetry.follow(membership, cluster.clock))),
             running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2, tracer=tracer) as server,
         ):
-            runner = web.AppRunner(
-                app,
-                handler_cancellation=True,
-                access_log=None,
-                shutdown_timeout=_GOODBYE_S,
-                auto_decompress=False,  # receive_body does it
-                max_line_size=settings.max_header_bytes,
-                max_field_size=settings.max_header_bytes,
-                max_headers=settings.max_headers,
-            )
-            await runner.setup()
-            assert runner.server is not None
-            answer_faults_as_json(runner.server)
+            runner = await _runner(endpoints, settings)
             try:
                 port = await _listen(runner, settings)
                 await server.set_serving()
                 address = advertised_address(settings.cluster_listen, server.port, settings.advertise_cluster)
-                yield RunningGateway(f"http://{_url_host(settings.host)}:{port}", address, cluster, judge, observations)
+                yield RunningGateway(f"http://{_url_host(settings.host)}:{port}", address, cluster, routing)
             finally:
-                await _stop(door, cluster, server, runner, settings.shutdown_grace_s)
+                await _stop(drain_gate, cluster, server, runner, settings.shutdown_grace_s)
                 await stores.close()
+
+
+def _routing(settings: GatewaySettings, cluster: Cluster) -> RoutingContext:
+    rules = PlacementRules(settings.placement, settings.balancing_threshold)
+    admission = AdmissionController(settings.admission, rules, random.Random())
+    copies = StoreCopies(cluster.membership, rules.fetching_threshold)
+    return RoutingContext(admission, cluster.membership, cluster.clock, RecentTelemetry(), copies)
+
+
+def _generation(
+    settings: GatewaySettings,
+    model: ServedModel,
+    cluster: Cluster,
+    routing: RoutingContext,
+    drain_gate: DrainGate,
+    ledger: Ledger,
+    metrics: GatewayMetrics,
+    tracer: Tracer,
+) -> GenerationEndpoints:
+    codec = KVCodec.Value(settings.handover_codec.upper())
+    wait_limits = WaitLimits(settings.failover_wait_s, settings.return_wait_s)
+    relay = Relay(cluster, routing, settings.request_deadline_s, wait_limits, codec)
+    recorder = RequestRecorder(model.name, ledger, metrics, routing.telemetry, tracer)
+    return GenerationEndpoints(model, cluster.membership, EarlyRejection(routing), relay, recorder, drain_gate)
+
+
+async def _runner(endpoints: Endpoints, settings: GatewaySettings) -> web.AppRunner:
+    """The application, set up and not listening yet."""
+    access = Access(
+        ApiKeys(settings.api_key),
+        OperatorAccess(settings.operator_token, settings.host),
+        Cors(settings.allowed_origins),
+        settings.max_body_bytes,
+    )
+    runner = web.AppRunner(
+        make_app(endpoints, access),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=_GOODBYE_S,
+        auto_decompress=False,  # receive_body does it
+        max_line_size=settings.max_header_bytes,
+        max_field_size=settings.max_header_bytes,
+        max_headers=settings.max_headers,
+    )
+    await runner.setup()
+    assert runner.server is not None
+    answer_faults_as_json(runner.server)
+    return runner
 
 
 async def _listen(runner: web.AppRunner, settings: GatewaySettings) -> int:
@@ -159,14 +184,14 @@ def _url_host(host: str) -> str:
 
 
 async def _stop(
-    door: DrainGate, cluster: Cluster, server: RunningServer, runner: web.AppRunner, grace_s: float
+    drain_gate: DrainGate, cluster: Cluster, server: RunningServer, runner: web.AppRunner, grace_s: float
 ) -> None:
-    """Refuses new work, gives running requests `grace_s`, ends them with an error, then lets the workers go."""
-    door.close()
+    """Refuses new work, gives running requests `grace_s`, ends them with an error, then ends the memberships."""
+    drain_gate.close()
     rpc_end = asyncio.ensure_future(server.stop(grace_s + _GOODBYE_S + 1))  # registrations outlive the requests
-    if not await door.until_empty(grace_s):
+    if not await drain_gate.until_empty(grace_s):
         cluster.router.stop()
-        await door.until_empty(_GOODBYE_S)
+        await drain_gate.until_empty(_GOODBYE_S)
     await runner.cleanup()
     await cluster.close(grace_s=0.5)
     await rpc_end

@@ -14,11 +14,9 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry
 
 from halfmoon.ledger.ledger import open_ledger
-from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.worker.metrics import WorkerMetrics
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import StoreCopies
-from services.gateway.routing.early_rejection import EarlyRejection
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 from services.kvstore.metrics import KVStoreMetrics
@@ -46,12 +44,10 @@ def _families(registry: CollectorRegistry) -> Iterator[Family]:
 async def all_families(tmp_path: Path) -> dict[Family, set[str]]:
     """With the services that have them."""
     membership = Membership("f", 1.0)
-    judge = EarlyRejection(
-        membership, "off", PlacementRules(), lambda: 0.0, RecentTelemetry(), StoreCopies(membership, None)
-    )
+    copies = StoreCopies(membership, None)
     async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
         registries = {
-            "gateway": GatewayMetrics(membership, ledger, judge, "m").registry,
+            "gateway": GatewayMetrics(membership, ledger, RecentTelemetry(), copies, "m").registry,
             "worker": WorkerMetrics().registry,
             "kvstore": KVStoreMetrics(Pool(memoryview(bytearray(1024)))).registry,
             "planner": PlannerMetrics().registry,

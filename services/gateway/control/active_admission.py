@@ -32,11 +32,11 @@ class AdmissionBody(Part):
 
 
 class ActiveAdmission:
-    """Owns the gatekeeper's mode. One edit or look at the ledger at a time."""
+    """Owns the admission controller's mode. One edit or look at the ledger at a time."""
 
-    def __init__(self, stored: AdmissionEdits, gatekeeper: AdmissionController, own: AdmissionMode) -> None:
+    def __init__(self, stored: AdmissionEdits, controller: AdmissionController, own: AdmissionMode) -> None:
         self._stored = stored
-        self._gatekeeper = gatekeeper
+        self._controller = controller
         self._own = own
         self._turn = asyncio.Lock()
 
@@ -56,7 +56,7 @@ class ActiveAdmission:
         """What is in force here, what is set for all gateways, and the newest edits. Raises Unavailable."""
         edits = await self._stored.newest(_SHOWN)
         return {
-            "mode": self._gatekeeper.mode,
+            "mode": self._controller.mode,
             "own": self._own,
             "set": edits[0].mode if edits else None,
             "version": edits[0].version if edits else 0,
@@ -65,9 +65,9 @@ class ActiveAdmission:
 
     def _use(self, newest: Sequence[AdmissionEdit]) -> None:
         mode = _known((newest[0].mode if newest else None) or self._own)
-        if mode != self._gatekeeper.mode:
-            log.info("admission.changed", extra={"mode": mode, "before": self._gatekeeper.mode})
-            self._gatekeeper.mode = mode
+        if mode != self._controller.mode:
+            log.info("admission.changed", extra={"mode": mode, "before": self._controller.mode})
+            self._controller.mode = mode
 
 
 class AdmissionEndpoint:

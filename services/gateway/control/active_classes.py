@@ -65,12 +65,12 @@ class KnownClasses:
 
 
 class ActiveClasses:
-    """Owns which of the ledger's classes the gatekeeper has. One edit or look at the ledger at a time."""
+    """Owns which of the ledger's classes the admission controller uses. One edit or look at the ledger at a time."""
 
     def __init__(
         self,
         stored: StoredClasses,
-        gatekeeper: AdmissionController,
+        admission: AdmissionController,
         known: KnownClasses,
         declarations: Mapping[str, Declaration] | None = None,
     ) -> None:
@@ -78,7 +78,7 @@ class ActiveClasses:
         self._stored = stored
         self._declarations: Mapping[str, Declaration] | None = declarations or {}  # None: taken over
         self._known = known
-        self._gatekeeper = gatekeeper
+        self._admission = admission
         self._turn = asyncio.Lock()
         self._revision: int | None = None
 
@@ -98,7 +98,7 @@ class ActiveClasses:
         """
         declared = [StoredClass(name, 0, one.definition) for name, one in (self._declarations or {}).items()]
         found = self._known.read() or declared
-        self._gatekeeper.classes = _table(found)
+        self._admission.classes = _table(found)
         log.warning("classes.known", extra={"num_classes": len(found)})
 
     async def all(self) -> Sequence[StoredClass]:
@@ -119,13 +119,13 @@ class ActiveClasses:
         definition = body.model_dump(mode="json", exclude={"version"})
         others = [one for one in await self.all() if one.name != name]
         _table([*others, StoredClass(name, body.version + 1, definition)])
-        present = next((one for one in self._gatekeeper.classes.classes if one.name == name), NO_PROMISES)
+        present = next((one for one in self._admission.classes.classes if one.name == name), NO_PROMISES)
         return AdmissionTargets(present.ttft_s, present.tbt_s)
 
     def applied(self, name: str) -> dict[str, float | None]:
         """The class's targets as admission applies them here now, and what was measured where it has tightened them."""
-        qos = next((one for one in self._gatekeeper.classes.classes if one.name == name), NO_PROMISES)
-        targets, why = self._gatekeeper.applied(qos), self._gatekeeper.tightenings(qos)
+        qos = next((one for one in self._admission.classes.classes if one.name == name), NO_PROMISES)
+        targets, why = self._admission.applied(qos), self._admission.tightenings(qos)
         ttft, tbt = why.get("ttft"), why.get("tbt")
         return {
             "applied_ttft_s": targets.ttft_s,
@@ -140,7 +140,7 @@ class ActiveClasses:
             self._show(await self._stored.remove(name, version, _table))
 
     def _show(self, found: ClassesAt) -> None:
-        self._gatekeeper.classes = _table(found.classes)
+        self._admission.classes = _table(found.classes)
         if self._revision != found.revision:
             self._known.write(found.classes)
             log.info("classes.changed", extra={"revision": found.revision, "num_classes": len(found.classes)})

@@ -37,29 +37,29 @@ class ConsoleEndpoints:
         cluster: Cluster,
         ledger: Ledger,
         classes: ActiveClasses,
-        observations: RecentTelemetry,
+        telemetry: RecentTelemetry,
         stores: StoreView,
     ) -> None:
         self._cluster = cluster
         self._ledger = ledger
         self._classes = classes
-        self._observations = observations
+        self._telemetry = telemetry
         self._stores = stores
 
     async def series(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/series?minutes=10: figures over time, oldest first."""
         minutes = query_number(request, "minutes", 10, _MAX_MINUTES)
-        return web.json_response(self._observations.series.shown(self._cluster.clock(), 60.0 * minutes))
+        return web.json_response(self._telemetry.series.shown(self._cluster.clock(), 60.0 * minutes))
 
     async def placements(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/placements?limit=50: the newest decisions, newest first."""
         limit = query_number(request, "limit", 50, _MAX_PLACEMENTS)
-        return web.json_response(self._observations.decisions.newest(limit, self._cluster.clock()))
+        return web.json_response(self._telemetry.decisions.newest(limit, self._cluster.clock()))
 
     async def request(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/requests/{request_id}: row, decision and timeline. Raises NotFound or Unavailable."""
         request_id = request.match_info["request_id"]
-        decisions, now_s = self._observations.decisions, self._cluster.clock()
+        decisions, now_s = self._telemetry.decisions, self._cluster.clock()
         decided_id = next((one for one in (request_id, f"{request_id}-0") if decisions.of(one, now_s)), request_id)
         decision = decisions.of(decided_id, now_s)
         found = await self._ledger.outcomes.of(request_id)
@@ -84,7 +84,7 @@ class ConsoleEndpoints:
             }
             for member in membership.members()
         ]
-        prefixes = self._observations.prefixes.hottest(limit, self._cluster.clock())
+        prefixes = self._telemetry.prefixes.hottest(limit, self._cluster.clock())
         layout = membership.kv_layout
         block_bytes = layout and layout.block_bytes  # as a worker has it
         return web.json_response({"workers": workers, "block_bytes": block_bytes, "prefixes": prefixes})

@@ -35,15 +35,15 @@ class ControlEndpoints:
         cluster: Cluster,
         ledger: Ledger,
         metrics: GatewayMetrics,
-        door: DrainGate,
-        observations: RecentTelemetry,
+        drain_gate: DrainGate,
+        telemetry: RecentTelemetry,
     ) -> None:
         self._model = model
         self._cluster = cluster
         self._ledger = ledger
         self._metrics = metrics
-        self._door = door
-        self._observations = observations
+        self._drain_gate = drain_gate
+        self._telemetry = telemetry
         self._started_s = cluster.clock()
 
     async def models(self, request: web.Request) -> web.Response:
@@ -63,7 +63,7 @@ class ControlEndpoints:
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: 200 only when a request could be placed now."""
         missing = list(self._cluster.membership.view().missing)
-        if self._door.is_closed:
+        if self._drain_gate.is_closed:
             return web.json_response({"status": "stopping", "missing": missing}, status=503)
         status = "unavailable" if missing else "ok"
         return web.json_response({"status": status, "missing": missing}, status=503 if missing else 200)
@@ -94,7 +94,7 @@ class ControlEndpoints:
                 "missing": list(membership.view().missing),
                 "heartbeat_interval_s": membership.heartbeat_interval_s,
                 "silent_after_s": membership.silent_after_s,
-                "departed": self._observations.departures.shown(now_s),
+                "departed": self._telemetry.recently_left.shown(now_s),
                 "workers": [_worker(membership, member, now_s, tells_links) for member in members],
             }
         )

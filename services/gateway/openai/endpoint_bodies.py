@@ -30,7 +30,7 @@ def read_body(endpoint: str, raw: bytes, model: ServedModel, context_tokens: int
     return body
 
 
-def is_quickly_read(raw: bytes) -> bool:
+def is_quickly_parsed(raw: bytes) -> bool:
     """Whether reading it holds nobody up."""
     return len(raw) <= _QUICK_BYTES and num_separators(raw) <= _QUICK_SEPARATORS
 

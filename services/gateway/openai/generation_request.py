@@ -16,8 +16,9 @@ from services.gateway.openai.prompts import chat_prompt, completion_prompts
 from services.gateway.openai.sampling import sampling_of, stops_of
 from services.gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from services.gateway.openai.served_model import ServedModel
-from services.gateway.openai.tool_use import NewToolParser, tool_use_of
+from services.gateway.openai.tool_use import tool_use_of
 from services.gateway.replies.reply_format import ReplyOptions
+from services.gateway.replies.tool_parsers import NewToolParser
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _SPARE_VALUES = 100_000  # JSON values beside the prompt
@@ -26,27 +27,30 @@ _MAX_CHOICES = 1_024  # of all prompts together
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request that may go to the workers, and how it wants to be answered."""
+    """What to generate, as a body says it: tokenized prompts, how to sample, and how to answer."""
 
-    prompts: tuple[tuple[int, ...], ...]  # token ids
-    sampling: SamplingParams
-    stops: tuple[str, ...]
-    stream: bool
-    wanted: ReplyOptions
+    prompts: tuple[tuple[int, ...], ...] = ()  # token ids
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stops: tuple[str, ...] = ()
+    stream: bool = False
+    reply_options: ReplyOptions = field(default_factory=ReplyOptions)
     num_choices: int = 1  # for each prompt
-    best_of: int = 1  # outputs for each prompt, of which `num_choices` are given
-    keep_stop: bool = False  # in the text
+    best_of: int = 1  # outputs for each prompt; the best `num_choices` are returned
+    keep_stop: bool = False  # stop strings stay in the text
     priority: int = 0
     tenant_salt: bytes = b""  # KV is shared among requests of one salt
-    echoes: tuple[str, ...] = ()  # texts of the prompts, where they are wanted
+    prompt_texts: tuple[str, ...] = ()  # empty unless the prompts are echoed
     labels: dict[str, Any] = field(default_factory=dict)  # for the log
-    said: dict[str, Any] = field(default_factory=dict)  # what a response repeats of its request
-    new_tool_parser: NewToolParser | None = None  # where calls may be among the text
+    echoed: dict[str, Any] = field(default_factory=dict)  # fields that the response repeats from the body
+    new_tool_parser: NewToolParser | None = None  # None: no tool calls in the text
 
     @property
     def num_outputs(self) -> int:
-        """Of all prompts together."""
+        """Outputs of all prompts together."""
         return len(self.prompts) * self.best_of
+
+
+NOT_TOKENIZED = GenerationRequest()
 
 
 def chat_request(body: ChatBody, model: ServedModel, context_tokens: int) -> GenerationRequest:
@@ -64,24 +68,24 @@ def chat_request(body: ChatBody, model: ServedModel, context_tokens: int) -> Gen
         template_kwargs=body.chat_template_kwargs,
     )
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if wanted == 0:
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if limit == 0:
         raise InvalidRequest(f"{limit_name} must be at least 1", param=limit_name)
-    left = room(len(prompt), wanted, context_tokens, "messages", limit_name)
+    left = room(len(prompt), limit, context_tokens, "messages", limit_name)
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    max_tokens = left if wanted is None else wanted
-    intake = _intake(body, model, [prompt], max_tokens, num_top_logprobs, forced=use.forced)
-    return replace(intake, new_tool_parser=use.new_parser)
+    max_tokens = left if limit is None else limit
+    generation = _generation(body, model, [prompt], max_tokens, num_top_logprobs, forced=use.forced)
+    return replace(generation, new_tool_parser=use.new_parser)
 
 
 def completion_request(body: CompletionBody, model: ServedModel, context_tokens: int) -> GenerationRequest:
     """The prompts as they are. Raises InvalidRequest or ContextLengthExceeded."""
     _check_completion(body)
     prompts = completion_prompts(body, model, context_tokens, salt=salt_of(body.cache_salt))
-    left = min(room(len(one), body.max_tokens, context_tokens, "prompt", "max_tokens") for one in prompts)
+    left = min(room(len(prompt), body.max_tokens, context_tokens, "prompt", "max_tokens") for prompt in prompts)
     max_tokens = min(left, _DEFAULT_COMPLETION_TOKENS) if body.max_tokens is None else body.max_tokens
-    echoes = tuple(model.tokenizer.decode(one) for one in prompts) if body.echo else ()
-    return _intake(body, model, prompts, max_tokens, body.logprobs, echoes, body.best_of)
+    prompt_texts = tuple(model.tokenizer.decode(prompt) for prompt in prompts) if body.echo else ()
+    return _generation(body, model, prompts, max_tokens, body.logprobs, prompt_texts, body.best_of)
 
 
 def _check_completion(body: CompletionBody) -> None:
@@ -105,26 +109,26 @@ def salt_of(cache_salt: str | None) -> bytes:
     return (cache_salt or "").encode()
 
 
-def room(num_prompt: int, wanted: int | None, context_tokens: int, prompt_name: str, limit_name: str) -> int:
-    """Output tokens that the context still holds. Raises when `wanted`, or one token, is more."""
+def room(num_prompt: int, limit: int | None, context_tokens: int, prompt_name: str, limit_name: str) -> int:
+    """Output tokens that still fit into the context. Raises when `limit`, or one token, does not."""
     if num_prompt == 0:
         raise InvalidRequest(f"{prompt_name} gave no tokens", param=prompt_name)
     left = context_tokens - num_prompt
     figures = f"the context length is {context_tokens} tokens, the prompt has {num_prompt}"
     if left < 1:
         raise ContextLengthExceeded(f"{figures}: no room for output; shorten {prompt_name}", param=prompt_name)
-    if wanted is not None and wanted > left:
-        raise ContextLengthExceeded(f"{figures} and {limit_name} is {wanted}; at most {left} fit", param=limit_name)
+    if limit is not None and limit > left:
+        raise ContextLengthExceeded(f"{figures} and {limit_name} is {limit}; at most {left} fit", param=limit_name)
     return left
 
 
-def _intake(
+def _generation(
     body: GenerationBody,
     model: ServedModel,
     prompts: Sequence[tuple[int, ...]],
     max_tokens: int,
     num_top_logprobs: int | None,
-    echoes: tuple[str, ...] = (),
+    prompt_texts: tuple[str, ...] = (),
     best_of: int | None = None,
     forced: Constraint | None = None,
 ) -> GenerationRequest:
@@ -132,21 +136,21 @@ def _intake(
     best_of = best_of or num_choices
     if len(prompts) * best_of > _MAX_CHOICES:
         raise InvalidRequest(f"n: prompts times n are more than {_MAX_CHOICES} outputs; send fewer", param="n")
-    wanted = _wanted(body, num_top_logprobs is not None)
+    reply_options = _reply_options(body, logprobs=num_top_logprobs is not None)
     if best_of > num_choices and num_top_logprobs is None:
-        num_top_logprobs = 0  # the best are told by it
+        num_top_logprobs = 0  # ranks the outputs
     return GenerationRequest(
         prompts=tuple(prompts),
         sampling=sampling_of(body, model, max_tokens, num_top_logprobs, forced),
         stops=stops_of(body),
         stream=bool(body.stream),
-        wanted=wanted,
+        reply_options=reply_options,
         num_choices=num_choices,
         best_of=best_of,
         keep_stop=bool(body.include_stop_str_in_output),
         priority=body.priority or 0,
         tenant_salt=salt_of(body.cache_salt),
-        echoes=echoes,
+        prompt_texts=prompt_texts,
         labels=body.model_dump(include=_LABELS, exclude_none=True),
     )
 
@@ -154,7 +158,7 @@ def _intake(
 _LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 
 
-def _wanted(body: GenerationBody, logprobs: bool) -> ReplyOptions:
+def _reply_options(body: GenerationBody, *, logprobs: bool) -> ReplyOptions:
     options = body.stream_options
     if options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")

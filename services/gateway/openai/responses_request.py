@@ -24,10 +24,10 @@ def responses_request(body: ResponsesBody, model: ServedModel, context_tokens: i
         message = "top_logprobs needs include to hold message.output_text.logprobs"
         raise InvalidRequest(message, param="top_logprobs")
     try:
-        intake = chat_request(body.as_chat(), model, context_tokens)
+        generation = chat_request(body.as_chat(), model, context_tokens)
     except InvalidRequest as error:
         raise _in_own_names(error) from error
-    return replace(intake, said=_said(body, intake))
+    return replace(generation, echoed=_echoed(body))
 
 
 def _in_own_names(error: InvalidRequest) -> InvalidRequest:
@@ -36,17 +36,17 @@ def _in_own_names(error: InvalidRequest) -> InvalidRequest:
     return type(error)(error.message.replace(param, own) if param else error.message, param=own or None)
 
 
-def _said(body: ResponsesBody, intake: GenerationRequest) -> dict[str, Any]:
-    """What a response repeats of its request."""
+def _echoed(body: ResponsesBody) -> dict[str, Any]:
+    """The fields that the response repeats from the body."""
     form = None if body.text is None else body.text.format
-    told = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
+    text_format = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
     return {
         "instructions": body.instructions,
         "metadata": body.metadata or {},
         "max_output_tokens": body.max_output_tokens,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": 1.0 if body.top_p is None else body.top_p,
-        "text": {"format": told},
+        "text": {"format": text_format},
         "tools": [],
         "tool_choice": "none",
         "parallel_tool_calls": False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,10 +11,7 @@ from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.structured_output import checked
 from services.gateway.openai.tools import NamedTool, choice_of, constraint_of_choice
-from services.gateway.replies.text_stream import TextPiece
-from services.gateway.replies.tool_parsers import PARSERS, CallPart, Found, NamedCall, RequiredCalls, ToolParser
-
-NewToolParser = Callable[[], ToolParser]
+from services.gateway.replies.tool_parsers import PARSERS, NamedCall, NewToolParser, RequiredCalls
 
 
 class ToolUse(NamedTuple):
@@ -49,46 +45,3 @@ def tool_use_of(body: ChatBody, model: ServedModel) -> ToolUse:
     if isinstance(choice, NamedTool):
         return ToolUse(rendered, forced, partial(NamedCall, choice.function.name))
     return ToolUse(rendered, forced, RequiredCalls)
-
-
-class ToolTurn:
-    """Owns one choice's parser, and whether calls came out of it."""
-
-    def __init__(self, parser: ToolParser) -> None:
-        self._parser = parser
-        self._has_calls = False
-
-    @property
-    def ends_in_calls(self) -> bool:
-        """Whether its end is that calls are to be made; a named call ends as any text (so does OpenAI's)."""
-        return self._has_calls and not isinstance(self._parser, NamedCall)
-
-    def deltas(self, piece: TextPiece) -> list[dict[str, Any]]:
-        """What a stream says of a piece."""
-        return [_delta(one) for one in self._found(piece)]
-
-    def message(self, piece: TextPiece) -> dict[str, Any]:
-        """What the whole output says."""
-        found = self._found(piece)
-        content = "".join(one for one in found if isinstance(one, str))
-        calls = [_call(one) for one in found if isinstance(one, CallPart)]
-        return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
-
-    def _found(self, piece: TextPiece) -> list[Found]:
-        found = self._parser.push(piece.text)
-        if piece.finish_reason is not None:
-            found += self._parser.flush()
-        self._has_calls |= any(isinstance(one, CallPart) for one in found)
-        return found
-
-
-def _delta(found: Found) -> dict[str, Any]:
-    if isinstance(found, str):
-        return {"content": found}
-    if found.id is None:
-        return {"tool_calls": [{"index": found.index, "function": {"arguments": found.arguments}}]}
-    return {"tool_calls": [{"index": found.index, **_call(found)}]}
-
-
-def _call(part: CallPart) -> dict[str, Any]:
-    return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}

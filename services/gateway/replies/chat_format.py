@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.openai.served_model import Encodes
-from services.gateway.openai.tool_use import NewToolParser, ToolTurn
 from services.gateway.replies.logprob_entries import logprob_entries
 from services.gateway.replies.reply_format import (
     STREAM_END,
@@ -19,7 +17,8 @@ from services.gateway.replies.reply_format import (
     prompt_token_ids,
     token_ids,
 )
-from services.gateway.replies.text_stream import TextPiece
+from services.gateway.replies.text_stream import Decodes, TextPiece
+from services.gateway.replies.tool_parsers import CallPart, Found, NamedCall, NewToolParser, ToolParser
 
 
 class ChatFormat:
@@ -32,22 +31,22 @@ class ChatFormat:
         request_id: str,
         model: str,
         created: int,
-        tokenizer: Encodes,
-        wanted: ReplyOptions,
+        tokenizer: Decodes,
+        options: ReplyOptions,
         prompt: Sequence[int],
         new_tool_parser: NewToolParser | None = None,
     ) -> None:
         self._head = {"id": f"chatcmpl-{request_id}", "created": created, "model": model}
         self._tokenizer = tokenizer
-        self._wanted = wanted
-        self._prompt_ids = prompt_token_ids(prompt, wanted)
+        self._options = options
+        self._prompt_ids = prompt_token_ids(prompt, options)
         self._new_tool_parser = new_tool_parser
         self._turns: dict[int, ToolTurn] = {}  # by choice
 
     @property
     def repeats(self) -> bool:
         """Unless calls have to be found in the text."""
-        return self._new_tool_parser is None and self._wanted.only_text
+        return self._new_tool_parser is None and self._options.only_text
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The role comes first, alone."""
@@ -60,7 +59,7 @@ class ChatFormat:
         turn = self._turn(index)
         deltas = [{"content": piece.text}] if turn is None else turn.deltas(piece)
         chunks = []
-        if self._wanted.of(piece) or (turn is not None and deltas):
+        if self._options.of(piece) or (turn is not None and deltas):
             extras = self._extras(piece)
             for delta in deltas or [{}]:
                 chunks.append(self._chunk(index, {"delta": delta, **extras, "finish_reason": None}))
@@ -71,11 +70,11 @@ class ChatFormat:
 
     def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:
         """With the usage, if it is wanted."""
-        return framed(chunk, usage, self._wanted)
+        return framed(chunk, usage, self._options)
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
         """The usage, without choices."""
-        if self._wanted.usage == "none":
+        if self._options.usage == "none":
             return []
         return [{**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage.as_dict()}]
 
@@ -111,6 +110,49 @@ class ChatFormat:
 
     def _extras(self, piece: TextPiece) -> dict[str, Any]:
         logprobs = None
-        if self._wanted.logprobs:
-            logprobs = {"content": logprob_entries(piece.tokens, self._tokenizer, self._wanted), "refusal": None}
-        return {"logprobs": logprobs, **token_ids(piece, self._wanted)}
+        if self._options.logprobs:
+            logprobs = {"content": logprob_entries(piece.tokens, self._tokenizer, self._options), "refusal": None}
+        return {"logprobs": logprobs, **token_ids(piece, self._options)}
+
+
+class ToolTurn:
+    """Owns one choice's parser, and whether calls came out of it."""
+
+    def __init__(self, parser: ToolParser) -> None:
+        self._parser = parser
+        self._has_calls = False
+
+    @property
+    def ends_in_calls(self) -> bool:
+        """Whether its end is that calls are to be made; a named call ends as any text (so does OpenAI's)."""
+        return self._has_calls and not isinstance(self._parser, NamedCall)
+
+    def deltas(self, piece: TextPiece) -> list[dict[str, Any]]:
+        """What a stream says of a piece."""
+        return [_delta(one) for one in self._found(piece)]
+
+    def message(self, piece: TextPiece) -> dict[str, Any]:
+        """What the whole output says."""
+        found = self._found(piece)
+        content = "".join(one for one in found if isinstance(one, str))
+        calls = [_call(one) for one in found if isinstance(one, CallPart)]
+        return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
+
+    def _found(self, piece: TextPiece) -> list[Found]:
+        found = self._parser.push(piece.text)
+        if piece.finish_reason is not None:
+            found += self._parser.flush()
+        self._has_calls |= any(isinstance(one, CallPart) for one in found)
+        return found
+
+
+def _delta(found: Found) -> dict[str, Any]:
+    if isinstance(found, str):
+        return {"content": found}
+    if found.id is None:
+        return {"tool_calls": [{"index": found.index, "function": {"arguments": found.arguments}}]}
+    return {"tool_calls": [{"index": found.index, **_call(found)}]}
+
+
+def _call(part: CallPart) -> dict[str, Any]:
+    return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from halfmoon.pb.types_pb2 import Token
-from services.gateway.openai.served_model import Encodes
 from services.gateway.replies.reply_format import (
     STREAM_END,
     Output,
@@ -20,7 +19,7 @@ from services.gateway.replies.reply_format import (
     token_ids,
     token_name,
 )
-from services.gateway.replies.text_stream import TextPiece
+from services.gateway.replies.text_stream import Decodes, TextPiece
 
 
 class CompletionFormat:
@@ -33,15 +32,15 @@ class CompletionFormat:
         request_id: str,
         model: str,
         created: int,
-        tokenizer: Encodes,
-        wanted: ReplyOptions,
+        tokenizer: Decodes,
+        options: ReplyOptions,
         prompts: Sequence[Sequence[int]],
         echoes: Sequence[str] = (),
         per_prompt: int = 1,
     ) -> None:
         self._head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": created, "model": model}
         self._tokenizer = tokenizer
-        self._wanted = wanted
+        self._options = options
         self._prompts = prompts
         self._echoes = echoes
         self._per_prompt = per_prompt
@@ -50,28 +49,28 @@ class CompletionFormat:
     @property
     def repeats(self) -> bool:
         """Whatever the text is."""
-        return self._wanted.only_text
+        return self._options.only_text
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The prompt, if it is echoed or its token ids are wanted."""
-        if not (self._echoes or self._wanted.token_ids):
+        if not (self._echoes or self._options.token_ids):
             return []
         choice = self._choice(index, TextPiece(self._echo(index), (), (), None))
         return [{**self._head, "choices": [{**choice, **self._prompt_ids(index)}]}]
 
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
         """At most one chunk."""
-        if piece.finish_reason is None and not self._wanted.of(piece):
+        if piece.finish_reason is None and not self._options.of(piece):
             return []
         return [self._chunk(index, piece)]
 
     def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:
         """With the usage, if it is wanted."""
-        return framed(chunk, usage, self._wanted)
+        return framed(chunk, usage, self._options)
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
         """The usage, without choices."""
-        if self._wanted.usage == "none":
+        if self._options.usage == "none":
             return []
         return [{**self._head, "choices": [], "usage": usage.as_dict()}]
 
@@ -91,15 +90,15 @@ class CompletionFormat:
         return self._echoes[index // self._per_prompt] if self._echoes else ""
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
-        return prompt_token_ids(self._prompts[index // self._per_prompt], self._wanted)
+        return prompt_token_ids(self._prompts[index // self._per_prompt], self._options)
 
     def _chunk(self, index: int, piece: TextPiece) -> dict[str, Any]:
         return {**self._head, "choices": [self._choice(index, piece)]}
 
     def _choice(self, index: int, piece: TextPiece, echo: str = "") -> dict[str, Any]:
-        logprobs = self._logprobs(index, piece.tokens) if self._wanted.logprobs else None
+        logprobs = self._logprobs(index, piece.tokens) if self._options.logprobs else None
         choice = {"index": index, "text": echo + piece.text, "logprobs": logprobs, **ending(piece)}
-        return {**choice, **token_ids(piece, self._wanted)}
+        return {**choice, **token_ids(piece, self._options)}
 
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
         texts = [self._tokenizer.decode([token.token_id]) for token in tokens]
@@ -108,7 +107,7 @@ class CompletionFormat:
             offsets.append(self._num_chars[index])
             self._num_chars[index] += len(text)
         tops = [self._tops(token) for token in tokens]
-        names = [token_name(text, token.token_id, self._wanted) for text, token in zip(texts, tokens, strict=True)]
+        names = [token_name(text, token.token_id, self._options) for text, token in zip(texts, tokens, strict=True)]
         return {
             "tokens": names,
             "token_logprobs": [token.logprob for token in tokens],
@@ -120,5 +119,7 @@ class CompletionFormat:
         """By text; of two tokens that look the same the likelier one is kept."""
         tops: dict[str, float] = {}
         for top in token.top_logprobs:
-            tops.setdefault(token_name(self._tokenizer.decode([top.token_id]), top.token_id, self._wanted), top.logprob)
+            tops.setdefault(
+                token_name(self._tokenizer.decode([top.token_id]), top.token_id, self._options), top.logprob
+            )
         return tops

@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from halfmoon.pb.types_pb2 import Token
-from services.gateway.openai.served_model import Encodes
 from services.gateway.replies.reply_format import ReplyOptions, token_name
+from services.gateway.replies.text_stream import Decodes
 
 _REPLACEMENT = "\ufffd"
 
 
-def logprob_entries(tokens: Sequence[Token], tokenizer: Encodes, wanted: ReplyOptions) -> list[dict[str, Any]]:
+def logprob_entries(tokens: Sequence[Token], tokenizer: Decodes, options: ReplyOptions) -> list[dict[str, Any]]:
     """One entry a token, with its likeliest rivals."""
     return [
         {
-            **_entry(token.token_id, token.logprob, tokenizer, wanted),
-            "top_logprobs": [_entry(top.token_id, top.logprob, tokenizer, wanted) for top in token.top_logprobs],
+            **_entry(token.token_id, token.logprob, tokenizer, options),
+            "top_logprobs": [_entry(top.token_id, top.logprob, tokenizer, options) for top in token.top_logprobs],
         }
         for token in tokens
     ]
 
 
-def _entry(token_id: int, logprob: float, tokenizer: Encodes, wanted: ReplyOptions) -> dict[str, Any]:
+def _entry(token_id: int, logprob: float, tokenizer: Decodes, options: ReplyOptions) -> dict[str, Any]:
     text = tokenizer.decode([token_id])
     whole = _REPLACEMENT not in text  # else a part of a character, whose bytes we cannot see
-    name = token_name(text, token_id, wanted)
+    name = token_name(text, token_id, options)
     return {"token": name, "logprob": logprob, "bytes": list(text.encode()) if whole else None}

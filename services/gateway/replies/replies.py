@@ -12,75 +12,75 @@ from halfmoon.errors import HalfmoonError
 from halfmoon.pb.types_pb2 import Token
 from services.gateway.http.error_responses import error_body
 from services.gateway.replies.event_body import EventBody, sse
-from services.gateway.replies.reply_format import ReplyFormat, Usage
-from services.gateway.replies.text_stream import TextPiece, joined
-from services.gateway.routing.choices import Choice, Choices, best_outputs
+from services.gateway.replies.reply_format import Output, ReplyFormat, Usage, UsageNow
+from services.gateway.replies.text_stream import TextPiece, TextStream, joined
 
 _MARK = "\0"
 _QUOTED_MARK = encode_basestring_ascii(_MARK).encode()
 _NO_USAGE = Usage(0, 0, 0)
 
 
-class TakesPieces(Protocol):
-    """What both replies are to a choice."""
+class Reply(Protocol):
+    """What the outputs of a request see of its reply."""
 
     async def begin(self) -> None:
-        """Comes before the first piece; again, it does nothing."""
+        """Comes before the first piece. Idempotent."""
         ...
 
     def put(self, index: int, piece: TextPiece) -> None:
-        """Takes the next piece of a choice."""
+        """Takes the next piece of an output."""
         ...
 
 
-class ChoiceSink:
-    """A `TokenSink`: one choice's tokens become text and go into the reply."""
+class OutputSink:
+    """A `TokenSink`: turns one output's tokens into text and puts that into the reply."""
 
-    def __init__(self, choice: Choice, reply: TakesPieces) -> None:
-        self._choice = choice
+    def __init__(self, index: int, text: TextStream, reply: Reply) -> None:
+        self._index = index
+        self._text = text
         self._reply = reply
 
     async def begin(self) -> None:
-        """The reply begins."""
+        """Begins the reply."""
         await self._reply.begin()
 
     def push(self, tokens: Sequence[Token]) -> bool:
-        """True when the choice is whole."""
-        piece = self._choice.text.push(tokens)
-        self._reply.put(self._choice.index, piece)
+        """Takes tokens; True when the output is whole."""
+        piece = self._text.push(tokens)
+        self._reply.put(self._index, piece)
         return piece.finish_reason is not None
 
 
 class WholeReply:
     """Owns the text of a response that is sent at once."""
 
-    def __init__(self, shape: ReplyFormat, choices: Choices) -> None:
-        self._shape = shape
-        self._choices = choices
-        self._pieces: list[list[TextPiece]] = [[] for _ in choices.all]
+    def __init__(self, reply_format: ReplyFormat, num_outputs: int, usage: UsageNow) -> None:
+        self._format = reply_format
+        self._usage = usage
+        self._pieces: list[list[TextPiece]] = [[] for _ in range(num_outputs)]
 
     async def begin(self) -> None:
-        """Nothing is sent before the end."""
+        """Sends nothing before the end."""
 
     def put(self, index: int, piece: TextPiece) -> None:
         """Keeps the text."""
         self._pieces[index].append(piece)
 
     async def finish(self, num_choices: int, best_of: int) -> web.Response:
-        """The response, after the last token: of each prompt's `best_of` outputs the best `num_choices`."""
+        """The response, with the best `num_choices` of each prompt's `best_of` outputs. Comes after the last token."""
         outputs = best_outputs([joined(pieces) for pieces in self._pieces], num_choices, best_of)
-        return web.json_response(self._shape.whole(outputs, self._choices.usage))
+        return web.json_response(self._format.whole(outputs, self._usage()))
 
 
 class StreamReply:
     """Owns an event stream. It begins with the first token: an error before that is an ordinary response."""
 
-    def __init__(self, request: web.Request, shape: ReplyFormat, choices: Choices) -> None:
-        self._shape = shape
-        self._choices = choices
+    def __init__(self, http_request: web.Request, reply_format: ReplyFormat, usage: UsageNow) -> None:
+        self._format = reply_format
+        self._usage = usage
         self._opened: set[int] = set()
-        self._body = EventBody(request)
-        self._texts = TextEvents(shape)
+        self._body = EventBody(http_request)
+        self._texts = TextEvents(reply_format)
 
     @property
     def has_begun(self) -> bool:
@@ -93,22 +93,22 @@ class StreamReply:
 
     def put(self, index: int, piece: TextPiece) -> None:
         """Sends what became certain. Raises ClientGone."""
-        if index in self._opened and self._shape.repeats and piece.text and piece.finish_reason is None:
+        if index in self._opened and self._format.repeats and piece.text and piece.finish_reason is None:
             self._body.write(self._texts.of(index, piece.text))
             return
-        opening = [] if index in self._opened else self._shape.opening(index)
+        opening = [] if index in self._opened else self._format.opening(index)
         self._opened.add(index)
-        chunks = [*opening, *self._shape.chunks(index, piece)]
-        self._write([self._shape.frame(chunk, lambda: self._choices.usage) for chunk in chunks])
+        chunks = [*opening, *self._format.chunks(index, piece)]
+        self._write([self._format.frame(chunk, self._usage) for chunk in chunks])
 
     async def finish(self) -> web.StreamResponse:
-        """Sends the usage, if asked for, and the end. Raises ClientGone."""
-        self._write(self._shape.closing(self._choices.usage), self._shape.end)
+        """Sends the usage, if requested, and the end. Raises ClientGone."""
+        self._write(self._format.closing(self._usage()), self._format.end)
         return await self._body.end()
 
     async def fail(self, error: HalfmoonError) -> web.StreamResponse:
         """Ends a stream that has begun with an error event. Raises ClientGone."""
-        self._write([self._shape.failed(error_body(error))])
+        self._write([self._format.failed(error_body(error))])
         return await self._body.end()
 
     def _write(self, events: Sequence[dict[str, Any]], end: bytes = b"") -> None:
@@ -118,22 +118,39 @@ class StreamReply:
 
 
 class TextEvents:
-    """Owns, for each choice, what comes before and after the text in its events."""
+    """Writes events that carry nothing but text, without encoding again what is the same in all of them.
 
-    def __init__(self, shape: ReplyFormat) -> None:
-        self._shape = shape
+    Owns, for each output, the bytes before and after the text.
+    """
+
+    def __init__(self, reply_format: ReplyFormat) -> None:
+        self._format = reply_format
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def of(self, index: int, text: str) -> bytes:
-        """The event of a text of choice `index`, for a shape that `repeats`."""
+        """The event for a text of output `index`, in a format that `repeats`."""
         around = self._around.get(index)
         if around is None:
             around = self._around[index] = self._split(index)
         return b"%b%b%b" % (around[0], encode_basestring_ascii(text).encode(), around[1])
 
     def _split(self, index: int) -> tuple[bytes, bytes]:
-        """By an example: the text comes after all else that a client or a model may have named."""
-        (chunk,) = self._shape.chunks(index, TextPiece(_MARK, (), (), None))
-        before, mark, after = sse(self._shape.frame(chunk, lambda: _NO_USAGE)).rpartition(_QUOTED_MARK)
+        """Splits an example event at its text, which comes after everything that a client or a model may name."""
+        (chunk,) = self._format.chunks(index, TextPiece(_MARK, (), (), None))
+        before, mark, after = sse(self._format.frame(chunk, lambda: _NO_USAGE)).rpartition(_QUOTED_MARK)
         assert mark
         return before, after
+
+
+def best_outputs(pieces: Sequence[TextPiece], num_choices: int, best_of: int) -> list[Output]:
+    """For each prompt, the `num_choices` of its `best_of` outputs with the highest mean logprob, best first."""
+    if num_choices == best_of:
+        return [Output(index, piece) for index, piece in enumerate(pieces)]
+    kept: list[TextPiece] = []
+    for start in range(0, len(pieces), best_of):
+        kept += sorted(pieces[start : start + best_of], key=_mean_logprob, reverse=True)[:num_choices]
+    return [Output(index, piece) for index, piece in enumerate(kept)]
+
+
+def _mean_logprob(piece: TextPiece) -> float:
+    return sum(token.logprob for token in piece.tokens) / max(len(piece.tokens), 1)

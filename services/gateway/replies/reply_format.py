@@ -98,16 +98,16 @@ class ReplyFormat(Protocol):
         ...
 
 
-def framed(chunk: dict[str, Any], usage: UsageNow, wanted: ReplyOptions) -> dict[str, Any]:
+def framed(chunk: dict[str, Any], usage: UsageNow, options: ReplyOptions) -> dict[str, Any]:
     """A chunk with the usage as far as it is wanted: null where it comes in a last chunk."""
-    if wanted.usage == "none":
+    if options.usage == "none":
         return chunk
-    return {**chunk, "usage": usage().as_dict() if wanted.usage == "running" else None}
+    return {**chunk, "usage": usage().as_dict() if options.usage == "running" else None}
 
 
-def token_name(text: str, token_id: int, wanted: ReplyOptions) -> str:
+def token_name(text: str, token_id: int, options: ReplyOptions) -> str:
     """A token in a list of log-probabilities."""
-    return f"token_id:{token_id}" if wanted.tokens_as_ids else text
+    return f"token_id:{token_id}" if options.tokens_as_ids else text
 
 
 def ending(piece: TextPiece) -> dict[str, Any]:
@@ -115,11 +115,11 @@ def ending(piece: TextPiece) -> dict[str, Any]:
     return {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
 
 
-def token_ids(piece: TextPiece, wanted: ReplyOptions) -> dict[str, Any]:
-    """The ids of a piece's tokens, if they are wanted."""
-    return {"token_ids": list(piece.token_ids)} if wanted.token_ids else {}
+def token_ids(piece: TextPiece, options: ReplyOptions) -> dict[str, Any]:
+    """The ids of a piece's tokens, if they are options."""
+    return {"token_ids": list(piece.token_ids)} if options.token_ids else {}
 
 
-def prompt_token_ids(prompt: Sequence[int], wanted: ReplyOptions) -> dict[str, Any]:
+def prompt_token_ids(prompt: Sequence[int], options: ReplyOptions) -> dict[str, Any]:
     """The ids of a prompt's tokens, if they are wanted; in a stream they come once for each choice."""
-    return {"prompt_token_ids": list(prompt)} if wanted.token_ids else {}
+    return {"prompt_token_ids": list(prompt)} if options.token_ids else {}

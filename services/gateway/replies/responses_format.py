@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.openai.served_model import Encodes
 from services.gateway.replies.logprob_entries import logprob_entries
 from services.gateway.replies.reply_format import Output, ReplyOptions, Usage, UsageNow
-from services.gateway.replies.text_stream import Ending, TextPiece
+from services.gateway.replies.text_stream import Decodes, Ending, TextPiece
 
 _STATUS: dict[Ending | None, str] = {None: "in_progress", "stop": "completed", "length": "incomplete"}
 
@@ -24,15 +23,15 @@ class ResponsesFormat:
         request_id: str,
         model: str,
         created: int,
-        tokenizer: Encodes,
-        wanted: ReplyOptions,
-        said: dict[str, Any],
+        tokenizer: Decodes,
+        options: ReplyOptions,
+        echoed: dict[str, Any],
     ) -> None:
-        """`said` is what the response repeats of the request."""
-        self._head = {"id": f"resp_{request_id}", "object": "response", "created_at": created, "model": model, **said}
+        """`echoed` are the fields that the response repeats from the request."""
+        self._head = {"id": f"resp_{request_id}", "object": "response", "created_at": created, "model": model, **echoed}
         self._item_id = f"msg_{request_id}"
         self._tokenizer = tokenizer
-        self._wanted = wanted
+        self._options = options
         self._text = ""
         self._logprobs: list[dict[str, Any]] = []
         self._ending: Ending | None = None
@@ -52,7 +51,7 @@ class ResponsesFormat:
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
         """At most one delta."""
         entries = self._take(piece)
-        if not self._wanted.of(piece):
+        if not self._options.of(piece):
             return []
         return [self._event("response.output_text.delta", **self._place(), delta=piece.text, logprobs=entries)]
 
@@ -72,8 +71,8 @@ class ResponsesFormat:
 
     def failed(self, error: dict[str, Any]) -> dict[str, Any]:
         """The last event of a stream that fails."""
-        told = error["error"]
-        return self._event("error", code=told["code"], message=told["message"], param=told["param"])
+        fields = error["error"]
+        return self._event("error", code=fields["code"], message=fields["message"], param=fields["param"])
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """The response object."""
@@ -81,7 +80,7 @@ class ResponsesFormat:
         return self._response([self._item()], usage)
 
     def _take(self, piece: TextPiece) -> list[dict[str, Any]]:
-        entries = logprob_entries(piece.tokens, self._tokenizer, self._wanted) if self._wanted.logprobs else []
+        entries = logprob_entries(piece.tokens, self._tokenizer, self._options) if self._options.logprobs else []
         self._text += piece.text
         self._logprobs += entries
         self._ending = piece.finish_reason

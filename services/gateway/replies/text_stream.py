@@ -26,6 +26,14 @@ class PushesText(Protocol):
         ...
 
 
+class Decodes(Protocol):
+    """halfmoon.engine.tokenizer.Tokenizer, as far as replies use it."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TextPiece:
     """What some tokens gave: certain text, the tokens that are content (for logprobs), all of them, and the end."""

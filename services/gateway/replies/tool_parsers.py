@@ -45,6 +45,9 @@ class ToolParser(Protocol):
         ...
 
 
+NewToolParser = Callable[[], ToolParser]
+
+
 def format_of_template(template: str | None) -> ToolFormat | None:
     """How a model with this chat template writes calls; None when it knows of no tools, or in no way we know."""
     if template is None or "tools" not in template:
@@ -189,7 +192,7 @@ class Llama3Calls:
         return found
 
 
-PARSERS: dict[ToolFormat, Callable[[], ToolParser]] = {"hermes": HermesCalls, "llama3_json": Llama3Calls}
+PARSERS: dict[ToolFormat, NewToolParser] = {"hermes": HermesCalls, "llama3_json": Llama3Calls}
 
 
 def _first_object(text: str) -> tuple[dict[str, Any] | None, int]:

@@ -1,16 +1,14 @@
-"""One attempt at a request on one placement, from the Prefill call to the last token or the first failure."""
+"""One attempt at an output on one placement, from the Prefill call to the last token or the first failure."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import secrets
-from dataclasses import dataclass
 
 from halfmoon.errors import Cancelled, DeadlineExceeded, HalfmoonError, Unavailable
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, KVCodec, PrefillRequest
-from halfmoon.pb.types_pb2 import CANCELLED, ERROR, Generation, SamplingParams, Token
-from halfmoon.policy.admission.classes import NO_PROMISES, QosClass
+from halfmoon.pb.types_pb2 import CANCELLED, ERROR, Generation, Token
 from halfmoon.policy.models.latency import PrefillSample
 from halfmoon.policy.values import Placement
 from halfmoon.rpc.peer import LONG_LIVED_S
@@ -25,7 +23,7 @@ from services.gateway.cluster.token_streams import (
     TokenArrived,
     WorkerLost,
 )
-from services.gateway.routing.progress import Progress
+from services.gateway.request import RequestOutput
 from services.gateway.routing.token_flow import TokenFlow, TokenSink
 
 log = logging.getLogger(__name__)
@@ -33,44 +31,31 @@ log = logging.getLogger(__name__)
 _PREFILL_LINGER_S = 5.0  # the last token may overtake the end of its Prefill call
 
 
-@dataclass(frozen=True, slots=True)
-class RelayRequest:
-    """What the workers are asked for; the same on every attempt."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    priority: int = 0  # smaller goes first
-    qos: QosClass = NO_PROMISES
-    tenant_salt: bytes = b""  # KV is shared among requests of one salt
-
-
 class Attempt:
-    """Owns one attempt: its Prefill call, its place in the token router, and that both workers hear of its end."""
+    """Owns one attempt: its Prefill call, its route in the token router, and the duty to end it on both workers."""
 
     def __init__(
         self,
         cluster: Cluster,
-        request: RelayRequest,
-        progress: Progress,
+        output: RequestOutput,
         placement: Placement,
         kv_codec: KVCodec.ValueType,
     ) -> None:
         self._cluster = cluster
-        self._progress = progress
+        self._progress = progress = output.progress
         self._prefill = cluster.worker(placement.prefill.worker_id)
         self._decode = cluster.worker(placement.decode.worker_id)
-        self._wire_id = f"{request.request_id}.{secrets.token_hex(4)}"  # attempts never meet on a worker
+        self._wire_id = f"{output.request_id}.{secrets.token_hex(4)}"  # two attempts never share an id on a worker
         self._message = PrefillRequest(
             generation=Generation(
                 request_id=self._wire_id,
                 model_fingerprint=cluster.membership.model_fingerprint,
-                prompt_token_ids=request.prompt_token_ids,
+                prompt_token_ids=output.prompt_token_ids,
                 output_token_ids=progress.output_token_ids,
-                sampling=request.sampling,
-                priority=request.priority,
+                sampling=output.sampling,
+                priority=output.priority,
                 gateway_id=cluster.gateway_id,
-                tenant_salt=request.tenant_salt,
+                tenant_salt=output.tenant_salt,
             ),
             decode_address=placement.decode_address,
             kv_codec=kv_codec,
@@ -108,7 +93,7 @@ class Attempt:
                 self._end(call, complete)
 
     def _end(self, call: asyncio.Task[None], complete: bool) -> None:
-        """A complete request has left both workers by itself; any other one is taken from them."""
+        """Cancels the request on its workers, unless it is complete and has left them by itself."""
         if complete:
             asyncio.get_running_loop().call_later(_PREFILL_LINGER_S, call.cancel)
         else:
@@ -133,9 +118,9 @@ class Attempt:
             case PrefillEnded(None):
                 raise HalfmoonError("the prefill worker ended its call without a token")
             case PrefillEnded(Cancelled(message=message)) if not self._handed_over:
-                raise Unavailable(message)  # not by us: we would not be here
+                raise Unavailable(message)  # the worker did: our own cancellation does not come here
             case PrefillEnded(DeadlineExceeded(message=message)) if not self._handed_over:
-                raise Unavailable(message)  # its link to the decode worker stalled: there may be another one
+                raise Unavailable(message)  # its link to the decode worker stalled: another one may do
             case PrefillEnded(error) if error is not None and not self._handed_over:
                 raise error
             case WorkerLost(worker_id, error):
@@ -159,12 +144,15 @@ class Attempt:
         if token.finish_reason == ERROR:
             raise HalfmoonError("a worker failed while computing the request")
         due = self._order.push(token)
-        self._progress.note_tokens([one.token_id for one in due], at_s)
+        self._progress.note_tokens([token.token_id for token in due], at_s)
         return due
 
 
 class TokenOrder:
-    """Owns the next due position and the tokens that came before the first one did."""
+    """Orders the tokens of one output, which come on two streams: from the prefill and from the decode worker.
+
+    Owns the next due position and the tokens that came before the first one.
+    """
 
     def __init__(self, next_position: int) -> None:
         self._first = next_position
@@ -177,12 +165,12 @@ class TokenOrder:
         return self._next > self._first
 
     def push(self, token: Token) -> list[Token]:
-        """The tokens that are due now, in order. A repeated position is dropped.
+        """Returns the tokens that are due now, in order. Drops a repeated position.
 
-        Decode tokens may overtake the first one, which is on another stream, and wait for it; after that, a skipped
-        position is lost for good and raises HalfmoonError.
+        Decode tokens may overtake the first one, which is on another stream, and wait for it. After the first one, a
+        skipped position is lost for good and raises HalfmoonError.
         """
-        if token.position == self._next and not self._early:  # as nearly always
+        if token.position == self._next and not self._early:  # the usual case
             self._next += 1
             return [token]
         if token.position < self._next:
@@ -198,7 +186,7 @@ class TokenOrder:
 
 
 async def _call_prefill(worker: Worker, message: PrefillRequest, route: Route, cluster: Cluster) -> None:
-    """Puts the Prefill call's events, its end included, on the route."""
+    """Puts the Prefill call's events, including its end, on the route."""
     error: HalfmoonError | None = None
     try:
         async with worker.peer.stream(worker.prefill.Prefill, message, deadline_s=LONG_LIVED_S) as events:

@@ -1,115 +1,84 @@
-"""Between the HTTP requests and the policies: who is judged, and how wrong the judgement was."""
+"""Early rejection: a request that cannot meet its class's targets is refused before its prompt is tokenized."""
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
-from halfmoon.errors import HalfmoonError
-from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import Caller, QosClass
 from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, PromptLowerBound
-from halfmoon.policy.admission.refusal import AdmissionMode, Refused
-from halfmoon.policy.models.refinement import PredictionErrors
-from halfmoon.policy.placement.place import PlacementRules
-from services.gateway.cluster.membership import Membership
-from services.gateway.cluster.prefix_replication import StoreCopies
+from halfmoon.policy.admission.refusal import Refused
 from services.gateway.openai.served_model import PromptPrefix
-from services.gateway.routing.attempt import RelayRequest
-from services.gateway.routing.progress import Progress
+from services.gateway.request import GatewayRequest
 from services.gateway.routing.prompt_prefix import held_blocks
-from services.gateway.routing.request_routing import RequestRouting, priority_in, shown_candidates, trace_admission
+from services.gateway.routing.routing_context import RoutingContext, class_priority, trace_admission
 from services.gateway.telemetry.decisions import Decision
-from services.gateway.telemetry.recent_telemetry import RecentTelemetry
-
-
-@dataclass(frozen=True, slots=True)
-class UnreadRequest:
-    """What is known of a request before its prompt is tokenized."""
-
-    request_id: str
-    qos: QosClass
-    priority: int  # as the client has it
-    has_gaps: bool  # more than one token is asked for, without doubt
 
 
 class EarlyRejection:
-    """Owns the gatekeeper, and how wrong its predictions of whole requests were."""
+    """Refuses requests by what is known before tokenization. Owns nothing."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        mode: AdmissionMode,
-        rules: PlacementRules,
-        clock: Callable[[], float],
-        observations: RecentTelemetry,
-        copies: StoreCopies,
-    ) -> None:
-        self.gatekeeper = AdmissionController(mode, rules, random.Random())
-        self.errors = {"ttft": PredictionErrors(), "tbt": PredictionErrors()}
-        self._membership = membership
-        self._clock = clock
-        self._observations = observations
-        self.copies = copies
-        self._names = map(str, itertools.count())
+    def __init__(self, context: RoutingContext) -> None:
+        self._context = context
 
-    def reject_early(self, unread: UnreadRequest, progress: Progress) -> None:
-        """Raises Refused where no prompt could be admitted now, whatever it is: before it is tokenized."""
-        qos, now_s = unread.qos, self._clock()
-        progress.qos_class = qos.name
-        priority, view = priority_in(qos, unread.priority), self._membership.view()
-        with self._noting(unread, progress, ANY_PROMPT, now_s):
-            self.gatekeeper.reject_early(view, priority, has_gaps=unread.has_gaps, qos=qos, now_s=now_s)
+    def class_of(self, headers: Mapping[str, str], model: str) -> QosClass:
+        """The class of a request with these headers for the model of this name."""
+        return self._context.admission.classes.of(_caller(headers, model))
 
-    def reject_by_prefix(
-        self, unread: UnreadRequest, begin: Callable[[], PromptPrefix | None], tenant_salt: bytes, progress: Progress
-    ) -> None:
-        """Raises Refused where no prompt that begins like this one could be admitted now.
+    def reject_early(self, request: GatewayRequest) -> None:
+        """Raises Refused if no prompt at all could be admitted now."""
+        context, qos, now_s = self._context, request.qos, self._context.clock()
+        priority, view = class_priority(qos, request.priority), context.membership.view()
+        with self._recording(request, ANY_PROMPT, now_s):
+            context.admission.reject_early(view, priority, has_gaps=request.has_gaps, qos=qos, now_s=now_s)
 
-        How it begins is looked at only where it would be refused if nothing of it were cached.
+    def reject_by_prefix(self, request: GatewayRequest, read_prefix: Callable[[], PromptPrefix | None]) -> None:
+        """Raises Refused if no prompt with this one's prefix could be admitted now.
+
+        The prefix is read, and looked up in the block index, only if the request would be refused with nothing cached.
         """
-        gate, view, qos, now_s = self.gatekeeper, self._membership.view(), unread.qos, self._clock()
-        if not gate.has_enforced_targets(qos):
+        context, qos, now_s = self._context, request.qos, self._context.clock()
+        admission, membership = context.admission, context.membership
+        if not admission.holds_to_targets(qos):
             return
-        beginning, priority = begin(), priority_in(qos, unread.priority)
-        if beginning is None:
+        prefix = read_prefix()
+        if prefix is None:
             return
-        prompt = PromptLowerBound(beginning.least_tokens())
         refusal_of = partial(
-            gate.early_refusal, view, priority=priority, has_gaps=unread.has_gaps, qos=qos, now_s=now_s
+            admission.least_refusal,
+            membership.view(),
+            priority=class_priority(qos, request.priority),
+            has_gaps=request.has_gaps,
+            qos=qos,
+            now_s=now_s,
         )
+        prompt = PromptLowerBound(prefix.least_tokens())
         refusal = refusal_of(prompt)
-        cached_blocks = None if refusal is None else held_blocks(beginning, self._membership, tenant_salt)
+        cached_blocks = None if refusal is None else held_blocks(prefix, membership, request.tenant_salt)
         if cached_blocks is None:
             return
         if cached_blocks.any():
-            prompt = PromptLowerBound(beginning.least_tokens(), cached_blocks)
+            prompt = PromptLowerBound(prefix.least_tokens(), cached_blocks)
             refusal = refusal_of(prompt)
         if refusal is not None:
-            with self._noting(unread, progress, prompt, now_s):
-                gate.reject(refusal, qos, now_s)
+            with self._recording(request, prompt, now_s):
+                admission.refuse_least(refusal, qos, now_s)
 
     @contextmanager
-    def _noting(
-        self, unread: UnreadRequest, progress: Progress, prompt: PromptLowerBound, now_s: float
-    ) -> Iterator[None]:
-        """A refusal with its reasons, for those who look on."""
+    def _recording(self, request: GatewayRequest, prompt: PromptLowerBound, now_s: float) -> Iterator[None]:
+        """Shows a refusal with its reasons among the latest decisions."""
         try:
             yield
         except Refused as refusal:
-            trace_admission(progress, now_s, refusal)
-            progress.note_refused(refusal)
+            trace_admission(request.arrived_s, now_s, refusal)
             decision = Decision(
-                request_id=unread.request_id,
+                request_id=request.request_id,
                 at_s=now_s,
-                waited_s=now_s - progress.arrived_s,
-                qos_class=unread.qos.name,
+                waited_s=now_s - request.arrived_s,
+                qos_class=request.qos.name,
                 num_prompt_tokens=None,
-                candidates=shown_candidates(self._membership.view(), prompt.num_tokens, refusal.ranked_by),
+                candidates=self._context.candidates(prompt.num_tokens, refusal.ranked_by),
                 prefill_worker=None,
                 decode_worker=None,
                 ttft_s=refusal.ttft_s,
@@ -118,55 +87,12 @@ class EarlyRejection:
                 applied=refusal.applied,
                 refusal=refusal.reason,
             )
-            self._observations.decisions.note(decision)
+            self._context.telemetry.decisions.note(decision)
             raise
 
-    def hold_together(self, cases: Sequence[RequestRouting]) -> None:
-        """Admits all of these, the outputs of one HTTP request, or none. Raises Refused, and what `place` raises."""
-        try:
-            self._hold_each(cases)
-        except Refused as refusal:
-            is_by_targets = refusal.reason in ("ttft", "tbt")
-            if not is_by_targets or not self.gatekeeper.is_probe(self._clock()):
-                raise
-            self._hold_each(cases, is_probe=True)
 
-    def _hold_each(self, cases: Sequence[RequestRouting], *, is_probe: bool = False) -> None:
-        try:
-            for case in cases:
-                case.hold(is_probe=is_probe)
-        except HalfmoonError:
-            for case in cases:
-                case.withdraw()
-            raise
-
-    @contextmanager
-    def case(self, request: RelayRequest, progress: Progress) -> Iterator[RequestRouting]:
-        """One request as long as it is here."""
-        name = next(self._names)
-        made = RequestRouting(
-            name, request, progress, self.gatekeeper, self._membership, self._clock, self._observations, self.copies
-        )
-        try:
-            yield made
-        finally:
-            made.close()
-            if progress.is_complete:
-                self._note_errors(progress)
-
-    def _note_errors(self, progress: Progress) -> None:
-        """Of requests that needed one attempt: predictions are of the first."""
-        pairs = {
-            "ttft": (progress.predicted_ttft_s, progress.ttft_s),
-            "tbt": (progress.predicted_tbt_s, progress.mean_tbt_s),
-        }
-        for kind, (predicted_s, measured_s) in pairs.items():
-            if predicted_s and measured_s and not progress.num_retries:
-                self.errors[kind].add(predicted_s, measured_s)
-
-
-def caller_of(headers: Mapping[str, str], model: str) -> Caller:
-    """Whose request it is, as classes tell callers apart."""
+def _caller(headers: Mapping[str, str], model: str) -> Caller:
+    """The client, by what classes match: headers, API key and the name that it gives the model."""
     scheme, _, api_key = headers.get("Authorization", "").partition(" ")
     named = {name.lower(): value for name, value in headers.items()}
     return Caller(named, api_key.strip() if scheme.lower() == "bearer" else "", model)

@@ -1,4 +1,4 @@
-"""One request's life: placed, prefilled, decoded, and moved to another worker when one fails it.
+"""Runs a request on the cluster: its outputs side by side, each moved to other workers when one fails it.
 
 Knows nothing of HTTP and of text: tokens go to a `TokenSink`.
 """
@@ -9,11 +9,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TypeVar
 
-from halfmoon.errors import DeadlineExceeded, NoCapacity, Unavailable
+from halfmoon.errors import DeadlineExceeded, NoCapacity, Unavailable, leaf_errors
 from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from halfmoon.policy.retries import FailedAttempt, Reason, Retries
@@ -22,17 +22,18 @@ from halfmoon.policy.wait_limits import WaitLimits
 from halfmoon.rpc.context import request_scope
 from services.gateway.cluster.cluster import Cluster
 from services.gateway.cluster.token_streams import GatewayStopping
-from services.gateway.routing.attempt import Attempt, RelayRequest
-from services.gateway.routing.early_rejection import EarlyRejection
-from services.gateway.routing.progress import Progress
-from services.gateway.routing.request_routing import RequestRouting
-from services.gateway.routing.token_flow import TokenSink
+from services.gateway.request import RequestOutput
+from services.gateway.routing.attempt import Attempt
+from services.gateway.routing.request_routing import RequestRouting, reserve_together
+from services.gateway.routing.routing_context import RoutingContext
+from services.gateway.routing.token_flow import NotifyingSink, TokenSink
 
 log = logging.getLogger(__name__)
 
+SinkOf = Callable[[RequestOutput], TokenSink]
 Result = TypeVar("Result")
 
-_SLOW_PROMPT_TOKENS = 8_192  # whose blocks are hashed off the event loop
+_SLOW_PROMPT_TOKENS = 8_192  # longer prompts have their blocks hashed off the event loop
 
 
 class Relay:
@@ -41,55 +42,80 @@ class Relay:
     def __init__(
         self,
         cluster: Cluster,
-        judge: EarlyRejection,
+        context: RoutingContext,
         deadline_s: float,
         wait_limits: WaitLimits,
         kv_codec: KVCodec.ValueType,
     ) -> None:
         self._cluster = cluster
-        self._judge = judge
+        self._context = context
         self._kv_codec = kv_codec
         self._deadline_s = deadline_s
-        self._patience = wait_limits
+        self._wait_limits = wait_limits
 
-    def case(self, request: RelayRequest, progress: Progress) -> AbstractContextManager[RequestRouting]:
-        """One request as long as it is here, for `run`."""
-        return self._judge.case(request, progress)
+    async def run(self, by_prompt: Sequence[Sequence[RequestOutput]], sink_of: SinkOf) -> None:
+        """Streams the tokens of all outputs of a request, given by prompt, into their sinks.
 
-    async def admit(self, by_prompt: Sequence[Sequence[RequestRouting]]) -> None:
-        """Admits all of these or none, before any of them begins. Raises Refused, or Unavailable without workers."""
+        Several outputs are all admitted before any begins, or none is. Raises Refused when admission forbids it,
+        NoCapacity or Unavailable when no worker took it, DeadlineExceeded, or a worker's own error: the first failure
+        ends all outputs. Workers are told of whatever ends an output early, including a cancellation.
+        """
+        with ExitStack() as stack:
+            routings = [
+                [stack.enter_context(closing(RequestRouting(self._context, output))) for output in outputs]
+                for outputs in by_prompt
+            ]
+            if sum(map(len, routings)) == 1:
+                routing = routings[0][0]
+                await self._run_output(routing, sink_of(routing.output))
+                return
+            await self._reserve(routings)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for of_prompt in routings:
+                        tasks.create_task(self._run_prompt(of_prompt, sink_of))
+            except BaseExceptionGroup as failures:
+                raise leaf_errors(failures)[0] from None
+
+    async def _reserve(self, by_prompt: Sequence[Sequence[RequestRouting]]) -> None:
         for leader, *others in by_prompt:
-            await _name_blocks(leader)
+            await _hash_blocks(leader)
             for other in others:
                 other.share_blocks(leader)
-        cases = [case for of_prompt in by_prompt for case in of_prompt]
-        await self._within(partial(self._judge.hold_together, cases), self._patience_s(False))
+        routings = [routing for of_prompt in by_prompt for routing in of_prompt]
+        await self._within(partial(reserve_together, self._context, routings), self._wait_s(is_inside=False))
 
-    async def run(self, case: RequestRouting, progress: Progress, sink: TokenSink) -> None:
-        """Streams the request's tokens into `sink` until the last one, or until the sink has enough.
+    async def _run_prompt(self, routings: Sequence[RequestRouting], sink_of: SinkOf) -> None:
+        """Runs one output of the prompt first; the others then find its prefix cached."""
+        leader, *followers = routings
+        begun = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            sink = NotifyingSink(sink_of(leader.output), begun.set)
+            first = tasks.create_task(self._run_output(leader, sink))
+            first.add_done_callback(lambda _: begun.set())
+            await begun.wait()
+            for follower in followers:
+                tasks.create_task(self._run_output(follower, sink_of(follower.output)))
 
-        Raises Refused when admission forbids it, NoCapacity or Unavailable when no worker took it, DeadlineExceeded, or
-        what a worker failed with.
-        Whatever ends it early, a cancellation included, is told to the workers.
-        """
+    async def _run_output(self, routing: RequestRouting, sink: TokenSink) -> None:
         try:
-            with request_scope(case.request.request_id, self._deadline_s):
+            with request_scope(routing.output.request_id, self._deadline_s):
                 async with asyncio.timeout(self._deadline_s):
-                    await self._run(case, progress, case.noting(sink))
+                    await self._run_attempts(routing, routing.observing(sink))
         except TimeoutError as error:
             raise DeadlineExceeded(f"the request was not done within {self._deadline_s:g} s") from error
         finally:
-            case.close()
+            routing.close()
 
-    async def _run(self, case: RequestRouting, progress: Progress, sink: TokenSink) -> None:
-        retries = Retries()
-        await _name_blocks(case)
+    async def _run_attempts(self, routing: RequestRouting, sink: TokenSink) -> None:
+        """Attempts the output until its last token, or until the sink has enough."""
+        retries, progress = Retries(), routing.output.progress
+        await _hash_blocks(routing)
         while True:
-            placement = await self._placement(case, progress, retries)
+            placement = await self._placement(routing, retries)
             num_before = len(progress.output_token_ids)
             try:
-                codec = case.codec(self._kv_codec)
-                await Attempt(self._cluster, case.request, progress, placement, codec).run(sink)
+                await Attempt(self._cluster, routing.output, placement, routing.codec(self._kv_codec)).run(sink)
                 progress.is_complete = True
                 return
             except GatewayStopping:
@@ -101,32 +127,33 @@ class Relay:
                 fields = {"reason": error.message, "num_output_tokens": len(progress.output_token_ids)}
                 log.warning("request.retried", extra=fields)
 
-    async def _placement(self, case: RequestRouting, progress: Progress, retries: Retries) -> Placement:
-        """Where to try next: elsewhere if there is an elsewhere, else after a pause anywhere.
+    async def _placement(self, routing: RequestRouting, retries: Retries) -> Placement:
+        """Chooses workers for the next attempt: other ones if possible, else any after a pause.
 
-        A request whose worker is lost waits up to `WaitLimits.failover_s` for a worker to come, with tokens or without:
-        so long a worker may need to start again. A new one waits up to `return_s` where one was a moment ago.
+        A request whose worker is lost waits up to `WaitLimits.failover_s` for a worker, the time that one may need to
+        start again. A new request waits up to `return_s` if a worker was there a moment ago.
         """
         for exclude in retries.exclusions():
             try:
-                return case.place(exclude)
+                return routing.place(exclude)
             except (Unavailable, ContextLengthExceeded):
                 continue
         if retries.last_reason is not None:
             await self._cluster.router.pause(retries.pause_s)
             retries.note_pause()
-        is_inside = bool(progress.output_token_ids) or retries.last_reason == "lost"
-        return await self._within(partial(case.place, ()), self._patience_s(is_inside))
+        is_inside = bool(routing.output.progress.output_token_ids) or retries.last_reason == "lost"
+        return await self._within(partial(routing.place, ()), self._wait_s(is_inside=is_inside))
 
-    def _patience_s(self, is_inside: bool) -> float:
+    def _wait_s(self, *, is_inside: bool) -> float:
         expects_worker = self._cluster.membership.expects_worker(self._cluster.clock())
-        return self._patience.seconds(is_inside=is_inside, expects_worker=expects_worker)
+        return self._wait_limits.seconds(is_inside=is_inside, expects_worker=expects_worker)
 
-    async def _within(self, placing: Callable[[], Result], patience_s: float) -> Result:
-        give_up_s = time.monotonic() + patience_s
+    async def _within(self, place: Callable[[], Result], wait_s: float) -> Result:
+        """Tries `place` again whenever the cluster changes, for at most `wait_s`."""
+        give_up_s = time.monotonic() + wait_s
         while True:
             try:
-                return placing()
+                return place()
             except (Unavailable, ContextLengthExceeded):
                 left_s = give_up_s - time.monotonic()
                 if left_s <= 0:
@@ -140,8 +167,8 @@ def _failed(error: NoCapacity | Unavailable, placement: Placement, gave_tokens: 
     return FailedAttempt(reason, prefill, decode, gave_tokens, error.retry_after_ms)
 
 
-async def _name_blocks(case: RequestRouting) -> None:
-    if len(case.request.prompt_token_ids) > _SLOW_PROMPT_TOKENS:
-        await asyncio.to_thread(case.name_blocks)
+async def _hash_blocks(routing: RequestRouting) -> None:
+    if len(routing.output.prompt_token_ids) > _SLOW_PROMPT_TOKENS:
+        await asyncio.to_thread(routing.hash_blocks)
     else:
-        case.name_blocks()
+        routing.hash_blocks()

@@ -1,4 +1,4 @@
-"""From one attempt's events to the sink: a token goes through in the call that brings it, in no task of its own."""
+"""From one attempt's events to the sink: a token passes in the very call that brings it, without a task of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.gateway.cluster.token_streams import Event
 
 
 class TokenSink(Protocol):
-    """Where the tokens of a request go."""
+    """Where the tokens of an output go."""
 
     async def begin(self) -> None:
         """Comes before the first tokens, once in every attempt."""
@@ -22,11 +22,25 @@ class TokenSink(Protocol):
         ...
 
 
+class NotifyingSink:
+    """A sink that calls `on_begin` before the first tokens of every attempt: the prompt's KV exists by then."""
+
+    def __init__(self, sink: TokenSink, on_begin: Callable[[], None]) -> None:
+        self._sink = sink
+        self._on_begin = on_begin
+        self.push = sink.push
+
+    async def begin(self) -> None:
+        """Notifies, then begins the sink."""
+        self._on_begin()
+        await self._sink.begin()
+
+
 class TokenFlow:
     """Owns the tokens of one attempt that are due while its sink has not begun, and how the attempt ends."""
 
     def __init__(self, handle: Callable[[Event], list[Token]]) -> None:
-        """`handle` gives the tokens that are due after an event, or raises what ends the attempt."""
+        """`handle` returns the tokens that are due after an event, or raises what ends the attempt."""
         self._handle = handle
         self._sink: TokenSink | None = None
         self._due: list[Token] = []
@@ -36,7 +50,7 @@ class TokenFlow:
         self._ended = asyncio.Event()
 
     def put(self, event: Event) -> None:
-        """Takes an event; what comes after the end is dropped."""
+        """Takes an event; events after the end are dropped."""
         if self._ended.is_set() or _is_last(self._due):
             return
         try:
@@ -51,7 +65,8 @@ class TokenFlow:
             self._end()
 
     async def run(self, sink: TokenSink) -> bool:
-        """True when the workers ended the request, False when the sink did. Raises what failed, due tokens first."""
+        """Returns True when the workers ended the output, False when the sink did. Raises what failed, after the
+        tokens that were due."""
         await self._stirred.wait()
         if self._due:
             await sink.begin()

@@ -1,4 +1,4 @@
-"""The latest placements and refusals with their reasons, and what became of each request."""
+"""The latest placements and refusals, with their reasons and how each request ended."""
 
 from __future__ import annotations
 
@@ -9,39 +9,33 @@ from typing import Any
 
 from halfmoon.pb.prefill_pb2 import Phase
 from halfmoon.policy.placement.candidates import Candidate
-from halfmoon.policy.values import AdmissionTargets
-from services.gateway.routing.progress import Progress
+from services.gateway.progress import Progress
 
 _MAX_DECISIONS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was decided of one request, and by what. Seconds are predictions."""
+    """One decision of admission and placement, and the predictions that it was based on."""
 
     request_id: str
     at_s: float  # on the gateway's monotonic clock
     waited_s: float  # from the request's arrival
     qos_class: str
     num_prompt_tokens: int | None  # None where it was refused before they were counted
-    candidates: Sequence[Candidate]  # the best ones, and the chosen one
+    candidates: Sequence[Candidate]  # the best prefill workers, and the chosen one
     prefill_worker: str | None  # None where it was refused
     decode_worker: str | None
     ttft_s: float  # from the decision
     tbt_s: float | None  # None for one token
     targets: AdmissionTargets  # the class's own
-    applied: AdmissionTargets  # as feedback had them
+    applied: AdmissionTargets  # as feedback had tightened them
     refusal: str | None = None
-
-    @property
-    def chosen(self) -> Candidate | None:
-        """The candidate that it went to."""
-        return next((one for one in self.candidates if one.worker_id == self.prefill_worker), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Another placement of the same request, because the one before failed it."""
+    """Another placement of the same request, after the previous one failed."""
 
     at_s: float
     prefill_worker: str
@@ -49,37 +43,37 @@ class Move:
 
 
 @dataclass(slots=True)
-class _Case:
+class _Entry:
     decision: Decision
     moves: list[Move] = field(default_factory=list)
     measured: dict[str, Any] | None = None  # None while it runs
-    phases: Sequence[Phase] = ()  # of its first prefill
+    phases: Sequence[Phase] = ()  # of its first attempt's prefill
 
 
 class Decisions:
-    """Owns the latest decisions by request; the oldest go first. Has no clock."""
+    """Owns the latest decisions by request id; drops the oldest. Has no clock."""
 
     def __init__(self, limit: int = _MAX_DECISIONS) -> None:
         self._limit = limit
-        self._cases: OrderedDict[str, _Case] = OrderedDict()
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     def note(self, decision: Decision) -> None:
-        """A client may name two requests alike: the newer one counts."""
-        self._cases.pop(decision.request_id, None)
-        self._cases[decision.request_id] = _Case(decision)
-        if len(self._cases) > self._limit:
-            self._cases.popitem(last=False)
+        """Adds a decision. A client may give two requests the same id: the newer one counts."""
+        self._entries.pop(decision.request_id, None)
+        self._entries[decision.request_id] = _Entry(decision)
+        if len(self._entries) > self._limit:
+            self._entries.popitem(last=False)
 
     def note_move(self, request_id: str, move: Move) -> None:
-        """It goes on elsewhere."""
-        if (case := self._cases.get(request_id)) is not None:
-            case.moves.append(move)
+        """Adds a move to its decision."""
+        if (entry := self._entries.get(request_id)) is not None:
+            entry.moves.append(move)
 
     def note_ended(self, request_id: str, progress: Progress, status: str, e2e_s: float) -> None:
-        """What was measured of it."""
-        if (case := self._cases.get(request_id)) is not None:
-            case.phases = progress.phases
-            case.measured = {
+        """Adds what was measured."""
+        if (entry := self._entries.get(request_id)) is not None:
+            entry.phases = progress.phases
+            entry.measured = {
                 "status": status,
                 "queue_s": progress.queue_s,
                 "prefill_s": progress.prefill_s,
@@ -92,23 +86,23 @@ class Decisions:
             }
 
     def newest(self, limit: int, now_s: float) -> list[dict[str, Any]]:
-        """As JSON has it, newest first."""
-        cases = list(self._cases.values())[-limit:]
-        return [_shown(case, now_s) for case in reversed(cases)]
+        """The latest decisions as JSON values, newest first."""
+        entries = list(self._entries.values())[-limit:]
+        return [_shown(entry, now_s) for entry in reversed(entries)]
 
     def of(self, request_id: str, now_s: float) -> dict[str, Any] | None:
-        """One of them; None when it is not among the latest."""
-        case = self._cases.get(request_id)
-        return None if case is None else _shown(case, now_s)
+        """One decision as a JSON value; None if it is not among the latest."""
+        entry = self._entries.get(request_id)
+        return None if entry is None else _shown(entry, now_s)
 
     def phases(self, request_id: str) -> Sequence[Phase]:
-        """What the prefill worker did for it; nothing where it is not known (any more)."""
-        case = self._cases.get(request_id)
-        return () if case is None else case.phases
+        """What the prefill worker did for the request; empty if it is not among the latest."""
+        entry = self._entries.get(request_id)
+        return () if entry is None else entry.phases
 
 
-def _shown(case: _Case, now_s: float) -> dict[str, Any]:
-    decision = case.decision
+def _shown(entry: _Entry, now_s: float) -> dict[str, Any]:
+    decision = entry.decision
     return {
         "request_id": decision.request_id,
         "age_s": now_s - decision.at_s,
@@ -121,14 +115,14 @@ def _shown(case: _Case, now_s: float) -> dict[str, Any]:
         "predicted": {"ttft_s": decision.ttft_s, "tbt_s": decision.tbt_s},
         "targets": asdict(decision.targets),
         "applied": asdict(decision.applied),
-        "measured": case.measured,
-        "candidates": [{**one._asdict(), "ttft_s": one.ttft_s} for one in decision.candidates],
+        "measured": entry.measured,
+        "candidates": [{**candidate._asdict(), "ttft_s": candidate.ttft_s} for candidate in decision.candidates],
         "moves": [
             {
                 "after_s": move.at_s - decision.at_s + decision.waited_s,
                 "prefill_worker": move.prefill_worker,
                 "decode_worker": move.decode_worker,
             }
-            for move in case.moves
+            for move in entry.moves
         ],
     }

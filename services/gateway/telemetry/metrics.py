@@ -13,7 +13,8 @@ from halfmoon.policy.models.refinement import ErrorFigures
 from halfmoon.rpc.metrics import RpcMetrics
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
-from services.gateway.routing.early_rejection import EarlyRejection
+from services.gateway.cluster.prefix_replication import StoreCopies
+from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 from services.gateway.telemetry.vllm_metrics import VllmMetrics
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -32,7 +33,14 @@ WORKER_GAUGES = {
 class GatewayMetrics:
     """Owns the gateway's registry."""
 
-    def __init__(self, membership: Membership, ledger: Ledger, judge: EarlyRejection, model_name: str) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        ledger: Ledger,
+        telemetry: RecentTelemetry,
+        copies: StoreCopies,
+        model_name: str,
+    ) -> None:
         self.registry = registry = CollectorRegistry()
         self.rpc = RpcMetrics(registry)
         self.requests = Counter(
@@ -73,7 +81,8 @@ class GatewayMetrics:
             registry=registry,
         )
         registry.register(_Workers(membership))
-        registry.register(_Predictions(membership, judge))
+        registry.register(_Predictions(membership, telemetry))
+        registry.register(_Copies(copies))
         registry.register(_LedgerRows(ledger))
         registry.register(VllmMetrics(model_name, membership, self._vllm_histograms(), self._vllm_counters()))
 
@@ -96,7 +105,7 @@ class GatewayMetrics:
 
 
 class _Workers(Collector):
-    """Reads the members' loads at scrape time: a worker that left leaves no line."""
+    """Reads the members' loads at scrape time; a worker that left has no line."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
@@ -115,12 +124,11 @@ class _Workers(Collector):
 
 
 class _Predictions(Collector):
-    """Reads what the judge knows: how wrong the latest predictions were, of requests and of each worker's steps, and
-    what stores were asked to copy."""
+    """Reads how wrong the latest predictions were: of requests, and of each worker's steps."""
 
-    def __init__(self, membership: Membership, judge: EarlyRejection) -> None:
+    def __init__(self, membership: Membership, telemetry: RecentTelemetry) -> None:
         self._membership = membership
-        self._judge = judge
+        self._telemetry = telemetry
 
     def collect(self) -> Iterator[Metric]:
         labels = ["kind", "worker_id"]
@@ -136,19 +144,28 @@ class _Predictions(Collector):
                 bias.add_metric([kind, worker_id], figures.bias)
         yield error
         yield bias
-        asked = CounterMetricFamily(
-            "halfmoon_gateway_store_copies", "Prefixes that one store was to copy from another", labels=["outcome"]
-        )
-        for outcome, num_copies in self._judge.copies.num_copies.items():
-            asked.add_metric([outcome], num_copies)
-        yield asked
 
     def _figures(self) -> Iterator[tuple[str, str, ErrorFigures]]:
-        for kind, errors in self._judge.errors.items():
+        for kind, errors in self._telemetry.prediction_errors.items():
             yield kind, "", errors.figures()
         for member in self._membership.members():
             for model, figures in member.latency.errors.items():
                 yield model, member.worker_id, figures
+
+
+class _Copies(Collector):
+    """Reads the counts of copies between stores."""
+
+    def __init__(self, copies: StoreCopies) -> None:
+        self._copies = copies
+
+    def collect(self) -> Iterator[Metric]:
+        copies = CounterMetricFamily(
+            "halfmoon_gateway_store_copies", "Prefixes that one store was to copy from another", labels=["outcome"]
+        )
+        for outcome, num_copies in self._copies.num_copies.items():
+            copies.add_metric([outcome], num_copies)
+        yield copies
 
 
 class _LedgerRows(Collector):

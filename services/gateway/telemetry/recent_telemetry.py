@@ -1,4 +1,4 @@
-"""What the console sees of the last minutes: figures over time, decisions, hot prefixes."""
+"""What the console shows of the last minutes: figures over time, decisions, hot prefixes, workers that left."""
 
 from __future__ import annotations
 
@@ -11,54 +11,66 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.errors import HalfmoonError, NoCapacity, Unavailable
 from halfmoon.ledger.models import RequestRow
 from halfmoon.policy.admission.classes import QosClass
-from halfmoon.policy.admission.refusal import Refused
+from halfmoon.policy.models.refinement import PredictionErrors
 from halfmoon.policy.view.key_table import Keys
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
-from services.gateway.routing.choices import Choices
+from services.gateway.progress import Progress
+from services.gateway.request import GatewayRequest
 from services.gateway.telemetry.decisions import Decisions
 from services.gateway.telemetry.time_series import Ended, Sample, Series
 
 _SAMPLE_S = 1.0
-_NO_CLASS = "none"  # what was refused before its class was known
-
+_NO_CLASS = "none"  # of a request that was refused before its class was known
 _MAX_PREFIXES = 4_096
 _REMEMBERED_S = 120.0
 _MAX_LEFT = 256
 
 
 class RecentTelemetry:
-    """Owns them. Bounded, and gone with the gateway: what lasts is in the ledger."""
+    """Owns the figures of the last minutes. They are bounded and end with the gateway; the ledger keeps the rest."""
 
     def __init__(self) -> None:
         self.series = Series()
         self.decisions = Decisions()
         self.prefixes = HotPrefixes()
-        self.departures = RecentlyLeft()
+        self.recently_left = RecentlyLeft()
+        self.prediction_errors = {"ttft": PredictionErrors(), "tbt": PredictionErrors()}
 
     def note_members(self, members: Sequence[Member], now_s: float) -> None:
-        """The workers as they are now."""
+        """Takes the workers as they are now."""
         self.series.sample(sample_of(members), now_s)
-        self.departures.note({member.worker_id: member.role for member in members}, now_s)
+        self.recently_left.note({member.worker_id: member.role for member in members}, now_s)
 
     async def follow(self, membership: Membership, clock: Callable[[], float]) -> None:
-        """Notes the workers every second, for ever."""
+        """Notes the workers every second, forever."""
         while True:
             self.note_members(membership.members(), clock())
             await asyncio.sleep(_SAMPLE_S)
 
+    def note_prediction(self, progress: Progress) -> None:
+        """Compares predicted and measured times. Predictions are of the first attempt: others teach nothing."""
+        if not progress.is_complete or progress.num_retries:
+            return
+        pairs = {
+            "ttft": (progress.predicted_ttft_s, progress.ttft_s),
+            "tbt": (progress.predicted_tbt_s, progress.mean_tbt_s),
+        }
+        for kind, (predicted_s, measured_s) in pairs.items():
+            if predicted_s and measured_s:
+                self.prediction_errors[kind].add(predicted_s, measured_s)
+
     def note_ended(
-        self, row: RequestRow, choices: Choices, gaps_s: Sequence[float], refusal: str, now_s: float
+        self, request: GatewayRequest, row: RequestRow, gaps_s: Sequence[float], reason: str, now_s: float
     ) -> None:
-        """One HTTP request that ended, with its row; `refusal` says why, should it have been refused."""
-        first = choices.all[0].request if choices.all else None
+        """Takes a request that ended, with its row; `reason` says in a word why it was rejected, if it was."""
+        is_served = bool(request.by_prompt) and row.status == "ok"
         ended = Ended(
             qos_class=row.qos_class or _NO_CLASS,
-            is_good=first is not None and row.status == "ok" and is_good(row, first.qos),
-            refusal=refusal if row.status == "rejected" else None,
+            is_good=is_served and is_good(row, request.qos),
+            refusal=reason if row.status == "rejected" else None,
             is_failed=row.status == "error",
             prompt_tokens=row.prompt_tokens,
             cached_tokens=row.cached_tokens,
@@ -66,27 +78,18 @@ class RecentTelemetry:
             gaps_s=gaps_s,
         )
         self.series.note(ended, now_s)
-        for choice in choices.all:
-            self.decisions.note_ended(choice.request.request_id, choice.progress, row.status, row.e2e_s)
+        for output in request.outputs:
+            self.decisions.note_ended(output.request_id, output.progress, row.status, row.e2e_s)
 
 
 def is_good(row: RequestRow, qos: QosClass) -> bool:
-    """Whether what was measured keeps the class's promises."""
+    """Whether the measured times meet the class's targets."""
     in_time = qos.ttft_s is None or (row.ttft_s is not None and row.ttft_s <= qos.ttft_s)
     return in_time and (qos.tbt_s is None or row.mean_tbt_s is None or row.mean_tbt_s <= qos.tbt_s)
 
 
-def refusal_of(error: HalfmoonError) -> str:
-    """In a word, why a request was not let in."""
-    if isinstance(error, Refused):
-        return error.reason
-    if isinstance(error, NoCapacity):
-        return "no room"
-    return "no worker" if isinstance(error, Unavailable) else "bad request"
-
-
 def sample_of(members: Sequence[Member]) -> Sample:
-    """The members' last reports."""
+    """Adds up the members' latest reports."""
     total = sum(member.identity.total_blocks for member in members)
     free = sum(member.load.free_blocks for member in members)
     return Sample(
@@ -102,33 +105,34 @@ def sample_of(members: Sequence[Member]) -> Sample:
 class _Prefix:
     num_tokens: int
     num_uses: int = 0
-    num_replicas: int = 0  # workers that had all of it when it was last asked for
+    num_replicas: int = 0  # workers that had all of it at its last use
     last_s: float = 0.0
 
 
 class HotPrefixes:
-    """Owns the counts, by the key of each prefix's last block; what was not asked for longest goes first."""
+    """Counts the longest cached prefix of each request. Owns the counts, by the key of the prefix's last block; drops
+    the least recently used."""
 
     def __init__(self, limit: int = _MAX_PREFIXES) -> None:
         self._limit = limit
         self._prefixes: OrderedDict[int, _Prefix] = OrderedDict()
 
-    def note(self, keys: Keys, depths: NDArray[np.int64], block_tokens: int, now_s: float) -> None:
-        """One request. `depths` is `BlockIndex.match` of its keys."""
-        depth = min(int(depths.max(initial=0)), len(keys))
+    def note(self, keys: Keys, cached_blocks: NDArray[np.int64], block_tokens: int, now_s: float) -> None:
+        """Counts one request. `cached_blocks` is `BlockIndex.match` of its keys."""
+        depth = min(int(cached_blocks.max(initial=0)), len(keys))
         if depth == 0:
             return
         key = int(keys[depth - 1])
         prefix = self._prefixes.setdefault(key, _Prefix(depth * block_tokens))
         self._prefixes.move_to_end(key)
         prefix.num_uses += 1
-        prefix.num_replicas = int((depths >= depth).sum())
+        prefix.num_replicas = int((cached_blocks >= depth).sum())
         prefix.last_s = now_s
         if len(self._prefixes) > self._limit:
             self._prefixes.popitem(last=False)
 
     def hottest(self, limit: int, now_s: float) -> list[dict[str, Any]]:
-        """Those that saved the most tokens, as JSON has it."""
+        """The prefixes that saved the most tokens, as JSON values."""
         ranked = sorted(self._prefixes.items(), key=lambda item: -item[1].num_uses * item[1].num_tokens)
         return [
             {
@@ -143,14 +147,14 @@ class HotPrefixes:
 
 
 class RecentlyLeft:
-    """Owns who was a member a moment ago and is none now. Has no clock."""
+    """Owns the workers that left a moment ago: the console shows them until they return or are forgotten."""
 
     def __init__(self) -> None:
         self._present: dict[str, str] = {}
         self._left: dict[str, tuple[str, float]] = {}  # role, when
 
     def note(self, present: Mapping[str, str], now_s: float) -> None:
-        """Who is a member now, with the roles."""
+        """Takes the current members, with their roles."""
         for worker_id in self._present.keys() - present.keys():
             self._left[worker_id] = (self._present[worker_id], now_s)
         self._left = {
@@ -161,7 +165,7 @@ class RecentlyLeft:
         self._present = dict(present)
 
     def shown(self, now_s: float) -> list[dict[str, Any]]:
-        """As JSON has it."""
+        """The workers that left, as JSON values."""
         return [
             {"worker_id": worker_id, "role": role, "left_s_ago": now_s - left_s}
             for worker_id, (role, left_s) in self._left.items()

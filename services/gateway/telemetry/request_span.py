@@ -1,6 +1,6 @@
-"""The span of one HTTP request, from its arrival to its last byte: OpenTelemetry's conventions for generative models.
+"""The span of one HTTP request, from its arrival to its last byte, by OpenTelemetry's GenAI conventions.
 
-What they have no name for is `halfmoon.*`. The conventions are in development:
+Attributes that the conventions do not name are `halfmoon.*`. The conventions are in development:
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 """
 
@@ -14,10 +14,10 @@ from halfmoon.rpc.spans import Span, Tracer
 _OPERATIONS = {"chat.completions": "chat", "completions": "text_completion", "responses": "chat"}
 
 
-def begin_request(
+def begin_span(
     tracer: Tracer, request: web.Request, endpoint: str, request_id: str, model: str, arrived_s: float
 ) -> Span:
-    """Its span, in the client's trace if the request says so (W3C traceparent)."""
+    """Opens the span of a request, in the client's trace if its headers name one (W3C traceparent)."""
     operation = _OPERATIONS[endpoint]
     attributes = {
         "gen_ai.operation.name": operation,
@@ -30,8 +30,8 @@ def begin_request(
     return tracer.request(f"{operation} {model}", request.headers, arrived_s, attributes)
 
 
-def end_request(span: Span, row: RequestRow, refusal: str) -> None:
-    """Its end, by its row; `refusal` says why in a word, should it have been refused."""
+def end_span(span: Span, row: RequestRow, reason: str) -> None:
+    """Ends the span, with the figures of the request's row; `reason` says in a word why it was rejected, if it was."""
     if not span.is_recording:
         return
     attributes: dict[str, str | int | float | list[str]] = {
@@ -47,7 +47,7 @@ def end_request(span: Span, row: RequestRow, refusal: str) -> None:
     if row.finish_reason is not None:
         attributes["gen_ai.response.finish_reasons"] = [row.finish_reason]
     if row.status != "ok":
-        attributes["error.type"] = refusal if row.status == "rejected" else row.status
+        attributes["error.type"] = reason if row.status == "rejected" else row.status
     known = {
         "gen_ai.response.time_to_first_chunk": row.ttft_s,
         "halfmoon.class": row.qos_class,

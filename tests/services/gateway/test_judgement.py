@@ -45,7 +45,7 @@ async def test_a_class_over_its_target_is_refused_and_no_worker_hears_of_it(tmp_
     async with running_fleet(tmp_path) as fleet:
         prefill, decode = await fleet.pair()
         measured(fleet, prefill, 1.0)
-        fleet.gateway.judge.gatekeeper.classes = ClassTable((STRICT,))
+        fleet.gateway.routing.admission.classes = ClassTable((STRICT,))
         status, headers, body = await complete(fleet, "strict")
         assert (prefill.calls.prefills, prefill.calls.cancelled, decode.calls.cancelled) == ([], [], [])
         assert (await complete(fleet))[0] == 200  # nobody promised it anything
@@ -72,7 +72,7 @@ async def test_who_would_be_refused_with_any_prompt_is_refused_before_it_is_toke
         prefill, _ = await fleet.pair()
         measured(fleet, prefill, 1.0)
         hopeless = QosClass("strict", ttft_s=0.5, rules=STRICT.rules)
-        fleet.gateway.judge.gatekeeper.classes = ClassTable((hopeless,))
+        fleet.gateway.routing.admission.classes = ClassTable((hopeless,))
         status, headers, body = await complete(fleet, "strict")
         assert (status, body["error"]["reason"], headers["Retry-After"]) == (429, "ttft", "60")
         assert "would be at least 1 s" in body["error"]["message"]
@@ -99,7 +99,7 @@ async def test_the_row_of_a_batch_has_the_predictions_of_the_prompt_that_was_ref
     async with running_fleet(tmp_path) as fleet:
         prefill, _ = await fleet.pair()
         measured(fleet, prefill, 0.1)
-        fleet.gateway.judge.gatekeeper.classes = ClassTable((STRICT,))
+        fleet.gateway.routing.admission.classes = ClassTable((STRICT,))
         status, _, body = await complete(fleet, "strict", prompt=["short", 2 * PROMPT])
     assert (status, body["error"]["reason"]) == (429, "ttft")
     with sqlite3.connect(tmp_path / "ledger.db") as connection:
@@ -113,7 +113,7 @@ async def test_a_class_goes_by_a_name_of_the_model(tmp_path: Path) -> None:
         prefill, _ = await fleet.pair()
         measured(fleet, prefill, 1.0)
         strict = QosClass("strict", ttft_s=5.0, rules=(MatchRule("model", "bytes-strict"),))
-        fleet.gateway.judge.gatekeeper.classes = ClassTable((strict,))
+        fleet.gateway.routing.admission.classes = ClassTable((strict,))
         assert (await complete(fleet, model="bytes-strict"))[0] == 429
         assert (await complete(fleet))[0] == 200
         assert [one.id async for one in fleet.client.models.list()] == [MODEL, "bytes-strict"]
@@ -123,7 +123,7 @@ async def test_off_refuses_nobody(tmp_path: Path) -> None:
     async with running_fleet(tmp_path, admission="off") as fleet:
         prefill, _ = await fleet.pair()
         measured(fleet, prefill, 1.0)
-        fleet.gateway.judge.gatekeeper.classes = ClassTable((STRICT,))
+        fleet.gateway.routing.admission.classes = ClassTable((STRICT,))
         assert (await complete(fleet, "strict"))[0] == 200
 
 
@@ -159,7 +159,7 @@ async def test_what_is_capped_ends_by_length(tmp_path: Path) -> None:
     owner = QosClass("owner", 0, reserved=1.0, rules=(MatchRule("header", "owner", "x-customer-tier"),))
     async with running_fleet(tmp_path) as fleet:
         await fleet.add("b0", "both", Script("hello"), total_blocks=16)  # 128 tokens
-        fleet.gateway.judge.gatekeeper.classes = ClassTable((owner, capped))
+        fleet.gateway.routing.admission.classes = ClassTable((owner, capped))
         await complete(fleet, "owner", max_tokens=6)  # 62 tokens are kept for its next one
         status, _, body = await complete(fleet, max_tokens=12)
     assert status == 200
@@ -204,7 +204,7 @@ async def test_a_prompt_is_read_as_far_as_somebody_has_it_before_it_is_refused(t
         profile = LatencyProfile(prefill=[0.0, 1.0, 0.0])
         worker = await fleet.add("p0", role="prefill", step_tokens=64, profile=profile)
         await fleet.add("d0", "decode")
-        fleet.gateway.judge.gatekeeper.classes = ClassTable((replace(STRICT, ttft_s=20.0),))
+        fleet.gateway.routing.admission.classes = ClassTable((replace(STRICT, ttft_s=20.0),))
         ids = list(PROMPT.encode())
         keys = block_keys(root_key(FINGERPRINT, layout), ids, layout.block_tokens)
         stored = b"".join(key[:8] for key in keys[:6])

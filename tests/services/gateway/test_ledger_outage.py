@@ -104,7 +104,7 @@ async def test_a_gateway_starts_while_the_server_is_away_and_joins_it_later(
     postgresql.stop()
     async with running_fleet(tmp_path, ledger_url=url, ledger_poll_s=0.01) as fleet:
         await fleet.pair()
-        (strict,) = fleet.gateway.judge.gatekeeper.classes.classes
+        (strict,) = fleet.gateway.routing.admission.classes.classes
         assert (strict.name, strict.ttft_s) == ("strict", 5.0)
         assert await answers(fleet, 2) == [200] * 2
         assert await edited(fleet, 1, 6.0) == 503

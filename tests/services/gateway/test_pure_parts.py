@@ -25,10 +25,10 @@ from halfmoon.policy.models.latency import PrefillSample
 from halfmoon.policy.view.block_index import unpack_keys
 from halfmoon.policy.view.worker_view import WorkerView
 from services.gateway.cluster.membership import Membership
+from services.gateway.progress import Progress
 from services.gateway.replies.stop_strings import StopStrings
 from services.gateway.replies.text_stream import TextStream
 from services.gateway.routing.attempt import TokenOrder
-from services.gateway.routing.progress import Progress
 from tests.services.gateway.fakes import EOS, FINGERPRINT, LAYOUT, ByteDetokenizer
 
 SHORT = st.text("ab", max_size=12)
@@ -128,7 +128,7 @@ def test_progress_measures_gaps() -> None:
     progress = Progress(10.0)
     progress.note_tokens([1], 12.0)
     progress.note_tokens([2, 3], 13.0)
-    assert (progress.ttft_s, progress.mean_tbt_s, progress.max_tbt_s) == (2.0, 0.5, 1.0)
+    assert (progress.ttft_s, progress.mean_tbt_s, progress.gaps_s) == (2.0, 0.5, [1.0, 0.0])
     assert progress.output_token_ids == [1, 2, 3]
 
 

@@ -70,7 +70,7 @@ async def placed_far(
         for _ in range(times):
             assert (await complete(fleet, **named))[0] == 200
         assert len(near.calls.prefills) == times
-        copies = fleet.gateway.judge.copies
+        copies = fleet.gateway.routing.copies
         await fleet.until(lambda: copies.is_idle)
         return await fleet.metrics()
 

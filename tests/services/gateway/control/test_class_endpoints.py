@@ -127,7 +127,7 @@ async def test_a_stored_class_of_an_odd_name_stays_and_can_go(tmp_path: Path) ->
     async with open_ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
         await ledger.classes.put(" ", {"rules": rules, "ttft_s": 1.0}, 0, lambda classes: None)
     async with running_fleet(tmp_path) as fleet:
-        assert [one.name for one in fleet.gateway.judge.gatekeeper.classes.classes] == [" "]
+        assert [one.name for one in fleet.gateway.routing.admission.classes.classes] == [" "]
         assert (await call(fleet, "PUT", "/%20", version=1))[0] == 400
         assert (await call(fleet, "DELETE", "/%20?version=1"))[0] == 204
 
@@ -142,7 +142,7 @@ async def test_targets_are_shown_as_they_are_applied(fleet: Fleet) -> None:
     prefill, _ = await fleet.pair()
     measured(fleet, prefill, 1e-6)
     await call(fleet, "PUT", "/gold", **{**GOLD, "tbt_s": 0.25})
-    gatekeeper, now_s = fleet.gateway.judge.gatekeeper, fleet.cluster.clock()
+    gatekeeper, now_s = fleet.gateway.routing.admission, fleet.cluster.clock()
     (gold,) = gatekeeper.classes.classes
     for _ in range(30):
         gatekeeper._feedback.add(gold, 0.75, 0.1, UnloadedLatency(), now_s, now_s)
@@ -158,7 +158,7 @@ async def test_classes_survive_a_restart(tmp_path: Path) -> None:
         await call(fleet, "PUT", "/lead", priority=3)
         assert (await call(fleet, "DELETE", "/lead?version=1"))[0] == 204
     async with running_fleet(tmp_path) as fleet:
-        assert [one.name for one in fleet.gateway.judge.gatekeeper.classes.classes] == ["gold"]
+        assert [one.name for one in fleet.gateway.routing.admission.classes.classes] == ["gold"]
         assert [one["name"] for one in (await call(fleet, "GET"))[1]["classes"]] == ["gold"]
 
 
@@ -166,14 +166,16 @@ async def test_two_gateways_share_their_classes(tmp_path: Path) -> None:
     shared: dict[str, Any] = {"ledger_url": f"sqlite:///{tmp_path / 'shared.db'}", "ledger_poll_s": 0.05}
     async with running_fleet(tmp_path, **shared) as here, running_fleet(tmp_path, **shared) as there:
         await call(here, "PUT", "/gold", **GOLD)
-        gatekeeper = there.gateway.judge.gatekeeper
+        gatekeeper = there.gateway.routing.admission
         await there.until_told(lambda: [one.name for one in gatekeeper.classes.classes] == ["gold"])
         assert (await call(there, "PUT", "/gold", **{**GOLD, "priority": 5}))[0] == 409
         assert (await call(there, "PUT", "/gold", **{**GOLD, "priority": 5, "version": 1}))[0] == 200
         assert (await call(there, "PUT", "/half", reserved=0.6))[0] == 200
         assert (await call(here, "PUT", "/more", reserved=0.5))[0] == 400  # together more than everything
         assert (await call(here, "DELETE", "/gold?version=1"))[0] == 409
-        await here.until_told(lambda: [one.priority for one in here.gateway.judge.gatekeeper.classes.classes] == [0, 5])
+        await here.until_told(
+            lambda: [one.priority for one in here.gateway.routing.admission.classes.classes] == [0, 5]
+        )
         assert (await call(here, "DELETE", "/gold?version=2"))[0] == 204
         await there.until_told(lambda: [one.name for one in gatekeeper.classes.classes] == ["half"])
 
@@ -200,7 +202,7 @@ async def test_outputs_of_before_are_known_after_a_restart(tmp_path: Path) -> No
         for _ in range(8):
             assert (await complete(fleet, max_tokens=64))[0] == 200
     async with running_fleet(tmp_path) as fleet:
-        assert fleet.gateway.judge.gatekeeper.lengths.predict("default", len(PROMPT), 64) == 6  # with its end
+        assert fleet.gateway.routing.admission.lengths.predict("default", len(PROMPT), 64) == 6  # with its end
 
 
 async def test_what_workers_measured_of_themselves_is_kept(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ async def test_series_count_what_ended(tmp_path: Path) -> None:
         assert (await complete(fleet, "strict"))[0] == 429
         status, _ = await ask(fleet, "series?minutes=31")
         assert status == 400
-        series = fleet.gateway.observations.series
+        series = fleet.gateway.routing.telemetry.series
         shown = series.shown(fleet.cluster.clock() + 10, 600)
         assert shown["together"]["classes"] == {
             "default": {"ended": 1, "good": 1, "refused": 0, "failed": 0},

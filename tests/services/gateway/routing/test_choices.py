@@ -172,7 +172,7 @@ async def test_one_failure_ends_all_choices(tmp_path: Path) -> None:
 
 def at_most_two(fleet: Fleet) -> None:
     """A step takes 10 ms and 10 for each sequence: three are too many."""
-    fleet.gateway.judge.gatekeeper.classes = ClassTable((QosClass("default", tbt_s=0.035),))
+    fleet.gateway.routing.admission.classes = ClassTable((QosClass("default", tbt_s=0.035),))
 
 
 STEPS = LatencyProfile(kind="k", prefill=(0.001, 0.0, 0.0), step=(0.01, 0.01, 0.0))

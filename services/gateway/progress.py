@@ -1,32 +1,31 @@
-"""How far one request has come: its tokens and its measured times. Time is an argument."""
+"""How far one output has come: its tokens and its measured times. Time is an argument."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, Phase
-from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.models.overheads import handover_s
 
 
 class Progress:
-    """Owns the measurements of one request. Times are seconds since `arrived_s`, the gateway's monotonic clock."""
+    """Owns the measurements of one output. Times are seconds since `arrived_s`, on the gateway's monotonic clock."""
 
-    def __init__(self, arrived_s: float) -> None:
+    def __init__(self, arrived_s: float, num_prompt_tokens: int = 0) -> None:
         self.arrived_s = arrived_s
-        self.prompt_tokens = 0
+        self.prompt_tokens = num_prompt_tokens
         self.cached_tokens = 0
-        self.loaded_tokens = 0  # of the cached ones, those that came from the store
-        self.phases: list[Phase] = []  # of the first attempt, as its prefill worker told them
+        self.loaded_tokens = 0  # cached tokens that came from the store
+        self.phases: list[Phase] = []  # of the first attempt, as the prefill worker reported them
         self.output_token_ids: list[int] = []
         self.prefill_worker: str | None = None
         self.decode_worker: str | None = None
         self.num_retries = 0
-        self.is_complete = False  # it ended by itself, or the client's stop strings ended it
-        self.qos_class: str | None = None
-        self.predicted_ttft_s: float | None = None  # when it was admitted, or refused
+        self.is_complete = False  # ended by itself, or at one of the client's stop strings
+        self.qos_class: str | None = None  # None until it is admitted or refused
+        self.predicted_ttft_s: float | None = None  # at admission
         self.predicted_tbt_s: float | None = None
-        self.predicted_queue_s: float | None = None  # until its turn on the prefill worker
+        self.predicted_queue_s: float | None = None  # wait at the prefill worker
         self.predicted_prefill_s: float | None = None  # from there to the first token
         self.queue_s: float | None = None
         self.prefill_s: float | None = None
@@ -34,24 +33,20 @@ class Progress:
         self.gaps_s: list[float] = []  # TBT, one for each token after the first
         self._last_token_s = arrived_s
 
-    def note_refused(self, refusal: Refused) -> None:
-        """What admission predicted."""
-        self.predicted_ttft_s, self.predicted_tbt_s = refusal.ttft_s, refusal.tbt_s
-
     def note_prefill(self, first: FirstToken) -> None:
-        """What the prefill worker said of the first attempt; later ones recompute our own tokens."""
+        """Takes the prefill worker's figures of the first attempt. Later attempts recompute our own tokens."""
         if self.queue_s is None:
             self.queue_s, self.prefill_s = first.queue_s, first.compute_s
             self.cached_tokens, self.loaded_tokens = first.num_cached_tokens, first.num_loaded_tokens
             self.phases += first.phases
 
     def note_handed_over(self, handed_over: HandedOver) -> None:
-        """What the prefill worker said of the first attempt's transfer."""
+        """Takes the prefill worker's figures of the first attempt's transfer."""
         if not self.num_retries and handed_over.HasField("transfer"):
             self.phases.append(handed_over.transfer)
 
     def note_tokens(self, token_ids: Sequence[int], at_s: float) -> None:
-        """Tokens that arrived together."""
+        """Takes tokens that arrived together."""
         for token_id in token_ids:
             if self.ttft_s is None:
                 self.ttft_s = at_s - self.arrived_s
@@ -67,10 +62,5 @@ class Progress:
 
     @property
     def handover_s(self) -> float | None:
-        """As the gatekeeper takes it; None where there are too few tokens to tell."""
+        """What the hand-over added to the first gap; None with too few tokens to tell."""
         return handover_s(self.gaps_s)
-
-    @property
-    def max_tbt_s(self) -> float | None:
-        """The longest gap between tokens; None with fewer than two."""
-        return max(self.gaps_s, default=None)

@@ -1,0 +1,114 @@
+"""The request: one HTTP request to generate, and each output that it asks the workers for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from halfmoon.pb.types_pb2 import SamplingParams
+from halfmoon.policy.admission.classes import NO_PROMISES, QosClass
+from halfmoon.policy.admission.refusal import Refused
+from halfmoon.rpc.spans import NO_SPAN, Span
+from services.gateway.openai.generation_request import NOT_TOKENIZED, GenerationRequest
+from services.gateway.openai.sampling import with_seed
+from services.gateway.openai.served_model import ServedModel
+from services.gateway.progress import Progress
+from services.gateway.replies.reply_format import Usage
+from services.gateway.replies.text_stream import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One output: what the workers are asked for, the same on every attempt; how far it is; and its text."""
+
+    index: int  # among all outputs of the request
+    request_id: str  # its own; workers and the log know the output by it
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    progress: Progress
+    text: TextStream
+    priority: int = 0  # smaller goes first
+    qos: QosClass = NO_PROMISES
+    tenant_salt: bytes = b""  # KV is shared among requests of one salt
+
+
+@dataclass(slots=True)
+class GatewayRequest:
+    """One HTTP request on its way through the gateway, filled in stage by stage. Owned by its handler."""
+
+    # known when it arrives
+    request_id: str
+    endpoint: str
+    created_at: datetime
+    arrived_s: float  # on the gateway's monotonic clock
+    span: Span = NO_SPAN
+
+    # known once its body is parsed
+    qos: QosClass = NO_PROMISES
+    needs_workers: bool = False  # also False for an echo without output
+    priority: int = 0  # the client's, within its class
+    has_gaps: bool = False  # asks for more than one token, without doubt
+    tenant_salt: bytes = b""
+
+    # known once its prompts are tokenized
+    generation: GenerationRequest = NOT_TOKENIZED
+    by_prompt: Sequence[Sequence[RequestOutput]] = ()
+
+    # known once admission has refused it
+    refusal: Refused | None = None
+
+    def begin_outputs(self, generation: GenerationRequest, model: ServedModel) -> None:
+        """Takes the tokenized prompts. Each output is a request of its own to the workers."""
+        self.generation = generation
+        self.by_prompt = [
+            [self._output(number * generation.best_of + offset, offset, model) for offset in range(generation.best_of)]
+            for number in range(len(generation.prompts))
+        ]
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """The outputs of all prompts, in order."""
+        return [output for outputs in self.by_prompt for output in outputs]
+
+    def usage(self) -> Usage:
+        """Token counts so far. A prompt counts once however many outputs it has; discarded outputs count, too."""
+        leaders = [outputs[0].progress for outputs in self.by_prompt]
+        return Usage(
+            prompt_tokens=sum(leader.prompt_tokens for leader in leaders),
+            cached_tokens=sum(leader.cached_tokens for leader in leaders),
+            completion_tokens=sum(output.text.num_tokens for output in self.outputs),
+        )
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds until the first token of any output."""
+        first_s = (output.progress.ttft_s for output in self.outputs)
+        return min((ttft_s for ttft_s in first_s if ttft_s is not None), default=None)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """TBT of all outputs."""
+        return [gap_s for output in self.outputs for gap_s in output.progress.gaps_s]
+
+    @property
+    def num_retries(self) -> int:
+        """Attempts after the first, of all outputs."""
+        return sum(output.progress.num_retries for output in self.outputs)
+
+    def _output(self, index: int, offset: int, model: ServedModel) -> RequestOutput:
+        generation, sampling = self.generation, self.generation.sampling
+        prompt = generation.prompts[index // generation.best_of]
+        return RequestOutput(
+            index=index,
+            request_id=self.request_id if generation.num_outputs == 1 else f"{self.request_id}-{index}",
+            prompt_token_ids=prompt,
+            sampling=with_seed(sampling, offset),
+            progress=Progress(self.arrived_s, len(prompt)),
+            text=TextStream(
+                model.new_detokenizer(), generation.stops, sampling.stop_token_ids, keep_stop=generation.keep_stop
+            ),
+            priority=generation.priority,
+            qos=self.qos,
+            tenant_salt=generation.tenant_salt,
+        )

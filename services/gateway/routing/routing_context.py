@@ -1,0 +1,59 @@
+"""What early rejection and routing share, one of each a gateway."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from halfmoon.policy.admission.admission_controller import AdmissionController
+from halfmoon.policy.admission.classes import QosClass
+from halfmoon.policy.admission.refusal import Refused
+from halfmoon.policy.placement.candidates import Candidate, ranked_candidates
+from halfmoon.policy.placement.place import Placement
+from halfmoon.policy.placement.ttft import TtftPrediction
+from halfmoon.rpc.spans import current_span
+from services.gateway.cluster.membership import Membership
+from services.gateway.cluster.prefix_replication import StoreCopies
+from services.gateway.telemetry.recent_telemetry import RecentTelemetry
+
+_SHOWN_CANDIDATES = 6  # of the workers that a prompt could have gone to
+_PRIORITIES_PER_CLASS = 1_000  # that a client may choose from: a class goes before all of the next one
+
+
+def _names() -> Iterator[str]:
+    return map(str, itertools.count())
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingContext:
+    """The admission controller, the cluster that it decides on, and where decisions are shown. Owns the names under
+    which the controller knows requests: clients may give two requests the same id."""
+
+    admission: AdmissionController
+    membership: Membership
+    clock: Callable[[], float]
+    telemetry: RecentTelemetry
+    copies: StoreCopies
+    names: Iterator[str] = field(default_factory=_names)
+
+    def candidates(
+        self, num_prompt_tokens: int, ranked_by: TtftPrediction | None, placement: Placement | None = None
+    ) -> Sequence[Candidate]:
+        """The prefill workers that a decision is shown with: the best ones, and the chosen one."""
+        if ranked_by is None:
+            return ()
+        view = self.membership.view()
+        return ranked_candidates(view, num_prompt_tokens, ranked_by, _SHOWN_CANDIDATES, placement)
+
+
+def trace_admission(arrived_s: float, now_s: float, refusal: Refused | None = None) -> None:
+    """Records a span from the request's arrival to the decision."""
+    span = current_span().child("admission", arrived_s)
+    span.end(now_s, error=None if refusal is None else refusal.message)
+
+
+def class_priority(qos: QosClass, requested: int) -> int:
+    """The priority at the workers: by class first, then what the client requested."""
+    half = _PRIORITIES_PER_CLASS // 2
+    return qos.priority * _PRIORITIES_PER_CLASS + max(-half, min(requested, half - 1))
