@@ -1,4 +1,4 @@
-"""The gateway's side of the cluster: registrations, connections to the members, their token streams."""
+"""The gateway's side of the cluster: registrations, connections to the members, and their token streams."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ from services.gateway.cluster.token_streams import GatewayStopping, TokenRouter
 log = logging.getLogger(__name__)
 
 CANCEL_DEADLINE_S = 2.0
-_RETRY_S = (0.05, 0.2, 0.5, 1.0)  # pauses between tries to reach a worker; the last one again and again
+_RETRY_S = (0.05, 0.2, 0.5, 1.0)  # pauses between tries to reach a worker; the last one repeats
 
 
 class Worker:
-    """Owns the connection to one member. `gone` is set with the reason when its membership ends,
-    `missed_blocks` when it has to send its blocks anew."""
+    """Owns the connection to one member.
+
+    `gone` gets the reason when the membership ends. `missed_blocks` is set when the worker has to send all its blocks.
+    """
 
     def __init__(self, member: Member) -> None:
         self.member = member
@@ -45,7 +47,7 @@ class Worker:
 
 
 class Cluster(ClusterServicer):
-    """Owns the connected workers and the tasks that serve them. Who is a member is `Membership`'s to know."""
+    """Owns the connected workers and the tasks that serve them. `Membership` knows who is a member."""
 
     def __init__(
         self,
@@ -66,14 +68,14 @@ class Cluster(ClusterServicer):
         self._closing = asyncio.Event()
 
     def worker(self, worker_id: str) -> Worker:
-        """The connected worker of that name. Raises Unavailable when it just left."""
+        """The connected worker of this id. Raises Unavailable if it has just left."""
         worker = self._workers.get(worker_id)
         if worker is None:
             raise Unavailable(f"worker {worker_id} has left the cluster")
         return worker
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs `work` beside the requests; an error of it is logged. Raises GatewayStopping at the very end."""
+        """Runs `work` in a task of its own and logs its error. Raises GatewayStopping at the very end."""
         guarded = logged(work)
         try:
             return self._tasks.create_task(guarded)
@@ -83,20 +85,20 @@ class Cluster(ClusterServicer):
             raise GatewayStopping("the gateway is stopping") from error
 
     def cancel_request(self, worker: Worker, wire_id: str) -> None:
-        """Sends Decode.Cancel. It outlives the request that it is for, and the request's deadline."""
-        with suppress(GatewayStopping):  # the workers see this gateway end
+        """Sends Decode.Cancel, even past the end of the request and its deadline."""
+        with suppress(GatewayStopping):  # the workers notice that this gateway has ended
             task = self.spawn(self._cancel_request(worker, wire_id))
             self._cancels.add(task)
             task.add_done_callback(self._cancels.discard)
 
     def until_changed(self) -> Coroutine[Any, Any, Any]:
-        """To be awaited: a worker joined, left, or began to listen after this was called."""
+        """An awaitable that is done once a worker has joined, left, or become reachable after this call."""
         return self._changed.wait()
 
     async def Register(
         self, messages: AsyncIterator[WorkerMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[GatewayMessage]:
-        """One worker's membership: as long as this stream and its heartbeats last."""
+        """One worker's membership, which lasts as long as this stream and its heartbeats."""
         first = await anext(messages, None)
         if first is None or first.WhichOneof("message") != "identity":
             raise InvalidRequest("the first message of a registration must be the identity", param="identity")
@@ -106,9 +108,9 @@ class Cluster(ClusterServicer):
             yield GatewayMessage(
                 welcome=Welcome(gateway_id=self.gateway_id, heartbeat_interval_s=self.membership.heartbeat_interval_s)
             )
-            async with aclosing(self._follow(worker, messages)) as answers:
-                async for answer in answers:
-                    yield answer
+            async with aclosing(self._follow(worker, messages)) as responses:
+                async for response in responses:
+                    yield response
         except HalfmoonError as error:
             reason = error
             raise
@@ -116,7 +118,7 @@ class Cluster(ClusterServicer):
             self.remove(worker, reason)
 
     def remove(self, worker: Worker, reason: HalfmoonError) -> None:
-        """Ends a membership: its requests are told. Idempotent."""
+        """Ends a membership and notifies the requests on the worker. Idempotent."""
         if not self.membership.leave(worker.member, self.clock()) and worker.gone.done():
             return
         log.info("worker.left", extra={"worker_id": worker.member.worker_id, "reason": reason.message})
@@ -128,9 +130,9 @@ class Cluster(ClusterServicer):
             self.remove(self._workers[member.worker_id], Unavailable(f"worker {member.worker_id} missed heartbeats"))
 
     async def watch_heartbeats(self) -> None:
-        """Calls `expire` as long as the gateway lives.
+        """Calls `expire` as long as the gateway runs.
 
-        While this process stands still, the workers' reports wait in its sockets: that silence is not theirs.
+        While this process is stalled, the workers' reports wait in its sockets: they must not count as missed.
         """
         interval_s = self.membership.heartbeat_interval_s
         while True:
@@ -144,7 +146,7 @@ class Cluster(ClusterServicer):
             self.expire(now_s)
 
     async def close(self, grace_s: float) -> None:
-        """Ends every membership and, within `grace_s`, lets the cancellations under way reach their workers."""
+        """Ends every membership. Pending cancellations have `grace_s` to reach their workers."""
         if self._cancels:
             await asyncio.wait(set(self._cancels), timeout=grace_s)
         for task in self._cancels:
@@ -178,7 +180,7 @@ class Cluster(ClusterServicer):
         if reader is not None:
             reader.cancel()
         self.router.lose(worker.member.worker_id, reason)
-        with suppress(GatewayStopping):  # the channel closes when it is collected
+        with suppress(GatewayStopping):  # garbage collection closes the channel
             self.spawn(self._close_later(worker))
         self._notify()
 
@@ -189,7 +191,7 @@ class Cluster(ClusterServicer):
     async def _follow(
         self, worker: Worker, messages: AsyncIterator[WorkerMessage]
     ) -> AsyncGenerator[GatewayMessage, None]:
-        """Takes reports until the stream ends, and answers. Raises Unavailable when the membership ended first."""
+        """Takes reports until the stream ends. Raises Unavailable if the membership ends first."""
         async with running(self._read_reports(worker, messages)) as reading:
             while True:
                 async with running(worker.missed_blocks.wait()) as missed:
@@ -215,7 +217,7 @@ class Cluster(ClusterServicer):
                     raise InvalidRequest("after its identity a worker sends load reports and blocks", param="load")
 
     async def _read_tokens(self, worker: Worker) -> None:
-        """Reads one worker's token stream, again after a break: what ran there meanwhile counts as lost."""
+        """Reads one worker's token stream, and reconnects after a break: requests that ran there count as lost."""
         num_failures = 0
         while True:
             reason: HalfmoonError = Unavailable(f"worker {worker.member.worker_id} ended its token stream")
@@ -223,7 +225,7 @@ class Cluster(ClusterServicer):
                 await self._read_token_stream(worker)
             except HalfmoonError as error:
                 reason = error
-            except Exception as error:  # a bug of ours must not leave the worker a member that nobody listens to
+            except Exception as error:  # our own bug must not leave a member without a reader
                 log.error("tokens.failed", exc_info=error)
                 reason = HalfmoonError("internal error: see the gateway's log")
             if worker.member.listening:
@@ -245,7 +247,7 @@ class Cluster(ClusterServicer):
                 self.router.deliver(step, self.clock())
 
     async def _cancel_request(self, worker: Worker, wire_id: str) -> None:
-        """Until the worker has heard it or has left: what it does not hear of, it serves to the end."""
+        """Tries until the worker has received it or has left: otherwise it would compute the request to its end."""
         request = CancelRequest(request_ids=[wire_id])
         with request_scope(request_id()):  # the request's own deadline may be over
             for pause_s in chain(_RETRY_S, repeat(_RETRY_S[-1])):
@@ -260,7 +262,7 @@ class Cluster(ClusterServicer):
                 await asyncio.sleep(pause_s)
 
     async def _close_later(self, worker: Worker) -> None:
-        """Cancellations for the worker's requests still have to get through."""
+        """Closes the connection after a while: cancellations for the worker's requests still have to get through."""
         try:
             await asyncio.wait_for(self._closing.wait(), CANCEL_DEADLINE_S)
         except TimeoutError:
@@ -273,7 +275,7 @@ class Cluster(ClusterServicer):
 async def running_cluster(
     gateway_id: str, membership: Membership, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[Cluster]:
-    """A cluster whose tasks end with the block. An error of the block leaves it as it is, without a group around."""
+    """A cluster whose tasks end with the block. An error of the block is raised as it is, not as a group."""
     try:
         async with asyncio.TaskGroup() as tasks:
             cluster = Cluster(gateway_id, membership, tasks, clock)

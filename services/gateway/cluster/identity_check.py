@@ -1,4 +1,4 @@
-"""Whether a worker that wants to join can work with this gateway and with those that are there."""
+"""Checks that a worker can work with this gateway and with its present members."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from services.gateway.cluster.member import ROLES
 
 
 def check_identity(identity: WorkerIdentity, model_fingerprint: str, members: Iterable[WorkerIdentity]) -> None:
-    """Raises InvalidRequest for an unusable one, and Incompatible for another model than the gateway's, or where KV
-    could not be exchanged with a member."""
+    """Raises InvalidRequest for an unusable identity, and Incompatible for another model than the gateway's or a KV
+    layout that cannot be exchanged with a member's."""
     if identity.role not in ROLES:
         raise InvalidRequest("a worker must say its role", param="role")
     for name in ("worker_id", "address", "context_tokens", "total_blocks"):
@@ -35,14 +35,14 @@ def check_identity(identity: WorkerIdentity, model_fingerprint: str, members: It
             )
     layout_from(identity.layout)
     for coefficients in (identity.profile.prefill, identity.profile.step):
-        if len(coefficients) not in (0, NUM_COEFFICIENTS) or not all(0 <= one < math.inf for one in coefficients):
+        if len(coefficients) not in (0, NUM_COEFFICIENTS) or not all(0 <= value < math.inf for value in coefficients):
             raise InvalidRequest("a latency profile has three coefficients, none below 0", param="profile")
 
 
-def _differing(one: WorkerIdentity, other: WorkerIdentity) -> list[str]:
-    """In what two workers must agree to exchange KV, and do not; a receiver converts another dtype."""
-    mine, others = _exchanged(one), _exchanged(other)
-    return [name for name in mine if mine[name] != others[name]]
+def _differing(identity: WorkerIdentity, other: WorkerIdentity) -> list[str]:
+    """The properties that two workers must share to exchange KV, and do not. Receivers convert another dtype."""
+    own, others = _exchanged(identity), _exchanged(other)
+    return [name for name in own if own[name] != others[name]]
 
 
 def _exchanged(identity: WorkerIdentity) -> dict[str, int]:

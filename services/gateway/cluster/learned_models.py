@@ -1,4 +1,4 @@
-"""The latency models of the workers, as their reports of steps refine them."""
+"""The latency models of the workers, refined by the steps that they report."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from halfmoon.policy.models.refinement import WorkerLatency
 from halfmoon.policy.view.cluster_view import ClusterView
 from services.gateway.cluster.model_fallback import ModelFallback
 
-_AT_ONCE = 8  # prompts that were measured here, not by the worker: so few teach at once, later ones together
-_TOGETHER_S = 1.0  # of that time
+_LEARN_AT_ONCE = 8  # the first prompts measured here are learned from one by one, later ones in batches
+_BATCH_S = 1.0
 
 
 class WorkerModels(NamedTuple):
-    """What is to be believed of one worker."""
+    """The latency models to use for one worker."""
 
     prefill: PrefillModel
     step: StepModel
@@ -25,9 +25,9 @@ class WorkerModels(NamedTuple):
 
 
 class LearnedModels:
-    """Owns what is known of the speeds of kinds of workers, and of each worker the prompts that it has to learn from.
+    """Owns the models of each kind of worker, and the measured prompts that are still to be learned from.
 
-    A worker's own models belong to its member, whose `WorkerLatency` is given.
+    A worker's own models belong to its member, which passes its `WorkerLatency`.
     """
 
     def __init__(self) -> None:
@@ -37,10 +37,10 @@ class LearnedModels:
         self._num_prompts: dict[str, int] = {}
         self._learned_s: dict[str, float] = {}  # when it last did
 
-    def believed(self, worker_id: str, kind: str, latency: WorkerLatency, now_s: float) -> WorkerModels:
-        """The models of one worker, or those of its kind."""
-        prefill = self._prefill_models.believed(worker_id, kind, latency.prefill, now_s)
-        step = self._step_models.believed(worker_id, kind, latency.step, now_s)
+    def models_for(self, worker_id: str, kind: str, latency: WorkerLatency, now_s: float) -> WorkerModels:
+        """The models of one worker, or those of its kind as long as it has too few measurements."""
+        prefill = self._prefill_models.model_for(worker_id, kind, latency.prefill, now_s)
+        step = self._step_models.model_for(worker_id, kind, latency.step, now_s)
         return WorkerModels(prefill, step, latency.contention, latency.step_contention)
 
     def report(
@@ -52,41 +52,41 @@ class LearnedModels:
         view: ClusterView,
         now_s: float,
     ) -> None:
-        """Steps that a worker of `view` measured. Of one that does both, prefill is what the decodes do not explain."""
+        """Takes the steps that a worker measured. In a mixed step, prefill took what the decodes do not explain."""
 
-        def num_busy(of_kind: Sequence[StepTiming]) -> list[float]:
-            ends_s = [now_s - one.ended_before_s for one in of_kind]
-            times_s = zip(of_kind, ends_s, strict=True)
-            return [view.busy.mean_busy_colocated(worker_id, end_s - one.seconds, end_s) for one, end_s in times_s]
+        def num_busy(timings: Sequence[StepTiming]) -> list[float]:
+            ends_s = [now_s - step.ended_before_s for step in timings]
+            times_s = zip(timings, ends_s, strict=True)
+            return [view.busy.mean_busy_beside(worker_id, end_s - step.seconds, end_s) for step, end_s in times_s]
 
-        decodes = [one for one in steps if not one.prefill_tokens]
+        decodes = [step for step in steps if not step.prefill_tokens]
         if decodes:
-            alone = [StepSample(one.batch, one.context_tokens, one.seconds) for one in decodes]
-            latency.observe_steps(alone, num_busy(decodes))
+            samples = [StepSample(step.batch, step.context_tokens, step.seconds) for step in decodes]
+            latency.observe_steps(samples, num_busy(decodes))
             self._step_models.note(worker_id, kind, latency.step, len(decodes), now_s)
         model = latency.step
-        prefills = [one for one in steps if one.prefill_tokens]
+        prefills = [step for step in steps if step.prefill_tokens]
         if prefills:
-            samples = [
-                prefill_sample(one.prefill_tokens, one.prefill_pairs, one.seconds - _decoding_s(one, model))
-                for one in prefills
+            prompts = [
+                prefill_sample(step.prefill_tokens, step.prefill_pairs, step.seconds - _decoding_s(step, model))
+                for step in prefills
             ]
-            self._learn(worker_id, kind, latency, samples, num_busy(prefills), now_s)
+            self._learn(worker_id, kind, latency, prompts, num_busy(prefills), now_s)
 
     def note_prompt(
         self, worker_id: str, kind: str, latency: WorkerLatency, sample: PrefillSample, now_s: float
     ) -> None:
-        """A whole prompt that was measured from outside, of a worker that does not report its steps."""
+        """Takes a whole prompt, measured here, on a worker that does not report its steps."""
         pending = self._pending.setdefault(worker_id, [])
         pending.append(sample)
         num_prompts = self._num_prompts[worker_id] = self._num_prompts.get(worker_id, 0) + 1
-        if num_prompts <= _AT_ONCE or now_s - self._learned_s[worker_id] >= _TOGETHER_S:
+        if num_prompts <= _LEARN_AT_ONCE or now_s - self._learned_s[worker_id] >= _BATCH_S:
             self._learned_s[worker_id] = now_s
             self._learn(worker_id, kind, latency, pending, [0.0] * len(pending), now_s)
             pending.clear()
 
     def forget(self, worker_id: str) -> None:
-        """The worker is gone; what is known of its kind stays."""
+        """Forgets a worker that left. What its kind has taught stays."""
         self._prefill_models.forget(worker_id)
         self._step_models.forget(worker_id)
         for of_worker in (self._pending, self._num_prompts, self._learned_s):

@@ -1,4 +1,4 @@
-"""One worker's standing in the cluster, and what the policies see of it."""
+"""One worker in the cluster, and what the policies see of it."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ ROLES: dict[PbRole.ValueType, Role] = {PREFILL: "prefill", DECODE: "decode", BOT
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One worker's standing. Owned by `Membership`, which alone changes it."""
+    """One worker in the cluster. `Membership` owns it, and alone changes it."""
 
     identity: WorkerIdentity
     joined_s: float
     heard_s: float
     load: WorkerLoad
     latency: WorkerLatency
-    holder: int  # its number in the block index
+    holder: int  # number in the block index
     prompts: ReportedPrompts
-    store_holder: int = -1  # that of the store that it uses; -1: it uses none
+    store_holder: int = -1  # number of its store there; -1: it uses none
     listening: bool = False
-    decoding: set[str] = field(default_factory=set)  # placed since the last report
+    decoding: set[str] = field(default_factory=set)  # requests placed since the last report
 
     @property
     def worker_id(self) -> str:
-        """Its name, unique in the cluster."""
+        """The worker's id, unique in the cluster."""
         return self.identity.worker_id
 
     @property
     def role(self) -> Role:
-        """Its role as the policies name it."""
+        """The role, as the policies name it."""
         return ROLES[self.identity.role]
 
     @property
     def kind(self) -> str:
-        """Workers of one kind are about equally fast."""
+        """Role and device. Workers of one kind are about equally fast."""
         return f"{self.role} {self.identity.device}"
 
     def view(self, models: WorkerModels) -> WorkerView:
-        """What the policies see of it."""
+        """What the policies see."""
         identity, load, prefill = self.identity, self.load, models.prefill
         return WorkerView(
             worker_id=identity.worker_id,
@@ -81,7 +81,7 @@ class Member:
 
     @property
     def _restore_s_per_token(self) -> float:
-        """From its store, as it said last; infinite where it said nothing."""
+        """Seconds to load a token from its store, as last reported; inf if unreported."""
         store = self.identity.kv_store
-        speeds = [one.bandwidth_bytes_per_s for one in self.load.links if store and one.address == store]
+        speeds = [link.bandwidth_bytes_per_s for link in self.load.links if store and link.address == store]
         return layout_from(self.identity.layout).token_bytes / speeds[0] if speeds and speeds[0] > 0 else math.inf

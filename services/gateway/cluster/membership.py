@@ -1,4 +1,4 @@
-"""Who is in the cluster: a pure core with the time as an argument."""
+"""The members of the cluster: a pure core. Time is an argument."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from services.gateway.cluster.learned_models import LearnedModels
 from services.gateway.cluster.member import Member
 
 MISSED_HEARTBEATS = 3
-_LATE_HEARTBEATS = 1.8  # nearly the second one that is not there
+_LATE_HEARTBEATS = 1.8  # nearly two are missing
 
 
 class Membership:
-    """Owns the members, when each was last heard, their view, and where blocks are.
+    """Owns the members, when each was last heard from, the view of them, and the block index.
 
-    Knows nothing of connections and has no clock.
+    Knows nothing of connections. Has no clock.
     """
 
     def __init__(self, model_fingerprint: str, heartbeat_interval_s: float) -> None:
@@ -35,9 +35,9 @@ class Membership:
         self._view = ClusterView()
         self.index = BlockIndex()
         self._models = LearnedModels()
-        self._decoders: dict[str, str] = {}  # of each request under way, who decodes it
+        self._decoders: dict[str, str] = {}  # of each running request: its decode worker
         self._last_left_s: float | None = None
-        self._last_capacity_tokens: int | None = None  # when the last member left
+        self._last_capacity_tokens: int | None = None  # at the time the last member left
 
     def members(self) -> list[Member]:
         """Every member, in the order of joining."""
@@ -45,17 +45,17 @@ class Membership:
 
     @property
     def silent_after_s(self) -> float:
-        """Who was not heard of for so long is silent, though not dead yet."""
+        """A member is shown as silent after this long, before it counts as dead."""
         return _LATE_HEARTBEATS * self.heartbeat_interval_s
 
     @property
     def kv_layout(self) -> layout.KVLayout | None:
-        """The KV layout of the first member, by which blocks are named; None while nobody is there."""
+        """The KV layout of the first member, which names blocks for all; None without members."""
         first = next(iter(self._members.values()), None)
         return None if first is None else layout_from(first.identity.layout)
 
     def join(self, identity: WorkerIdentity, now_s: float) -> Member:
-        """Adds a worker; one of the same id is replaced.
+        """Adds a worker, in place of one with the same id.
 
         Raises InvalidRequest for an unusable identity and Incompatible for another model, or a KV layout that
         differs from the members' in more than its dtype.
@@ -75,7 +75,7 @@ class Membership:
         return member
 
     def report(self, member: Member, load: WorkerLoad, now_s: float) -> None:
-        """Takes a load report, which is also a heartbeat. What was sent before it is in its figures."""
+        """Takes a load report, which is also a heartbeat. Its figures include everything sent to the worker before."""
         member.heard_s = now_s
         member.load = load
         member.prompts.report(load.waiting_prefill_tokens, now_s)
@@ -85,12 +85,12 @@ class Membership:
         self._show(now_s, member)
 
     def set_listening(self, member: Member, listening: bool) -> None:
-        """Notes whether tokens of this worker reach the gateway: only then it can be placed on."""
+        """Notes whether the worker's tokens reach the gateway: requests are placed on it only then."""
         member.listening = listening
         self._show(member.heard_s, member)
 
     def note_blocks(self, member: Member, events: PbBlockEvents) -> bool:
-        """Takes what changed in a worker's prefix cache. False when messages are missing: it must begin anew."""
+        """Takes changes of a worker's prefix cache. False if messages are missing: the worker must send a snapshot."""
         if self._members.get(member.worker_id) is not member:
             return True
         stored, evicted = unpack_keys(events.stored), unpack_keys(events.evicted)
@@ -98,21 +98,21 @@ class Membership:
 
     @property
     def stores(self) -> set[str]:
-        """The addresses of the stores that members use."""
+        """Addresses of the stores that members use."""
         return {member.identity.kv_store for member in self._members.values() if member.identity.kv_store}
 
     def note_stored(self, address: str, events: BlockEvents) -> bool:
-        """Takes what changed in the store there; of one that nobody uses nothing. False: it must begin anew."""
+        """Takes changes of a store, unless no member uses it. False if messages are missing: a snapshot is needed."""
         return address not in self.stores or self.index.apply(self.index.number(_store_name(address)), events)
 
     def num_stored(self, address: str) -> int:
-        """Blocks that the store there has, as far as it is known."""
+        """Blocks known to be in the store."""
         return self.index.num_blocks(self.index.number(_store_name(address))) if address in self.stores else 0
 
     def note_placed(
         self, request_id: str, prefill: Member, decode: Member, num_prompt_tokens: int, now_s: float
     ) -> None:
-        """Counts a request against both its workers, its decoding and its tokens until their next report."""
+        """Counts a request against both its workers until their next reports."""
         prefill.prompts.send(request_id, num_prompt_tokens)
         decode.decoding.add(request_id)
         self._decoders[request_id] = decode.worker_id
@@ -122,8 +122,10 @@ class Membership:
     def note_prefilled(
         self, request_id: str, prefill: Member, sample: PrefillSample, now_s: float, *, was_restored: bool = False
     ) -> None:
-        """The prompt is computed. `sample` teaches only where the worker does not report its steps: others may have
-        been computed in the same ones. Of a prompt that was restored it holds what loading took, and teaches nothing.
+        """Notes that the prompt is computed.
+
+        `sample` is learned from only if the worker does not report its steps, which several prompts may share. The
+        sample of a restored prompt includes loading, and is not learned from.
         """
         prefill.prompts.remove(request_id)
         if not prefill.identity.step_tokens and not was_restored:
@@ -135,7 +137,7 @@ class Membership:
         self._show(now_s, prefill)
 
     def note_ended(self, request_id: str, prefill: Member, decode: Member, now_s: float) -> None:
-        """The request is on none of its workers any more."""
+        """Notes that the request has left both its workers."""
         prefill.prompts.remove(request_id)
         decode.decoding.discard(request_id)
         self._decoders.pop(request_id, None)
@@ -144,7 +146,7 @@ class Membership:
         self._show(now_s, prefill, decode)
 
     def leave(self, member: Member, now_s: float) -> bool:
-        """Removes `member`; False if it is gone or replaced already."""
+        """Removes `member`; False if it has left or been replaced already."""
         if self._members.get(member.worker_id) is not member:
             return False
         self._last_left_s = now_s
@@ -162,37 +164,40 @@ class Membership:
         return [member for member in self._members.values() if now_s - member.heard_s > limit_s]
 
     def excuse(self, stalled_s: float, now_s: float) -> None:
-        """Takes so many seconds off every member's silence: it was this gateway that did not listen. After more than
-        an interval of them, what waits in its sockets takes a while to be read: then all count as heard of now."""
+        """Takes `stalled_s` off every member's silence, because it was this gateway that did not listen.
+
+        After a stall of more than an interval, all members count as heard from now: reading the reports that wait in
+        the sockets takes a while.
+        """
         for member in self._members.values():
             excused_s = math.inf if stalled_s > self.heartbeat_interval_s else stalled_s
             member.heard_s = min(member.heard_s + excused_s, now_s)
 
     def view(self) -> ClusterView:
-        """The cluster for the policies; it goes on changing."""
+        """The cluster as the policies see it: one object, which keeps changing."""
         return self._view
 
     def expects_worker(self, now_s: float) -> bool:
-        """Whether there may soon be a worker that is not ready now: one is a member, or was one a moment ago."""
+        """Whether a worker may soon become ready: a member that is not ready yet, or one that left a moment ago."""
         if self._last_left_s is not None and now_s - self._last_left_s <= MAY_RETURN_S:
             return True
         return any(not worker.is_ready for worker in self._view.workers)
 
     def context_tokens(self, model_context_tokens: int) -> int:
-        """Longest prompt + output that model and every member can hold; while nobody is there, as it was before."""
+        """Longest prompt + output that the model and every member can hold. Without members, the last value holds."""
         capacity_tokens = self._capacity_tokens() if self._members else self._last_capacity_tokens
         return model_context_tokens if capacity_tokens is None else min(model_context_tokens, capacity_tokens)
 
     def _forget_store(self, address: str) -> None:
-        """One that used it is gone."""
+        """Forgets a store that no member uses any more."""
         if address and address not in self.stores:
             self.index.forget(_store_name(address))
 
     def _show(self, now_s: float, *members: Member) -> None:
-        """Puts what is new of them into the view; what comes from one that left already is too late."""
+        """Updates the view, unless a member has left already."""
         for member in members:
             if self._members.get(member.worker_id) is member:
-                models = self._models.believed(member.worker_id, member.kind, member.latency, now_s)
+                models = self._models.models_for(member.worker_id, member.kind, member.latency, now_s)
                 self._view.put(member.view(models))
 
     def _capacity_tokens(self) -> int:
@@ -200,5 +205,5 @@ class Membership:
 
 
 def _store_name(address: str) -> str:
-    """Of a store as a holder in the index; no worker has such a name."""
+    """The name of a store as a holder in the index; no worker can have it."""
     return f"store\0{address}"

@@ -1,6 +1,6 @@
-"""Which latency model to believe of a worker: its own, or that of its kind as long as little is known of it.
+"""Chooses a worker's latency model: its own, or that of its kind while it has too few recent measurements.
 
-A worker whose first prompt was slow by chance would else look slow for ever: nobody would try it again.
+Otherwise a worker whose first prompt happened to be slow would look slow forever: it would never be chosen again.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 _MIN_MEASUREMENTS = 8
-_STALE_S = 60.0  # a worker that was not measured for so long may be as fast as its kind again
+_STALE_S = 60.0  # a worker without measurements for this long may be as fast as its kind again
 
 Model = TypeVar("Model")
 
 
 class ModelFallback(Generic[Model]):
-    """Owns the newest settled model of each kind of worker, such as a role on a device, and who is settled since when.
+    """Owns the newest settled model of each kind of worker, such as a role on a device, and each worker's number of
+    measurements.
 
-    As long as nobody of a kind is settled, any model of it counts for all: a worker without one would look infinitely
-    fast. Knows nothing of what a model is.
+    As long as no worker of a kind is settled, an unsettled model serves all of them: a worker without one would look
+    infinitely fast. Knows nothing of what a model is.
     """
 
     def __init__(self) -> None:
@@ -27,19 +28,19 @@ class ModelFallback(Generic[Model]):
         self._measured_s: dict[str, float] = {}
 
     def note(self, worker_id: str, kind: str, model: Model, num_new: int, now_s: float) -> None:
-        """`num_new` measurements of the worker made its model this."""
+        """Takes a worker's model after `num_new` more measurements."""
         self._num_measured[worker_id] = self._num_measured.get(worker_id, 0) + num_new
         self._measured_s[worker_id] = now_s
         models = self._newest if self._num_measured[worker_id] >= _MIN_MEASUREMENTS else self._unsettled
         models[kind] = model
 
     def forget(self, worker_id: str) -> None:
-        """The worker is gone; what is known of its kind stays."""
+        """Forgets a worker that left. The model of its kind stays."""
         self._num_measured.pop(worker_id, None)
         self._measured_s.pop(worker_id, None)
 
-    def believed(self, worker_id: str, kind: str, own: Model, now_s: float) -> Model:
-        """Its own model if enough was measured, and lately; else its kind's, if there is one."""
+    def model_for(self, worker_id: str, kind: str, own: Model, now_s: float) -> Model:
+        """The worker's own model if it has enough recent measurements; else its kind's, if there is one."""
         is_known = self._num_measured.get(worker_id, 0) >= _MIN_MEASUREMENTS
         if is_known and now_s - self._measured_s[worker_id] <= _STALE_S:
             return own

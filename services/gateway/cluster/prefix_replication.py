@@ -1,8 +1,8 @@
-"""Hot prefixes come to where they are wanted: stores copy from each other what a placement did not find near.
+"""Replicates hot prefixes between stores (Mooncake, section 6.2).
 
-A prompt that goes to a worker with little of its prefix, because the worker with more of it is busy, will not be the
-last one. So the store beside the chosen worker is asked to copy the prefix from the store beside the other (Mooncake,
-section 6.2), behind the request, when best prefix / local prefix is above the balancing threshold.
+A prompt may go to a worker with little of its prefix because the worker with more of it is busy; others will follow.
+So the store of the chosen worker is asked to copy the prefix from the store of the other one, in the background, if
+best prefix / local prefix is above the balancing threshold.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from services.gateway.cluster.membership import Membership
 log = logging.getLogger(__name__)
 
 _MAX_WAITING = 32
-_REMEMBERED = 1024  # prefixes asked for
-_AGAIN_S = 60.0  # a prefix is not asked for more often
+_REMEMBERED = 1024  # requested prefixes
+_AGAIN_S = 60.0  # minimum time between requests for the same prefix
 _DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """A prompt's whole blocks, from the first on, as its tenant has them."""
+    """A prompt's full blocks in order, under its tenant's salt."""
 
     keys: Sequence[bytes]
     layout: KVLayout
@@ -48,36 +48,39 @@ class _Copy:
 
 
 class StoreCopies:
-    """Owns what is to be asked of stores. Whether a prefix is copied never delays a request."""
+    """Owns the copies that are still to be requested. Copying never delays a request to generate."""
 
     def __init__(self, membership: Membership, threshold: float | None) -> None:
-        """threshold: best / local prefix above which it is copied; None: nothing is."""
+        """`threshold`: best / local prefix above which a prefix is copied; None copies nothing."""
         self._membership = membership
         self._threshold = threshold
         self._waiting: asyncio.Queue[_Copy] = asyncio.Queue(_MAX_WAITING)
-        self._asked_s: OrderedDict[tuple[str, bytes], float] = OrderedDict()
+        self._requested_s: OrderedDict[tuple[str, bytes], float] = OrderedDict()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self.num_copies: Counter[str] = Counter()  # by what became of them: asked, failed, dropped
+        self.num_copies: Counter[str] = Counter()  # by outcome: asked, failed, dropped
 
-    def consider(self, chosen: WorkerView, depths: NDArray[np.int64], blocks: PromptBlocks, now_s: float) -> None:
-        """A prompt with these blocks was placed; depths: leading blocks that each holder has."""
-        local, best = max(_held(chosen.holder, depths), _held(chosen.store_holder, depths)), int(depths.max())
+    def consider(
+        self, chosen: WorkerView, cached_blocks: NDArray[np.int64], blocks: PromptBlocks, now_s: float
+    ) -> None:
+        """Requests a copy if it pays for a prompt that was placed. `cached_blocks`: leading blocks of each holder."""
+        local = max(_held(chosen.holder, cached_blocks), _held(chosen.store_holder, cached_blocks))
+        best = int(cached_blocks.max())
         if self._threshold is None or best <= self._threshold * local:
             return
-        target = self._store_beside(lambda member: member.worker_id == chosen.worker_id)
-        source = self._store_beside(lambda member: _held(member.store_holder, depths) == best) or self._store_beside(
-            lambda member: _held(member.holder, depths) == best
+        target = self._store_of(lambda member: member.worker_id == chosen.worker_id)
+        source = self._store_of(lambda member: _held(member.store_holder, cached_blocks) == best) or self._store_of(
+            lambda member: _held(member.holder, cached_blocks) == best
         )
         if not target or not source or source == target:
             return
         name = target, blocks.keys[best - 1]
-        if now_s - self._asked_s.get(name, -_AGAIN_S) < _AGAIN_S:
+        if now_s - self._requested_s.get(name, -_AGAIN_S) < _AGAIN_S:
             return
-        self._asked_s[name] = now_s
-        self._asked_s.move_to_end(name)
-        if len(self._asked_s) > _REMEMBERED:
-            self._asked_s.popitem(last=False)
+        self._requested_s[name] = now_s
+        self._requested_s.move_to_end(name)
+        if len(self._requested_s) > _REMEMBERED:
+            self._requested_s.popitem(last=False)
         try:
             self._waiting.put_nowait(_Copy(target, source, replace(blocks, keys=blocks.keys[:best])))
         except asyncio.QueueFull:
@@ -87,11 +90,11 @@ class StoreCopies:
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything that was to be asked has been."""
+        """Whether all copies have been requested."""
         return self._is_idle.is_set()
 
     async def ask_all(self) -> None:
-        """Asks the stores, one after the other, for ever."""
+        """Requests the copies one after the other, forever."""
         while True:
             copy = await self._waiting.get()
             client, blocks = KVStoreClient(copy.target, copy.blocks.tenant_salt), copy.blocks
@@ -108,10 +111,10 @@ class StoreCopies:
                 if self._waiting.empty():
                     self._is_idle.set()
 
-    def _store_beside(self, is_wanted: Callable[[Member], bool]) -> str:
-        return next((member.identity.kv_store for member in self._membership.members() if is_wanted(member)), "")
+    def _store_of(self, matches: Callable[[Member], bool]) -> str:
+        return next((member.identity.kv_store for member in self._membership.members() if matches(member)), "")
 
 
-def _held(holder: int, depths: NDArray[np.int64]) -> int:
-    """Leading blocks that it has."""
-    return int(depths[holder]) if 0 <= holder < len(depths) else 0
+def _held(holder: int, cached_blocks: NDArray[np.int64]) -> int:
+    """Leading blocks that the holder has."""
+    return int(cached_blocks[holder]) if 0 <= holder < len(cached_blocks) else 0

@@ -1,4 +1,4 @@
-"""What the stores beside the workers hold, for the block index: each is watched as long as a worker uses it."""
+"""Keeps the block index up to date with the stores: each is watched as long as a worker uses it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from services.gateway.cluster.membership import Membership
 
 log = logging.getLogger(__name__)
 
-_AGAIN_S = 0.5  # after a store went away
+_AGAIN_S = 0.5  # after a store became unavailable
 
 
 class StoreWatch:
-    """Owns one watch of each store. A store that is away holds nothing; nothing else suffers."""
+    """Owns one watch for each store. The index holds nothing of a store that is unavailable."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._watches: dict[str, asyncio.Task[None]] = {}
 
     async def follow_members(self) -> None:
-        """Watches the stores that they use, for ever."""
+        """Watches the stores that members use, forever."""
         async with asyncio.TaskGroup() as group:
             while True:
                 changed = self._cluster.until_changed()
@@ -37,19 +37,19 @@ class StoreWatch:
                 await changed
 
     async def _watch(self, address: str) -> None:
-        """One store, again after every loss."""
+        """Watches one store, and reconnects after every loss."""
         membership = self._cluster.membership
-        told = ""  # why it was away last
+        last_reason = ""
         while True:
             client, is_there = KVStoreClient(address), False
             try:
                 is_there = await _read(client, address, membership)
                 log.info("store_watch.ended", extra={"store": address, "missed_events": is_there})
             except HalfmoonError as error:
-                if membership.num_stored(address) or error.message != told:  # once, however long it is away
+                if membership.num_stored(address) or error.message != last_reason:  # once an outage
                     log.info("store_watch.lost", extra={"store": address, "reason": error.message})
-                told = error.message
-            except Exception as error:  # a bug of ours must not leave the index with blocks that nobody has
+                last_reason = error.message
+            except Exception as error:  # our own bug must not leave blocks in the index that no store has
                 log.error("store_watch.failed", exc_info=error)
             finally:
                 await client.close()
@@ -59,11 +59,11 @@ class StoreWatch:
 
 
 async def _read(client: KVStoreClient, address: str, membership: Membership) -> bool:
-    """Until the store ends the stream, or (True) events are missing: then what is known stays, as the better guess."""
-    last: int | None = None  # the store's number of the last event; None: a snapshot has to come
+    """Reads until the store ends the stream (False) or events are missing (True: the index keeps its best guess)."""
+    last: int | None = None  # sequence number of the last event; None: a snapshot must come first
     in_snapshot = False
     async with client.watch() as messages:
-        number = 0  # of the messages to the index
+        number = 0  # of messages passed to the index
         async for message in messages:
             if not message.is_snapshot and message.sequence - len(message.events) != last:
                 return True
@@ -77,8 +77,8 @@ async def _read(client: KVStoreClient, address: str, membership: Membership) -> 
 
 
 def _changes(message: WatchResponse, number: int, *, is_snapshot: bool) -> BlockEvents:
-    """A message as the index takes it: of each block what became of it last."""
+    """Converts a message for the index: the last event of each block counts."""
     held = {place.key[:SHORT_KEY_BYTES]: True for place in message.blocks}
     held |= {event.block.key[:SHORT_KEY_BYTES]: event.kind != BlockEvent.EVICTED for event in message.events}
-    stored, evicted = ([key for key, is_held in held.items() if is_held is wanted] for wanted in (True, False))
+    stored, evicted = ([key for key, is_held in held.items() if is_held is stays] for stays in (True, False))
     return BlockEvents(number, short_keys(stored), short_keys(evicted), is_snapshot)

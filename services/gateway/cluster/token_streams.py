@@ -1,4 +1,4 @@
-"""What workers say about running requests, brought to the request it belongs to."""
+"""Delivers what workers report about running requests to the attempts that they belong to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halfmoon.pb.types_pb2 import Token
 
 
 class TokenArrived(NamedTuple):
-    """A token from the decode worker's stream, at the gateway's monotonic clock."""
+    """A token from the decode worker's stream; the time is on the gateway's monotonic clock."""
 
     token: Token
     at_s: float
@@ -31,7 +31,7 @@ class FirstTokenArrived:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """The Prefill call ended: well when `error` is None."""
+    """The Prefill call ended, successfully if `error` is None."""
 
     error: HalfmoonError | None
 
@@ -45,12 +45,12 @@ class WorkerLost:
 
 
 class GatewayStopping(Unavailable):
-    """The gateway ends; no attempt can help."""
+    """The gateway stops; another attempt cannot help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """The gateway ends."""
+    """The gateway stops."""
 
     error: GatewayStopping
 
@@ -59,14 +59,14 @@ Event = TokenArrived | FirstTokenArrived | HandedOver | PrefillEnded | WorkerLos
 
 
 class Route(NamedTuple):
-    """Who hears of one attempt's events, and which workers it is on."""
+    """Where one attempt's events go, and which workers it is on."""
 
     worker_ids: frozenset[str]
     put: Callable[[Event], None]  # neither waits nor raises
 
 
 class TokenRouter:
-    """Owns which attempt listens to which request id. Knows nothing of connections."""
+    """Owns the routes, by request id. Knows nothing of connections."""
 
     def __init__(self) -> None:
         self._routes: dict[str, Route] = {}
@@ -77,7 +77,7 @@ class TokenRouter:
 
     @contextmanager
     def route(self, request_id: str, route: Route) -> Iterator[None]:
-        """Inside the block, events of `request_id` go to `route`; outside of it they are dropped.
+        """Inside the block, events of `request_id` go to `route`; outside it they are dropped.
 
         Raises GatewayStopping after `stop`.
         """
@@ -90,7 +90,7 @@ class TokenRouter:
             del self._routes[request_id]
 
     def deliver(self, step: StepTokens, at_s: float) -> None:
-        """Hands one engine step's tokens out; those of forgotten requests are dropped."""
+        """Delivers one engine step's tokens; drops those without a route."""
         routes = self._routes
         for token in step.tokens:
             route = routes.get(token.request_id)
@@ -98,7 +98,7 @@ class TokenRouter:
                 route.put(TokenArrived(token, at_s))
 
     def lose(self, worker_id: str, error: HalfmoonError) -> None:
-        """Tells every attempt on `worker_id` that it is lost."""
+        """Notifies every attempt on `worker_id` that the worker is lost."""
         for route in self._routes.values():
             if worker_id in route.worker_ids:
                 route.put(WorkerLost(worker_id, error))
@@ -115,13 +115,13 @@ class TokenRouter:
             raise _stopping_error()
 
     async def pause(self, seconds: float, until: Awaitable[Any] | None = None) -> None:
-        """Waits, at most until `until` is done. Raises GatewayStopping as soon as `stop` was called."""
-        waiting = [asyncio.ensure_future(one) for one in (self._stopping.wait(), until) if one is not None]
+        """Waits for `seconds`, or until `until` is done. Raises GatewayStopping as soon as `stop` is called."""
+        waiting = [asyncio.ensure_future(event) for event in (self._stopping.wait(), until) if event is not None]
         try:
             await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in waiting:
-                one.cancel()
+            for future in waiting:
+                future.cancel()
         self.check_running()
 
 

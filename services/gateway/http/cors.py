@@ -1,4 +1,4 @@
-"""Which pages of other origins a browser lets use the gateway (CORS, the Fetch standard)."""
+"""CORS (the Fetch standard): the origins whose pages a browser lets use the gateway."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _MAX_AGE_S = "600"
 
 
 class Cors:
-    """Owns the allowed origins; "*" is all of them. Credentials (cookies) are never asked for."""
+    """Owns the allowed origins; "*" allows all. Credentials (cookies) are never used."""
 
     def __init__(self, allowed_origins: Sequence[str]) -> None:
         self._origins = frozenset(allowed_origins)
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """The answer to a browser's question before a request; None when it is none, or not from an allowed origin."""
-        wanted = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
-        if request.method != "OPTIONS" or not wanted or self._allowed(request) is None:
+        """The response to a browser's preflight request; None if it is not one, or not from an allowed origin."""
+        is_preflight = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
+        if request.method != "OPTIONS" or not is_preflight or self._allowed(request) is None:
             return None
         headers = {hdrs.ACCESS_CONTROL_ALLOW_METHODS: _METHODS, hdrs.ACCESS_CONTROL_MAX_AGE: _MAX_AGE_S}
-        asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS)
-        if asked:
-            headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = asked
+        requested = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS)
+        if requested:
+            headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = requested
         return web.Response(status=204, headers=headers)
 
     async def mark(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Lets the page read `response`, if its origin is allowed."""
+        """Adds the headers that let the page read `response`, if its origin is allowed."""
         if not self._origins:
             return
         response.headers.add(hdrs.VARY, hdrs.ORIGIN)

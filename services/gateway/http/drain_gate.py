@@ -1,4 +1,4 @@
-"""Whether requests come in, and which are inside."""
+"""Stops accepting requests at shutdown, and waits for those that are running."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DrainGate:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """One running request. Raises Unavailable when the door is closed."""
+        """Counts a running request inside the block. Raises Unavailable once the gate is closed."""
         if self._closed:
             raise Unavailable("the gateway is shutting down", retry_after_ms=1_000)
         self._num_inside += 1
@@ -42,7 +42,7 @@ class DrainGate:
         self._closed = True
 
     async def until_empty(self, timeout_s: float) -> bool:
-        """Waits for the running requests to end; False when some are still there after `timeout_s`."""
+        """Waits for the running requests to end; False if some still run after `timeout_s`."""
         if not self._num_inside:
             return True
         try:

@@ -1,4 +1,4 @@
-"""The error tree as the OpenAI API speaks it: `{"error": {"message", "type", "param", "code"}}`."""
+"""The error tree in the shape of the OpenAI API: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_CHARS = 200
 
 
 class HttpKind(NamedTuple):
-    """How one class of errors looks."""
+    """Status, type and code of one class of errors."""
 
     status: int
     type: str
@@ -59,7 +59,7 @@ _HTTP_CODES = {
 
 
 def kind_of(error: HalfmoonError) -> HttpKind:
-    """Status, type and code of an error: those of the nearest class of its ancestry."""
+    """Status, type and code of an error: those of its nearest ancestor in the table."""
     return next(_KINDS[cls] for cls in type(error).__mro__ if cls in _KINDS)
 
 
@@ -73,7 +73,7 @@ def error_body(error: HalfmoonError) -> dict[str, Any]:
 
 
 def _figures(refusal: Refused) -> dict[str, float | None]:
-    """What was predicted, what the class has as targets, and what of them feedback leaves now."""
+    """The predictions, the class's targets, and those targets as feedback has tightened them."""
     return {
         "predicted_ttft_s": refusal.ttft_s,
         "predicted_tbt_s": refusal.tbt_s,
@@ -85,7 +85,7 @@ def _figures(refusal: Refused) -> dict[str, float | None]:
 
 
 def error_response(error: HalfmoonError) -> web.Response:
-    """The response for an error; Retry-After in whole seconds where the error says when to come back."""
+    """The response for an error, with Retry-After in whole seconds if the error says when to come back."""
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, WrongKey) else {}
     if error.retry_after_ms is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
@@ -93,7 +93,7 @@ def error_response(error: HalfmoonError) -> web.Response:
 
 
 def http_error_response(error: web.HTTPException) -> web.Response:
-    """aiohttp's own errors (no such path, wrong method, body too large) in the same shape."""
+    """The response for one of aiohttp's own errors (no such path, wrong method, body too large)."""
     messages = {404: "there is nothing at this address", 405: "this address does not take this method"}
     message = messages.get(error.status, error.text)
     code = _HTTP_CODES.get(error.status)
@@ -104,5 +104,5 @@ def http_error_response(error: web.HTTPException) -> web.Response:
 
 
 def shortened(text: str, max_chars: int = _MAX_CHARS) -> str:
-    """A client's own words as an error, a log line or a ledger row repeats them: cut off where they are long."""
+    """Cuts a client's own text for an error, a log line or a ledger row."""
     return text if len(text) <= max_chars else text[:max_chars] + "…"

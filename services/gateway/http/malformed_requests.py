@@ -1,4 +1,4 @@
-"""What is no HTTP request as the gateway takes it, such as one with a header too long, answered as JSON."""
+"""Answers malformed HTTP, such as a header that is too long, in the shape of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def answer_faults_as_json(server: web.Server) -> None:
-    """From now on `server` answers in the OpenAI API's shape what never becomes a request for the app.
+    """Makes `server` answer input that never becomes a request for the application.
 
-    aiohttp has a method to override for this, and no way to name the class that has it.
+    aiohttp has a method to override for this, but no way to choose the class that has it.
     """
     server.__class__ = _Server
 
@@ -33,9 +33,9 @@ class _Handler(web.RequestHandler):
     __slots__ = ()
 
     def data_received(self, data: bytes) -> None:
-        """What breaks in the midst of a body, such as a chunk that is none, is told to who reads that body.
+        """Raises a fault inside a body, such as a malformed chunk, in the handler that reads the body.
 
-        aiohttp answers it when that request has ended, which it never does by itself.
+        aiohttp answers the fault after that request has ended, which it never does by itself.
         """
         super().data_received(data)
         if self._messages and isinstance(self._messages[-1][0], _ErrInfo):
@@ -47,7 +47,7 @@ class _Handler(web.RequestHandler):
                 body.feed_eof()
 
     def _unfinished_body(self) -> StreamReader | None:
-        """That of the last request before the fault."""
+        """The body of the last request before the fault, if it is still being read."""
         body: StreamReader | None = None
         if len(self._messages) > 1:
             body = self._messages[-2][1]
@@ -62,22 +62,22 @@ class _Handler(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer, after which the connection is closed."""
+        """The response, after which the connection is closed."""
         if status >= 500:
             return super().handle_error(request, status, exc, message)
         log.info("http.fault", extra={"status": status, "reason": shortened(str(message))})
         if request.writer.output_size > 0:
             raise ConnectionError("part of another response is out already")
-        response = http_error_response(_Fault(text=_told(exc)))
+        response = http_error_response(_Fault(text=_message(exc)))
         response.force_close()
         return response
 
 
 class _Fault(web.HTTPBadRequest):
-    """Its text is for the client."""
+    """A fault whose text is shown to the client."""
 
 
-def _told(error: BaseException | None) -> str:
+def _message(error: BaseException | None) -> str:
     if isinstance(error, LineTooLong):
         return "the request line or a header is longer than --max-header-bytes allows"
     if "header" in str(error).lower():

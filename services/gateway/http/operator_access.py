@@ -1,4 +1,4 @@
-"""Who may use the control API, `/halfmoon/...`: an operator's token, or anybody on this machine."""
+"""Access to the control API, `/halfmoon/...`: with the operator token, or from this machine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _PREFIX = "/halfmoon/"
 
 
 class OperatorAccess:
-    """Without a token the control API is for gateways bound to loopback."""
+    """Owns the operator token. Without one, only a gateway bound to loopback has a control API."""
 
     def __init__(self, token: str | None, host: str) -> None:
         self._token = OperatorToken(token, host)
 
     def governs(self, request: web.Request) -> bool:
-        """Whether this decides about the request, and no API key does."""
+        """Whether this class checks the request, instead of the API keys."""
         return request.path.startswith(_PREFIX) and not self._token.is_open
 
     def check(self, request: web.Request) -> None:

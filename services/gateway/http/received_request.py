@@ -1,4 +1,4 @@
-"""The bytes of a request's body, as they were before the client compressed them."""
+"""What is read from an HTTP request: the uncompressed bytes of its body, and numbers of its query."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from aiohttp import web
 from halfmoon.errors import InvalidRequest
 from services.gateway.http.error_responses import shortened
 
-_MOST_RECEIVING_S = 120.0  # aiohttp waits for ever
+_MOST_RECEIVING_S = 120.0  # aiohttp waits forever
 _MAX_DIGITS = 9  # of a number in a query
 _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32  # zlib looks at the header
 
 
 async def receive_body(request: web.Request, within_s: float = _MOST_RECEIVING_S) -> bytes:
-    """The whole body. Raises InvalidRequest for one that breaks off or is not encoded as it says.
+    """The whole body. Raises InvalidRequest for one that breaks off or is not encoded as its header says.
 
-    Raises HTTPRequestTimeout for one that is not whole `within_s`, HTTPUnsupportedMediaType for an encoding nobody here
-    knows, HTTPRequestEntityTooLarge for too many bytes, compressed or not. The app must not decompress by itself:
-    aiohttp answers mistakes in its own way.
+    Raises HTTPRequestTimeout for a body that takes longer than `within_s`, HTTPUnsupportedMediaType for an unknown
+    encoding, and HTTPRequestEntityTooLarge for too many bytes, compressed or not. The application must be set not to
+    decompress by itself: aiohttp's errors have another shape.
     """
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
@@ -41,8 +41,8 @@ async def receive_body(request: web.Request, within_s: float = _MOST_RECEIVING_S
 
 
 def _decompressed(raw: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Never more than one byte too many is unpacked."""
-    is_bare = encoding == "deflate" and raw[:1] and raw[0] & 0xF != zlib.DEFLATED  # many clients leave the header out
+    """Unpacks at most one byte more than allowed."""
+    is_bare = encoding == "deflate" and raw[:1] and raw[0] & 0xF != zlib.DEFLATED  # many clients omit the header
     unpacker = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else _GZIP_OR_ZLIB)
     try:
         body = unpacker.decompress(raw, max_bytes + 1)
@@ -60,7 +60,7 @@ def _too_large(max_bytes: int) -> web.HTTPRequestEntityTooLarge:
 
 
 def query_number(request: web.Request, name: str, default: int, most: int, least: int = 1) -> int:
-    """The number of that name. Raises InvalidRequest for what is none, or not within least..most."""
+    """The number of this name in the query. Raises InvalidRequest unless it is a number within least..most."""
     given = request.query.get(name, str(default))
     is_number = given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS
     if not is_number or not least <= int(given) <= most:

@@ -1,4 +1,4 @@
-"""The request id that a client may choose, and that travels to every worker and log line."""
+"""The request id: the client may choose it, and it travels to every worker and log line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def request_id_of(request: web.Request) -> str:
 
 
 def assign_request_id(request: web.Request) -> str:
-    """The client's id without anything odd in it, or a random one."""
+    """Assigns the client's id, reduced to safe characters, or a random one."""
     given = _OUTSIDE.sub("", request.headers.get(HEADER, ""))[:_MAX_CHARS]
     request[_REQUEST_ID] = given or secrets.token_hex(12)
     return request[_REQUEST_ID]

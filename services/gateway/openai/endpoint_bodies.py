@@ -1,4 +1,4 @@
-"""The bodies of the generating endpoints: how each is read, and made a request for the workers."""
+"""The bodies of the generating endpoints: parsing each, and tokenizing it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _SCHEMAS: Mapping[str, type[AnyBody]] = {
     "completions": CompletionBody,
     "responses": ResponsesBody,
 }
-_QUICK_BYTES = 1 << 18  # a few long texts of so many bytes are read in half a millisecond
+_QUICK_BYTES = 1 << 18  # a few long texts of this size are parsed in half a millisecond
 _QUICK_SEPARATORS = 4_000
 
 
 def read_body(endpoint: str, raw: bytes, model: ServedModel, context_tokens: int) -> AnyBody:
-    """Raises InvalidRequest, UnknownModel or ContextLengthExceeded. Nothing is tokenized yet."""
+    """Parses a body, without tokenizing it. Raises InvalidRequest, UnknownModel or ContextLengthExceeded."""
     body = parse_body(_SCHEMAS[endpoint], raw, max_values(context_tokens))
     model.check_name(body.model)
     return body
 
 
 def is_quickly_parsed(raw: bytes) -> bool:
-    """Whether reading it holds nobody up."""
+    """Whether parsing it on the event loop does not hold up other requests."""
     return len(raw) <= _QUICK_BYTES and num_separators(raw) <= _QUICK_SEPARATORS
 
 
 def generation_request_of(body: AnyBody, model: ServedModel, context_tokens: int) -> GenerationRequest:
-    """Tokenizes. Raises InvalidRequest or ContextLengthExceeded."""
+    """Tokenizes a body. Raises InvalidRequest or ContextLengthExceeded."""
     if isinstance(body, ChatBody):
         return chat_request(body, model, context_tokens)
     if isinstance(body, CompletionBody):
@@ -45,7 +45,7 @@ def generation_request_of(body: AnyBody, model: ServedModel, context_tokens: int
 
 
 def max_tokens_of(body: AnyBody) -> int | None:
-    """The longest output that the client allows; None where it leaves that open."""
+    """The longest output that the client allows; None if it sets no limit."""
     if isinstance(body, ResponsesBody):
         return body.max_output_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:

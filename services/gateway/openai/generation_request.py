@@ -1,6 +1,6 @@
-"""From a body to a request for the workers: prompts, how to sample, and how to answer.
+"""From a body to what is to be generated: prompts, how to sample, and how to answer.
 
-Nothing here waits: the caller decides which thread a long prompt may keep busy.
+Pure functions: the caller decides which thread a long prompt may keep busy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.gateway.replies.tool_parsers import NewToolParser
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _SPARE_VALUES = 100_000  # JSON values beside the prompt
-_MAX_CHOICES = 1_024  # of all prompts together
+_MAX_CHOICES = 1_024  # outputs of all prompts together
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ NOT_TOKENIZED = GenerationRequest()
 
 
 def chat_request(body: ChatBody, model: ServedModel, context_tokens: int) -> GenerationRequest:
-    """Applies the chat template. Raises InvalidRequest or ContextLengthExceeded."""
+    """The request of a chat, after its template. Raises InvalidRequest or ContextLengthExceeded."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     use = tool_use_of(body, model)
@@ -79,7 +79,7 @@ def chat_request(body: ChatBody, model: ServedModel, context_tokens: int) -> Gen
 
 
 def completion_request(body: CompletionBody, model: ServedModel, context_tokens: int) -> GenerationRequest:
-    """The prompts as they are. Raises InvalidRequest or ContextLengthExceeded."""
+    """The request of a completion, without a template. Raises InvalidRequest or ContextLengthExceeded."""
     _check_completion(body)
     prompts = completion_prompts(body, model, context_tokens, salt=salt_of(body.cache_salt))
     left = min(room(len(prompt), body.max_tokens, context_tokens, "prompt", "max_tokens") for prompt in prompts)
@@ -100,12 +100,12 @@ def _check_completion(body: CompletionBody) -> None:
 
 
 def max_values(context_tokens: int) -> int:
-    """Of a body: a value or a separator is hardly less than half a token."""
+    """Most JSON values of a body that can fit: a value or a separator is rarely less than half a token."""
     return 2 * context_tokens + _SPARE_VALUES
 
 
 def salt_of(cache_salt: str | None) -> bytes:
-    """KV is shared among requests of one salt."""
+    """The salt in bytes. KV is shared among requests of one salt."""
     return (cache_salt or "").encode()
 
 

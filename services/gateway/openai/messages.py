@@ -1,4 +1,4 @@
-"""The messages of a chat, and what of them the chat template sees."""
+"""The messages of a chat, and what the chat template sees of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from services.gateway.openai.strict_model import Items, Part, at_most_entries, m
 _MAX_PARTS = 1_000
 _MAX_CALLS = 128
 _MAX_VARIABLES = 64
-_OWN_PARAMETERS = ("messages", "tools", "add_generation_prompt")  # the template has variables of these names
+_OWN_PARAMETERS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+)  # parameters that the template receives as variables of the same name
 
 
 def _without_own_parameters(variables: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +42,7 @@ class TextPart(Part):
 
 
 class CalledFunction(Part):
-    """What an earlier answer called."""
+    """The function that an earlier answer called."""
 
     name: str
     arguments: str = Field(description="a JSON object, as text")
@@ -58,9 +62,9 @@ class Message(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[Items[TextPart], Field(max_length=_MAX_PARTS)] | None = None
     name: str | None = Field(None, description="given to the chat template")
-    tool_call_id: str | None = Field(None, description="of a tool's result: which call it answers")
+    tool_call_id: str | None = Field(None, description="on a tool's result: the call that it answers")
     tool_calls: Annotated[Items[CalledTool], Field(max_length=_MAX_CALLS)] | None = Field(
-        None, description="of the assistant: what it called"
+        None, description="on an assistant message: its tool calls"
     )
     function_call: None = None
     refusal: None = None
@@ -83,7 +87,7 @@ class Message(Part):
         return self.content or ""
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: arguments of calls are objects, not texts, where they can be read."""
+        """The message as chat templates expect it: arguments of calls are objects, not texts, if they can be parsed."""
         seen: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:

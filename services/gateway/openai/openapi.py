@@ -1,4 +1,4 @@
-"""The OpenAPI document at /openapi.json, made from the schemas that the bodies are checked with."""
+"""The OpenAPI document at /openapi.json, generated from the schemas that validate the bodies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _STREAMING = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/response
 
 
 def openapi_document() -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """The document, in OpenAPI 3.1."""
     _, definitions = models_json_schema(
         [(schema, "validation") for schema in ENDPOINTS.values()], ref_template=_REF, title=None
     )

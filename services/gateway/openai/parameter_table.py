@@ -1,4 +1,4 @@
-"""The parameters in docs/reference/api.md, from the schemas: `python -m services.gateway.openai.parameter_table`."""
+"""Generates the parameters in docs/reference/api.md: `python -m services.gateway.openai.parameter_table`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENDPOINTS: dict[str, type[Part]] = {
 
 
 def parameter_table() -> str:
-    """Markdown: what each endpoint takes, then what is refused and why."""
+    """The table in Markdown: the parameters of each endpoint, then the refused ones with the reason."""
     return "\n\n".join([*(_supported(path, schema) for path, schema in ENDPOINTS.items()), _refused()]) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""From bytes to a body that is right in itself. Everything wrong is an InvalidRequest that names the parameter."""
+"""Parses and validates a body. Every mistake is an InvalidRequest that names the parameter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def _is_union(annotation: Any) -> bool:
-    """Not so where only null is the other type."""
+    """Whether the field takes values of several types, other than null."""
     return get_origin(annotation) in (Union, UnionType) and len({*get_args(annotation)} - {NoneType}) > 1
 
 
@@ -58,18 +58,18 @@ UNION_FIELDS = frozenset(
 def parse_body(schema: type[Body], raw: bytes, max_values: int) -> Body:
     """The body of a request of at most `max_values` JSON values. Raises InvalidRequest or ContextLengthExceeded.
 
-    Of each JSON value an object is made while nothing else runs, the event loop included: hence their limit.
+    The number is limited because parsing makes an object of each value, and nothing else runs meanwhile.
     """
     if num_separators(raw) > max_values:
         raise ContextLengthExceeded(f"the body holds more than {max_values} values or separators: they cannot fit")
     try:
-        found = from_json(raw, allow_inf_nan=False)
+        fields = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object")
     supported = {
-        name: value for name, value in found.items() if name in schema.model_fields or not _is_neutral(name, value)
+        name: value for name, value in fields.items() if name in schema.model_fields or not _is_neutral(name, value)
     }
     try:
         return schema.model_validate(supported)
@@ -78,24 +78,26 @@ def parse_body(schema: type[Body], raw: bytes, max_values: int) -> Body:
 
 
 def num_separators(raw: bytes) -> int:
-    """At least half the number of values, and far quicker to find; those inside strings are counted too."""
-    return sum(raw.count(one) for one in (b",", b"[", b"{"))
+    """A quick estimate: at least half the number of values. Separators inside strings count, too."""
+    return sum(raw.count(separator) for separator in (b",", b"[", b"{"))
 
 
 def _is_neutral(name: str, value: Any) -> bool:
     if name not in REFUSED:
         return False
     why, neutral = REFUSED[name]
-    if value is None or any(type(value) is type(one) and value == one for one in neutral):
+    if value is None or any(type(value) is type(other) and value == other for other in neutral):
         return True
     only = f" (only {', '.join(map(repr, neutral))})" if neutral else ""
     raise InvalidRequest(f"{name}: this value is not supported{only}: {why}", param=name)
 
 
 def _invalid(errors: Sequence[ErrorDetails]) -> InvalidRequest:
-    """Of several errors the first; of a union's branches the one that got furthest into the value."""
+    """The first error; for a union, the one of the branch that got furthest into the value."""
     same = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
-    error = max(same, key=lambda one: (one["type"] in ("too_long", "too_short"), len(_path(one["loc"]))))
+    error = max(
+        same, key=lambda candidate: (candidate["type"] in ("too_long", "too_short"), len(_path(candidate["loc"])))
+    )
     path = _path(error["loc"])
     if error["type"] in ("too_many_names", "misplaced"):
         path = [*path, error["ctx"]["name"]]
@@ -115,12 +117,12 @@ def _invalid(errors: Sequence[ErrorDetails]) -> InvalidRequest:
 
 
 def _path(location: Sequence[int | str]) -> list[int | str]:
-    """The location without pydantic's names for a union's branches, which come right after the union's field."""
+    """The location without pydantic's names for the branches of a union, which follow the union's field."""
     parents = ["", *location[:-1]]
     return [part for part, parent in zip(location, parents, strict=False) if parent not in UNION_FIELDS]
 
 
 def _dotted(path: Sequence[int | str]) -> str:
-    """`messages[0].content`."""
+    """The path as in `messages[0].content`."""
     text = str(path[0]) if path else ""
     return text + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])

@@ -1,4 +1,4 @@
-"""The token ids of what a client sent: messages through the chat template, prompts as they are."""
+"""Tokenizes what a client sent: messages through the chat template, prompts as they are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.gateway.openai.served_model import ServedModel
 
 _MAX_CHARS_PER_TOKEN = 256  # the longest tokens of known vocabularies are 128 spaces
 _SLICE_CHARS = 4_096
-_CLEARLY_TOO_MANY = 2  # contexts: a text that is cut into slices has more tokens than the whole, but not twice as many
+_CLEARLY_TOO_MANY = 2  # contexts: sliced, a text has more tokens than as a whole, but less than twice as many
 
 
 def text_of_chat(
@@ -25,8 +25,8 @@ def text_of_chat(
     add_generation_prompt: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """Raises InvalidRequest where the template refuses."""
-    seen = [one.for_template() for one in messages]
+    """Renders the chat template. Raises InvalidRequest if the template refuses."""
+    rendered = [message.for_template() for message in messages]
     options: dict[str, Any] = {}
     if tools:
         options["tools"] = tools
@@ -34,7 +34,7 @@ def text_of_chat(
         options["add_generation_prompt"] = False
     if template_kwargs:
         options["template_kwargs"] = template_kwargs
-    return model.tokenizer.render_chat(seen, **options)
+    return model.tokenizer.render_chat(rendered, **options)
 
 
 def chat_prompt(
@@ -47,7 +47,7 @@ def chat_prompt(
     add_generation_prompt: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
-    """Raises InvalidRequest where the template refuses, ContextLengthExceeded for what cannot fit."""
+    """The token ids of a chat. Raises InvalidRequest if the template refuses, or ContextLengthExceeded."""
     text = text_of_chat(
         messages,
         model,
@@ -63,14 +63,14 @@ def chat_prompt(
 def completion_prompts(
     body: CompletionBody, model: ServedModel, context_tokens: int, *, salt: bytes
 ) -> list[tuple[int, ...]]:
-    """One prompt or several. Raises InvalidRequest or ContextLengthExceeded."""
-    return [_token_ids(one, model, context_tokens, salt) for one in each_prompt(body.prompt)]
+    """The token ids of each prompt. Raises InvalidRequest or ContextLengthExceeded."""
+    return [_token_ids(prompt, model, context_tokens, salt) for prompt in each_prompt(body.prompt)]
 
 
 def each_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
-    """Of a body, whether it has one or several."""
+    """The prompts of a body that has one or several."""
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        return prompt  # a list is of one type: the schema saw to that
+        return prompt  # the schema allows lists of one type only
     return [prompt]  # type: ignore[list-item]
 
 
@@ -86,7 +86,11 @@ def _token_ids(prompt: str | list[int], model: ServedModel, context_tokens: int,
 
 
 def refuse_hopeless(text: str, encode: Callable[[str], Sized], context_tokens: int, param: str) -> None:
-    """Raises ContextLengthExceeded for a text that cannot fit; one that passes may still be somewhat too long."""
+    """Raises ContextLengthExceeded for a text that is far too long. One that passes may still be somewhat too long.
+
+    A tokenizer works in one go, and nothing else runs meanwhile, including the event loop. So a text is counted in
+    slices first, and tokenized as a whole only if it may fit.
+    """
     if len(text) <= max(context_tokens, _SLICE_CHARS):
         return
     if len(text) > context_tokens * _MAX_CHARS_PER_TOKEN:

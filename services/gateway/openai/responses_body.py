@@ -1,4 +1,4 @@
-"""The body of /v1/responses as far as text goes, and the chat that it is."""
+"""The body of /v1/responses, limited to text, and the chat that it is equivalent to."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class InputText(Part):
-    """One part of an item's content; an earlier output's part is taken as it was given."""
+    """One part of an item's content. A part of an earlier output is accepted as it was returned."""
 
     type: Literal["input_text", "output_text"]
     text: str
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    logprobs: list[Any] | None = Field(None, description="of an earlier output; not read")
+    logprobs: list[Any] | None = Field(None, description="of an earlier output; ignored")
 
 
 class InputMessage(Part):
-    """One message; an earlier output's message is taken as it was given."""
+    """One message. A message of an earlier output is accepted as it was returned."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -39,7 +39,7 @@ class InputMessage(Part):
 
 
 class TextFormat(Part):
-    """`text.format`: a JSON schema is not wrapped here as it is in a chat's response_format."""
+    """`text.format`. Unlike in a chat's response_format, a JSON schema is not wrapped."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -49,7 +49,7 @@ class TextFormat(Part):
 
 
 class TextConfig(Part):
-    """`text`."""
+    """`text`: how the output is formatted."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
@@ -58,11 +58,11 @@ class TextConfig(Part):
 class ResponsesBody(Part):
     """POST /v1/responses."""
 
-    model: str = Field(description="the name of the served model, as /v1/models says it")
+    model: str = Field(description="name of the served model, as in /v1/models")
     input: str | Annotated[Items[InputMessage], Field(min_length=1, max_length=_MAX_ITEMS)] = Field(
-        description="a text of the user, or messages of text"
+        description="the user's text, or messages of text"
     )
-    instructions: str | None = Field(None, description="a system message before the input")
+    instructions: str | None = Field(None, description="system message before the input")
     max_output_tokens: int | None = Field(None, ge=1, description="default: what fits")
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
     top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default 1")
@@ -80,7 +80,7 @@ class ResponsesBody(Part):
         None, description="by token id, added to the logits"
     )
     include: Items[Literal["message.output_text.logprobs"]] | None = Field(None, description=f"`{_LOGPROBS}`")
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="likeliest tokens; needs that include")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="likeliest tokens; needs that value in include")
     text: TextConfig | None = Field(None, description="format: text, json_object or json_schema")
     structured_outputs: StructuredOutputs | None = Field(
         None, description="one of json, json_object, regex, choice, grammar (Lark or GBNF)"
@@ -116,11 +116,11 @@ class ResponsesBody(Part):
         return first + [Message(role=item.role, content=_text(item)) for item in items]
 
     def _format(self) -> ResponseFormat | None:
-        found = None if self.text is None else self.text.format
-        if found is None or found.type == "text":
+        form = None if self.text is None else self.text.format
+        if form is None or form.type == "text":
             return None
-        schema = JsonSchema(name=found.name or "", schema=found.schema_) if found.type == "json_schema" else None
-        return ResponseFormat(type=found.type, json_schema=schema)
+        schema = JsonSchema(name=form.name or "", schema=form.schema_) if form.type == "json_schema" else None
+        return ResponseFormat(type=form.type, json_schema=schema)
 
 
 def _text(item: InputMessage) -> str:

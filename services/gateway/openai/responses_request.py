@@ -1,4 +1,4 @@
-"""From a body of /v1/responses to a request for the workers: it is a chat in other words."""
+"""From a body of /v1/responses to what is to be generated: that of the equivalent chat."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OWN_NAMES = {
 
 
 def responses_request(body: ResponsesBody, model: ServedModel, context_tokens: int) -> GenerationRequest:
-    """Raises InvalidRequest or ContextLengthExceeded, naming the parameters of this endpoint."""
+    """Tokenizes the body. Raises InvalidRequest or ContextLengthExceeded with this endpoint's parameter names."""
     if body.top_logprobs is not None and not body.include:
         message = "top_logprobs needs include to hold message.output_text.logprobs"
         raise InvalidRequest(message, param="top_logprobs")

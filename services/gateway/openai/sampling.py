@@ -1,4 +1,4 @@
-"""How the tokens of a request are to be drawn, as the workers are told."""
+"""The sampling parameters of a request, as the workers take them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def sampling_of(
     num_top_logprobs: int | None,
     forced: Constraint | None = None,
 ) -> SamplingParams:
-    """The sampling parameters of a body; `forced` is what a call that must come has to be. Raises InvalidRequest."""
+    """The sampling parameters of a body. `forced` constrains the output to a required tool call.
+
+    Raises InvalidRequest.
+    """
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens is more than the {max_tokens} tokens allowed", param="min_tokens")
     stop_token_ids = list(dict.fromkeys(body.stop_token_ids or []))
@@ -54,7 +57,7 @@ def _check_ends_by_itself(body: GenerationBody) -> None:
 
 
 def with_seed(sampling: SamplingParams, offset: int) -> SamplingParams:
-    """The parameters of the choice after `offset` others of its prompt."""
+    """The parameters of the output that follows `offset` others of its prompt."""
     if not offset:
         return sampling
     own = SamplingParams()
@@ -75,7 +78,7 @@ def _logit_bias(body: GenerationBody, model: ServedModel) -> dict[int, float]:
     bias: dict[int, float] = {}
     for name, value in (body.logit_bias or {}).items():
         if not (name.isascii() and name.isdigit() and len(name) < 10):
-            raise InvalidRequest(f"logit_bias: {name[:40]!r} is no token id", param="logit_bias")
+            raise InvalidRequest(f"logit_bias: {name[:40]!r} is not a token id", param="logit_bias")
         bias[int(name)] = value
     model.check_token_ids(bias, "logit_bias")
     return bias

@@ -1,4 +1,4 @@
-"""The bodies of the requests that generate: names, types and ranges. Null is the same as absent."""
+"""Schemas of the generating endpoints' bodies: names, types and ranges. Null means absent."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class StreamOptions(Part):
-    """What a stream carries besides its text."""
+    """What a stream carries in addition to its text."""
 
-    include_usage: bool | None = Field(None, description="a last chunk with the usage")
+    include_usage: bool | None = Field(None, description="adds a last chunk with the usage")
     continuous_usage_stats: bool | None = Field(None, description="the usage so far in every chunk")
     include_obfuscation: Literal[False] | None = None
 
 
 class GenerationBody(Part):
-    """What all generating endpoints take."""
+    """Parameters of all generating endpoints."""
 
-    model: str = Field(description="the name of the served model, as /v1/models says it")
-    max_tokens: int | None = Field(None, ge=0, description="most tokens of the output")
+    model: str = Field(description="name of the served model, as in /v1/models")
+    max_tokens: int | None = Field(None, ge=0, description="maximum number of output tokens")
     n: int | None = Field(None, ge=1, le=_MAX_CHOICES, description="choices for each prompt; choice i has seed + i")
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
     top_p: float | None = Field(None, gt=0, le=1, description="nucleus sampling; default 1")
     top_k: int | None = Field(None, ge=-1, description="0 and -1 are off, the default")
-    min_p: float | None = Field(None, ge=0, le=1, description="least probability, relative to the likeliest token's")
+    min_p: float | None = Field(None, ge=0, le=1, description="minimum probability, relative to the likeliest token's")
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="equal seeds give equal outputs")
     stop: str | Annotated[Items[str], Field(max_length=_MAX_STOPS)] | None = Field(
         None, description="texts that end the output and are not part of it"
@@ -58,7 +58,7 @@ class GenerationBody(Part):
         None, description="tokens that end the output"
     )
     ignore_eos: bool | None = Field(None, description="the end-of-sequence token does not end the output")
-    min_tokens: int | None = Field(None, ge=0, description="least tokens before the output may end by a token")
+    min_tokens: int | None = Field(None, ge=0, description="minimum number of tokens before a token may end the output")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens that the output has")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="on tokens, for each time the output has it")
     repetition_penalty: float | None = Field(None, ge=0.01, le=10, description="on tokens of prompt and output")
@@ -73,7 +73,7 @@ class GenerationBody(Part):
     stream_options: StreamOptions | None = Field(None, description="include_usage, continuous_usage_stats")
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="smaller goes first; default 0")
     return_token_ids: bool | None = Field(
-        None, description="choices carry `token_ids`, of the prompt `prompt_token_ids`"
+        None, description="choices carry `token_ids`, and for the prompt `prompt_token_ids`"
     )
     return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens `token_id:5`")
     user: str | None = Field(None, description="a label for the log")
@@ -93,16 +93,18 @@ class ChatBody(GenerationBody):
     messages: Annotated[Items[Message], Field(min_length=1, max_length=_MAX_MESSAGES)] = Field(
         description="rendered by the model's chat template"
     )
-    max_completion_tokens: int | None = Field(None, ge=1, description="goes before max_tokens; default: what fits")
+    max_completion_tokens: int | None = Field(None, ge=1, description="overrides max_tokens; default: what fits")
     logprobs: bool | None = Field(None, description="log-probabilities of the output's tokens")
     top_logprobs: int | None = Field(
-        None, ge=0, le=_MAX_LOGPROBS, description="and of the likeliest ones; needs logprobs"
+        None, ge=0, le=_MAX_LOGPROBS, description="also for this many likeliest tokens; needs logprobs"
     )
-    tools: Tools | None = Field(None, description="functions that the model may call, if its chat template takes any")
-    tool_choice: ToolChoice | None = Field(None, description="none, auto, required, or one by its name")
-    parallel_tool_calls: bool | None = Field(None, description="false: one call at most; only where one is required")
+    tools: Tools | None = Field(
+        None, description="functions that the model may call, if its chat template supports tools"
+    )
+    tool_choice: ToolChoice | None = Field(None, description="none, auto, required, or one tool by name")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call; only with a required call")
     add_generation_prompt: bool | None = Field(
-        None, description="the template ends with the assistant's head; default true"
+        None, description="the template ends with the assistant's header; default true"
     )
     chat_template_kwargs: TemplateKwargs | None = Field(None, description="variables of the chat template")
     echo: Literal[False] | None = None
@@ -111,9 +113,14 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: Prompt = Field(description="text or token ids, one or several")
-    logprobs: int | None = Field(None, ge=0, le=_MAX_LOGPROBS, description="of the tokens and this many likeliest ones")
-    best_of: int | None = Field(
-        None, ge=1, le=_MAX_CHOICES, description="outputs of which the n with the highest mean logprob are given"
+    prompt: Prompt = Field(description="text or token ids, one prompt or several")
+    logprobs: int | None = Field(
+        None, ge=0, le=_MAX_LOGPROBS, description="log-probabilities of the tokens and of this many likeliest ones"
     )
-    echo: bool | None = Field(None, description="the text begins with the prompt; not with logprobs")
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=_MAX_CHOICES,
+        description="number of outputs, of which the n with the highest mean logprob are returned",
+    )
+    echo: bool | None = Field(None, description="the text begins with the prompt; not together with logprobs")

@@ -1,4 +1,4 @@
-"""What the gateway knows of the model that it serves; torch-free."""
+"""The model that the gateway serves, as far as the gateway needs it. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from services.gateway.replies.tool_parsers import ToolFormat
 
 
 class PromptPrefix(Protocol):
-    """halfmoon.engine.prefix_tokenizer.PrefixTokenizer: a prompt's leading tokens, as far as they are read."""
+    """halfmoon.engine.prefix_tokenizer.PrefixTokenizer: a prompt's leading tokens, as far as they have been read."""
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Of the whole prompt, the first ones."""
+        """The leading tokens of the prompt."""
         ...
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all."""
+        """Whether these are all tokens of the prompt."""
         ...
 
     def read_on(self, num_tokens: int) -> None:
-        """By so many tokens, if it can be."""
+        """Reads about this many more tokens, if possible."""
         ...
 
     def least_tokens(self) -> int:
-        """The whole prompt has no fewer."""
+        """A lower bound on the tokens of the whole prompt."""
         ...
 
 
@@ -38,11 +38,11 @@ class Encodes(Protocol):
     """halfmoon.engine.tokenizer.Tokenizer, as far as the gateway uses it."""
 
     def encode(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> list[int]:
-        """Token ids of a text, in a time that says nothing of texts of other salts."""
+        """Token ids of a text. The time taken reveals nothing of texts of other salts."""
         ...
 
     def begin(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> PromptPrefix:
-        """The same ids, as far as they are asked for."""
+        """The same ids, read as far as needed."""
         ...
 
     def render_chat(
@@ -72,13 +72,13 @@ class Encodes(Protocol):
         ...
 
     def token_name(self, token_id: int) -> str:
-        """A token as the vocabulary writes it."""
+        """A token as written in the vocabulary."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model as requests see it."""
+    """The model as requests see it. Immutable."""
 
     name: str  # under which it is served
     checkpoint_name: str
@@ -89,15 +89,15 @@ class ServedModel:
     new_detokenizer: Callable[[], PushesText]
     created: int  # Unix seconds
     aliases: tuple[str, ...] = ()  # other names that requests may give it
-    tool_format: ToolFormat | None = None  # None: its chat template takes no tools that we know to read
+    tool_format: ToolFormat | None = None  # None: its chat template has no tool format that we can parse
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that requests may give it, each once, its own first."""
+        """All names that requests may use, each once, its own first."""
         return tuple(dict.fromkeys((self.name, *self.aliases)))
 
     def check_name(self, name: str) -> None:
-        """Raises UnknownModel for any name but those under which the model is served."""
+        """Raises UnknownModel unless the model is served under this name."""
         if name != self.name and name not in self.aliases:
             raise UnknownModel(
                 f"the model {shortened(name)!r} does not exist; this server serves {self.name!r}", param="model"
@@ -105,6 +105,6 @@ class ServedModel:
 
     def check_token_ids(self, token_ids: Sequence[int] | Mapping[int, Any], param: str) -> None:
         """Raises InvalidRequest unless all are in the vocabulary."""
-        outside = next((one for one in token_ids if not 0 <= one < self.vocab_size), None)
+        outside = next((token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size), None)
         if outside is not None:
             raise InvalidRequest(f"{param}: token id {outside} is not in 0..{self.vocab_size - 1}", param=param)

@@ -1,4 +1,4 @@
-"""How every object of a body is read: strictly ("5" is not 5, true is not 1), and without floods of errors."""
+"""The base of all body schemas: strict ("5" is not 5, true is not 1), and without floods of errors."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ _MAX_NAMES = 96
 
 Item = TypeVar("Item")
 Items: TypeAlias = Annotated[list[Item], Field(fail_fast=True)]
-"""A list whose first wrong item is the only one reported: a body may hold a million of them."""
+"""A list that reports only its first invalid item: a body may have a million items."""
 
 
 class Part(BaseModel):
-    """An object of a body."""
+    """A JSON object in a body."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_a_flood_of_names(cls, found: Any) -> Any:
-        """Each unknown name would become an error of its own."""
-        if isinstance(found, dict) and len(found) > _MAX_NAMES:
-            first = next(name for name in found if name not in cls.model_fields)
+    def _limit_names(cls, value: Any) -> Any:
+        """Limits the number of names: each unknown one would become an error of its own."""
+        if isinstance(value, dict) and len(value) > _MAX_NAMES:
+            first = next(name for name in value if name not in cls.model_fields)
             raise PydanticCustomError("too_many_names", "too many names", {"name": first})
-        return found
+        return value
 
 
-def at_most_entries(limit: int, found: Any) -> Any:
-    """pydantic itself counts a dict's entries after it has collected the errors of them all."""
-    if isinstance(found, dict) and len(found) > limit:
+def at_most_entries(limit: int, value: Any) -> Any:
+    """Limits a dict's entries up front: pydantic counts them after collecting the errors of them all."""
+    if isinstance(value, dict) and len(value) > limit:
         raise PydanticCustomError("too_long", "at most {max_length}", {"max_length": limit})
-    return found
+    return value
 
 
 def misplaced(name: str, why: str) -> PydanticCustomError:
-    """The error of a field `name` that does not go with the others of its object."""
+    """The error for a field `name` that does not go with the other fields of its object."""
     return PydanticCustomError("misplaced", "{why}", {"name": name, "why": why})

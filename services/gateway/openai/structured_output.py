@@ -1,4 +1,4 @@
-"""What an output has to be, as clients say it: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+"""Structured output: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class JsonSchema(Part):
 
     name: str
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema", description="a JSON schema; any object without")
-    strict: bool | None = Field(None, description="the output is always strictly what the schema says")
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="a JSON schema; without it, any object")
+    strict: bool | None = Field(None, description="ignored: the output always follows the schema strictly")
 
 
 class ResponseFormat(Part):
-    """OpenAI's way."""
+    """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -47,7 +47,7 @@ class ResponseFormat(Part):
 
 
 class StructuredOutputs(Part):
-    """vLLM's way: one of the first five."""
+    """vLLM's `structured_outputs`: one of the first five fields."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema")
     json_object: bool | None = Field(None, description="any JSON object")
@@ -61,29 +61,29 @@ class StructuredOutputs(Part):
     disable_additional_properties: Literal[False] | None = None
 
     def constraint(self) -> engine.Constraint | None:
-        """The one that is said. Raises InvalidRequest for two."""
-        said: list[engine.Constraint] = []
+        """The constraint, if there is one. Raises InvalidRequest for several."""
+        constraints: list[engine.Constraint] = []
         if self.json_ is not None:
             source = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_, ensure_ascii=False)
-            said.append(engine.Constraint("json_schema", source))
+            constraints.append(engine.Constraint("json_schema", source))
         if self.json_object:
-            said.append(_ANY_OBJECT)
+            constraints.append(_ANY_OBJECT)
         if self.regex is not None:
-            said.append(engine.Constraint("regex", self.regex))
+            constraints.append(engine.Constraint("regex", self.regex))
         if self.choice is not None:
-            said.append(engine.Constraint("choice", json.dumps(self.choice, ensure_ascii=False)))
+            constraints.append(engine.Constraint("choice", json.dumps(self.choice, ensure_ascii=False)))
         if self.grammar is not None:
-            said.append(engine.Constraint("grammar", self.grammar))
-        if len(said) > 1:
+            constraints.append(engine.Constraint("grammar", self.grammar))
+        if len(constraints) > 1:
             raise InvalidRequest("structured_outputs: say one of its kinds, not several", param="structured_outputs")
-        return said[0] if said else None
+        return constraints[0] if constraints else None
 
 
 _ANY_OBJECT = engine.Constraint("json_schema", '{"type": "object"}')
 
 
 def constraint_of(form: ResponseFormat | None, structured: StructuredOutputs | None) -> Constraint | None:
-    """The constraint of a body, if it has one. Raises InvalidRequest for one that cannot be used."""
+    """The constraint of a body, if it has one. Raises InvalidRequest for an unusable one."""
     from_form, from_structured = _of_form(form), structured and structured.constraint()
     if from_form is not None and from_structured is not None:
         raise InvalidRequest("structured_outputs: response_format is there, too; send one", param="structured_outputs")
@@ -93,7 +93,7 @@ def constraint_of(form: ResponseFormat | None, structured: StructuredOutputs | N
 
 
 def checked(constraint: engine.Constraint, param: str) -> Constraint:
-    """As the workers are told. Raises InvalidRequest, naming `param`, for one that cannot be used."""
+    """The constraint as the workers take it. Raises InvalidRequest, naming `param`, for an unusable one."""
     try:
         check_constraint(constraint)
     except InvalidRequest as error:

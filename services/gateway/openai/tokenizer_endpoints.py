@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what the model's tokenizer makes of a text, of messages, and of token ids."""
+"""/tokenize and /detokenize: the model's tokenizer on texts, messages and token ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.strict_model import Items, Part
 from services.gateway.openai.tools import Tools
 
-_SLOW_BODY_BYTES = 4_096  # longer ones are worked on off the event loop
+_SLOW_BODY_BYTES = 4_096  # longer bodies are handled off the event loop
 _MAX_TOKENS = 2_000_000
 _MAX_MESSAGES = 10_000
 
@@ -27,22 +27,24 @@ _MAX_MESSAGES = 10_000
 class TokenizeBody(Part):
     """POST /tokenize: a prompt or messages."""
 
-    model: str | None = Field(None, description="the name of the served model, or nothing")
-    prompt: str | None = Field(None, description="a text; or send messages")
+    model: str | None = Field(None, description="name of the served model; optional")
+    prompt: str | None = Field(None, description="a text; alternatively send messages")
     messages: Annotated[Items[Message], Field(min_length=1, max_length=_MAX_MESSAGES)] | None = Field(
         None, description="rendered by the model's chat template"
     )
-    tools: Tools | None = Field(None, description="of messages: given to the chat template")
-    add_special_tokens: bool | None = Field(None, description="of a prompt: what the tokenizer puts around it")
-    add_generation_prompt: bool | None = Field(None, description="of messages: the assistant's head; default true")
+    tools: Tools | None = Field(None, description="with messages: given to the chat template")
+    add_special_tokens: bool | None = Field(None, description="with a prompt: the tokenizer's special tokens around it")
+    add_generation_prompt: bool | None = Field(
+        None, description="with messages: the assistant's header at the end; default true"
+    )
     chat_template_kwargs: TemplateKwargs | None = Field(None, description="variables of the chat template")
-    return_token_strs: bool | None = Field(None, description="the tokens as the vocabulary writes them, too")
+    return_token_strs: bool | None = Field(None, description="adds the tokens as written in the vocabulary")
 
 
 class DetokenizeBody(Part):
     """POST /detokenize."""
 
-    model: str | None = Field(None, description="the name of the served model, or nothing")
+    model: str | None = Field(None, description="name of the served model; optional")
     tokens: Annotated[Items[int], Field(max_length=_MAX_TOKENS)] = Field(description="token ids")
 
 
@@ -55,16 +57,16 @@ class TokenizerEndpoints:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize. Raises InvalidRequest or UnknownModel."""
-        return await self._answered(request, self._tokenized)
+        return await self._respond(request, self._tokenized)
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """POST /detokenize. Raises InvalidRequest or UnknownModel."""
-        return await self._answered(request, self._detokenized)
+        return await self._respond(request, self._detokenized)
 
-    async def _answered(self, request: web.Request, answer: Callable[[bytes], dict[str, Any]]) -> web.Response:
+    async def _respond(self, request: web.Request, handle: Callable[[bytes], dict[str, Any]]) -> web.Response:
         raw = await receive_body(request)
         slow = len(raw) > _SLOW_BODY_BYTES
-        return web.json_response(await asyncio.to_thread(answer, raw) if slow else answer(raw))
+        return web.json_response(await asyncio.to_thread(handle, raw) if slow else handle(raw))
 
     def _tokenized(self, raw: bytes) -> dict[str, Any]:
         body = parse_body(TokenizeBody, raw, max_values(self._context_tokens))
@@ -76,8 +78,8 @@ class TokenizerEndpoints:
             _refuse_with_prompt(body)
             token_ids = tokenizer.encode(body.prompt, with_special=body.add_special_tokens is not False)
         else:
-            token_ids = self._of_messages(body)
-        names = [tokenizer.token_name(one) for one in token_ids] if body.return_token_strs else None
+            token_ids = self._chat_tokens(body)
+        names = [tokenizer.token_name(token_id) for token_id in token_ids] if body.return_token_strs else None
         return {
             "count": len(token_ids),
             "max_model_len": self._context_tokens,
@@ -85,12 +87,12 @@ class TokenizerEndpoints:
             "token_strs": names,
         }
 
-    def _of_messages(self, body: TokenizeBody) -> list[int]:
+    def _chat_tokens(self, body: TokenizeBody) -> list[int]:
         if body.add_special_tokens:
             message = "add_special_tokens: the chat template writes all special tokens; leave it out with messages"
             raise InvalidRequest(message, param="add_special_tokens")
         return self._model.tokenizer.encode_chat(
-            [one.for_template() for one in body.messages or ()],
+            [message.for_template() for message in body.messages or ()],
             tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
             add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=body.chat_template_kwargs,
@@ -114,4 +116,4 @@ class TokenizerEndpoints:
 def _refuse_with_prompt(body: TokenizeBody) -> None:
     for name in ("add_generation_prompt", "chat_template_kwargs", "tools"):
         if getattr(body, name) is not None:
-            raise InvalidRequest(f"{name} is of messages; leave it out with a prompt", param=name)
+            raise InvalidRequest(f"{name} goes with messages; leave it out with a prompt", param=name)

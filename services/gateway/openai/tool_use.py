@@ -1,4 +1,4 @@
-"""How one chat uses its tools: what the template sees, what is forced, and what becomes of the text."""
+"""How one chat uses its tools: what the template sees, which call is required, and how calls are parsed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from services.gateway.replies.tool_parsers import PARSERS, NamedCall, NewToolPar
 
 
 class ToolUse(NamedTuple):
-    """Of one request."""
+    """The tools of one request."""
 
     rendered: list[dict[str, Any]] | None = None  # for the chat template
-    forced: Constraint | None = None
+    forced: Constraint | None = None  # the required call
     new_parser: NewToolParser | None = None  # None: all text is content
 
 
 def tool_use_of(body: ChatBody, model: ServedModel) -> ToolUse:
-    """Raises InvalidRequest, naming the parameter, for tools that this model or this request cannot have."""
+    """The tool use of a chat. Raises InvalidRequest if this model or this request cannot use tools."""
     tools = body.tools or []
     choice = choice_of(body.tool_choice, tools)
     if choice == "none":

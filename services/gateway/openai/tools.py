@@ -1,4 +1,4 @@
-"""The tools of a chat: what may be called, and how a call that must come is made sure of."""
+"""The tools of a chat, and the constraint that forces a required call."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class FunctionDefinition(Part):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="a JSON schema of its arguments")
-    strict: bool | None = Field(None, description="arguments follow the schema where the call is forced")
+    strict: bool | None = Field(None, description="arguments follow the schema where the call is required")
 
 
 class Tool(Part):
-    """One tool."""
+    """A tool that the model may use."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class NamedFunction(Part):
-    """The function of a named tool."""
+    """The function of a tool that must be called."""
 
     name: Name
 
 
 class NamedTool(Part):
-    """The tool that has to be called."""
+    """The one tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -51,31 +51,31 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 def choice_of(choice: ToolChoice | None, tools: Sequence[Tool]) -> ToolChoice:
-    """What holds: with tools the model decides, without there is nothing to call. Raises InvalidRequest."""
+    """The effective choice; the default is auto with tools and none without. Raises InvalidRequest."""
     if not tools:
         if choice in (None, "none", "auto"):
             return "none"
         raise InvalidRequest("tool_choice needs tools to choose from", param="tool_choice")
-    if isinstance(choice, NamedTool) and choice.function.name not in [one.function.name for one in tools]:
+    if isinstance(choice, NamedTool) and choice.function.name not in [tool.function.name for tool in tools]:
         raise InvalidRequest(f"tool_choice: {choice.function.name!r} is not among the tools", param="tool_choice")
     return "auto" if choice is None else choice
 
 
 def constraint_of_choice(choice: ToolChoice, tools: Sequence[Tool], *, parallel: bool) -> Constraint | None:
-    """What a forced call's output has to be: the named tool's arguments, or a list of named calls with theirs."""
+    """The constraint of a required call: the named tool's arguments, or a list of calls with name and arguments."""
     if isinstance(choice, NamedTool):
-        named = next(one.function for one in tools if one.function.name == choice.function.name)
+        named = next(tool.function for tool in tools if tool.function.name == choice.function.name)
         return _json_schema(named.parameters or {"type": "object"})
     if choice != "required":
         return None
     definitions: dict[str, Any] = {}
-    calls = [_call_schema(one.function, definitions) for one in tools]
-    most = {} if parallel else {"maxItems": 1}
-    return _json_schema({"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": definitions})
+    calls = [_call_schema(tool.function, definitions) for tool in tools]
+    limit = {} if parallel else {"maxItems": 1}
+    return _json_schema({"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}, "$defs": definitions})
 
 
 def _call_schema(function: FunctionDefinition, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Raises InvalidRequest when two tools define different things under one name."""
+    """The schema of one call. Raises InvalidRequest if two tools define different things under one name."""
     parameters = dict(function.parameters or {"type": "object"})
     for name, definition in parameters.pop("$defs", {}).items():
         if definitions.setdefault(name, definition) != definition:

@@ -1,4 +1,4 @@
-"""Parameters that are known and not supported: what they are accepted at, and why no further."""
+"""Known parameters that are not supported: the values that are accepted all the same, and why no others are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class UnsupportedParameter(NamedTuple):
-    """One such parameter: refused with 400, but for null and for the values that change nothing."""
+    """One such parameter: refused with 400, except for null and for neutral values, which change nothing."""
 
     why: str
     neutral: tuple[Any, ...] = ()
@@ -26,17 +26,17 @@ REFUSED: dict[str, UnsupportedParameter] = {
     "bad_words": UnsupportedParameter(f"{_ENGINE}; use logit_bias", ([],)),
     "chat_template": UnsupportedParameter("the model's own template is used", ()),
     "continue_final_message": UnsupportedParameter("send a prompt to /v1/completions instead", (False,)),
-    "enable_response_messages": UnsupportedParameter("/tokenize says what becomes of messages", (False,)),
+    "enable_response_messages": UnsupportedParameter("/tokenize shows the rendered messages", (False,)),
     "documents": UnsupportedParameter("put them into the messages", ([],)),
-    "ec_transfer_params": UnsupportedParameter("the gateway places requests by itself"),
+    "ec_transfer_params": UnsupportedParameter("the gateway places requests itself"),
     "function_call": UnsupportedParameter(_NO_TOOLS, ("none", "auto")),
     "functions": UnsupportedParameter(_NO_TOOLS, ([],)),
     **{
         f"guided_{kind}": UnsupportedParameter(_GUIDED)
         for kind in ("choice", "decoding_backend", "grammar", "json", "regex")
     },
-    "include_reasoning": UnsupportedParameter("reasoning is not told from other text", (True,)),
-    "kv_transfer_params": UnsupportedParameter("the gateway places requests by itself"),
+    "include_reasoning": UnsupportedParameter("reasoning is not separated from other text", (True,)),
+    "kv_transfer_params": UnsupportedParameter("the gateway places requests itself"),
     "length_penalty": UnsupportedParameter("there is no beam search", (1, 1.0)),
     "logprob_token_ids": UnsupportedParameter(f"{_ENGINE}; use top_logprobs"),
     "max_tool_calls": UnsupportedParameter("tools are for chat completions"),
@@ -51,12 +51,12 @@ REFUSED: dict[str, UnsupportedParameter] = {
     "prompt": UnsupportedParameter("prompts go to /v1/completions, prompt templates are not kept"),
     "prompt_embeds": UnsupportedParameter("send the prompt as text or token ids"),
     "prompt_logprobs": UnsupportedParameter("only output tokens have log-probabilities"),
-    "reasoning_effort": UnsupportedParameter("set what the template knows in chat_template_kwargs", ("none",)),
+    "reasoning_effort": UnsupportedParameter("set the template's own variable in chat_template_kwargs", ("none",)),
     "repetition_detection": UnsupportedParameter("use repetition_penalty"),
     "request_id": UnsupportedParameter("send it as the header X-Request-Id"),
-    "reasoning": UnsupportedParameter("reasoning is not told from other text"),
+    "reasoning": UnsupportedParameter("reasoning is not separated from other text"),
     "return_mm_kwargs": UnsupportedParameter(_RENDER, (True,)),
-    "return_prompt_text": UnsupportedParameter("/tokenize says what becomes of messages", (False,)),
+    "return_prompt_text": UnsupportedParameter("/tokenize shows the rendered messages", (False,)),
     "return_token_offsets": UnsupportedParameter(_RENDER, (False,)),
     "routed_experts_prompt_start": UnsupportedParameter(_ENGINE, (0,)),
     "service_tier": UnsupportedParameter("there is one tier; use priority", ("auto", "default")),
@@ -65,8 +65,8 @@ REFUSED: dict[str, UnsupportedParameter] = {
     "spaces_between_special_tokens": UnsupportedParameter("special tokens have no text", (True,)),
     "store": UnsupportedParameter("nothing that was generated is kept", (False,)),
     "stream_interval": UnsupportedParameter("every token is sent at once", (1,)),
-    "suffix": UnsupportedParameter("the model continues a prompt, it fills no gap", ("",)),
-    "thinking_token_budget": UnsupportedParameter("reasoning is not told from other text", (-1,)),
+    "suffix": UnsupportedParameter("the model continues a prompt and cannot fill a gap", ("",)),
+    "thinking_token_budget": UnsupportedParameter("reasoning is not separated from other text", (-1,)),
     "tool_choice": UnsupportedParameter("tools are for chat completions", ("none", "auto")),
     "tools": UnsupportedParameter("tools are for chat completions", ([],)),
     "truncate_prompt_tokens": UnsupportedParameter("a prompt that is too long is refused; shorten it", (-1,)),
