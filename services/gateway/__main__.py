@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 def load_model(settings: GatewaySettings) -> ServedModel:
-    """The model as the gateway needs it. Raises InvalidRequest or UnknownModel."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one by one: more threads only cost
+    """Loads what the gateway needs of the model. Raises InvalidRequest or UnknownModel."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one at a time: more threads would only cost
     checkpoint = prepare_checkpoint(settings.model, on_progress=lambda step: log.info("model", extra={"step": step}))
     tokenizer = Tokenizer(checkpoint)
     return ServedModel(
@@ -40,7 +40,7 @@ def load_model(settings: GatewaySettings) -> ServedModel:
 
 
 async def serve(settings: GatewaySettings) -> None:
-    """Serves until told to stop."""
+    """Serves until SIGTERM or SIGINT."""
     stop = asyncio.ensure_future(until_told_to_stop())
     with tracing("gateway", settings.otlp_endpoint) as tracer:
         model = await asyncio.to_thread(load_model, settings)

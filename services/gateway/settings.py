@@ -19,19 +19,19 @@ from halfmoon.rpc.service import service_config
 class GatewaySettings(
     GatewayConfig, HandoverConfig, ClassesConfig, SecurityConfig, StateConfig, ObservedConfig, BaseSettings
 ):
-    """Read once in `__main__`. Seconds are in names that end in `_s`."""
+    """The settings, read once in `__main__`. Names that end in `_s` are in seconds."""
 
     model_config = service_config("gateway")
 
-    reuse_port: bool = Field(False, description="several gateways of one host share the HTTP port (SO_REUSEPORT)")
+    reuse_port: bool = Field(False, description="let several gateways on one host share the HTTP port (SO_REUSEPORT)")
     cluster_listen: str = Field("127.0.0.1:0", description="host:port where workers register (gRPC)")
     advertise_cluster: str | None = Field(None, description="host:port that workers dial, if not cluster_listen")
     model: str = Field("demo", description="model whose tokenizer and chat template are used")
     model_name: str | None = Field(None, description="name under which the model is served; None: its own")
     model_alias: tuple[str, ...] = Field(
-        (), description="another name that requests may give the model, such as one that a class goes by; repeat it"
+        (), description="another name for the model in requests, such as one that a class matches; repeat it"
     )
-    kv_store: str | None = Field(None, description="host:port of the store, whose figures the console shows")
+    kv_store: str | None = Field(None, description="host:port of a store whose figures the console shows")
 
     def as_logged(self) -> dict[str, Any]:
         """Every setting, without the ledger's password and the keys, which the rules of classes hold, too."""

@@ -1,4 +1,7 @@
-"""Which admission mode is in force: the ledger's, whichever gateway edited it, else this gateway's own."""
+"""The admission mode in force, and its endpoint.
+
+The mode that an operator has set for all gateways is kept in the ledger; without one, each gateway uses its own.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ _MAX_VALUES = 8
 
 
 class AdmissionBody(Part):
-    """A mode, None for each gateway's own, and the version that it replaces."""
+    """A mode, or None for each gateway's own, and the version that it replaces."""
 
     mode: AdmissionMode | None
-    version: int = Field(0, ge=0, lt=1 << 31)  # 0: nobody has set one
+    version: int = Field(0, ge=0, lt=1 << 31)  # 0: none has been set
 
 
 class ActiveAdmission:
-    """Owns the admission controller's mode. One edit or look at the ledger at a time."""
+    """Owns the admission controller's mode. Edits and reads of the ledger take turns."""
 
     def __init__(self, stored: AdmissionEdits, controller: AdmissionController, own: AdmissionMode) -> None:
         self._stored = stored
@@ -41,29 +44,29 @@ class ActiveAdmission:
         self._turn = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Takes over what others edited. Raises Unavailable, and Incompatible for a mode of a later release."""
+        """Applies other gateways' edits. Raises Unavailable, and Incompatible for a mode of a later release."""
         async with self._turn:
-            self._use(await self._stored.newest(1))
+            self._apply(await self._stored.newest(1))
 
     async def put(self, body: AdmissionBody) -> AdmissionEdit:
-        """Raises VersionConflict or Unavailable; nothing has changed then."""
+        """Sets the mode for all gateways. Raises VersionConflict or Unavailable; nothing has changed then."""
         async with self._turn:
             edit = await self._stored.put(body.mode, body.version)
-            self._use([edit])
+            self._apply([edit])
         return edit
 
     async def shown(self) -> dict[str, Any]:
-        """What is in force here, what is set for all gateways, and the newest edits. Raises Unavailable."""
+        """The mode in force here, the one set for all gateways, and the newest edits. Raises Unavailable."""
         edits = await self._stored.newest(_SHOWN)
         return {
             "mode": self._controller.mode,
             "own": self._own,
             "set": edits[0].mode if edits else None,
             "version": edits[0].version if edits else 0,
-            "edits": [{**one._asdict(), "edited_at": one.edited_at.isoformat()} for one in edits],
+            "edits": [{**edit._asdict(), "edited_at": edit.edited_at.isoformat()} for edit in edits],
         }
 
-    def _use(self, newest: Sequence[AdmissionEdit]) -> None:
+    def _apply(self, newest: Sequence[AdmissionEdit]) -> None:
         mode = _known((newest[0].mode if newest else None) or self._own)
         if mode != self._controller.mode:
             log.info("admission.changed", extra={"mode": mode, "before": self._controller.mode})
@@ -71,7 +74,7 @@ class ActiveAdmission:
 
 
 class AdmissionEndpoint:
-    """Serves the mode. Owns nothing."""
+    """Serves the admission mode. Owns nothing."""
 
     def __init__(self, admission: ActiveAdmission) -> None:
         self._admission = admission
@@ -83,7 +86,7 @@ class AdmissionEndpoint:
     async def put(self, request: web.Request) -> web.Response:
         """PUT /halfmoon/v1/admission: the mode, and the version that it replaces.
 
-        Raises InvalidRequest, VersionConflict or Unavailable; then nothing has changed.
+        Raises InvalidRequest, VersionConflict or Unavailable; nothing has changed then.
         """
         await self._admission.put(parse_body(AdmissionBody, await receive_body(request), _MAX_VALUES))
         return web.json_response(await self._admission.shown())

@@ -1,4 +1,4 @@
-"""Which QoS classes are in force: those of the ledger, whichever gateway edited them."""
+"""The QoS classes in force: those of the ledger, which every gateway may edit."""
 
 from __future__ import annotations
 
@@ -32,21 +32,24 @@ log = logging.getLogger(__name__)
 
 
 class ClassBody(Part, ClassConfig):
-    """`halfmoon.policy.classes.QosClass`, whose docstring is the law, and the version that it replaces."""
+    """`halfmoon.policy.admission.classes.QosClass`, whose docstring defines the fields, and the version replaced."""
 
-    version: int = Field(0, ge=0, lt=1 << 31)  # 0: there is none
+    version: int = Field(0, ge=0, lt=1 << 31)  # 0: the class is new
 
 
 class KnownClasses:
-    """Owns the file, of one ledger. Gateways of one host that share the ledger share the file, and write the same."""
+    """Owns a file with the classes of one ledger that were last in force, for a start while the ledger is unavailable.
+
+    Gateways on one host that share a ledger share the file, and write the same content.
+    """
 
     def __init__(self, directory: Path, ledger_url: str) -> None:
         self._path = directory / f"classes-{blake2b(ledger_url.encode(), digest_size=8).hexdigest()}.json"
 
     def read(self) -> list[StoredClass]:
-        """None at all where no gateway of this host has ever seen them, or the file is damaged."""
+        """The classes; an empty list if no gateway of this host has seen any, or the file is damaged."""
         try:
-            return [StoredClass(*one) for one in json.loads(self._path.read_text())]
+            return [StoredClass(*fields) for fields in json.loads(self._path.read_text())]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError) as error:
@@ -54,7 +57,7 @@ class KnownClasses:
             return []
 
     def write(self, classes: Sequence[StoredClass]) -> None:
-        """Whole or not at all. A file that cannot be written is missed only while the ledger is away."""
+        """Replaces the file atomically. A failure is logged: the file matters only while the ledger is unavailable."""
         fresh = self._path.with_suffix(f".{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +68,7 @@ class KnownClasses:
 
 
 class ActiveClasses:
-    """Owns which of the ledger's classes the admission controller uses. One edit or look at the ledger at a time."""
+    """Owns which of the ledger's classes the admission controller uses. Edits and reads of the ledger take turns."""
 
     def __init__(
         self,
@@ -74,59 +77,61 @@ class ActiveClasses:
         known: KnownClasses,
         declarations: Mapping[str, Declaration] | None = None,
     ) -> None:
-        """`declarations` are taken over with the first look at the ledger."""
+        """`declarations` are written to the ledger at the first read of it."""
         self._stored = stored
-        self._declarations: Mapping[str, Declaration] | None = declarations or {}  # None: taken over
+        self._declarations: Mapping[str, Declaration] | None = declarations or {}  # None: written
         self._known = known
         self._admission = admission
         self._turn = asyncio.Lock()
         self._revision: int | None = None
 
     async def refresh(self) -> None:
-        """Takes over what others edited. Raises Unavailable, and Incompatible for classes of a later release."""
+        """Applies other gateways' edits. Raises Unavailable, and Incompatible for classes of a later release."""
         async with self._turn:
             if self._declarations is not None:
-                self._show(await self._stored.declare(self._declarations, _table))
+                self._apply(await self._stored.declare(self._declarations, _table))
                 self._declarations = None
             elif await self._stored.revision() != self._revision:
-                self._show(await self._stored.all())
+                self._apply(await self._stored.all())
 
     def use_known(self) -> None:
-        """Those that were in force on this host last, or else the declared ones, until the ledger answers.
+        """Applies the classes last in force on this host, or else the declared ones, until the ledger answers.
 
         Raises Incompatible.
         """
-        declared = [StoredClass(name, 0, one.definition) for name, one in (self._declarations or {}).items()]
-        found = self._known.read() or declared
-        self._admission.classes = _table(found)
-        log.warning("classes.known", extra={"num_classes": len(found)})
+        declared = [
+            StoredClass(name, 0, declaration.definition) for name, declaration in (self._declarations or {}).items()
+        ]
+        known = self._known.read() or declared
+        self._admission.classes = _table(known)
+        log.warning("classes.known", extra={"num_classes": len(known)})
 
     async def all(self) -> Sequence[StoredClass]:
-        """As the ledger has them. Raises Unavailable."""
+        """The classes in the ledger. Raises Unavailable."""
         return (await self._stored.all()).classes
 
     async def put(self, name: str, body: ClassBody) -> StoredClass:
-        """Raises InvalidRequest, VersionConflict or Unavailable; nothing has changed then."""
+        """Adds or replaces a class. Raises InvalidRequest, VersionConflict or Unavailable; nothing has changed then."""
         check_reachable(name, body)
         definition = body.model_dump(mode="json", exclude={"version"})
         async with self._turn:
-            self._show(await self._stored.put(name, definition, body.version, _table))
+            self._apply(await self._stored.put(name, definition, body.version, _table))
         return StoredClass(name, body.version + 1, definition)
 
     async def check(self, name: str, body: ClassBody) -> AdmissionTargets:
-        """The targets in force under that name. Raises InvalidRequest where `put` would refuse the class."""
+        """The targets in force under this name. Raises InvalidRequest if `put` would refuse the class."""
         check_reachable(name, body)
         definition = body.model_dump(mode="json", exclude={"version"})
-        others = [one for one in await self.all() if one.name != name]
+        others = [stored for stored in await self.all() if stored.name != name]
         _table([*others, StoredClass(name, body.version + 1, definition)])
-        present = next((one for one in self._admission.classes.classes if one.name == name), NO_PROMISES)
+        present = next((qos for qos in self._admission.classes.classes if qos.name == name), NO_PROMISES)
         return AdmissionTargets(present.ttft_s, present.tbt_s)
 
     def applied(self, name: str) -> dict[str, float | None]:
-        """The class's targets as admission applies them here now, and what was measured where it has tightened them."""
-        qos = next((one for one in self._admission.classes.classes if one.name == name), NO_PROMISES)
-        targets, why = self._admission.applied(qos), self._admission.tightenings(qos)
-        ttft, tbt = why.get("ttft"), why.get("tbt")
+        """The class's targets as admission applies them here now, and the measured latency behind tightened ones."""
+        qos = next((qos for qos in self._admission.classes.classes if qos.name == name), NO_PROMISES)
+        targets, tightenings = self._admission.applied(qos), self._admission.tightenings(qos)
+        ttft, tbt = tightenings.get("ttft"), tightenings.get("tbt")
         return {
             "applied_ttft_s": targets.ttft_s,
             "applied_tbt_s": targets.tbt_s,
@@ -135,20 +140,20 @@ class ActiveClasses:
         }
 
     async def remove(self, name: str, version: int) -> None:
-        """Raises VersionConflict or Unavailable; nothing has changed then."""
+        """Removes a class. Raises VersionConflict or Unavailable; nothing has changed then."""
         async with self._turn:
-            self._show(await self._stored.remove(name, version, _table))
+            self._apply(await self._stored.remove(name, version, _table))
 
-    def _show(self, found: ClassesAt) -> None:
-        self._admission.classes = _table(found.classes)
-        if self._revision != found.revision:
-            self._known.write(found.classes)
-            log.info("classes.changed", extra={"revision": found.revision, "num_classes": len(found.classes)})
-        self._revision = found.revision
+    def _apply(self, stored: ClassesAt) -> None:
+        self._admission.classes = _table(stored.classes)
+        if self._revision != stored.revision:
+            self._known.write(stored.classes)
+            log.info("classes.changed", extra={"revision": stored.revision, "num_classes": len(stored.classes)})
+        self._revision = stored.revision
 
 
 def declarations_of(settings: GatewaySettings) -> dict[str, Declaration]:
-    """The classes of a gateway's settings, and the one that is built in. Raises InvalidRequest."""
+    """The classes of a gateway's settings, and the built-in one. Raises InvalidRequest."""
     check_classes(settings.classes)
     built_in = {DEFAULT_CLASS: DEFAULT_TARGETS} if settings.slo == "default" else {}
     return {

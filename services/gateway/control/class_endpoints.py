@@ -1,4 +1,4 @@
-"""The control API's QoS classes: kept in the ledger, edited while the gateway runs, in force with the next request."""
+"""The control API's QoS classes: kept in the ledger, editable at any time, in force from the next request on."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class ClassEndpoints:
 
     async def list(self, request: web.Request) -> web.Response:
         """GET /halfmoon/v1/classes: every class with its version, and its targets as this gateway applies them."""
-        found = await self._classes.all()
-        shown = [{**_shown(one), **self._classes.applied(one.name)} for one in found]
+        classes = await self._classes.all()
+        shown = [{**_shown(stored), **self._classes.applied(stored.name)} for stored in classes]
         return web.json_response({"classes": shown})
 
     async def put(self, request: web.Request) -> web.Response:
         """PUT /halfmoon/v1/classes/{name}: the whole class, and the version that it replaces.
 
-        Raises InvalidRequest, VersionConflict or Unavailable; then nothing has changed.
+        Raises InvalidRequest, VersionConflict or Unavailable; nothing has changed then.
         """
         name = _name(request)
         body = parse_body(ClassBody, await receive_body(request), _MAX_VALUES)
@@ -53,7 +53,7 @@ def _name(request: web.Request) -> str:
 
 def _version(given: str) -> int:
     if not (given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS):
-        raise InvalidRequest("version must be that of the class which is to go", param="version")
+        raise InvalidRequest("version must be that of the class to delete", param="version")
     return int(given)
 
 

@@ -1,4 +1,4 @@
-"""The control API behind the console's pages: series, placements, one request, the caches, edits of classes."""
+"""The control API behind the console's pages: series, placements, one request, caches, stores, class edits."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ class ConsoleEndpoints:
         """GET /halfmoon/v1/requests/{request_id}: row, decision and timeline. Raises NotFound or Unavailable."""
         request_id = request.match_info["request_id"]
         decisions, now_s = self._telemetry.decisions, self._cluster.clock()
-        decided_id = next((one for one in (request_id, f"{request_id}-0") if decisions.of(one, now_s)), request_id)
+        decided_id = next((name for name in (request_id, f"{request_id}-0") if decisions.of(name, now_s)), request_id)
         decision = decisions.of(decided_id, now_s)
-        found = await self._ledger.outcomes.of(request_id)
-        if found is None and decision is None:
+        outcome = await self._ledger.outcomes.of(request_id)
+        if outcome is None and decision is None:
             raise NotFound(f"there is no request {request_id!r} in the ledger")
-        row = found and {**found.as_dict(), "created_at": found.created_at.isoformat()}
+        row = outcome and {**outcome.as_dict(), "created_at": outcome.created_at.isoformat()}
         waited_s = decision["waited_s"] if decision else 0.0
-        spans = [one._asdict() for one in timeline(row, waited_s, decisions.phases(decided_id))] if row else []
+        spans = [span._asdict() for span in timeline(row, waited_s, decisions.phases(decided_id))] if row else []
         return web.json_response({"request": row, "decision": decision, "timeline": spans})
 
     async def cache(self, request: web.Request) -> web.Response:
-        """GET /halfmoon/v1/cache?limit=20: what workers have cached, and the hottest prefixes."""
+        """GET /halfmoon/v1/cache?limit=20: the workers' prefix caches, and the hottest prefixes."""
         limit = query_number(request, "limit", 20, _MAX_PREFIXES)
         membership = self._cluster.membership
         workers = [
@@ -86,42 +86,42 @@ class ConsoleEndpoints:
         ]
         prefixes = self._telemetry.prefixes.hottest(limit, self._cluster.clock())
         layout = membership.kv_layout
-        block_bytes = layout and layout.block_bytes  # as a worker has it
+        block_bytes = layout and layout.block_bytes  # on a worker
         return web.json_response({"workers": workers, "block_bytes": block_bytes, "prefixes": prefixes})
 
     async def stores(self, request: web.Request) -> web.Response:
-        """GET /halfmoon/v1/stores: the stores that workers use, and the gateway's own; each with its figures."""
+        """GET /halfmoon/v1/stores: the figures of the stores that workers use, and of the gateway's own."""
         return web.json_response(await self._stores.shown())
 
     async def class_edits(self, request: web.Request) -> web.Response:
-        """GET /halfmoon/v1/class_edits?limit=50: what was edited, newest first. Raises Unavailable."""
+        """GET /halfmoon/v1/class_edits?limit=50: edits of classes, newest first. Raises Unavailable."""
         edits = await self._ledger.classes.edits(query_number(request, "limit", 50, _MAX_EDITS))
-        return web.json_response([{**one._asdict(), "edited_at": one.edited_at.isoformat()} for one in edits])
+        return web.json_response([{**edit._asdict(), "edited_at": edit.edited_at.isoformat()} for edit in edits])
 
     async def class_preview(self, request: web.Request) -> web.Response:
         """POST /halfmoon/v1/class_previews/{name}: what this class would have done in the last hour.
 
-        Raises InvalidRequest where the class could not be saved, or Unavailable. Nothing changes.
+        Changes nothing. Raises InvalidRequest if the class could not be saved, or Unavailable.
         """
         name = request.match_info["name"]
         body = parse_body(ClassBody, await receive_body(request), _MAX_VALUES)
         present = await self._classes.check(name, body)
         since = datetime.now(UTC) - _PREVIEW_WINDOW
         past = _past(await self._ledger.outcomes.since(since, name, _PREVIEW_ROWS))
-        wanted = AdmissionTargets(body.ttft_s, body.tbt_s)
-        return web.json_response(preview_targets(past, present, wanted)._asdict())
+        edited = AdmissionTargets(body.ttft_s, body.tbt_s)
+        return web.json_response(preview_targets(past, present, edited)._asdict())
 
 
 def _past(outcomes: Sequence[Outcome]) -> list[PastRequest]:
     return [
         PastRequest(
-            one.status == "rejected",
-            one.predicted_ttft_s,
-            one.predicted_tbt_s,
-            one.ttft_s,
-            one.mean_tbt_s,
-            is_least=bool(one.refused_unread),
+            outcome.status == "rejected",
+            outcome.predicted_ttft_s,
+            outcome.predicted_tbt_s,
+            outcome.ttft_s,
+            outcome.mean_tbt_s,
+            is_lower_bound=bool(outcome.refused_unread),
         )
-        for one in outcomes
-        if one.predicted_ttft_s is not None
+        for outcome in outcomes
+        if outcome.predicted_ttft_s is not None
     ]

@@ -1,4 +1,4 @@
-"""What others write into the ledger reaches this gateway; what its workers measured of themselves goes there."""
+"""Synchronizes the gateway with the ledger: reads other gateways' edits, writes the workers' latency profiles."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from services.gateway.control.active_classes import ActiveClasses
 log = logging.getLogger(__name__)
 
 _MAX_SAMPLES = 20_000  # at start
-_LENGTHS_EVERY = 10  # looks at the classes
+_LENGTHS_EVERY = 10  # reads of the classes
 
 
 class LedgerSync:
-    """Owns how far this gateway has read the ledger. Who serves requests never waits for it."""
+    """Owns how far this gateway has read the ledger. Requests never wait for it."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class LedgerSync:
         self._lengths = lengths
         self._gateway_id = gateway_id
         self._membership = membership
-        self._kept: set[str] = set()  # kinds of workers
+        self._stored_kinds: set[str] = set()  # kinds of workers with a stored profile
         self._last_row_id = 0
         self._is_failing = False
 
     async def load(self) -> None:
-        """Everything that is there; of a ledger that is away the classes that it had last, as far as this host knows.
+        """Reads everything. If the ledger is unavailable, uses the classes that this host saw last.
 
         Raises Incompatible for classes of a later release.
         """
@@ -56,42 +56,42 @@ class LedgerSync:
             self._note_failure(error.message)
 
     async def load_lengths(self) -> None:
-        """Outputs of requests at other gateways, and before this one began, since the last time. Raises Unavailable."""
+        """Reads new output lengths of other gateways, and of the time before this one started. Raises Unavailable."""
         self._last_row_id, samples = await self._ledger.outputs.after(self._last_row_id, _MAX_SAMPLES, self._gateway_id)
         for sample in samples:
             self._lengths.add(sample.qos_class, sample.prompt_tokens, sample.output_tokens)
 
     async def keep_profiles(self) -> None:
-        """Writes down what workers of a kind that is new here measured of themselves. Raises Unavailable."""
+        """Stores the latency profiles of workers whose kind is new here. Raises Unavailable."""
         for member in self._membership.members():
-            told = member.identity.profile
-            if told.kind and told.kind not in self._kept:
-                profile = StoredProfile(told.kind, datetime.now(UTC), tuple(told.prefill), tuple(told.step))
-                await self._ledger.profiles.put(profile)
-                self._kept.add(told.kind)
+            profile = member.identity.profile
+            if profile.kind and profile.kind not in self._stored_kinds:
+                stored = StoredProfile(profile.kind, datetime.now(UTC), tuple(profile.prefill), tuple(profile.step))
+                await self._ledger.profiles.put(stored)
+                self._stored_kinds.add(profile.kind)
 
     async def follow(self, interval_s: float) -> None:
-        """For ever. While the ledger does not answer, what is known stays in force."""
-        looks = 0
+        """Reads every `interval_s`, forever. While the ledger does not answer, what was read last stays in force."""
+        num_reads = 0
         while True:
             await asyncio.sleep(interval_s)
-            looks += 1
+            num_reads += 1
             try:
                 await self._ledger.join()
                 await self._classes.refresh()
                 await self._admission.refresh()
-                if looks % _LENGTHS_EVERY == 0:
+                if num_reads % _LENGTHS_EVERY == 0:
                     await self.load_lengths()
                     await self.keep_profiles()
             except HalfmoonError as error:
                 self._note_failure(error.message)
-            except Exception:  # nothing that stands in a ledger may end it
+            except Exception:  # no content of a ledger may end this loop
                 self._note_failure("internal error", is_bug=True)
             else:
                 self._is_failing = False
 
     def _note_failure(self, reason: str, *, is_bug: bool = False) -> None:
-        """Once an outage."""
+        """Logs the first failure of an outage."""
         if not self._is_failing:
             log.error("ledger.unread", extra={"reason": reason}, exc_info=is_bug)
         self._is_failing = True

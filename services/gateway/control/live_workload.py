@@ -1,4 +1,4 @@
-"""The last hour's requests as a workload that can be simulated: GET /halfmoon/v1/workload."""
+"""Recent requests as a workload for the simulator: GET /halfmoon/v1/workload."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.traffic import Arrival
 from services.gateway.http.received_request import query_number
 
-_MOST_MINUTES = 24 * 60
-_MOST_ROWS = 20_000
+_MAX_MINUTES = 24 * 60
+_MAX_ROWS = 20_000
 
 
 class WorkloadEndpoint:
-    """Serves what was asked lately. Owns nothing."""
+    """Serves the recent workload. Owns nothing."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     async def workload(self, request: web.Request) -> web.Response:
-        """GET /halfmoon/v1/workload?minutes=60&limit=5000: rows as `halfmoon simulate` reads them.
+        """GET /halfmoon/v1/workload?minutes=60&limit=5000: rows for `halfmoon simulate`.
 
-        Of all gateways that share the ledger. Raises InvalidRequest or Unavailable.
+        Includes all gateways that share the ledger. Raises InvalidRequest or Unavailable.
         """
-        minutes = query_number(request, "minutes", 60, _MOST_MINUTES)
-        limit = query_number(request, "limit", 5_000, _MOST_ROWS)
+        minutes = query_number(request, "minutes", 60, _MAX_MINUTES)
+        limit = query_number(request, "limit", 5_000, _MAX_ROWS)
         since = datetime.now(UTC) - timedelta(minutes=minutes)
         return web.json_response(workload_of(await self._ledger.traffic.since(since, limit)))
 
 
 def workload_of(arrivals: Sequence[Arrival]) -> dict[str, Any]:
-    """Requests, the first at second 0; none where nobody was answered.
+    """The requests, with the first at second 0; empty if none was served.
 
-    How much one that was refused would have got is not known: as much as who was served before it, or first. Nor is
-    how long a prompt was that nobody read: as long as the one before it.
+    The output length of a refused request is unknown, and so is the prompt length of one that was rejected early. Each
+    counts as long as the last known one before it, or as the first known one.
     """
-    output = next((one.output_tokens for one in arrivals if one.output_tokens), 0)
-    prompt = next((one.prompt_tokens for one in arrivals if one.prompt_tokens), 0)
+    output = next((arrival.output_tokens for arrival in arrivals if arrival.output_tokens), 0)
+    prompt = next((arrival.prompt_tokens for arrival in arrivals if arrival.prompt_tokens), 0)
     rows = []
-    for one in arrivals if output else ():
-        output, prompt = one.output_tokens or output, one.prompt_tokens or prompt
-        start_s = (one.arrived_at - arrivals[0].arrived_at).total_seconds()
+    for arrival in arrivals if output else ():
+        output, prompt = arrival.output_tokens or output, arrival.prompt_tokens or prompt
+        start_s = (arrival.arrived_at - arrivals[0].arrived_at).total_seconds()
         rows.append({"start_time": start_s, "prompt_len": prompt, "output_len": output})
     lasted_s = rows[-1]["start_time"] if rows else 0.0
     return {"requests": rows, "rate_per_s": (len(rows) - 1) / lasted_s if lasted_s else None}

@@ -1,4 +1,4 @@
-"""What the gateway tells about itself: models, health, metrics, and the console's control API."""
+"""The gateway's own status: models, health, metrics, cluster and latest requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LIMITS = "step_tokens", "chunk_tokens", "max_running"
 
 
 class ControlEndpoints:
-    """Serves everything that generates nothing. Owns nothing."""
+    """Serves the gateway's status. Owns nothing."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ControlEndpoints:
         return web.json_response(openapi_document())
 
     async def health(self, request: web.Request) -> web.Response:
-        """GET /health: 200 only when a request could be placed now."""
+        """GET /health: 200 only if a request could be placed now."""
         missing = list(self._cluster.membership.view().missing)
         if self._drain_gate.is_closed:
             return web.json_response({"status": "stopping", "missing": missing}, status=503)
@@ -74,15 +74,15 @@ class ControlEndpoints:
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def cluster(self, request: web.Request) -> web.Response:
-        """GET /halfmoon/v1/cluster?max_links=36: links are told where there are at most so many, by default none.
+        """GET /halfmoon/v1/cluster?max_links=36: shows links if there are at most this many, by default none.
 
-        Raises InvalidRequest. A link leads from each prefill worker to each decode worker: 16384 between 256 workers.
+        A link leads from each prefill worker to each decode worker: 16384 between 256 workers. Raises InvalidRequest.
         """
         max_links = query_number(request, "max_links", 0, _MAX_LINKS, least=0)
         now_s = self._cluster.clock()
         membership = self._cluster.membership
         members = list(membership.members())
-        tells_links = sum(len(member.load.links) for member in members) <= max_links
+        shows_links = sum(len(member.load.links) for member in members) <= max_links
         return web.json_response(
             {
                 "gateway_id": self._cluster.gateway_id,
@@ -95,7 +95,7 @@ class ControlEndpoints:
                 "heartbeat_interval_s": membership.heartbeat_interval_s,
                 "silent_after_s": membership.silent_after_s,
                 "departed": self._telemetry.recently_left.shown(now_s),
-                "workers": [_worker(membership, member, now_s, tells_links) for member in members],
+                "workers": [_worker(membership, member, now_s, shows_links) for member in members],
             }
         )
 
@@ -112,7 +112,7 @@ class ControlEndpoints:
         return {**card, "root": model.checkpoint_name, "parent": parent, "max_model_len": context_tokens}
 
 
-def _worker(membership: Membership, member: Member, now_s: float, tells_links: bool) -> dict[str, Any]:
+def _worker(membership: Membership, member: Member, now_s: float, shows_links: bool) -> dict[str, Any]:
     identity, load = member.identity, member.load
     decodes_s = [step.seconds for step in load.steps if not step.prefill_tokens]
     return {
@@ -123,7 +123,7 @@ def _worker(membership: Membership, member: Member, now_s: float, tells_links: b
         "model": identity.model,
         "pid": identity.pid,
         "version": identity.version,
-        "age_s": now_s - member.heard_s,  # of the load below
+        "age_s": now_s - member.heard_s,  # of the load report below
         "member_s": now_s - member.joined_s,
         "listening": member.listening,
         "kv_store": identity.kv_store or None,
@@ -142,7 +142,7 @@ def _worker(membership: Membership, member: Member, now_s: float, tells_links: b
         "prediction_errors": {kind: figures._asdict() for kind, figures in member.latency.errors.items()},
         "links": [
             {"address": link.address, "bytes_per_s": link.bandwidth_bytes_per_s, "latency_s": link.latency_s}
-            for link in (load.links if tells_links else ())
+            for link in (load.links if shows_links else ())
         ],
     }
 
@@ -154,7 +154,7 @@ def _view(membership: Membership, member: Member) -> WorkerView:
 
 
 def _predicted_step_s(member: Member) -> float | None:
-    """Of the batch that decodes now; None where nothing does or nothing is known."""
+    """The predicted step of the current decode batch; None without a batch or a model."""
     if member.role == "prefill":
         return None
     seconds = member.latency.step.seconds(member.load.num_running, member.load.context_tokens)

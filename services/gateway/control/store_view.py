@@ -1,4 +1,4 @@
-"""The stores' figures for the console, asked of the stores when somebody looks."""
+"""The stores' figures for the console, fetched from the stores on demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEADLINE_S = 1.0
 
 
 class StoreView:
-    """Owns a connection to each store that somebody looked at. `own` is the gateway's; `in_use` are the workers'."""
+    """Owns a connection to each store that was looked at. `own` is the gateway's store; `in_use` are the workers'."""
 
     def __init__(self, own: str | None, in_use: Callable[[], set[str]]) -> None:
         self._own = own
@@ -23,7 +23,7 @@ class StoreView:
         self._peers: dict[str, Peer] = {}
 
     async def shown(self) -> list[dict[str, Any]]:
-        """Of each: `state` is `away` (with the reason) or `there` (with each tier's figures)."""
+        """The stores as JSON values: `state` is `away` (with the reason) or `there` (with each tier's figures)."""
         addresses = self._in_use() | ({self._own} if self._own else set())
         for address in self._peers.keys() - addresses:
             await self._peers.pop(address).close()
@@ -39,13 +39,13 @@ class StoreView:
         return {"state": "there", "address": address, **stats_shown(stats)}
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         while self._peers:
             await self._peers.popitem()[1].close()
 
 
 def stats_shown(stats: kvstore_pb2.StatsResponse) -> dict[str, Any]:
-    """As JSON has it."""
+    """A store's figures as JSON values."""
     return {
         "num_stored_total": stats.num_stored_total,
         "num_misses_total": stats.num_misses_total,

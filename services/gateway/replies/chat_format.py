@@ -18,11 +18,11 @@ from services.gateway.replies.reply_format import (
     token_ids,
 )
 from services.gateway.replies.text_stream import Decodes, TextPiece
-from services.gateway.replies.tool_parsers import CallPart, Found, NamedCall, NewToolParser, ToolParser
+from services.gateway.replies.tool_parsers import CallPart, NamedCall, NewToolParser, ParsedPart, ToolParser
 
 
 class ChatFormat:
-    """Owns how far each choice's tool calls have been found. One object a request."""
+    """Owns the tool calls found so far in each choice. One object a request."""
 
     end = STREAM_END
 
@@ -45,53 +45,53 @@ class ChatFormat:
 
     @property
     def repeats(self) -> bool:
-        """Unless calls have to be found in the text."""
+        """False if tool calls have to be found in the text."""
         return self._new_tool_parser is None and self._options.only_text
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """The role comes first, alone."""
+        """A chunk with the role alone."""
         delta = {"role": "assistant", "content": ""}
         role = self._chunk(index, {"delta": delta, "logprobs": None, "finish_reason": None})
         return [{**role, **self._prompt_ids}]
 
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
-        """Text and end are two chunks: the last one has an empty delta."""
+        """One chunk for each delta, and one with an empty delta at the end."""
         turn = self._turn(index)
         deltas = [{"content": piece.text}] if turn is None else turn.deltas(piece)
         chunks = []
-        if self._options.of(piece) or (turn is not None and deltas):
+        if self._options.shows(piece) or (turn is not None and deltas):
             extras = self._extras(piece)
             for delta in deltas or [{}]:
                 chunks.append(self._chunk(index, {"delta": delta, **extras, "finish_reason": None}))
-                extras = {"logprobs": None}  # once is enough
+                extras = {"logprobs": None}  # they come once for a piece
         if piece.finish_reason is not None:
             chunks.append(self._chunk(index, {"delta": {}, "logprobs": None, **self._ending(piece, turn)}))
         return chunks
 
     def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:
-        """With the usage, if it is wanted."""
+        """Adds the usage, if requested."""
         return framed(chunk, usage, self._options)
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
-        """The usage, without choices."""
+        """A chunk with the usage and without choices, if requested."""
         if self._options.usage == "none":
             return []
         return [{**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage.as_dict()}]
 
     def failed(self, error: dict[str, Any]) -> dict[str, Any]:
-        """The error as it is."""
+        """The error unchanged."""
         return error
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        """All choices."""
-        choices = [self._choice(one) for one in outputs]
+        """The response with all choices."""
+        choices = [self._choice(output) for output in outputs]
         head = {**self._head, "object": "chat.completion"}
         return {**head, "choices": choices, "usage": usage.as_dict(), **self._prompt_ids}
 
     def _choice(self, output: Output) -> dict[str, Any]:
         piece, turn = output.piece, self._turn(output.index)
-        said: dict[str, Any] = {"content": piece.text} if turn is None else turn.message(piece)
-        message = {"role": "assistant", **said, "refusal": None}
+        content: dict[str, Any] = {"content": piece.text} if turn is None else turn.message(piece)
+        message = {"role": "assistant", **content, "refusal": None}
         return {"index": output.index, "message": message, **self._extras(piece), **self._ending(piece, turn)}
 
     def _turn(self, index: int) -> ToolTurn | None:
@@ -116,7 +116,7 @@ class ChatFormat:
 
 
 class ToolTurn:
-    """Owns one choice's parser, and whether calls came out of it."""
+    """Owns one choice's parser, and whether it has found calls."""
 
     def __init__(self, parser: ToolParser) -> None:
         self._parser = parser
@@ -124,34 +124,34 @@ class ToolTurn:
 
     @property
     def ends_in_calls(self) -> bool:
-        """Whether its end is that calls are to be made; a named call ends as any text (so does OpenAI's)."""
+        """Whether the finish reason is `tool_calls`. A named call ends like text, as with OpenAI."""
         return self._has_calls and not isinstance(self._parser, NamedCall)
 
     def deltas(self, piece: TextPiece) -> list[dict[str, Any]]:
-        """What a stream says of a piece."""
-        return [_delta(one) for one in self._found(piece)]
+        """The deltas of a piece, for a stream."""
+        return [_delta(part) for part in self._parse(piece)]
 
     def message(self, piece: TextPiece) -> dict[str, Any]:
-        """What the whole output says."""
-        found = self._found(piece)
-        content = "".join(one for one in found if isinstance(one, str))
-        calls = [_call(one) for one in found if isinstance(one, CallPart)]
+        """The message of a whole output."""
+        parts = self._parse(piece)
+        content = "".join(part for part in parts if isinstance(part, str))
+        calls = [_call(part) for part in parts if isinstance(part, CallPart)]
         return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
 
-    def _found(self, piece: TextPiece) -> list[Found]:
-        found = self._parser.push(piece.text)
+    def _parse(self, piece: TextPiece) -> list[ParsedPart]:
+        parts = self._parser.push(piece.text)
         if piece.finish_reason is not None:
-            found += self._parser.flush()
-        self._has_calls |= any(isinstance(one, CallPart) for one in found)
-        return found
+            parts += self._parser.flush()
+        self._has_calls |= any(isinstance(part, CallPart) for part in parts)
+        return parts
 
 
-def _delta(found: Found) -> dict[str, Any]:
-    if isinstance(found, str):
-        return {"content": found}
-    if found.id is None:
-        return {"tool_calls": [{"index": found.index, "function": {"arguments": found.arguments}}]}
-    return {"tool_calls": [{"index": found.index, **_call(found)}]}
+def _delta(part: ParsedPart) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"content": part}
+    if part.id is None:
+        return {"tool_calls": [{"index": part.index, "function": {"arguments": part.arguments}}]}
+    return {"tool_calls": [{"index": part.index, **_call(part)}]}
 
 
 def _call(part: CallPart) -> dict[str, Any]:

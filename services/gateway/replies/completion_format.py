@@ -23,7 +23,7 @@ from services.gateway.replies.text_stream import Decodes, TextPiece
 
 
 class CompletionFormat:
-    """Owns how far each choice's text has come. A prompt, and its text in `echoes`, is for `per_prompt` choices."""
+    """Owns the length of each choice's text so far. Each prompt has `per_prompt` choices."""
 
     end = STREAM_END
 
@@ -35,59 +35,59 @@ class CompletionFormat:
         tokenizer: Decodes,
         options: ReplyOptions,
         prompts: Sequence[Sequence[int]],
-        echoes: Sequence[str] = (),
+        prompt_texts: Sequence[str] = (),
         per_prompt: int = 1,
     ) -> None:
         self._head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": created, "model": model}
         self._tokenizer = tokenizer
         self._options = options
         self._prompts = prompts
-        self._echoes = echoes
+        self._prompt_texts = prompt_texts
         self._per_prompt = per_prompt
-        self._num_chars: defaultdict[int, int] = defaultdict(int)  # by choice, of all its tokens so far
+        self._num_chars: defaultdict[int, int] = defaultdict(int)  # by choice: characters of all its tokens so far
 
     @property
     def repeats(self) -> bool:
-        """Whatever the text is."""
+        """True if chunks carry nothing but text."""
         return self._options.only_text
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """The prompt, if it is echoed or its token ids are wanted."""
-        if not (self._echoes or self._options.token_ids):
+        """A chunk with the prompt, if its text or its token ids are requested."""
+        if not (self._prompt_texts or self._options.token_ids):
             return []
         choice = self._choice(index, TextPiece(self._echo(index), (), (), None))
         return [{**self._head, "choices": [{**choice, **self._prompt_ids(index)}]}]
 
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
         """At most one chunk."""
-        if piece.finish_reason is None and not self._options.of(piece):
+        if piece.finish_reason is None and not self._options.shows(piece):
             return []
         return [self._chunk(index, piece)]
 
     def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:
-        """With the usage, if it is wanted."""
+        """Adds the usage, if requested."""
         return framed(chunk, usage, self._options)
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
-        """The usage, without choices."""
+        """A chunk with the usage and without choices, if requested."""
         if self._options.usage == "none":
             return []
         return [{**self._head, "choices": [], "usage": usage.as_dict()}]
 
     def failed(self, error: dict[str, Any]) -> dict[str, Any]:
-        """The error as it is."""
+        """The error unchanged."""
         return error
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        """All choices."""
+        """The response with all choices."""
         choices = [
-            {**self._choice(one.index, one.piece, self._echo(one.index)), **self._prompt_ids(one.index)}
-            for one in outputs
+            {**self._choice(output.index, output.piece, self._echo(output.index)), **self._prompt_ids(output.index)}
+            for output in outputs
         ]
         return {**self._head, "choices": choices, "usage": usage.as_dict()}
 
     def _echo(self, index: int) -> str:
-        return self._echoes[index // self._per_prompt] if self._echoes else ""
+        return self._prompt_texts[index // self._per_prompt] if self._prompt_texts else ""
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         return prompt_token_ids(self._prompts[index // self._per_prompt], self._options)
@@ -116,7 +116,7 @@ class CompletionFormat:
         }
 
     def _tops(self, token: Token) -> dict[str, float]:
-        """By text; of two tokens that look the same the likelier one is kept."""
+        """Log-probabilities by text. Of two tokens with the same text, the likelier one is kept."""
         tops: dict[str, float] = {}
         for top in token.top_logprobs:
             tops.setdefault(

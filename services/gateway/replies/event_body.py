@@ -9,16 +9,16 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-_MOST_UNREAD_BYTES = 16 << 20  # of one client; one that lets more lie is cut off
-_LAST_READ_S = 60.0  # for a client to read what is left when all is written
+_MAX_UNREAD_BYTES = 16 << 20  # a client that leaves more unread is disconnected
+_LAST_READ_S = 60.0  # for a client to read the rest once all is written
 
 
 class ClientGone(Exception):
-    """The connection broke while a response was being written, or nobody reads it."""
+    """The connection broke while a response was being written, or the client stopped reading."""
 
 
 def sse(event: dict[str, Any]) -> bytes:
-    """One event; one that has a type is named by it."""
+    """The bytes of one event, which is named by its type if it has one."""
     name = b"event: %b\n" % event["type"].encode() if "type" in event else b""
     return b"%bdata: %b\n\n" % (name, json.dumps(event, separators=(",", ":")).encode())
 
@@ -26,8 +26,8 @@ def sse(event: dict[str, Any]) -> bytes:
 class EventBody:
     """Owns a streamed response from its head to its last byte.
 
-    Between the two it writes to the connection itself and never waits: aiohttp's way is five calls and as many
-    coroutines, more than all else that is done for a token.
+    In between it writes to the connection directly and never waits: aiohttp's own way takes five calls and as many
+    coroutines, more than everything else that is done for a token.
     """
 
     def __init__(self, request: web.Request) -> None:
@@ -37,8 +37,8 @@ class EventBody:
         if self._is_chunked:
             self._response.enable_chunked_encoding()
         else:
-            self._response.force_close()  # nothing else tells such a client where the body ends
-        self._beginning = asyncio.Lock()  # several choices begin
+            self._response.force_close()  # such a client finds the end of the body in no other way
+        self._begin_lock = asyncio.Lock()  # several outputs begin
 
     @property
     def has_begun(self) -> bool:
@@ -47,7 +47,7 @@ class EventBody:
 
     async def begin(self) -> None:
         """Sends the head, once. Raises ClientGone."""
-        async with self._beginning:
+        async with self._begin_lock:
             if self.has_begun:
                 return
             try:
@@ -56,17 +56,17 @@ class EventBody:
                 raise ClientGone from error
 
     def write(self, data: bytes) -> None:
-        """Sends what is not empty, as far as the client reads it; keeps the rest. Raises ClientGone."""
+        """Sends data that is not empty, as fast as the client reads, and buffers the rest. Raises ClientGone."""
         transport = self._request.transport
         if transport is None or transport.is_closing():
             raise ClientGone
-        if transport.get_write_buffer_size() > _MOST_UNREAD_BYTES:
+        if transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
             transport.abort()
             raise ClientGone
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
 
     async def end(self) -> web.StreamResponse:
-        """Waits until the client has read nearly all. Raises ClientGone."""
+        """Waits until the client has read nearly everything. Raises ClientGone."""
         try:
             async with asyncio.timeout(_LAST_READ_S):
                 await self._response.write_eof()

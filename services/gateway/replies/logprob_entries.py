@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as chats and responses list them."""
+"""Log-probabilities of tokens, in the form of chats and responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REPLACEMENT = "\ufffd"
 
 
 def logprob_entries(tokens: Sequence[Token], tokenizer: Decodes, options: ReplyOptions) -> list[dict[str, Any]]:
-    """One entry a token, with its likeliest rivals."""
+    """One entry a token, with the likeliest alternatives."""
     return [
         {
             **_entry(token.token_id, token.logprob, tokenizer, options),
@@ -25,6 +25,6 @@ def logprob_entries(tokens: Sequence[Token], tokenizer: Decodes, options: ReplyO
 
 def _entry(token_id: int, logprob: float, tokenizer: Decodes, options: ReplyOptions) -> dict[str, Any]:
     text = tokenizer.decode([token_id])
-    whole = _REPLACEMENT not in text  # else a part of a character, whose bytes we cannot see
+    whole = _REPLACEMENT not in text  # else part of a character, whose bytes are unknown
     name = token_name(text, token_id, options)
     return {"token": name, "logprob": logprob, "bytes": list(text.encode()) if whole else None}

@@ -1,4 +1,4 @@
-"""What the responses of all generating endpoints have in common. Plain dicts in, JSON out; no I/O."""
+"""What the responses of all generating endpoints have in common. Plain dicts, no I/O."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from services.gateway.replies.text_stream import TextPiece
 
 
 class Usage(NamedTuple):
-    """Token counts of one request, all of its prompts and outputs together."""
+    """Token counts of one request: all its prompts and outputs together."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
 
     def as_dict(self) -> dict[str, Any]:
-        """In the shape of chat completions and completions."""
+        """The usage in the shape of chat completions and completions."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -27,31 +27,31 @@ class Usage(NamedTuple):
 
 
 UsageNow = Callable[[], Usage]
-"""The usage so far, counted only where it is wanted: over many choices that takes its time."""
+"""Returns the usage so far. Counted only if requested: with many outputs it takes time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """What a response carries besides its text."""
+    """What a response carries in addition to its text."""
 
     logprobs: bool = False
     token_ids: bool = False
     tokens_as_ids: bool = False  # logprobs name tokens by id
-    usage: Literal["none", "last", "running"] = "none"  # of a stream: in a last chunk; in every chunk too
+    usage: Literal["none", "last", "running"] = "none"  # in a stream's last chunk; in every chunk, too
 
     @property
     def only_text(self) -> bool:
-        """Whether a chunk in mid-stream carries nothing else that changes."""
+        """Whether chunks in mid-stream differ in nothing but text."""
         return not (self.logprobs or self.token_ids or self.usage == "running")
 
-    def of(self, piece: TextPiece) -> bool:
-        """Whether a chunk of `piece` says something, be its text empty."""
+    def shows(self, piece: TextPiece) -> bool:
+        """Whether a chunk of `piece` carries anything, even with an empty text."""
         return bool(piece.text or (self.logprobs and piece.tokens) or (self.token_ids and piece.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One whole output, and its place among the choices."""
+    """One whole output, and its index among the choices."""
 
     index: int
     piece: TextPiece
@@ -61,24 +61,24 @@ STREAM_END = b"data: [DONE]\n\n"
 
 
 class ReplyFormat(Protocol):
-    """What differs between the endpoints. One object a request; a choice's pieces must be given in order."""
+    """What differs between the endpoints. One object a request; the pieces of a choice come in order."""
 
     @property
     def end(self) -> bytes:
-        """What is written after the last event of a stream that did not fail."""
+        """Bytes after the last event of a stream that did not fail."""
         ...
 
     @property
     def repeats(self) -> bool:
-        """Whether the chunks of pieces of nothing but text, of one choice, differ in that text alone."""
+        """Whether two chunks of one choice with nothing but text differ in that text alone."""
         ...
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """What comes before the first piece of a choice."""
+        """Chunks before the first piece of a choice."""
         ...
 
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
-        """Chunks for a piece of a choice; none for one that says nothing."""
+        """Chunks for a piece of a choice; none for an empty one."""
         ...
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
@@ -86,20 +86,20 @@ class ReplyFormat(Protocol):
         ...
 
     def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:
-        """A chunk with what every chunk carries."""
+        """A chunk with the fields that every chunk carries."""
         ...
 
     def failed(self, error: dict[str, Any]) -> dict[str, Any]:
-        """The last event of a stream that has begun and failed; `error` is what a response would say."""
+        """The last event of a stream that failed after it had begun; `error` is the body of an error response."""
         ...
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
-        """What comes after the last piece of all choices."""
+        """Chunks after the last piece of all choices."""
         ...
 
 
 def framed(chunk: dict[str, Any], usage: UsageNow, options: ReplyOptions) -> dict[str, Any]:
-    """A chunk with the usage as far as it is wanted: null where it comes in a last chunk."""
+    """A chunk with the usage, if requested: null if it comes in the last chunk."""
     if options.usage == "none":
         return chunk
     return {**chunk, "usage": usage().as_dict() if options.usage == "running" else None}
@@ -111,7 +111,7 @@ def token_name(text: str, token_id: int, options: ReplyOptions) -> str:
 
 
 def ending(piece: TextPiece) -> dict[str, Any]:
-    """Why a choice ended; `stop_reason` is the stop string or the stop token's id, where one ended it."""
+    """Why a choice ended. `stop_reason` is the stop string or the id of the stop token that ended it."""
     return {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
 
 
@@ -121,5 +121,5 @@ def token_ids(piece: TextPiece, options: ReplyOptions) -> dict[str, Any]:
 
 
 def prompt_token_ids(prompt: Sequence[int], options: ReplyOptions) -> dict[str, Any]:
-    """The ids of a prompt's tokens, if they are wanted; in a stream they come once for each choice."""
+    """The ids of a prompt's tokens, if requested; in a stream they come once for each choice."""
     return {"prompt_token_ids": list(prompt)} if options.token_ids else {}

@@ -13,10 +13,10 @@ _STATUS: dict[Ending | None, str] = {None: "in_progress", "stop": "completed", "
 
 
 class ResponsesFormat:
-    """Owns a response's text so far and the numbers of its events. There is one choice: one message of one text."""
+    """Owns a response's text so far and the number of its events. It has one message with one text."""
 
     end = b""
-    repeats = False  # events have numbers
+    repeats = False  # events are numbered
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ResponsesFormat:
         self._num_events = 0
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """The response, its message and its text begin."""
+        """The events that open the response, its message and its text."""
         response = self._response([], None)
         item = {**self._item(), "content": []}
         return [
@@ -51,16 +51,16 @@ class ResponsesFormat:
     def chunks(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
         """At most one delta."""
         entries = self._take(piece)
-        if not self._options.of(piece):
+        if not self._options.shows(piece):
             return []
         return [self._event("response.output_text.delta", **self._place(), delta=piece.text, logprobs=entries)]
 
     def frame(self, chunk: dict[str, Any], usage: UsageNow) -> dict[str, Any]:
-        """The usage comes at the end."""
+        """The chunk unchanged: the usage comes at the end."""
         return chunk
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
-        """All of it once more, whole."""
+        """The events that close text, message and response, each with its whole content."""
         done = self._event("response.output_text.done", **self._place(), text=self._text, logprobs=self._logprobs)
         return [
             done,
@@ -70,7 +70,7 @@ class ResponsesFormat:
         ]
 
     def failed(self, error: dict[str, Any]) -> dict[str, Any]:
-        """The last event of a stream that fails."""
+        """The error event."""
         fields = error["error"]
         return self._event("error", code=fields["code"], message=fields["message"], param=fields["param"])
 

@@ -1,4 +1,4 @@
-"""Stop strings over text that comes in pieces. The result never depends on where the pieces are cut."""
+"""Finds stop strings in text that comes in pieces. The result does not depend on where the pieces are cut."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Owns the text that is held back because it may be the beginning of a stop string."""
+    """Owns the text that is held back because a stop string may begin in it."""
 
     def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
-        """With `keep`, a stop string is part of the text that it ends."""
+        """With `keep`, the stop string is part of the text that it ends."""
         assert all(stops)
         self._stops = tuple(stops)
         self._keep = keep
@@ -22,7 +22,7 @@ class StopStrings:
         return self._held
 
     def push(self, text: str) -> str:
-        """The text that is certain now. After the stop string that is complete first, `matched` is set: no more."""
+        """Returns the text that has become certain. Sets `matched` at the first complete stop string."""
         if not self._stops:
             return text
         text, self._held = self._held + text, ""
@@ -30,16 +30,17 @@ class StopStrings:
         if ends:
             end, start, self.matched = min(ends)
             return text[: end if self._keep else start]
-        keep = self._possible_beginning(text)
+        keep = self._num_held(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """The held text: the end has come, and it was no stop string."""
+        """Returns the held text at the end: it was not a stop string."""
         text, self._held = self._held, ""
         return text
 
-    def _possible_beginning(self, text: str) -> int:
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of `text` with which a stop string begins."""
         longest = min(len(text), max(map(len, self._stops), default=1) - 1)
         for length in range(longest, 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):

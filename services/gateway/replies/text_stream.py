@@ -18,11 +18,11 @@ class PushesText(Protocol):
     """halfmoon.engine.tokenizer.Detokenizer."""
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token."""
+        """Returns the text that became certain with this token."""
         ...
 
     def flush(self) -> str:
-        """What is left."""
+        """Returns what is left."""
         ...
 
 
@@ -36,17 +36,17 @@ class Decodes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What some tokens gave: certain text, the tokens that are content (for logprobs), all of them, and the end."""
+    """What some tokens yield: certain text, the tokens with content (for logprobs), all token ids, and the end."""
 
     text: str
     tokens: tuple[Token, ...]
-    token_ids: tuple[int, ...]  # also of the one that ended the sequence
-    finish_reason: Ending | None  # None: not the end yet
+    token_ids: tuple[int, ...]  # including the token that ended the sequence
+    finish_reason: Ending | None  # None: the output goes on
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
 
 
 def joined(pieces: Sequence[TextPiece]) -> TextPiece:
-    """Pieces in a row, as one."""
+    """Joins consecutive pieces."""
     return TextPiece(
         text="".join(piece.text for piece in pieces),
         tokens=tuple(token for piece in pieces for token in piece.tokens),
@@ -57,7 +57,7 @@ def joined(pieces: Sequence[TextPiece]) -> TextPiece:
 
 
 class TextStream:
-    """Owns one request's text on its way out, and how many tokens it took."""
+    """Owns one output's text on its way out, and the number of its tokens."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class TextStream:
         *,
         keep_stop: bool = False,
     ) -> None:
-        """With `keep_stop`, a stop string is part of the text; `stop_token_ids` are told from an end-of-sequence."""
+        """With `keep_stop`, a stop string is part of the text. `stop_token_ids` are reported as the stop reason."""
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops, keep=keep_stop)
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -75,7 +75,7 @@ class TextStream:
         self.finish_reason: Ending | None = None
 
     def push(self, tokens: Sequence[Token]) -> TextPiece:
-        """Takes tokens up to the last one or to the one that completes a stop string; the rest is ignored.
+        """Takes tokens up to the last one, or up to the one that completes a stop string; ignores the rest.
 
         A token that ends the sequence (finish reason STOP: end-of-sequence or a stop token) has no text.
         """

@@ -1,6 +1,6 @@
-"""Tool calls in the text of a model, found while it streams. The result never depends on where the pieces are cut.
+"""Finds tool calls in a model's text while it streams. The result does not depend on where the pieces are cut.
 
-Arguments of a named tool stream as they come; other calls come out when they are whole, and so are right.
+The arguments of a named tool stream as they come. Other calls come out whole, and are therefore valid.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from services.gateway.replies.stop_strings import StopStrings
 
 ToolFormat = Literal["hermes", "llama3_json"]
-"""How a model writes calls: `<tool_call>{"name", "arguments"}</tool_call>`, or nothing but {"name", "parameters"}."""
+"""How a model writes calls: as `<tool_call>{"name", "arguments"}</tool_call>`, or as bare {"name", "parameters"}."""
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
@@ -22,7 +22,7 @@ _PYTHON_TAG = "<|python_tag|>"
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A piece of one call; the first piece of a call has its id and name."""
+    """A part of one call. The first part has the id and the name."""
 
     index: int
     arguments: str
@@ -30,18 +30,18 @@ class CallPart:
     name: str | None = None
 
 
-Found = str | CallPart
+ParsedPart = str | CallPart
 
 
 class ToolParser(Protocol):
-    """Takes text, gives content and calls."""
+    """Takes text, and returns content and calls."""
 
-    def push(self, text: str) -> list[Found]:
-        """What is certain now."""
+    def push(self, text: str) -> list[ParsedPart]:
+        """Returns the parts that have become certain."""
         ...
 
-    def flush(self) -> list[Found]:
-        """What is left when the text has ended."""
+    def flush(self) -> list[ParsedPart]:
+        """Returns what is left at the end of the text."""
         ...
 
 
@@ -49,7 +49,7 @@ NewToolParser = Callable[[], ToolParser]
 
 
 def format_of_template(template: str | None) -> ToolFormat | None:
-    """How a model with this chat template writes calls; None when it knows of no tools, or in no way we know."""
+    """The tool format of a chat template; None if it has no tools, or an unknown format."""
     if template is None or "tools" not in template:
         return None
     if _OPEN in template:
@@ -58,14 +58,14 @@ def format_of_template(template: str | None) -> ToolFormat | None:
 
 
 class NamedCall:
-    """The whole output is the arguments of one function."""
+    """Parses an output that is the arguments of one function."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._begun = False
 
-    def push(self, text: str) -> list[Found]:
-        """The text, as a part of the call."""
+    def push(self, text: str) -> list[ParsedPart]:
+        """Returns the text as a part of the call."""
         if not text:
             return []
         if self._begun:
@@ -73,53 +73,53 @@ class NamedCall:
         self._begun = True
         return [CallPart(0, text, _call_id(), self._name)]
 
-    def flush(self) -> list[Found]:
-        """Nothing is held."""
+    def flush(self) -> list[ParsedPart]:
+        """Returns nothing: no text is held back."""
         return []
 
 
 class RequiredCalls:
-    """The whole output is a JSON list of calls."""
+    """Parses an output that is a JSON list of calls."""
 
     def __init__(self) -> None:
         self._held = ""
         self._num_calls = 0
 
-    def push(self, text: str) -> list[Found]:
-        """The calls that are whole now."""
+    def push(self, text: str) -> list[ParsedPart]:
+        """Returns the calls that have become whole."""
         self._held += text
-        found: list[Found] = []
+        parts: list[ParsedPart] = []
         while True:
             self._held = self._held.lstrip("[, \n]")
             call, end = _first_object(self._held)
             if call is None:
-                return found
-            found.append(_call_part(self._num_calls, call))
+                return parts
+            parts.append(_call_part(self._num_calls, call))
             self._num_calls += 1
             self._held = self._held[end:]
 
-    def flush(self) -> list[Found]:
-        """A call that was cut off comes as text."""
+    def flush(self) -> list[ParsedPart]:
+        """Returns a call that was cut off as text."""
         held, self._held = self._held, ""
         return [held] if held else []
 
 
 class HermesCalls:
-    """Calls stand between tags, text before and after them."""
+    """Parses calls between tags, with text before and after them."""
 
     def __init__(self) -> None:
         self._text = StopStrings([_OPEN])
         self._inside: str | None = None  # the text after the opening tag
-        self._after_call = False  # white space there is nobody's
+        self._after_call = False  # white space there is dropped
         self._num_calls = 0
 
-    def push(self, text: str) -> list[Found]:
-        """Text that is certainly no tag, and calls that are whole."""
-        found: list[Found] = []
+    def push(self, text: str) -> list[ParsedPart]:
+        """Returns text that is certainly not a tag, and calls that are whole."""
+        parts: list[ParsedPart] = []
         while text or self._inside is not None:
             if self._inside is None:
                 content, rest = self._before_tag(text)
-                found += [content] if content else []
+                parts += [content] if content else []
                 if rest is None:
                     break
                 self._inside, text = rest, ""
@@ -127,13 +127,13 @@ class HermesCalls:
             body, closing, text = self._inside.partition(_CLOSE)
             if not closing:
                 break
-            found.append(self._call(body))
+            parts.append(self._call(body))
             self._inside = None
             self._after_call = True
-        return found
+        return parts
 
-    def flush(self) -> list[Found]:
-        """A call without its closing tag counts if it is whole."""
+    def flush(self) -> list[ParsedPart]:
+        """Returns a whole call even without its closing tag."""
         if self._inside is None:
             held = self._text.flush()
             return [held] if held else []
@@ -141,7 +141,7 @@ class HermesCalls:
         return [self._call(body, closed=False)]
 
     def _before_tag(self, text: str) -> tuple[str, str | None]:
-        """The text that is out, and what follows the tag, if it has come."""
+        """Returns the text before an opening tag, and what follows the tag if it has come."""
         if self._after_call:
             text = text.lstrip()
             self._after_call = not text
@@ -152,7 +152,7 @@ class HermesCalls:
         self._text = StopStrings([_OPEN])
         return content, held[len(content) + len(_OPEN) :]
 
-    def _call(self, body: str, *, closed: bool = True) -> Found:
+    def _call(self, body: str, *, closed: bool = True) -> ParsedPart:
         call, _ = _first_object(body.strip())
         if call is None:
             return f"{_OPEN}{body}{_CLOSE if closed else ''}"
@@ -161,14 +161,14 @@ class HermesCalls:
 
 
 class Llama3Calls:
-    """An output that begins as a call holds nothing but calls, apart by semicolons."""
+    """Parses an output that is either text or nothing but calls, separated by semicolons."""
 
     def __init__(self) -> None:
         self._held = ""
         self._is_text = False
 
-    def push(self, text: str) -> list[Found]:
-        """Text at once, calls at the end."""
+    def push(self, text: str) -> list[ParsedPart]:
+        """Returns text at once, and calls at the end."""
         if self._is_text:
             return [text] if text else []
         self._held += text
@@ -179,30 +179,30 @@ class Llama3Calls:
         held, self._held = self._held, ""
         return [held]
 
-    def flush(self) -> list[Found]:
-        """All calls, or the text if it is no list of them."""
+    def flush(self) -> list[ParsedPart]:
+        """Returns all calls, or the text if it is not a list of calls."""
         held, self._held = self._held, ""
-        rest, found = held.strip().removeprefix(_PYTHON_TAG).strip(), list[Found]()
+        rest, calls = held.strip().removeprefix(_PYTHON_TAG).strip(), list[ParsedPart]()
         while rest:
             call, end = _first_object(rest)
             if call is None:
                 return [held]
-            found.append(_call_part(len(found), call))
+            calls.append(_call_part(len(calls), call))
             rest = rest[end:].lstrip("; \n")
-        return found
+        return calls
 
 
 PARSERS: dict[ToolFormat, NewToolParser] = {"hermes": HermesCalls, "llama3_json": Llama3Calls}
 
 
 def _first_object(text: str) -> tuple[dict[str, Any] | None, int]:
-    """The call that `text` begins with, if it is whole, and where it ends."""
+    """The call at the start of `text`, if it is whole, and where it ends."""
     try:
-        found, end = json.JSONDecoder().raw_decode(text)
+        value, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
         return None, 0
-    is_call = isinstance(found, dict) and isinstance(found.get("name"), str)
-    return (found, end) if is_call else (None, 0)
+    is_call = isinstance(value, dict) and isinstance(value.get("name"), str)
+    return (value, end) if is_call else (None, 0)
 
 
 def _call_part(index: int, call: dict[str, Any]) -> CallPart:

@@ -1,6 +1,7 @@
-"""What of a request's prompt is known before it is read whole: how long it is at least, and who has its first blocks.
+"""What is known of a prompt before it is tokenized as a whole: a lower bound of its length, and which workers have its
+first blocks.
 
-Of several prompts the first one's: should that be refused, all are.
+With several prompts, the first one is looked at: if it is refused, all are.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from services.gateway.openai.schemas import CompletionBody
 from services.gateway.openai.served_model import PromptPrefix, ServedModel
 from services.gateway.openai.tool_use import tool_use_of
 
-_MOST_TOKENS = 2_048  # read for it in one go; who needs more is read whole
-_MOST_HELD_TOKENS = 8_192  # more are hashed off the event loop
+_MAX_READ_TOKENS = 2_048  # read in one go; a prompt that needs more is tokenized as a whole
+_MAX_PREFIX_TOKENS = 8_192  # a longer prefix would have to be hashed off the event loop
 
 
 class KnownTokens:
-    """The beginning of a prompt that came as token ids."""
+    """The prefix of a prompt that came as token ids."""
 
     def __init__(self, token_ids: Sequence[int], model: ServedModel) -> None:
         self.token_ids: list[int] = []
@@ -36,23 +37,23 @@ class KnownTokens:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left."""
+        """Whether all tokens have been read."""
         return len(self.token_ids) == len(self._all)
 
     def read_on(self, num_tokens: int) -> None:
-        """Raises InvalidRequest for ids that are not in the vocabulary."""
-        begin = len(self.token_ids)
-        more = self._all[begin : begin + num_tokens]
+        """Reads more tokens. Raises InvalidRequest for ids outside the vocabulary."""
+        start = len(self.token_ids)
+        more = self._all[start : start + num_tokens]
         self._model.check_token_ids(more, "prompt")
         self.token_ids += more
 
     def least_tokens(self) -> int:
-        """All of them."""
+        """The length of the prompt, which is known."""
         return len(self._all)
 
 
 def prompt_prefix_of(body: AnyBody, model: ServedModel, tenant_salt: bytes) -> PromptPrefix | None:
-    """None where something is wrong with it: who reads it whole says what."""
+    """The prefix of a body's first prompt; None for an invalid one, which tokenization reports."""
     try:
         if isinstance(body, CompletionBody):
             first = each_prompt(body.prompt)[0]
@@ -72,27 +73,27 @@ def prompt_prefix_of(body: AnyBody, model: ServedModel, tenant_salt: bytes) -> P
     return model.tokenizer.begin(text, with_special=False, salt=tenant_salt)
 
 
-def held_blocks(beginning: PromptPrefix, membership: Membership, tenant_salt: bytes) -> NDArray[np.int64] | None:
-    """How many of the prompt's leading blocks each holder has, as `BlockIndex.match` says it of the whole prompt.
+def held_blocks(prefix: PromptPrefix, membership: Membership, tenant_salt: bytes) -> NDArray[np.int64] | None:
+    """How many of the prompt's leading blocks each holder has: what `BlockIndex.match` returns for the whole prompt.
 
-    That counts from the first block to the first one that is missing: once everybody lacks one of those that were read,
-    the rest does not matter. None where that takes reading too much.
+    A match ends at the first missing block: once every holder lacks a block that was read, the rest does not matter.
+    None if too much would have to be read.
     """
     layout = membership.kv_layout
     if layout is None:
         return NOTHING_CACHED
     root, num_tokens = root_key(membership.model_fingerprint, layout, tenant_salt), layout.block_tokens
-    named: list[bytes] = []  # blocks
-    while num_tokens <= _MOST_TOKENS and len(beginning.token_ids) <= _MOST_HELD_TOKENS:
-        num_before = len(beginning.token_ids)
-        beginning.read_on(num_tokens)
-        more = beginning.token_ids[len(named) * layout.block_tokens :]
+    named: list[bytes] = []  # keys of the blocks read so far
+    while num_tokens <= _MAX_READ_TOKENS and len(prefix.token_ids) <= _MAX_PREFIX_TOKENS:
+        num_before = len(prefix.token_ids)
+        prefix.read_on(num_tokens)
+        more = prefix.token_ids[len(named) * layout.block_tokens :]
         named += iter_block_keys(named[-1] if named else root, more, layout.block_tokens)
         keys = short_keys(named)
-        depths = membership.index.match(keys)
-        if beginning.is_whole or depths.max() < len(keys):
-            return np.minimum(depths, (beginning.least_tokens() - 1) // layout.block_tokens)
-        if len(beginning.token_ids) == num_before:
+        cached_blocks = membership.index.match(keys)
+        if prefix.is_whole or cached_blocks.max() < len(keys):
+            return np.minimum(cached_blocks, (prefix.least_tokens() - 1) // layout.block_tokens)
+        if len(prefix.token_ids) == num_before:
             return None
         num_tokens *= 2
     return None

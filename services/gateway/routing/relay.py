@@ -58,7 +58,7 @@ class Relay:
 
         Several outputs are all admitted before any begins, or none is. Raises Refused when admission forbids it,
         NoCapacity or Unavailable when no worker took it, DeadlineExceeded, or a worker's own error: the first failure
-        ends all outputs. Workers are told of whatever ends an output early, including a cancellation.
+        ends all outputs. Whatever ends an output early, including a cancellation, is passed on to its workers.
         """
         with ExitStack() as stack:
             routings = [

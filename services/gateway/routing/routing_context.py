@@ -1,4 +1,4 @@
-"""What early rejection and routing share, one of each a gateway."""
+"""What early rejection and routing share in one gateway."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import StoreCopies
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry
 
-_SHOWN_CANDIDATES = 6  # of the workers that a prompt could have gone to
-_PRIORITIES_PER_CLASS = 1_000  # that a client may choose from: a class goes before all of the next one
+_SHOWN_CANDIDATES = 6  # of the prefill workers that a prompt could have gone to
+_PRIORITIES_PER_CLASS = 1_000  # that a client may choose from; a class goes before the whole next class
 
 
 def _names() -> Iterator[str]:
@@ -27,8 +27,10 @@ def _names() -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class RoutingContext:
-    """The admission controller, the cluster that it decides on, and where decisions are shown. Owns the names under
-    which the controller knows requests: clients may give two requests the same id."""
+    """The admission controller, what it reads, and where decisions are recorded.
+
+    Owns the names by which the controller knows outputs: clients may give two requests the same id.
+    """
 
     admission: AdmissionController
     membership: Membership

@@ -1,4 +1,4 @@
-"""From one attempt's events to the sink: a token passes in the very call that brings it, without a task of its own."""
+"""From one attempt's events to the sink. A token passes in the call that brings it, without a task of its own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The last minutes as figures over time: what ended in each few seconds, and how busy the workers were.
+"""Figures over time for the last minutes: what ended in each few seconds, and how busy the workers were.
 
-A ring in the gateway and no query of the ledger: a console asks every two seconds, which must cost the same at a
-thousand requests a second as at one, and must work while the ledger is away. It begins anew with the gateway.
+This is a ring in the gateway, not a query of the ledger. A console asks every two seconds; that must cost the same at a
+thousand requests a second as at one, and must work while the ledger is unavailable. The ring ends with the gateway.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 BUCKET_S = 5.0
 _NUM_BUCKETS = 360  # half an hour
-_EDGES_S = 1e-4 * 1.1 ** np.arange(170)  # to about 1000 s; a percentile is right within a tenth
+_EDGES_S = 1e-4 * 1.1 ** np.arange(170)  # up to about 1000 s; percentiles are right within a tenth
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _TOKENS = ("prompt_tokens", "cached_tokens", "prefill_tokens", "output_tokens")
 _OUTCOMES = ("ended", "good", "refused", "failed")
@@ -25,12 +25,12 @@ Counts = NDArray[np.int64]
 
 
 class Ended(NamedTuple):
-    """One request that ended in whatever way."""
+    """One request that ended, however it did."""
 
     qos_class: str
-    is_good: bool  # whole, and within its class's targets
-    refusal: str | None  # why it was not served; None where it was let in
-    is_failed: bool  # let in, and not whole; not by the client's will
+    is_good: bool  # complete, and within its class's targets
+    refusal: str | None  # why it was rejected; None if it was not
+    is_failed: bool  # admitted, and ended early by an error
     prompt_tokens: int
     cached_tokens: int
     ttft_s: float | None
@@ -42,8 +42,8 @@ class Sample(NamedTuple):
 
     num_running: int
     num_waiting: int
-    used_share: float | None  # of the KV blocks; None while there are none
-    output_tokens_total: dict[str, int]  # by worker, since its start
+    used_share: float | None  # of the KV blocks; None without workers
+    output_tokens_total: dict[str, int]  # by worker, since it started
     prefill_tokens_total: dict[str, int]
 
 
@@ -62,12 +62,12 @@ class _Bucket:
     tbt: Counts = field(default_factory=_no_counts)
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    num_output_tokens: int = 0  # of the workers' reports, so also of requests that still run
+    num_output_tokens: int = 0  # from the workers' reports, so including requests that still run
     num_prefill_tokens: int = 0
     sample: Sample | None = None
 
     def total(self, outcome: str) -> int:
-        """Of all classes."""
+        """The count over all classes."""
         return sum(counts[outcome] for counts in self.by_class.values())
 
 
@@ -95,7 +95,7 @@ class Series:
         _count(bucket.tbt, ended.gaps_s)
 
     def sample(self, sample: Sample, now_s: float) -> None:
-        """Takes the workers' figures of now."""
+        """Takes the workers' current figures."""
         bucket = self._bucket(now_s)
         bucket.sample = sample
         if self._last is not None:
@@ -104,7 +104,7 @@ class Series:
         self._last = sample
 
     def shown(self, now_s: float, window_s: float) -> dict[str, Any]:
-        """The whole buckets of the last `window_s` seconds as columns, oldest first, and what they are together."""
+        """The complete buckets of the last `window_s` seconds as columns, oldest first, and their totals."""
         last = int(now_s // BUCKET_S)
         first = max(last - int(window_s // BUCKET_S), last - _NUM_BUCKETS + 1)
         known = {bucket.number: bucket for bucket in self._buckets}
@@ -113,15 +113,15 @@ class Series:
         return {
             "bucket_s": BUCKET_S,
             "age_s": [now_s - (bucket.number + 0.5) * BUCKET_S for bucket in buckets],
-            "rates": {name: [getattr(one, f"num_{name}") / BUCKET_S for one in buckets] for name in _TOKENS},
-            "requests": {name: [one.total(name) / BUCKET_S for one in buckets] for name in _OUTCOMES},
+            "rates": {name: [getattr(bucket, f"num_{name}") / BUCKET_S for bucket in buckets] for name in _TOKENS},
+            "requests": {name: [bucket.total(name) / BUCKET_S for bucket in buckets] for name in _OUTCOMES},
             "ttft_s": _percentiles([bucket.ttft for bucket in buckets]),
             "tbt_s": _percentiles([bucket.tbt for bucket in buckets]),
             "refusals": _refusals(buckets),
             "num_running": [bucket.sample and bucket.sample.num_running for bucket in buckets],
             "num_waiting": [bucket.sample and bucket.sample.num_waiting for bucket in buckets],
             "used_share": [bucket.sample and bucket.sample.used_share for bucket in buckets],
-            "together": _together(buckets),
+            "together": _totals(buckets),
         }
 
     def _bucket(self, now_s: float) -> _Bucket:
@@ -137,8 +137,8 @@ def _count(counts: Counts, seconds: Iterable[float]) -> None:
 
 
 def _gained(before: dict[str, int], now: dict[str, int]) -> int:
-    """A worker that is new, or was started again, counts from then on."""
-    return sum(max(total - before[one], 0) for one, total in now.items() if one in before)
+    """Tokens since the last sample. A worker that is new or was restarted counts from then on."""
+    return sum(max(total - before[worker_id], 0) for worker_id, total in now.items() if worker_id in before)
 
 
 def _percentiles(histograms: Sequence[Counts]) -> dict[str, list[float | None]]:
@@ -146,7 +146,7 @@ def _percentiles(histograms: Sequence[Counts]) -> dict[str, list[float | None]]:
 
 
 def _quantile(counts: Counts, share: float) -> float | None:
-    """The upper edge of the bin that it lies in; None of nothing."""
+    """The upper edge of the quantile's bin; None without values."""
     total = int(counts.sum())
     if total == 0:
         return None
@@ -159,20 +159,22 @@ def _refusals(buckets: Sequence[_Bucket]) -> dict[str, list[float]]:
     return {reason: [bucket.refusals[reason] / BUCKET_S for bucket in buckets] for reason in reasons}
 
 
-def _together(buckets: Sequence[_Bucket]) -> dict[str, Any]:
+def _totals(buckets: Sequence[_Bucket]) -> dict[str, Any]:
     by_class: dict[str, Counter[str]] = {}
     for bucket in buckets:
         for name, counts in bucket.by_class.items():
             by_class.setdefault(name, Counter()).update(counts)
     return {
         "seconds": len(buckets) * BUCKET_S,
-        "classes": {name: {one: counts[one] for one in _OUTCOMES} for name, counts in sorted(by_class.items())},
-        **{name: sum(getattr(one, f"num_{name}") for one in buckets) for name in _TOKENS},
-        "ttft_s": _whole(bucket.ttft for bucket in buckets),
-        "tbt_s": _whole(bucket.tbt for bucket in buckets),
+        "classes": {
+            name: {outcome: counts[outcome] for outcome in _OUTCOMES} for name, counts in sorted(by_class.items())
+        },
+        **{name: sum(getattr(bucket, f"num_{name}") for bucket in buckets) for name in _TOKENS},
+        "ttft_s": _overall(bucket.ttft for bucket in buckets),
+        "tbt_s": _overall(bucket.tbt for bucket in buckets),
     }
 
 
-def _whole(histograms: Iterable[Counts]) -> dict[str, float | None]:
+def _overall(histograms: Iterable[Counts]) -> dict[str, float | None]:
     counts = sum(histograms, _no_counts())
     return {name: _quantile(counts, share) for name, share in _QUANTILES.items()}

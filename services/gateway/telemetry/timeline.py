@@ -1,4 +1,4 @@
-"""One request's way over the services, as spans of time."""
+"""The timeline of one request: what each service did for it, and when."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from halfmoon.pb.prefill_pb2 import Phase
 
 
 class TimelineSpan(NamedTuple):
-    """What one service did for the request. Seconds since the request arrived."""
+    """What one service did for the request. Times are seconds since the request arrived."""
 
     service: str
     name: str
@@ -21,18 +21,18 @@ class TimelineSpan(NamedTuple):
 
 
 def timeline(row: Mapping[str, Any], waited_s: float = 0.0, phases: Sequence[Phase] = ()) -> list[TimelineSpan]:
-    """The spans of a request, by its row in the ledger, how long it waited for its first placement, and what the
-    prefill worker told; that is known of the latest requests only.
+    """The spans of a request, from its ledger row, its wait for the first placement, and the phases that the prefill
+    worker reported, which are known for the latest requests only.
 
-    Of a request that was moved these are the parts of the first attempt, and all of its decoding.
+    For a request that was moved, these are the phases of the first attempt, and all of its decoding.
     """
     ttft_s, e2e_s = row["ttft_s"], row["e2e_s"]
     admitted_s = min(waited_s, e2e_s)
     spans = [TimelineSpan("gateway", "admission", 0.0, admitted_s)]
     if row["prefill_worker"] is None:
         return spans
-    spans += _prefilled(row, admitted_s, e2e_s if ttft_s is None else ttft_s, phases)
-    spans += [span for phase in phases for span in _told(row, phase, admitted_s)]
+    spans += _prefill_spans(row, admitted_s, e2e_s if ttft_s is None else ttft_s, phases)
+    spans += [span for phase in phases for span in _phase_spans(row, phase, admitted_s)]
     if ttft_s is not None:
         num_gaps = max(row["output_tokens"] - 1, 0)
         predicted_s = row["predicted_tbt_s"] * num_gaps if row["predicted_tbt_s"] is not None else None
@@ -40,12 +40,14 @@ def timeline(row: Mapping[str, Any], waited_s: float = 0.0, phases: Sequence[Pha
     return spans
 
 
-def _prefilled(row: Mapping[str, Any], admitted_s: float, end_s: float, phases: Sequence[Phase]) -> list[TimelineSpan]:
-    """From the placement to the first token, which came at `end_s`."""
+def _prefill_spans(
+    row: Mapping[str, Any], admitted_s: float, end_s: float, phases: Sequence[Phase]
+) -> list[TimelineSpan]:
+    """The spans from the placement to the first token, which came at `end_s`."""
     prefill = row["prefill_worker"]
     if row["queue_s"] is None or row["prefill_s"] is None:
         return [TimelineSpan(prefill, "prefill", admitted_s, end_s)]
-    queued_s = next((admitted_s + one.start_s for one in phases if one.kind == Phase.QUEUE), admitted_s)
+    queued_s = next((admitted_s + phase.start_s for phase in phases if phase.kind == Phase.QUEUE), admitted_s)
     queued_s = min(queued_s, end_s)
     begun_s = min(queued_s + row["queue_s"], end_s)
     computed_s = min(begun_s + row["prefill_s"], end_s)
@@ -56,8 +58,8 @@ def _prefilled(row: Mapping[str, Any], admitted_s: float, end_s: float, phases: 
     ]
 
 
-def _told(row: Mapping[str, Any], phase: Phase, admitted_s: float) -> list[TimelineSpan]:
-    """What goes on beside that, on lines of its own."""
+def _phase_spans(row: Mapping[str, Any], phase: Phase, admitted_s: float) -> list[TimelineSpan]:
+    """The span of work that runs in parallel, on a line of its own."""
     prefill, decode = row["prefill_worker"], row["decode_worker"]
     start_s, end_s = (min(max(admitted_s + at_s, 0.0), row["e2e_s"]) for at_s in (phase.start_s, phase.end_s))
     match phase.kind:

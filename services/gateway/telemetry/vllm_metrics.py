@@ -1,4 +1,4 @@
-"""The metrics that mean the same in vLLM, under vLLM's names: dashboards made for it show this gateway, too."""
+"""Metrics under vLLM's names, where they mean the same: dashboards made for vLLM show this gateway, too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.gateway.cluster.membership import Membership
 
 
 class VllmMetrics(Collector):
-    """Owns nothing: reads the gateway's own figures at scrape time. All have vLLM's label `model_name`."""
+    """Reads the gateway's own figures at scrape time, and adds vLLM's label `model_name`. Owns nothing."""
 
     def __init__(
         self,
@@ -22,14 +22,14 @@ class VllmMetrics(Collector):
         histograms: Mapping[str, Histogram],
         counters: Mapping[str, Counter],
     ) -> None:
-        """`histograms` and `counters` are the gateway's, by vLLM's names without `vllm:`."""
+        """`histograms` and `counters` are the gateway's own, by vLLM's names without `vllm:`."""
         self._label = {"model_name": model_name}
         self._membership = membership
         self._histograms = histograms
         self._counters = counters
 
     def collect(self) -> Iterator[Metric]:
-        """What the gateway has, renamed, and the workers' loads added up."""
+        """The gateway's metrics, renamed, and the sums of the workers' loads."""
         for name, histogram in self._histograms.items():
             yield self._renamed(name, histogram)
         for name, counter in self._counters.items():

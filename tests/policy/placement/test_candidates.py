@@ -71,7 +71,7 @@ def test_looser_targets_admit_what_they_explain_and_nothing_else() -> None:
 
 
 def test_of_a_lower_bound_only_a_refusal_is_sure() -> None:
-    unread = past(2.0, refused=True)._replace(is_least=True)
+    unread = past(2.0, refused=True)._replace(is_lower_bound=True)
     for allowed_s, counts in ((1.5, (1, 0, 0)), (3.0, (0, 0, 1))):
         found = preview_targets([unread], AdmissionTargets(1.0, None), AdmissionTargets(allowed_s, None))
         assert (found.num_would_be_refused, found.num_newly_admitted, found.num_undecided) == counts
