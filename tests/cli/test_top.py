@@ -10,7 +10,7 @@ from rich.console import Console
 
 from halfmoon.cli.top import Seen, TopOptions, busiest, draw, duration, spark, top
 from tests.services.gateway.fakes import running_fleet
-from tests.services.gateway.test_judgement import complete
+from tests.services.gateway.test_gateway_admission import complete
 
 LOAD = {"num_running": 2, "num_waiting": 1, "free_blocks": 25, "draining": False}
 WORKER: dict[str, Any] = {

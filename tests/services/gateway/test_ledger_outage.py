@@ -13,7 +13,7 @@ import pytest
 
 from tests.ledger.postgresql import PostgresqlServer, installed_postgresql
 from tests.services.gateway.fakes import Fleet, running_fleet
-from tests.services.gateway.test_judgement import complete
+from tests.services.gateway.test_gateway_admission import complete
 
 
 @pytest.fixture(scope="module")

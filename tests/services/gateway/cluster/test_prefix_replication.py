@@ -18,7 +18,7 @@ from halfmoon.pb.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.server import running_server
 from tests.services.gateway.fakes import FINGERPRINT, LAYOUT, running_fleet
-from tests.services.gateway.test_judgement import PROMPT, complete, measured
+from tests.services.gateway.test_gateway_admission import PROMPT, complete, measured
 
 KV = KVLayout(LAYOUT.num_layers, LAYOUT.num_kv_heads, LAYOUT.head_dim, "float32", LAYOUT.block_tokens)
 

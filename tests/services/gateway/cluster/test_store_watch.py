@@ -20,7 +20,7 @@ from halfmoon.pb.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.server import running_server
 from tests.services.gateway.fakes import FINGERPRINT, LAYOUT, Fleet, running_fleet
-from tests.services.gateway.test_judgement import PROMPT, complete
+from tests.services.gateway.test_gateway_admission import PROMPT, complete
 
 KV = KVLayout(LAYOUT.num_layers, LAYOUT.num_kv_heads, LAYOUT.head_dim, "float32", LAYOUT.block_tokens)
 KEYS = block_keys(root_key(FINGERPRINT, KV), list(PROMPT.encode()), KV.block_tokens)

@@ -16,7 +16,7 @@ from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2 import LatencyProfile
 from halfmoon.policy.values import UnloadedLatency
 from tests.services.gateway.fakes import Fleet, Script, running_fleet
-from tests.services.gateway.test_judgement import PROMPT, complete, measured
+from tests.services.gateway.test_gateway_admission import PROMPT, complete, measured
 
 GOLD = {
     "priority": -1,

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from tests.services.gateway.fakes import Fleet, running_fleet
-from tests.services.gateway.test_judgement import PROMPT, complete, measured
+from tests.services.gateway.test_gateway_admission import PROMPT, complete, measured
 
 STRICT: dict[str, Any] = {"ttft_s": 0.5, "rules": [{"kind": "header", "header": "X-Customer-Tier", "value": "strict"}]}
 

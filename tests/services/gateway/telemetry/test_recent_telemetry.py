@@ -1,4 +1,4 @@
-"""The pure parts of what the console sees: series, decisions, hot prefixes, departures, timelines."""
+"""The pure parts of what the console sees: series, decisions, hot prefixes, workers that left, timelines."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.pb.prefill_pb2 import Phase
-from halfmoon.policy.values import AdmissionTargets
+from halfmoon.policy.admission.feedback import AdmissionTargets
+from services.gateway.progress import Progress
 from services.gateway.telemetry.decisions import Decision, Decisions
-from services.gateway.telemetry.recent_telemetry import HotPrefixes, RecentlyLeft
+from services.gateway.telemetry.recent_telemetry import HotPrefixes, RecentlyLeft, RecentTelemetry
 from services.gateway.telemetry.time_series import BUCKET_S, Ended, Sample, Series
 from services.gateway.telemetry.timeline import timeline
 
@@ -94,16 +95,16 @@ def test_hot_prefixes_are_ranked_by_tokens_saved() -> None:
     assert len(prefixes.hottest(9, 1.0)) == 2
 
 
-def test_who_left_is_shown_until_it_is_back() -> None:
-    departures = RecentlyLeft()
-    departures.note({"a": "prefill", "b": "decode"}, 0.0)
-    departures.note({"a": "prefill"}, 1.0)
-    assert departures.shown(4.0) == [{"worker_id": "b", "role": "decode", "left_s_ago": 3.0}]
-    departures.note({"a": "prefill", "b": "decode"}, 5.0)
-    assert departures.shown(5.0) == []
-    departures.note({"a": "prefill"}, 6.0)
-    departures.note({"a": "prefill"}, 1_000.0)
-    assert departures.shown(1_000.0) == []
+def test_a_worker_that_left_is_shown_until_it_is_back() -> None:
+    recently_left = RecentlyLeft()
+    recently_left.note({"a": "prefill", "b": "decode"}, 0.0)
+    recently_left.note({"a": "prefill"}, 1.0)
+    assert recently_left.shown(4.0) == [{"worker_id": "b", "role": "decode", "left_s_ago": 3.0}]
+    recently_left.note({"a": "prefill", "b": "decode"}, 5.0)
+    assert recently_left.shown(5.0) == []
+    recently_left.note({"a": "prefill"}, 6.0)
+    recently_left.note({"a": "prefill"}, 1_000.0)
+    assert recently_left.shown(1_000.0) == []
 
 
 ROW: dict[str, Any] = {
@@ -147,3 +148,22 @@ def test_a_timeline_of_what_went_wrong(changed: dict[str, float | None], names: 
     spans = timeline(row, 0.1)
     assert [span.name for span in spans] == names
     assert all(0 <= span.start_s <= span.end_s <= row["e2e_s"] for span in spans)
+
+
+def finished(predicted_s: float | None, num_retries: int = 0, *, is_complete: bool = True) -> Progress:
+    progress = Progress(0.0)
+    progress.predicted_ttft_s, progress.num_retries, progress.is_complete = predicted_s, num_retries, is_complete
+    progress.note_tokens([1], 1.0)
+    return progress
+
+
+def test_only_complete_first_attempts_tell_how_wrong_predictions_were() -> None:
+    telemetry = RecentTelemetry()
+    for progress in (finished(None), finished(2.0, num_retries=1), finished(2.0, is_complete=False)):
+        telemetry.note_prediction(progress)
+    assert telemetry.prediction_errors["ttft"].figures().num == 0
+    telemetry.note_prediction(finished(1.5))
+    figures = telemetry.prediction_errors["ttft"].figures()
+    assert figures.num == 1
+    assert figures.bias == pytest.approx(0.5)
+    assert telemetry.prediction_errors["tbt"].figures().num == 0  # a single token has no TBT

@@ -12,7 +12,7 @@ import pytest
 from halfmoon.errors import Incompatible
 from halfmoon.ledger.ledger import open_ledger
 from tests.services.gateway.fakes import Fleet, running_fleet
-from tests.services.gateway.test_judgement import complete, measured
+from tests.services.gateway.test_gateway_admission import complete, measured
 
 
 async def call(fleet: Fleet, method: str = "GET", **body: Any) -> tuple[int, Any]:

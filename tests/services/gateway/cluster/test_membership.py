@@ -1,135 +1,24 @@
-"""The gateway's cores without a network: stop strings, token order, text, membership."""
+"""The members of the cluster, and what the policies see of them."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest
-from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, StepTiming, WorkerIdentity, WorkerLoad
+from halfmoon.errors import Incompatible, InvalidRequest
+from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, LinkSpeed, StepTiming, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import (
     BOTH,
-    LENGTH,
-    NOT_FINISHED,
     PREFILL,
     ROLE_UNSPECIFIED,
-    STOP,
-    FinishReason,
     KVLayout,
-    Token,
 )
 from halfmoon.policy.models.latency import PrefillSample
 from halfmoon.policy.view.block_index import unpack_keys
 from halfmoon.policy.view.worker_view import WorkerView
 from services.gateway.cluster.membership import Membership
-from services.gateway.progress import Progress
-from services.gateway.replies.stop_strings import StopStrings
-from services.gateway.replies.text_stream import TextStream
-from services.gateway.routing.attempt import TokenOrder
-from tests.services.gateway.fakes import EOS, FINGERPRINT, LAYOUT, ByteDetokenizer
-
-SHORT = st.text("ab", max_size=12)
-STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
-
-
-def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The law, one character at a time: the stop string that is complete first, of several the longest."""
-    for end in range(1, len(text) + 1):
-        complete = [stop for stop in stops if text[:end].endswith(stop)]
-        if complete:
-            longest = max(complete, key=len)
-            return text[: end - len(longest)], longest
-    return text, None
-
-
-@given(st.lists(SHORT), STOPS)
-def test_stop_strings_do_not_depend_on_the_pieces(pieces: list[str], stops: list[str]) -> None:
-    matcher, out = StopStrings(stops), ""
-    for piece in pieces:
-        out += matcher.push(piece)
-        if matcher.matched is not None:
-            break
-    else:
-        out += matcher.flush()
-    assert (out, matcher.matched) == first_stop("".join(pieces), stops)
-
-
-@given(st.lists(SHORT), STOPS)
-def test_no_text_is_held_without_need(pieces: list[str], stops: list[str]) -> None:
-    matcher, out, given_text = StopStrings(stops), "", ""
-    for piece in pieces:
-        given_text += piece
-        out += matcher.push(piece)
-        if matcher.matched is not None:
-            return
-        held = given_text[len(out) :]
-        assert not held or any(stop.startswith(held) for stop in stops)
-
-
-def token(position: int, token_id: int = 0, finish: FinishReason.ValueType = NOT_FINISHED) -> Token:
-    return Token(request_id="r", token_id=token_id, position=position, finish_reason=finish)
-
-
-def test_decode_tokens_wait_for_the_first_one() -> None:
-    order = TokenOrder(5)
-    assert order.push(token(6)) == []
-    assert order.push(token(7)) == []
-    assert order.push(token(4)) == []
-    assert [one.position for one in order.push(token(5))] == [5, 6, 7]
-    assert order.push(token(6)) == []
-    assert [one.position for one in order.push(token(8))] == [8]
-
-
-def test_a_gap_is_an_error() -> None:
-    order = TokenOrder(0)
-    order.push(token(0))
-    with pytest.raises(HalfmoonError, match="token 1 was lost"):
-        order.push(token(2))
-    late = TokenOrder(0)
-    late.push(token(2))
-    with pytest.raises(HalfmoonError, match="token 1 was lost"):
-        late.push(token(0))
-
-
-@given(st.integers(0, 5), st.integers(1, 8).flatmap(lambda n: st.permutations(range(1, n))), st.integers(0, 3))
-def test_tokens_before_the_first_come_out_in_order(start: int, early: list[int], num_late: int) -> None:
-    order, out = TokenOrder(start), []
-    late = range(len(early) + 1, len(early) + 1 + num_late)
-    for offset in [*early, 0, *late]:
-        out += [one.position - start for one in order.push(token(start + offset))]
-    assert out == list(range(len(early) + 1 + num_late))
-
-
-def test_text_of_tokens() -> None:
-    stream = TextStream(ByteDetokenizer(), ["STOP"])
-    piece = stream.push([token(0, ord("a")), token(1, ord("S"))])
-    assert (piece.text, piece.finish_reason, len(piece.tokens)) == ("a", None, 2)
-    piece = stream.push([token(2, ord("T")), token(3, EOS, STOP)])
-    assert (piece.text, piece.finish_reason, len(piece.tokens)) == ("ST", "stop", 1)
-    assert stream.num_tokens == 4
-
-
-def test_text_cut_off_inside_a_character() -> None:
-    stream = TextStream(ByteDetokenizer(), [])
-    assert stream.push([token(0, 0xC3, LENGTH)]).text == "\ufffd"
-    assert stream.finish_reason == "length"
-
-
-def test_tokens_after_a_stop_string_are_not_counted() -> None:
-    stream = TextStream(ByteDetokenizer(), ["b"])
-    piece = stream.push([token(i, ord(letter)) for i, letter in enumerate("abc")])
-    assert (piece.text, piece.finish_reason, stream.num_tokens) == ("a", "stop", 2)
-
-
-def test_progress_measures_gaps() -> None:
-    progress = Progress(10.0)
-    progress.note_tokens([1], 12.0)
-    progress.note_tokens([2, 3], 13.0)
-    assert (progress.ttft_s, progress.mean_tbt_s, progress.gaps_s) == (2.0, 0.5, [1.0, 0.0])
-    assert progress.output_token_ids == [1, 2, 3]
+from tests.services.gateway.fakes import FINGERPRINT, LAYOUT
 
 
 def identity(worker_id: str = "w", **changed: object) -> WorkerIdentity:

@@ -1,0 +1,38 @@
+"""Tokens to text."""
+
+from __future__ import annotations
+
+from halfmoon.pb.types_pb2 import (
+    LENGTH,
+    NOT_FINISHED,
+    STOP,
+    FinishReason,
+    Token,
+)
+from services.gateway.replies.text_stream import TextStream
+from tests.services.gateway.fakes import EOS, ByteDetokenizer
+
+
+def token(position: int, token_id: int = 0, finish: FinishReason.ValueType = NOT_FINISHED) -> Token:
+    return Token(request_id="r", token_id=token_id, position=position, finish_reason=finish)
+
+
+def test_text_of_tokens() -> None:
+    stream = TextStream(ByteDetokenizer(), ["STOP"])
+    piece = stream.push([token(0, ord("a")), token(1, ord("S"))])
+    assert (piece.text, piece.finish_reason, len(piece.tokens)) == ("a", None, 2)
+    piece = stream.push([token(2, ord("T")), token(3, EOS, STOP)])
+    assert (piece.text, piece.finish_reason, len(piece.tokens)) == ("ST", "stop", 1)
+    assert stream.num_tokens == 4
+
+
+def test_text_cut_off_inside_a_character() -> None:
+    stream = TextStream(ByteDetokenizer(), [])
+    assert stream.push([token(0, 0xC3, LENGTH)]).text == "\ufffd"
+    assert stream.finish_reason == "length"
+
+
+def test_tokens_after_a_stop_string_are_not_counted() -> None:
+    stream = TextStream(ByteDetokenizer(), ["b"])
+    piece = stream.push([token(i, ord(letter)) for i, letter in enumerate("abc")])
+    assert (piece.text, piece.finish_reason, stream.num_tokens) == ("a", "stop", 2)

@@ -1,0 +1,49 @@
+"""The order of one output's tokens, which come on two streams."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfmoon.errors import HalfmoonError
+from halfmoon.pb.types_pb2 import (
+    NOT_FINISHED,
+    FinishReason,
+    Token,
+)
+from services.gateway.routing.attempt import TokenOrder
+
+
+def token(position: int, token_id: int = 0, finish: FinishReason.ValueType = NOT_FINISHED) -> Token:
+    return Token(request_id="r", token_id=token_id, position=position, finish_reason=finish)
+
+
+def test_decode_tokens_wait_for_the_first_one() -> None:
+    order = TokenOrder(5)
+    assert order.push(token(6)) == []
+    assert order.push(token(7)) == []
+    assert order.push(token(4)) == []
+    assert [one.position for one in order.push(token(5))] == [5, 6, 7]
+    assert order.push(token(6)) == []
+    assert [one.position for one in order.push(token(8))] == [8]
+
+
+def test_a_gap_is_an_error() -> None:
+    order = TokenOrder(0)
+    order.push(token(0))
+    with pytest.raises(HalfmoonError, match="token 1 was lost"):
+        order.push(token(2))
+    late = TokenOrder(0)
+    late.push(token(2))
+    with pytest.raises(HalfmoonError, match="token 1 was lost"):
+        late.push(token(0))
+
+
+@given(st.integers(0, 5), st.integers(1, 8).flatmap(lambda n: st.permutations(range(1, n))), st.integers(0, 3))
+def test_tokens_before_the_first_come_out_in_order(start: int, early: list[int], num_late: int) -> None:
+    order, out = TokenOrder(start), []
+    late = range(len(early) + 1, len(early) + 1 + num_late)
+    for offset in [*early, 0, *late]:
+        out += [one.position - start for one in order.push(token(start + offset))]
+    assert out == list(range(len(early) + 1 + num_late))

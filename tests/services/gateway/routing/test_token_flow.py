@@ -1,0 +1,96 @@
+"""From an attempt's events to the sink."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from halfmoon.errors import HalfmoonError, Unavailable
+from halfmoon.pb.types_pb2 import LENGTH, NOT_FINISHED, Token
+from services.gateway.cluster.token_streams import Event, TokenArrived, WorkerLost
+from services.gateway.routing.token_flow import TokenFlow
+from tests.services.gateway.fakes import soon
+
+
+class Sink:
+    """Begins when a test says so."""
+
+    def __init__(self, enough: int = 100) -> None:
+        self.may_begin = asyncio.Event()
+        self.has_tokens = asyncio.Event()
+        self.pushed: list[int] = []
+        self._enough = enough
+
+    async def begin(self) -> None:
+        await self.may_begin.wait()
+
+    def push(self, tokens: Sequence[Token]) -> bool:
+        self.pushed += [one.position for one in tokens]
+        self.has_tokens.set()
+        return len(self.pushed) >= self._enough
+
+
+def token(position: int, finish_reason: Any = NOT_FINISHED) -> Event:
+    return TokenArrived(Token(position=position, finish_reason=finish_reason), 0.0)
+
+
+def handle(event: Event) -> list[Token]:
+    if isinstance(event, TokenArrived):
+        return [event.token]
+    assert isinstance(event, WorkerLost)
+    raise event.error
+
+
+LOST = WorkerLost("d0", Unavailable("gone"))
+
+
+async def test_tokens_wait_for_the_sink_and_then_go_straight_through() -> None:
+    flow, sink = TokenFlow(handle), Sink()
+    running = asyncio.ensure_future(flow.run(sink))
+    flow.put(token(0))
+    await asyncio.sleep(0)
+    flow.put(token(1))
+    assert sink.pushed == []
+    sink.may_begin.set()
+    await soon(sink.has_tokens.wait())
+    assert sink.pushed == [0, 1]
+    flow.put(token(2))
+    assert sink.pushed == [0, 1, 2]  # in that very call
+    flow.put(token(3, LENGTH))
+    flow.put(LOST)  # too late
+    assert await soon(running) is True
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_failure_comes_after_the_tokens_that_were_due(late: bool) -> None:
+    flow, sink = TokenFlow(handle), Sink()
+    running = asyncio.ensure_future(flow.run(sink))
+    flow.put(token(0))
+    if not late:
+        flow.put(LOST)
+    flow.put(token(1))
+    sink.may_begin.set()
+    if late:
+        await soon(sink.has_tokens.wait())
+        flow.put(LOST)
+    with pytest.raises(Unavailable):
+        await soon(running)
+    assert sink.pushed == ([0, 1] if late else [0])
+
+
+async def test_without_a_token_the_sink_never_begins() -> None:
+    flow = TokenFlow(handle)
+    flow.put(LOST)
+    with pytest.raises(HalfmoonError):
+        await soon(flow.run(Sink()))
+
+
+async def test_a_sink_that_has_enough_ends_the_flow() -> None:
+    flow, sink = TokenFlow(handle), Sink(enough=2)
+    sink.may_begin.set()
+    for position in range(3):
+        flow.put(token(position))
+    assert await soon(flow.run(sink)) is False
