@@ -14,7 +14,7 @@ from aiohttp import web
 
 from halfmoon.background import logged, running
 from halfmoon.errors import InvalidRequest
-from halfmoon.ledger.ledger import Ledger, open_ledger
+from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2_grpc import add_ClusterServicer_to_server
 from halfmoon.pb.prefill_pb2 import KVCodec
 from halfmoon.policy.admission.admission_controller import AdmissionController
@@ -83,6 +83,8 @@ async def running_gateway(
         routing = _routing(settings, cluster)
         telemetry = routing.telemetry
         metrics = GatewayMetrics(membership, ledger, telemetry, routing.copies, model.name)
+        recorder = RequestRecorder(model.name, ledger, metrics, telemetry, tracer)
+        relay = _relay(settings, cluster, routing)
         stores = StoreView(settings.kv_store, lambda: membership.stores)
         known_classes = KnownClasses(settings.state_dir, settings.ledger)
         classes = ActiveClasses(ledger.classes, routing.admission, known_classes, declarations_of(settings))
@@ -90,7 +92,7 @@ async def running_gateway(
         sync = LedgerSync(ledger, classes, admission, routing.admission.lengths, membership, gateway_id)
         await sync.load()
         endpoints = Endpoints(
-            _generation(settings, model, cluster, routing, drain_gate, ledger, metrics, tracer),
+            GenerationEndpoints(model, membership, EarlyRejection(routing), relay, recorder, drain_gate),
             TokenizerEndpoints(model, membership),
             ControlEndpoints(model, cluster, ledger, metrics, drain_gate, telemetry),
             ClassEndpoints(classes),
@@ -125,21 +127,10 @@ def _routing(settings: GatewaySettings, cluster: Cluster) -> RoutingContext:
     return RoutingContext(admission, cluster.membership, cluster.clock, RecentTelemetry(), copies)
 
 
-def _generation(
-    settings: GatewaySettings,
-    model: ServedModel,
-    cluster: Cluster,
-    routing: RoutingContext,
-    drain_gate: DrainGate,
-    ledger: Ledger,
-    metrics: GatewayMetrics,
-    tracer: Tracer,
-) -> GenerationEndpoints:
+def _relay(settings: GatewaySettings, cluster: Cluster, routing: RoutingContext) -> Relay:
     codec = KVCodec.Value(settings.handover_codec.upper())
     wait_limits = WaitLimits(settings.failover_wait_s, settings.return_wait_s)
-    relay = Relay(cluster, routing, settings.request_deadline_s, wait_limits, codec)
-    recorder = RequestRecorder(model.name, ledger, metrics, routing.telemetry, tracer)
-    return GenerationEndpoints(model, cluster.membership, EarlyRejection(routing), relay, recorder, drain_gate)
+    return Relay(cluster, routing, settings.request_deadline_s, wait_limits, codec)
 
 
 async def _runner(endpoints: Endpoints, settings: GatewaySettings) -> web.AppRunner:

@@ -142,10 +142,10 @@ async def test_targets_are_shown_as_they_are_applied(fleet: Fleet) -> None:
     prefill, _ = await fleet.pair()
     measured(fleet, prefill, 1e-6)
     await call(fleet, "PUT", "/gold", **{**GOLD, "tbt_s": 0.25})
-    gatekeeper, now_s = fleet.gateway.routing.admission, fleet.cluster.clock()
-    (gold,) = gatekeeper.classes.classes
+    admission, now_s = fleet.gateway.routing.admission, fleet.cluster.clock()
+    (gold,) = admission.classes.classes
     for _ in range(30):
-        gatekeeper._feedback.add(gold, 0.75, 0.1, UnloadedLatency(), now_s, now_s)
+        admission._feedback.add(gold, 0.75, 0.1, Alone(), now_s, now_s)
     assert (await complete(fleet, "gold"))[0] == 200
     (shown,) = (await call(fleet, "GET"))[1]["classes"]
     assert (shown["ttft_s"], shown["applied_ttft_s"], shown["measured_ttft_s"]) == (0.5, 0.45, 0.75)
@@ -166,8 +166,8 @@ async def test_two_gateways_share_their_classes(tmp_path: Path) -> None:
     shared: dict[str, Any] = {"ledger_url": f"sqlite:///{tmp_path / 'shared.db'}", "ledger_poll_s": 0.05}
     async with running_fleet(tmp_path, **shared) as here, running_fleet(tmp_path, **shared) as there:
         await call(here, "PUT", "/gold", **GOLD)
-        gatekeeper = there.gateway.routing.admission
-        await there.until_told(lambda: [one.name for one in gatekeeper.classes.classes] == ["gold"])
+        admission = there.gateway.routing.admission
+        await there.until_told(lambda: [one.name for one in admission.classes.classes] == ["gold"])
         assert (await call(there, "PUT", "/gold", **{**GOLD, "priority": 5}))[0] == 409
         assert (await call(there, "PUT", "/gold", **{**GOLD, "priority": 5, "version": 1}))[0] == 200
         assert (await call(there, "PUT", "/half", reserved=0.6))[0] == 200
@@ -177,7 +177,7 @@ async def test_two_gateways_share_their_classes(tmp_path: Path) -> None:
             lambda: [one.priority for one in here.gateway.routing.admission.classes.classes] == [0, 5]
         )
         assert (await call(here, "DELETE", "/gold?version=2"))[0] == 204
-        await there.until_told(lambda: [one.name for one in gatekeeper.classes.classes] == ["half"])
+        await there.until_told(lambda: [one.name for one in admission.classes.classes] == ["half"])
 
 
 async def test_classes_stay_in_force_while_the_ledger_is_away(tmp_path: Path) -> None:
