@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOM = Path(__file__).parents[3] / "services" / "gateway"
-ORDER = ("cluster", "http", "replies", "openai", "progress", "request", "telemetry", "routing", "control")
+ORDER = ("settings", "cluster", "http", "replies", "openai", "progress", "request", "telemetry", "routing", "control")
 
 
 def imported_shelves(file: Path) -> Iterator[str]:
