@@ -57,7 +57,7 @@ class LearnedModels:
         def num_busy(timings: Sequence[StepTiming]) -> list[float]:
             ends_s = [now_s - step.ended_before_s for step in timings]
             times_s = zip(timings, ends_s, strict=True)
-            return [view.busy.mean_busy_beside(worker_id, end_s - step.seconds, end_s) for step, end_s in times_s]
+            return [view.busy.mean_busy_colocated(worker_id, end_s - step.seconds, end_s) for step, end_s in times_s]
 
         decodes = [step for step in steps if not step.prefill_tokens]
         if decodes:

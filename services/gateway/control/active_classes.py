@@ -24,7 +24,7 @@ from halfmoon.policy.admission.classes import (
     ClassTable,
     QosClass,
 )
-from halfmoon.policy.admission.feedback import AdmissionTargets
+from halfmoon.policy.values import AdmissionTargets
 from services.gateway.openai.strict_model import Part
 from services.gateway.settings import GatewaySettings
 

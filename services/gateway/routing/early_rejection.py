@@ -40,13 +40,13 @@ class EarlyRejection:
         """
         context, qos, now_s = self._context, request.qos, self._context.clock()
         admission, membership = context.admission, context.membership
-        if not admission.holds_to_targets(qos):
+        if not admission.has_enforced_targets(qos):
             return
         prefix = read_prefix()
         if prefix is None:
             return
         refusal_of = partial(
-            admission.least_refusal,
+            admission.early_refusal,
             membership.view(),
             priority=class_priority(qos, request.priority),
             has_gaps=request.has_gaps,
@@ -63,7 +63,7 @@ class EarlyRejection:
             refusal = refusal_of(prompt)
         if refusal is not None:
             with self._recording(request, prompt, now_s):
-                admission.refuse_least(refusal, qos, now_s)
+                admission.reject(refusal, qos, now_s)
 
     @contextmanager
     def _recording(self, request: GatewayRequest, prompt: PromptLowerBound, now_s: float) -> Iterator[None]:

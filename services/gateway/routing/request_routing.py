@@ -15,7 +15,7 @@ from halfmoon.pb.prefill_pb2 import FP8, INT4, INT8, RAW, KVCodec
 from halfmoon.policy.admission.classes import QosClass
 from halfmoon.policy.admission.degradation import Admitted
 from halfmoon.policy.admission.refusal import Refused
-from halfmoon.policy.placement.place import NOTHING_CACHED, Placement, PlacementRequest
+from halfmoon.policy.values import NOTHING_CACHED, AdmissionTargets, Placement, PlacementRequest
 from halfmoon.policy.view.block_index import short_keys
 from halfmoon.policy.view.key_table import Keys
 from services.gateway.cluster.prefix_replication import PromptBlocks
@@ -67,12 +67,12 @@ class RequestRouting:
         admitted = self._decide(request, applied_qos, now_s)
         self._admit(admitted)
         self._is_reserved = True
-        self._admission.hold(self._name, self._membership.view(), admitted, request.num_prompt_tokens, now_s)
+        self._admission.reserve(self._name, self._membership.view(), admitted, request.num_prompt_tokens, now_s)
 
     def release(self) -> None:
         """Undoes `reserve`, if it was called."""
         if self._is_reserved:
-            self._admission.withdraw(self._name, self._context.clock())
+            self._admission.release(self._name, self._context.clock())
             self._admitted, self._is_reserved, self.output = None, False, self._requested
 
     def place(self, exclude: Sequence[str]) -> Placement:
@@ -81,8 +81,8 @@ class RequestRouting:
         if self._admitted is None:
             return self._begin(request, self._decide(request, self.output.qos, now_s), now_s)
         if self._is_reserved:
-            self._admission.call_up(self._name, now_s)
-        placement = self._admission.place_again(view, request, self._admitted.qos, now_s, self._cached_blocks())
+            self._admission.activate(self._name, now_s)
+        placement = self._admission.place_again(view, request, self._admitted.qos, now_s)
         if self._is_reserved:
             self._is_reserved = False
             return self._begin(request, replace(self._admitted, placement=placement), now_s)
@@ -130,7 +130,14 @@ class RequestRouting:
         sampling = self.output.sampling
         room = sampling.max_tokens - num_output
         least = room if sampling.ignore_eos else sampling.min_tokens - num_output
-        return PlacementRequest(num_prompt, room, tuple(exclude), priority=self._priority(), least_tokens=max(least, 0))
+        return PlacementRequest(
+            num_prompt,
+            room,
+            tuple(exclude),
+            priority=self._priority(),
+            least_tokens=max(least, 0),
+            cached_blocks=self._cached_blocks(),
+        )
 
     def _priority(self) -> int:
         if self._admitted is not None:
@@ -139,13 +146,13 @@ class RequestRouting:
 
     def _decide(self, request: PlacementRequest, applied_qos: QosClass, now_s: float) -> Admitted:
         """Admits by `applied_qos`: its class, with the targets that count. Raises Refused."""
-        qos, cached_blocks = self.output.qos, self._cached_blocks()
+        qos = self.output.qos
         self._progress.qos_class = qos.name
         try:
-            admitted = self._admission.decide(self._membership.view(), request, applied_qos, now_s, cached_blocks)
+            admitted = self._admission.decide(self._membership.view(), request, applied_qos, now_s)
             return replace(admitted, qos=qos)
         except Refused as refusal:
-            self._note_decision(request, cached_blocks, now_s, refusal)
+            self._note_decision(request, now_s, refusal)
             trace_admission(self._progress.arrived_s, now_s, refusal)
             raise
 
@@ -155,25 +162,24 @@ class RequestRouting:
 
     def _begin(self, request: PlacementRequest, admitted: Admitted, now_s: float) -> Placement:
         """Sends the admitted output to its first workers."""
-        progress, placement, cached_blocks = self._progress, admitted.placement, self._cached_blocks()
+        progress, placement = self._progress, admitted.placement
         self._waited_s = now_s - progress.arrived_s
         trace_admission(progress.arrived_s, now_s)
         progress.predicted_ttft_s = self._waited_s + placement.ttft_s
         progress.predicted_queue_s = placement.queue_s
         progress.predicted_prefill_s = placement.prefill_s
         progress.predicted_tbt_s = admitted.mean_tbt_s if admitted.max_tokens > 1 else None
-        self._note_decision(request, cached_blocks, now_s, placement)
+        self._note_decision(request, now_s, placement)
         self._admit(admitted)
         self._admission.enter(self._name, self._membership.view(), admitted, request.num_prompt_tokens, now_s)
         if self._keys is not None:
             blocks = PromptBlocks(self._block_keys, self._keys[0], self.output.tenant_salt)
-            self._context.copies.consider(placement.prefill, cached_blocks, blocks, now_s)
+            self._context.copies.consider(placement.prefill, request.cached_blocks, blocks, now_s)
         return placement
 
     def _note_decision(
         self,
         request: PlacementRequest,
-        cached_blocks: NDArray[np.int64],
         now_s: float,
         outcome: Placement | Refused,
     ) -> None:
@@ -198,7 +204,7 @@ class RequestRouting:
         telemetry.decisions.note(decision)
         if self._keys is not None:
             layout, keys = self._keys
-            telemetry.prefixes.note(keys, cached_blocks, layout.block_tokens, now_s)
+            telemetry.prefixes.note(keys, request.cached_blocks, layout.block_tokens, now_s)
 
     def _cached_blocks(self) -> NDArray[np.int64]:
         """How many of the prompt's leading blocks each worker has."""

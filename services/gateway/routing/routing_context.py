@@ -10,8 +10,7 @@ from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.admission.classes import QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.placement.candidates import Candidate, ranked_candidates
-from halfmoon.policy.placement.place import Placement
-from halfmoon.policy.placement.ttft import TtftPrediction
+from halfmoon.policy.values import Placement, TtftPrediction
 from halfmoon.rpc.spans import current_span
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import StoreCopies

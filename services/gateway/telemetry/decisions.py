@@ -9,6 +9,7 @@ from typing import Any
 
 from halfmoon.pb.prefill_pb2 import Phase
 from halfmoon.policy.placement.candidates import Candidate
+from halfmoon.policy.values import AdmissionTargets
 from services.gateway.progress import Progress
 
 _MAX_DECISIONS = 512

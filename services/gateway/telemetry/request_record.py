@@ -152,7 +152,7 @@ def request_row(
         prefill_s=progress and progress.prefill_s,
         predicted_queue_s=progress and progress.predicted_queue_s,
         predicted_prefill_s=progress and progress.predicted_prefill_s,
-        refused_unread=refusal is not None and refusal.is_least,
+        refused_unread=refusal is not None and refusal.is_early,
     )
 
 

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.policy.placement.candidates import ranked_candidates
-from halfmoon.policy.placement.place import PlacementRequest, PlacementRules, place
-from halfmoon.policy.view.cluster_view import ClusterView, WorkerView
+from halfmoon.policy.placement.place import PlacementRules, place
+from halfmoon.policy.values import PlacementRequest
+from halfmoon.policy.view.cluster_view import ClusterView
+from halfmoon.policy.view.worker_view import WorkerView
+from tests.policy.reported_state import ReportedState
 
 SPEED = PrefillModel(0.001, 0.0001, 1e-8)
 PREFILL = WorkerView("p0", "prefill", "h:1", 100_000, 64, 1_000, 1_000, prefill_model=SPEED, holder=0)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from halfmoon.errors import Incompatible, InvalidRequest
-from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, LinkSpeed, StepTiming, WorkerIdentity, WorkerLoad
+from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, StepTiming, WorkerIdentity, WorkerLoad
 from halfmoon.pb.types_pb2 import (
     BOTH,
     PREFILL,

@@ -145,7 +145,7 @@ async def test_targets_are_shown_as_they_are_applied(fleet: Fleet) -> None:
     admission, now_s = fleet.gateway.routing.admission, fleet.cluster.clock()
     (gold,) = admission.classes.classes
     for _ in range(30):
-        admission._feedback.add(gold, 0.75, 0.1, Alone(), now_s, now_s)
+        admission._feedback.add(gold, 0.75, 0.1, UnloadedLatency(), now_s, now_s)
     assert (await complete(fleet, "gold"))[0] == 200
     (shown,) = (await call(fleet, "GET"))[1]["classes"]
     assert (shown["ttft_s"], shown["applied_ttft_s"], shown["measured_ttft_s"]) == (0.5, 0.45, 0.75)

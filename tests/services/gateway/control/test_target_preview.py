@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.admission.feedback import AdmissionTargets
+from halfmoon.policy.values import AdmissionTargets
 from services.gateway.control.target_preview import PastRequest, preview_targets
 
 

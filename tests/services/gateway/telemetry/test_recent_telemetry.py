@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.pb.prefill_pb2 import Phase
-from halfmoon.policy.admission.feedback import AdmissionTargets
+from halfmoon.policy.values import AdmissionTargets
 from services.gateway.progress import Progress
 from services.gateway.telemetry.decisions import Decision, Decisions
 from services.gateway.telemetry.recent_telemetry import HotPrefixes, RecentlyLeft, RecentTelemetry

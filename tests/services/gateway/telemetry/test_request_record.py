@@ -9,8 +9,8 @@ import pytest
 from halfmoon.ledger.models import RequestRow
 from halfmoon.pb.types_pb2 import SamplingParams
 from halfmoon.policy.admission.classes import QosClass
-from halfmoon.policy.admission.feedback import AdmissionTargets
 from halfmoon.policy.admission.refusal import PredictedLatency, Refused
+from halfmoon.policy.values import AdmissionTargets
 from services.gateway.openai.generation_request import GenerationRequest
 from services.gateway.request import GatewayRequest
 from services.gateway.telemetry.request_record import request_row
