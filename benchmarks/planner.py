@@ -115,7 +115,7 @@ def _capacity(holds: Callable[[float], bool], least: float = 1 / 16, most: float
 
 
 def show_distserve(args: argparse.Namespace) -> None:
-    """p50 TTFT of constant prompts at a low rate; 75.2 and 78.2 ms are known."""
+    """p50 TTFT of constant prompts at a low rate; 75.2 and 78.2 ms are models."""
     for pp, known_ms in ((1, 75.2), (2, 78.2)):
         model = DistServeCoefficients("opt-13b").model(None, 1, pp)
         limits = BatchLimits(model.kv_tokens, model.kv_tokens, 1 << 24)
@@ -123,7 +123,7 @@ def show_distserve(args: argparse.Namespace) -> None:
         workload = synthetic_workload(named_lengths("in=512,out=64"), 500, 0.3, seed=1)
         found = simulate(ClusterSpec(groups, replace(NETWORK, can_fetch=False)), workload)
         p50_ms = 1000 * np.median(found.ttft_s)
-        print(f"OPT-13B TP1 x PP{pp}, 512 in, 64 out: p50 TTFT {p50_ms:.2f} ms, known {known_ms} ms")
+        print(f"OPT-13B TP1 x PP{pp}, 512 in, 64 out: p50 TTFT {p50_ms:.2f} ms, models {known_ms} ms")
 
 
 def show_roofline(args: argparse.Namespace) -> None:
@@ -216,10 +216,10 @@ def show_averages_and_bursts(args: argparse.Namespace) -> None:
     sources = {"h100": latency_source("roofline:llama-2-70b" if args.latency == MODEL else args.latency)}
     goal = Goal(SloTargets(ttft_s=1.0, tpot_s=0.1), ATTAINMENT)
     rules = default_rules(fleet, sources, MAX_RUNNING)
-    question = PlanningProblem(sources, fleet, _trace(args), goal, rules, shape=MODELS["llama-2-70b"])
+    problem = PlanningProblem(sources, fleet, _trace(args), goal, rules, shape=MODELS["llama-2-70b"])
     peers = {"aiconfigurator": recommended} if isinstance(sources["h100"], KernelTimes) else {}
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        show_bursts(question, pool, peers)
+        show_bursts(problem, pool, peers)
 
 
 def show_steady_questions(args: argparse.Namespace) -> None:

@@ -18,12 +18,12 @@ import numpy as np
 from halfmoon.plan.layout import Layout, WorkerKind, WorkerSet
 from halfmoon.plan.layout_trial import layout_trial
 from halfmoon.plan.problem import PlanningProblem
-from halfmoon.plan.search.evaluation import judged
-from halfmoon.plan.search.feasible import models
+from halfmoon.plan.search.evaluation import evaluate
+from halfmoon.plan.search.feasible import feasible_models
 from halfmoon.plan.search.search import search
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
-from halfmoon.sim.workloads.arrival_processes import arrivals
+from halfmoon.sim.workloads.drawn_workload import arrivals
 from halfmoon.sim.workloads.workload import Workload
 
 _MINUTE_S = 60.0
@@ -32,11 +32,11 @@ Peer = Callable[[PlanningProblem, float], Mapping[str, Layout]]
 """Another planner's layouts for a rate, by its kinds of them."""
 
 
-def show_bursts(question: PlanningProblem, pool: Executor, peers: Mapping[str, Peer]) -> None:
+def show_bursts(problem: PlanningProblem, pool: Executor, peers: Mapping[str, Peer]) -> None:
     """The rate is the trace's own; who plans by averages is told the mean rate, or that of the busiest minute."""
-    trace, rate_per_s = question.workload, question.workload.rate_per_s
-    question = replace(question, rate_per_s=rate_per_s, objective="gpus")
-    known = models(question)
+    trace, rate_per_s = problem.workload, problem.workload.rate_per_s
+    problem = replace(problem, rate_per_s=rate_per_s, objective="gpus")
+    models = feasible_models(problem)
     smooth = trace.arriving(arrivals("poisson", len(trace), rate_per_s, np.random.default_rng(0)))
     busiest_per_s = float(np.bincount((trace.start_s // _MINUTE_S).astype(int)).max()) / _MINUTE_S
     told = {
@@ -44,36 +44,36 @@ def show_bursts(question: PlanningProblem, pool: Executor, peers: Mapping[str, P
         f"busiest minute ({busiest_per_s:.2f}/s)": busiest_per_s,
     }
     planned = {
-        **{f"averages, {what}": by_averages(question, known, rate) for what, rate in told.items()},
+        **{f"averages, {what}": by_averages(problem, models, rate) for what, rate in told.items()},
         **{
             f"{name}{kind}, {what}": layout
             for name, peer in peers.items()
             for what, rate in told.items()
-            for kind, layout in peer(question, rate).items()
+            for kind, layout in peer(problem, rate).items()
         },
-        "halfmoon plan, Poisson arrivals": search(replace(question, workload=smooth), pool).best[0].layout,
-        "halfmoon plan, the trace": search(question, pool).best[0].layout,
+        "halfmoon plan, Poisson arrivals": search(replace(problem, workload=smooth), pool).best[0].layout,
+        "halfmoon plan, the trace": search(problem, pool).best[0].layout,
     }
     gaps_s = np.diff(trace.start_s)
     print(f"{len(trace)} requests in {trace.duration_s:.0f} s, gaps' CV {gaps_s.std() / gaps_s.mean():.1f}")
     print("| planned by | layout | GPUs | attainment | TTFT p50 / p90 / p99 s |")
     print("|---|---|---|---|---|")
     for how, layout in planned.items():
-        found = judged(layout_trial(question, known, layout), rate_per_s)
+        found = evaluate(layout_trial(problem, models, layout), rate_per_s)
         times = " / ".join(f"{found.ttft_s[name] or 0:.2f}" for name in ("p50", "p90", "p99"))
         print(f"| {how} | {layout} | {layout.num_gpus} | {found.attainment.joint:.1%} | {times} |", flush=True)
 
 
-def by_averages(question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel], rate_per_s: float) -> Layout:
+def by_averages(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel], rate_per_s: float) -> Layout:
     """The fewest GPUs whose capacity in a steady state is the rate."""
     roles: tuple[Role, ...] = ("prefill", "decode", "both")
     held = {
         (role, kind): rate
-        for role, (kind, model) in product(roles, known.items())
-        if (rate := _capacity_per_s(role, model, question.workload, question))
+        for role, (kind, model) in product(roles, models.items())
+        if (rate := _capacity_per_s(role, model, problem.workload, problem))
     }
     made = list(_layouts(held, rate_per_s))
-    return min((one for one in made if one.fits(question.fleet)), key=lambda one: (one.num_gpus, len(one.sets)))
+    return min((one for one in made if one.fits(problem.fleet)), key=lambda one: (one.num_gpus, len(one.sets)))
 
 
 def _layouts(held: Mapping[tuple[Role, WorkerKind], float], rate_per_s: float) -> Iterator[Layout]:
@@ -84,13 +84,13 @@ def _layouts(held: Mapping[tuple[Role, WorkerKind], float], rate_per_s: float) -
     yield from (Layout(pair) for pair in product(workers("prefill"), workers("decode")))
 
 
-def _capacity_per_s(role: Role, model: LatencyModel, workload: Workload, question: PlanningProblem) -> float:
+def _capacity_per_s(role: Role, model: LatencyModel, workload: Workload, problem: PlanningProblem) -> float:
     """Of one worker that is busy all the time with requests of mean length; 0 where it misses a target even so."""
     prompt, output = float(workload.prompt_tokens.mean()), float(workload.output_tokens.mean())
     prefill_s, context = model.prefill_s(prompt), prompt + output / 2
-    most = min(question.rules.limits[role].max_running, int(model.kv_tokens / (prompt + output)))
-    batches = [one for one in range(1, most + 1) if _step_s(model, one, context) <= question.goal.gap_s]
-    if prefill_s > (question.goal.targets.ttft_s or math.inf) or not batches:
+    most = min(problem.rules.limits[role].max_running, int(model.kv_tokens / (prompt + output)))
+    batches = [one for one in range(1, most + 1) if _step_s(model, one, context) <= problem.goal.gap_s]
+    if prefill_s > (problem.goal.targets.ttft_s or math.inf) or not batches:
         return 0.0
     decode_s = output * min(_step_s(model, one, context) / one for one in batches)
     return 1 / {"prefill": prefill_s, "decode": decode_s, "both": prefill_s + decode_s}[role]

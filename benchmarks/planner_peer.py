@@ -1,4 +1,4 @@
-"""What NVIDIA's own planner answers to a question of ours: `aiconfigurator cli recommend`, as a call.
+"""What NVIDIA's own planner answers to a problem of ours: `aiconfigurator cli recommend`, as a call.
 
 It takes mean lengths, a rate and targets, and answers with the best replica of each kind and how many of them the rate
 needs. Its batch sizes are not taken over: workers here take more when more come, which is to its advantage.
@@ -20,10 +20,10 @@ from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.latency_sources.aiconfigurator import SYSTEMS, KernelTimes, llama_config
 
 
-def recommended(question: PlanningProblem, rate_per_s: float) -> Mapping[str, Layout]:
+def recommended(problem: PlanningProblem, rate_per_s: float) -> Mapping[str, Layout]:
     """Its best layout of workers that do both, and its best one of separate workers, on the first kind of GPU."""
-    gpu = question.fleet.pools[0].gpu.name
-    source, targets = question.sources[gpu], question.goal.targets
+    gpu = problem.fleet.pools[0].gpu.name
+    source, targets = problem.sources[gpu], problem.goal.targets
     if not isinstance(source, KernelTimes) or targets.ttft_s is None or targets.tpot_s is None:
         raise SystemExit("its planner needs its own times, a TTFT and a TPOT target")
     began_s = process_time()
@@ -35,8 +35,8 @@ def recommended(question: PlanningProblem, rate_per_s: float) -> Mapping[str, La
             target_request_rate=rate_per_s,
             backend=source.backend,
             database_mode="SILICON",
-            isl=round(float(question.workload.prompt_tokens.mean())),
-            osl=round(float(question.workload.output_tokens.mean())),
+            isl=round(float(problem.workload.prompt_tokens.mean())),
+            osl=round(float(problem.workload.output_tokens.mean())),
             ttft=1000 * targets.ttft_s,
             tpot=1000 * targets.tpot_s,
         )

@@ -24,7 +24,7 @@ from halfmoon.plan.layout import Layout, Parallelism, Rules, WorkerKind, WorkerS
 from halfmoon.plan.layout_trial import layout_trial
 from halfmoon.plan.node_pools import Fleet, NodePool
 from halfmoon.plan.problem import PlanningProblem
-from halfmoon.plan.search.feasible import NoLayout, models, options
+from halfmoon.plan.search.feasible import NoLayout, feasible_models, options
 from halfmoon.plan.search.goodput import Goal, goodput_per_s
 from halfmoon.plan.search.objective import Rated
 from halfmoon.plan.search.phases import phase_trial
@@ -48,13 +48,13 @@ ENGINES: tuple[Engine, ...] = ("distserve", "vllm")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One of the paper's, on nodes of eight or four GPUs, and what is known of it."""
+    """One of the paper's, on nodes of eight or four GPUs, and what is models of it."""
 
     model: str
     lengths: str
     targets: SloTargets
     num_gpus: int
-    known: str
+    models: str
     prefill: Parallelism  # the paper's, as `decode`
     decode: Parallelism
 
@@ -106,7 +106,7 @@ def main() -> None:
                 show_halves(name, requests_of(CASES[name], args.requests, args.lengths), pool)
         return
     print(
-        "| case | criterion | best disaggregated | best colocated | colocated, vLLM's coefficients | known | seconds |"
+        "| case | criterion | best disaggregated | best colocated | colocated, vLLM's coefficients | models | seconds |"
     )
     print("|---|---|---|---|---|---|---|")
     criteria: tuple[Criterion, ...] = ("joint", "marginal")
@@ -118,32 +118,32 @@ def main() -> None:
                 began_s = time.perf_counter()
                 ours, of_vllm = (found_with(engine, case, workload, criterion, pool) for engine in ENGINES)
                 cells = [shown(one) for one in (ours[0], ours[1], of_vllm[1])]
-                row = name, criterion, *cells, case.known, f"{time.perf_counter() - began_s:.0f}"
+                row = name, criterion, *cells, case.models, f"{time.perf_counter() - began_s:.0f}"
                 print("|", " | ".join(row), "|", flush=True)
 
 
 def show_halves(name: str, workload: Workload, pool: Executor) -> None:
     """Requests/s for each GPU of one worker whose other half takes no time, by parallelism; - where none is in time."""
     case = CASES[name]
-    question = asked("distserve", case, workload, "joint")
-    known = models(question)
-    found = options(question, known)
-    trials = [phase_trial(question, known, one) for one in found]
+    problem = asked("distserve", case, workload, "joint")
+    models = feasible_models(problem)
+    found = options(problem, models)
+    trials = [phase_trial(problem, models, one) for one in found]
     rates = pool.map(goodput_per_s, trials, [one.bound.typical_per_s for one in found])
     per_gpu = {
         (one.role, one.kind.parallelism): min(rate, one.bound.most_per_s) / one.kind.num_devices
         for one, rate in zip(found, rates, strict=True)
     }
-    print(f"| {name}, alone | " + " | ".join(str(one.parallelism) for one in known), "|")
-    print("|---" * (len(known) + 1) + "|")
+    print(f"| {name}, alone | " + " | ".join(str(one.parallelism) for one in models), "|")
+    print("|---" * (len(models) + 1) + "|")
     for role in ("prefill", "decode", "both"):
-        cells = (per_gpu.get((role, one.parallelism)) for one in known)
+        cells = (per_gpu.get((role, one.parallelism)) for one in models)
         print(f"| {role} |", " | ".join("-" if one is None else f"{one:.2f}" for one in cells), "|", flush=True)
     kinds = [WorkerKind(GPU.name, one) for one in (case.prefill, case.decode)]
     for nums in ((1, 1), (1, 2), (2, 1)):
         sets = tuple(WorkerSet(role, kind, num) for role, kind, num in zip(ROLES, kinds, nums, strict=False))
         layout = Layout(sets, is_paired=True)
-        rate = goodput_per_s(layout_trial(question, known, layout), float(layout.num_gpus))
+        rate = goodput_per_s(layout_trial(problem, models, layout), float(layout.num_gpus))
         print(f"{name}: {layout}: {rate / layout.num_gpus:.2f}", flush=True)
 
 

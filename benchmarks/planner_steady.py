@@ -15,8 +15,8 @@ from halfmoon.plan.layout import Layout, first_of_each_kind
 from halfmoon.plan.layout_trial import layout_trial
 from halfmoon.plan.node_pools import read_fleet
 from halfmoon.plan.problem import PlanningProblem, default_rules
-from halfmoon.plan.search.evaluation import judged
-from halfmoon.plan.search.feasible import models
+from halfmoon.plan.search.evaluation import evaluate
+from halfmoon.plan.search.feasible import feasible_models
 from halfmoon.plan.search.goodput import Goal
 from halfmoon.plan.search.search import search
 from halfmoon.sim.cluster.cluster_spec import SloTargets
@@ -45,14 +45,14 @@ _QUESTIONS = (
 
 def show_steady(pool: Executor) -> None:
     """The cheapest layout of either kind, by either planner."""
-    print("| question (TTFT / TPOT, s) | planned by | layout | GPUs | attainment | TTFT p50 / p99, TPOT p50 (ms) |")
+    print("| problem (TTFT / TPOT, s) | planned by | layout | GPUs | attainment | TTFT p50 / p99, TPOT p50 (ms) |")
     print("|---|---|---|---|---|---|")
     for asked in _QUESTIONS:
-        question = _question(asked)
-        known, targets = models(question), asked.targets
+        problem = _question(asked)
+        models, targets = feasible_models(problem), asked.targets
         text = f"{asked.gpu}, {asked.lengths}, {asked.rate_per_s:g}/s, {targets.ttft_s} / {targets.tpot_s}"
-        for who, layout in _answers(question, pool):
-            found = judged(layout_trial(question, known, layout), asked.rate_per_s)
+        for who, layout in _answers(problem, pool):
+            found = evaluate(layout_trial(problem, models, layout), asked.rate_per_s)
             times = f"{_ms(found.ttft_s['p50'])} / {_ms(found.ttft_s['p99'])}, {_ms(found.tpot_s['p50'])}"
             share = f"{found.attainment.joint:.1%}"
             print(f"| {text} | {who} | {layout} | {layout.num_gpus} | {share} | {times} |", flush=True)
@@ -68,11 +68,11 @@ def _question(asked: _Asked) -> PlanningProblem:
     )
 
 
-def _answers(question: PlanningProblem, pool: Executor) -> Iterator[tuple[str, Layout]]:
-    best = [one.layout for one in search(question, pool).best]
+def _answers(problem: PlanningProblem, pool: Executor) -> Iterator[tuple[str, Layout]]:
+    best = [one.layout for one in search(problem, pool).best]
     for together, layout in first_of_each_kind(best, lambda one: one).items():
         yield f"halfmoon plan, {'together' if together else 'apart'}", layout
-    for kind, layout in recommended(question, question.rate_per_s or 0.0).items():
+    for kind, layout in recommended(problem, problem.rate_per_s or 0.0).items():
         yield f"aiconfigurator,{kind}", layout
 
 

@@ -6,7 +6,8 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -198,6 +199,68 @@ def test_the_shelves_of_policy_import_one_way() -> None:
     assert shelf_violations("halfmoon.policy.forecast.ttft", wrong)
     assert not shelf_violations("halfmoon.policy.admission.refusal", wrong)
     assert not shelf_violations("halfmoon.policy.retries", wrong)
+
+
+def import_graph(sources: Mapping[str, str], packages: Collection[str] = ()) -> dict[str, set[str]]:
+    """The files that each file names in its imports; `if TYPE_CHECKING` and functions count, too."""
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        parents = module.split(".") if module in packages else module.split(".")[:-1]
+        graph[module] = set()
+        for node in ast.walk(ast.parse(source)):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = parents[: len(parents) - node.level + 1] if node.level else []
+                origin = ".".join([*base, *([node.module] if node.module else [])])
+                names = [
+                    full if (full := f"{origin}.{alias.name}") in sources else origin for alias in node.names
+                ]  # `from room import file` names the file
+            graph[module] |= {name for name in names if name in sources and name != module}
+    return graph
+
+
+def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Groups of files that reach each other (strongly connected components of more than one)."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError:
+        pass
+    else:
+        return []
+    found = {frozenset(other for other in _reached(graph, name) if name in _reached(graph, other)) for name in graph}
+    return sorted(sorted(circle) for circle in found if len(circle) > 1)
+
+
+def _reached(graph: Mapping[str, Collection[str]], start: str) -> set[str]:
+    reached: set[str] = set()
+    stack = [start]
+    while stack:
+        new = set(graph[stack.pop()]) - reached
+        reached |= new
+        stack += new
+    return reached
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = {module_name(file): file for file in our_files() if file.parent.name != "pb"}
+    packages = [name for name, file in files.items() if file.name == "__init__.py"]
+    assert circles(import_graph({name: file.read_text() for name, file in files.items()}, packages)) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ({"a": "import b", "b": "import c", "c": ""}, []),
+        ({"a": "import b", "b": "def f():\n    import a", "c": "import a"}, [["a", "b"]]),
+        ({"a.x": "from a.y import Y", "a.y": "if TYPE_CHECKING:\n    from a import x"}, [["a.x", "a.y"]]),
+        ({"a.x": "from . import y", "a.y": "from .z import Z", "a.z": "from a.x import X"}, [["a.x", "a.y", "a.z"]]),
+        ({"a.x": "from ..b.y import Y", "b.y": "import numpy"}, []),
+    ],
+)
+def test_the_circle_check_can_fail(sources: dict[str, str], expected: list[list[str]]) -> None:
+    assert circles(import_graph(sources)) == expected
 
 
 def _import_all(modules: list[str], *paths: Path) -> subprocess.CompletedProcess[str]:

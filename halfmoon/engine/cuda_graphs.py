@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.engine.chunk import Chunk
-from halfmoon.engine.models import ForwardBatch
+from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.triton_attention import TritonBackend
 
 logger = logging.getLogger(__name__)

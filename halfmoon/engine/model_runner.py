@@ -15,7 +15,8 @@ from halfmoon.engine.chunk import Chunk, chunk_of
 from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.kv_arena import KVArena
 from halfmoon.engine.kv_watch import LayerWatch
-from halfmoon.engine.models import ForwardBatch, Model
+from halfmoon.engine.models import Model
+from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.request import SampledToken
 from halfmoon.engine.sampler import SamplingRow, sample
 from halfmoon.engine.scheduler import ScheduledSequence

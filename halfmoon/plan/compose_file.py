@@ -1,4 +1,4 @@
-"""A plan's workers for Docker Compose: a file beside docker-compose.yml that puts them in the place of its workers.
+"""A plan's workers for Docker Compose: an overlay of docker-compose.yml that replaces its workers.
 
 docker-compose -f docker-compose.yml -f plan.compose.yml up --build
 """
@@ -18,7 +18,7 @@ _METRICS_PORT = 9100
 
 
 def compose_text(planned: PlannedCluster) -> str:
-    """One service a worker, each with GPUs of its own. The model is HALFMOON_MODEL, else the plan's."""
+    """One service per worker, each with its own GPUs. The model is HALFMOON_MODEL, or else the plan's."""
     services: dict[str, Any] = {name: {"profiles": ["not-planned"]} for name in ("prefill", "decode")}
     if planned.handover_codec != "raw":
         services["gateway"] = {"environment": {"HALFMOON_GATEWAY_HANDOVER_CODEC": planned.handover_codec}}

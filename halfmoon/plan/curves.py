@@ -1,4 +1,4 @@
-"""How layouts fare at rates around what they hold: what a plot of a plan draws."""
+"""Attainment of layouts at rates around their goodput: the data of a plan's plot."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from halfmoon.plan.layout import Layout, WorkerKind
 from halfmoon.plan.layout_trial import layout_trial
 from halfmoon.plan.problem import PlanningProblem
-from halfmoon.plan.search.evaluation import judged
+from halfmoon.plan.search.evaluation import evaluate
 from halfmoon.plan.search.objective import Rated
 from halfmoon.plan.search.search import Progress
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 
-_FACTORS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)  # of what a layout holds: close where attainment falls
+_FACTORS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)  # of a layout's goodput; denser where attainment falls
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One layout: the share of requests that meet the goal at each rate, ascending."""
+    """One layout: the share of requests that meet the goal at each rate, in ascending order."""
 
     layout: Layout
     rates_per_s: tuple[float, ...]
@@ -27,24 +27,24 @@ class Curve:
 
 
 def curves(
-    question: PlanningProblem,
-    known: Mapping[WorkerKind, LatencyModel],
+    problem: PlanningProblem,
+    models: Mapping[WorkerKind, LatencyModel],
     layouts: Sequence[Rated],
     pool: Executor,
     on_progress: Progress = lambda what, done, total: None,
 ) -> list[Curve]:
-    """Of each layout, the asked rate among its rates where there is one."""
-    points = [(one, rate) for one in layouts for rate in _rates(question, one)]
-    trials = [layout_trial(question, known, one.layout) for one, _ in points]
+    """The curve of each layout. A requested rate is among its rates."""
+    points = [(layout, rate) for layout in layouts for rate in _rates(problem, layout)]
+    trials = [layout_trial(problem, models, one.layout) for one, _ in points]
     units = [one.layout.num_units for one, _ in points]
     shares: dict[Rated, list[float]] = {one: [] for one in layouts}
-    found = pool.map(judged, trials, [rate for _, rate in points], units)
-    for done, ((one, _), verdict) in enumerate(zip(points, found, strict=True), start=1):
-        shares[one].append(verdict.attainment.value(question.goal.criterion))
+    result = pool.map(evaluate, trials, [rate for _, rate in points], units)
+    for done, ((one, _), evaluation) in enumerate(zip(points, result, strict=True), start=1):
+        shares[one].append(evaluation.attainment.value(problem.goal.criterion))
         on_progress("curves", done, len(points))
-    return [Curve(one.layout, tuple(_rates(question, one)), tuple(shares[one])) for one in layouts]
+    return [Curve(one.layout, tuple(_rates(problem, one)), tuple(shares[one])) for one in layouts]
 
 
-def _rates(question: PlanningProblem, one: Rated) -> list[float]:
-    asked = () if question.rate_per_s is None else (question.rate_per_s,)
-    return sorted({*(factor * one.goodput_per_s for factor in _FACTORS), *asked})
+def _rates(problem: PlanningProblem, rated: Rated) -> list[float]:
+    asked = () if problem.rate_per_s is None else (problem.rate_per_s,)
+    return sorted({*(factor * rated.goodput_per_s for factor in _FACTORS), *asked})

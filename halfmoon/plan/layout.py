@@ -1,4 +1,4 @@
-"""What the search decides: workers of each role, their parallelism, and where they stand."""
+"""A layout, which the search decides on: workers of each role, their parallelism, and their placement on nodes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ One = TypeVar("One")
 
 
 class Parallelism(NamedTuple):
-    """Devices of one worker: `tensor` share each layer, `pipeline` stages have some of the layers each."""
+    """Devices of one worker: `tensor` devices share each layer, and each of `pipeline` stages has some of the
+    layers.
+    """
 
     tensor: int
     pipeline: int
 
     @property
     def num_devices(self) -> int:
-        """Of one worker."""
+        """Devices of one worker."""
         return self.tensor * self.pipeline
 
     def __str__(self) -> str:
@@ -30,14 +32,14 @@ class Parallelism(NamedTuple):
 
 
 class WorkerKind(NamedTuple):
-    """What a worker is of."""
+    """The GPU and the parallelism of a worker."""
 
     gpu: str
     parallelism: Parallelism
 
     @property
     def num_devices(self) -> int:
-        """Of one worker."""
+        """Devices of one worker."""
         return self.parallelism.num_devices
 
 
@@ -50,16 +52,17 @@ class WorkerSet(NamedTuple):
 
     @property
     def num_gpus(self) -> int:
-        """Of all its workers."""
+        """Devices of all its workers."""
         return self.num * self.kind.num_devices
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`num_units` times the same sets of workers; a unit shares its nodes, so that KV stays on the links within them.
+    """`num_units` times the same sets of workers. The workers of a paired unit share nodes, so KV stays on the links
+    within them.
 
-    One unit without `is_paired` is a cluster whose prefill and decode workers may stand on different nodes. Workers of
-    one role are of one kind, or of several where one kind of GPU is not enough.
+    One unit without `is_paired` is a cluster whose prefill and decode workers may be on different nodes. The workers of
+    a role are of one kind, or of several if one kind of GPU does not suffice.
     """
 
     sets: tuple[WorkerSet, ...]
@@ -69,13 +72,13 @@ class Layout:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether workers do both halves."""
+        """Whether workers do both phases."""
         return self.sets[0].role == "both"
 
     @property
     def unit_gpus(self) -> int:
         """Devices of one unit."""
-        return sum(one.num_gpus for one in self.sets)
+        return sum(workers.num_gpus for workers in self.sets)
 
     @property
     def num_gpus(self) -> int:
@@ -83,32 +86,37 @@ class Layout:
         return self.num_units * self.unit_gpus
 
     def count(self, role: Role) -> int:
-        """Workers of a role, in all units."""
-        return self.num_units * sum(one.num for one in self.sets if one.role == role)
+        """Workers of a role in all units."""
+        return self.num_units * sum(workers.num for workers in self.sets if workers.role == role)
 
     @property
     def gpus(self) -> tuple[str, ...]:
         """The kinds of GPU that it needs."""
-        return tuple(dict.fromkeys(one.kind.gpu for one in self.sets))
+        return tuple(dict.fromkeys(workers.kind.gpu for workers in self.sets))
 
     def price_per_hour(self, fleet: Fleet) -> float:
-        """Dollars."""
-        return self.num_units * sum(one.num_gpus * fleet.pool(one.kind.gpu).gpu.price_per_hour for one in self.sets)
+        """Dollars per hour."""
+        return self.num_units * sum(
+            workers.num_gpus * fleet.pool(workers.kind.gpu).gpu.price_per_hour for workers in self.sets
+        )
 
     def fits(self, fleet: Fleet) -> bool:
-        """Whether the nodes have room, the workers of each set packed on nodes of their own.
+        """Whether the nodes have room, with the workers of each set packed on nodes of their own.
 
-        A unit is within one node, or its workers have equally many stages and each node has one stage of all
-        (DistServe, algorithm 2).
+        A paired unit fits into one node, or its workers have the same number of stages and each node holds one stage of
+        all of them (DistServe, algorithm 2).
         """
         if self.is_paired:
             return len(self.gpus) == 1 and self._units_fit(fleet.pool(self.gpus[0]))
-        return all(_sets_fit([one for one in self.sets if one.kind.gpu == gpu], fleet.pool(gpu)) for gpu in self.gpus)
+        return all(
+            _sets_fit([workers for workers in self.sets if workers.kind.gpu == gpu], fleet.pool(gpu))
+            for gpu in self.gpus
+        )
 
     def _units_fit(self, pool: NodePool) -> bool:
         if self.unit_gpus <= pool.gpus_per_node:
             return self.num_units <= pool.num_nodes * (pool.gpus_per_node // self.unit_gpus)
-        stages = {one.kind.parallelism.pipeline for one in self.sets}
+        stages = {workers.kind.parallelism.pipeline for workers in self.sets}
         stage_gpus = sum(one.num * one.kind.parallelism.tensor for one in self.sets)
         if len(stages) > 1 or stage_gpus > pool.gpus_per_node:
             return False
@@ -118,9 +126,9 @@ class Layout:
         return self.text(named=len(self.gpus) > 1)
 
     def text(self, *, named: bool) -> str:
-        """With or without the names of the GPUs."""
+        """In words, with or without the names of the GPUs."""
         gpu = "{0.kind.gpu} " if named else ""
-        text = " + ".join(f"{{0.num}} {{0.role}} {gpu}{{0.kind.parallelism}}".format(one) for one in self.sets)
+        text = " + ".join(f"{{0.num}} {{0.role}} {gpu}{{0.kind.parallelism}}".format(workers) for workers in self.sets)
         if self.num_units > 1:
             text = f"{self.num_units} x ({text})"
         codec = "" if self.codec == "raw" else f", {self.codec} KV"
@@ -128,28 +136,28 @@ class Layout:
 
 
 def first_of_each_kind(ordered: Sequence[One], layout_of: Callable[[One], Layout]) -> dict[bool, One]:
-    """By whether its workers do both halves; a kind that is not among them is missing."""
-    return {layout_of(one).is_colocated: one for one in reversed(ordered)}
+    """The first item with colocated (True) and with disaggregated (False) workers, if there is one."""
+    return {layout_of(candidate).is_colocated: candidate for candidate in reversed(ordered)}
 
 
 def _sets_fit(sets: Sequence[WorkerSet], pool: NodePool) -> bool:
-    return sum(_nodes(one, pool.gpus_per_node) for one in sets) <= pool.num_nodes or (
+    return sum(_nodes(workers, pool.gpus_per_node) for workers in sets) <= pool.num_nodes or (
         pool.num_nodes == 1 and sum(one.num_gpus for one in sets) <= pool.gpus_per_node
     )
 
 
-def _nodes(one: WorkerSet, gpus_per_node: int) -> float:
-    """Nodes, or the share of one, that a set takes."""
-    if one.kind.num_devices >= gpus_per_node:
-        return one.num * -(-one.kind.num_devices // gpus_per_node)
-    per_node = gpus_per_node // one.kind.num_devices
-    whole, rest = divmod(one.num, per_node)
-    return whole + rest * one.kind.num_devices / gpus_per_node
+def _nodes(workers: WorkerSet, gpus_per_node: int) -> float:
+    """Nodes, or the fraction of one, that a set takes."""
+    if workers.kind.num_devices >= gpus_per_node:
+        return workers.num * -(-workers.kind.num_devices // gpus_per_node)
+    per_node = gpus_per_node // workers.kind.num_devices
+    whole, rest = divmod(workers.num, per_node)
+    return whole + rest * workers.kind.num_devices / gpus_per_node
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How workers batch, by role, and what is between them, by GPU."""
+    """Batch limits by role, and networks by GPU."""
 
     limits: Mapping[Role, BatchLimits]
     networks: Mapping[str, Network]

@@ -1,4 +1,4 @@
-"""One unit of a layout as the simulator takes it: groups of workers on their nodes, and the network between them."""
+"""One unit of a layout for the simulator: groups of workers on their nodes, and the network between them."""
 
 from __future__ import annotations
 
@@ -16,49 +16,53 @@ from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
 
 
-def layout_trial(question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel], layout: Layout) -> Trial:
-    """One unit of a layout under the question's requests."""
-    return Trial(unit_spec(question, known, layout), question.workload, question.goal, question.seed)
+def layout_trial(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel], layout: Layout) -> Trial:
+    """One unit of a layout under the problem's requests."""
+    return Trial(unit_spec(problem, models, layout), problem.workload, problem.goal, problem.seed)
 
 
-def unit_spec(question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel], layout: Layout) -> ClusterSpec:
-    """Without the requests."""
-    fleet = question.fleet
+def unit_spec(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel], layout: Layout) -> ClusterSpec:
+    """The cluster of one unit."""
+    fleet = problem.fleet
     groups = [
         WorkerGroup(
-            one.role,
-            one.num,
-            known[one.kind],
-            question.rules.limits[one.role],
-            workers_per_node=workers_per_node(layout, one, fleet),
+            workers.role,
+            workers.num,
+            models[workers.kind],
+            problem.rules.limits[workers.role],
+            workers_per_node=workers_per_node(layout, workers, fleet),
             first_node=0 if layout.is_paired else None,
-            price_per_hour=fleet.pool(one.kind.gpu).gpu.price_per_hour * one.kind.num_devices,
+            price_per_hour=fleet.pool(workers.kind.gpu).gpu.price_per_hour * workers.kind.num_devices,
         )
-        for one in layout.sets
+        for workers in layout.sets
     ]
-    measured = [one for gpu in layout.gpus if isinstance(one := question.sources[gpu], MeasuredProfile)]
+    measured = [one for gpu in layout.gpus if isinstance(one := problem.sources[gpu], MeasuredProfile)]
     return ClusterSpec(
         tuple(groups),
-        layout_network(question, layout),
-        targets=question.goal.targets,
+        layout_network(problem, layout),
+        targets=problem.goal.targets,
         contention=Contention(**measured[0].contention) if measured else NO_CONTENTION,
-        request_s=max((one.request_s for one in measured), default=0.0),
+        request_s=max((profile.request_s for profile in measured), default=0.0),
         answer_s=max((one.answer_s for one in measured), default=0.0),
     )
 
 
-def workers_per_node(layout: Layout, one: WorkerSet, fleet: Fleet) -> int:
-    """Of a set. One that is not paired has nodes of its own."""
-    return one.num if layout.is_paired else max(fleet.pool(one.kind.gpu).gpus_per_node // one.kind.num_devices, 1)
+def workers_per_node(layout: Layout, workers: WorkerSet, fleet: Fleet) -> int:
+    """Workers of a set on each node. A set that is not paired has nodes of its own."""
+    return (
+        workers.num
+        if layout.is_paired
+        else max(fleet.pool(workers.kind.gpu).gpus_per_node // workers.kind.num_devices, 1)
+    )
 
 
-def layout_network(question: PlanningProblem, layout: Layout) -> Network:
-    """Between its workers, with its codec: between different GPUs it is as fast as the slower ends."""
+def layout_network(problem: PlanningProblem, layout: Layout) -> Network:
+    """The network of a layout, with its codec. Between different GPUs it is as fast as the slower end."""
     codec = KV_CODECS[layout.codec]
-    all_ends = [question.rules.networks[gpu] for gpu in layout.gpus]
+    all_ends = [problem.rules.networks[gpu] for gpu in layout.gpus]
     return replace(
         all_ends[0],
-        bytes_per_s=min(one.bytes_per_s for one in all_ends),
+        bytes_per_s=min(network.bytes_per_s for network in all_ends),
         node_bytes_per_s=min(one.node_bytes_per_s for one in all_ends),
         latency_s=max(one.latency_s for one in all_ends),
         kv_ratio=codec.ratio,

@@ -1,4 +1,4 @@
-"""The hardware that a plan may use: nodes of one or several kinds of GPU."""
+"""The hardware that a plan may use: nodes with one or several kinds of GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORM = "give GPU, or GPU:NODESxGPUS for each kind, as h100:2x8,a100-80g:4x8"
 
 @dataclass(frozen=True, slots=True)
 class NodePool:
-    """Equal nodes. Raises InvalidRequest for none."""
+    """Equal nodes. Raises InvalidRequest for an empty pool."""
 
     gpu: Device
     num_nodes: int
@@ -28,7 +28,7 @@ class NodePool:
 
     @property
     def num_gpus(self) -> int:
-        """Of all its nodes."""
+        """GPUs of all its nodes."""
         return self.num_nodes * self.gpus_per_node
 
     def __str__(self) -> str:
@@ -42,22 +42,22 @@ class Fleet:
     pools: tuple[NodePool, ...]
 
     def pool(self, gpu: str) -> NodePool:
-        """Of a GPU that is there."""
+        """The pool of a GPU that the fleet has."""
         return next(one for one in self.pools if one.gpu.name == gpu)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the GPUs."""
-        return tuple(one.gpu.name for one in self.pools)
+        """Names of the GPUs."""
+        return tuple(pool.gpu.name for pool in self.pools)
 
     @property
     def num_gpus(self) -> int:
-        """Of all kinds."""
-        return sum(one.num_gpus for one in self.pools)
+        """GPUs of all kinds."""
+        return sum(pool.num_gpus for pool in self.pools)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether there are several kinds."""
+        """Whether there are several kinds of GPU."""
         return len(self.pools) > 1
 
     def __str__(self) -> str:
@@ -65,18 +65,19 @@ class Fleet:
 
 
 def read_fleet(text: str, num_nodes: int, gpus_per_node: int, prices: Mapping[str, float]) -> Fleet:
-    """`h200`, or `h100:2x8,a100-80g:4x8`; a name alone has the given nodes. `prices`: dollars an hour, by GPU.
+    """Reads `h200`, or `h100:2x8,a100-80g:4x8`. A name without counts takes the given ones. `prices`: dollars per hour
+    by GPU.
 
-    Raises InvalidRequest for unknown hardware, for none, and for a price that is none.
+    Raises InvalidRequest for unknown hardware, for an empty fleet, and for an invalid price.
     """
     pools = []
     for part in text.split(","):
-        found = _POOL.fullmatch(part.strip())
-        if found is None:
-            raise InvalidRequest(f"{part!r} is no hardware: {_FORM}", param="gpu")
-        nodes, each = (int(found["nodes"]), int(found["each"])) if found["nodes"] else (num_nodes, gpus_per_node)
-        pools.append(NodePool(device(found["gpu"]), nodes, each))
-    names = [one.gpu.name for one in pools]
+        match = _POOL.fullmatch(part.strip())
+        if match is None:
+            raise InvalidRequest(f"{part!r} is not hardware: {_FORM}", param="gpu")
+        nodes, each = (int(match["nodes"]), int(match["each"])) if match["nodes"] else (num_nodes, gpus_per_node)
+        pools.append(NodePool(device(match["gpu"]), nodes, each))
+    names = [pool.gpu.name for pool in pools]
     if len(set(names)) < len(names):
         raise InvalidRequest(f"a GPU is named twice in {text!r}: {_FORM}", param="gpu")
     for name in set(prices) - set(names):

@@ -43,7 +43,7 @@ class PlannedWorkers(BaseModel):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What tells a worker's process so."""
+        """The command-line options of such a worker."""
         named = {
             "--tensor-parallel": self.tp,
             "--pipeline-parallel": self.pp,
@@ -63,7 +63,7 @@ class PlannedLayout(BaseModel):
 
 
 class PlannedCluster(BaseModel):
-    """What of a plan's file decides which workers are started."""
+    """The part of a plan's file that decides which workers are started."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -72,12 +72,12 @@ class PlannedCluster(BaseModel):
     cluster: PlannedLayout
 
     def workers(self, role: Role) -> list[PlannedWorkers]:
-        """What each worker of a role is."""
-        return [one for one in self.cluster.workers if one.role == role for _ in range(one.count)]
+        """One entry for each worker of a role."""
+        return [worker for worker in self.cluster.workers if worker.role == role for _ in range(worker.count)]
 
 
 def read_plan(path: Path) -> PlannedCluster:
-    """Raises InvalidRequest for what is no plan."""
+    """Reads a plan. Raises InvalidRequest for any other file."""
     try:
         return parse_plan(path.read_text(), path)
     except (OSError, UnicodeDecodeError) as error:
@@ -85,7 +85,7 @@ def read_plan(path: Path) -> PlannedCluster:
 
 
 def parse_plan(text: str, path: Path) -> PlannedCluster:
-    """A file's text. Raises InvalidRequest for what is no plan."""
+    """Parses a plan. Raises InvalidRequest for any other text."""
     try:
         return PlannedCluster.model_validate(yaml.safe_load(text))
     except yaml.YAMLError as error:
@@ -94,47 +94,47 @@ def parse_plan(text: str, path: Path) -> PlannedCluster:
         first = error.errors()[0]
         at = ".".join(map(str, first["loc"])) or "the top"
         raise InvalidRequest(
-            f"{path} is no plan: {at}: {first['msg']}; `halfmoon plan` writes one", param="plan"
+            f"{path} is not a plan: {at}: {first['msg']}; `halfmoon plan` writes one", param="plan"
         ) from error
 
 
-def plan_text(question: PlanningProblem, model: str, latencies: Mapping[str, str], best: Rated) -> str:
-    """The file's text; `latencies` are of each GPU."""
-    targets, layout, expected = question.goal.targets, best.layout, best.verdict
-    found = {
+def plan_text(problem: PlanningProblem, model: str, latencies: Mapping[str, str], best: Rated) -> str:
+    """The file's text. `latencies` holds the latency source of each GPU."""
+    targets, layout, expected = problem.goal.targets, best.layout, best.evaluation
+    result = {
         "model": model,
-        "layout": question.text(layout),
+        "layout": problem.text(layout),
         "handover_codec": layout.codec,
         "expected": {
             "rate_per_s": round(expected.rate_per_s, 4),
-            "attainment": round(expected.attainment.value(question.goal.criterion), 4),
+            "attainment": round(expected.attainment.value(problem.goal.criterion), 4),
             "goodput_per_s": round(best.goodput_per_s, 4),
             "gpus": layout.num_gpus,
             "price_per_hour": round(best.price_per_hour, 2),
         },
         "cluster": {
             "workers": [
-                {**_worker(question, layout, one, unit), "latency": latencies[one.kind.gpu]}
+                {**_worker(problem, layout, workers, unit), "latency": latencies[workers.kind.gpu]}
                 for unit in range(layout.num_units)
-                for one in layout.sets
+                for workers in layout.sets
             ],
-            "network": asdict(layout_network(question, layout)),
+            "network": asdict(layout_network(problem, layout)),
             "targets": asdict(targets),
         },
     }
-    text: str = yaml.safe_dump(found, sort_keys=False)
+    text: str = yaml.safe_dump(result, sort_keys=False)
     return text
 
 
-def _worker(question: PlanningProblem, layout: Layout, one: WorkerSet, unit: int) -> dict[str, Any]:
-    is_measured = isinstance(question.sources[one.kind.gpu], MeasuredProfile)
+def _worker(problem: PlanningProblem, layout: Layout, workers: WorkerSet, unit: int) -> dict[str, Any]:
+    is_measured = isinstance(problem.sources[workers.kind.gpu], MeasuredProfile)
     return {
-        "role": one.role,
-        "count": one.num,
-        **({} if is_measured else {"gpu": one.kind.gpu}),
-        "tp": one.kind.parallelism.tensor,
-        "pp": one.kind.parallelism.pipeline,
-        **asdict(question.rules.limits[one.role]),
-        "workers_per_node": workers_per_node(layout, one, question.fleet),
+        "role": workers.role,
+        "count": workers.num,
+        **({} if is_measured else {"gpu": workers.kind.gpu}),
+        "tp": workers.kind.parallelism.tensor,
+        "pp": workers.kind.parallelism.pipeline,
+        **asdict(problem.rules.limits[workers.role]),
+        "workers_per_node": workers_per_node(layout, workers, problem.fleet),
         **({"first_node": unit} if layout.is_paired else {}),
     }

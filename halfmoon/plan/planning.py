@@ -1,4 +1,4 @@
-"""The planner's entry: a request in, a plan out. `halfmoon plan` and the planner service call it."""
+"""The planner's entry point: a request in, a plan out. `halfmoon plan` and the planner service call it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfmoon.plan.node_pools import Fleet, read_fleet
 from halfmoon.plan.plan_file import plan_text
 from halfmoon.plan.problem import OF_A_RATE, PlanningProblem, default_rules
 from halfmoon.plan.request import PlanRequest
-from halfmoon.plan.search.evaluation import Evaluation, judged, what_ifs
+from halfmoon.plan.search.evaluation import Evaluation, evaluate, what_ifs
 from halfmoon.plan.search.goodput import Goal
 from halfmoon.plan.search.objective import Rated
 from halfmoon.plan.search.search import Plan, Progress, search
@@ -25,22 +25,22 @@ from halfmoon.sim.latency_sources.latency_model import LatencySource
 from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.latency_sources.model_catalogue import known_shape, model_shape
 from halfmoon.sim.latency_sources.roofline import Roofline
-from halfmoon.sim.workloads.named_workload import DRAWN_REQUESTS, asked_workload, is_trace
+from halfmoon.sim.workloads.named_workload import DRAWN_REQUESTS, is_trace, named_workload
 from halfmoon.sim.workloads.workload import Workload
 
-TRACE_REQUESTS = 4000  # of a trace, where nobody says how many
+TRACE_REQUESTS = 4000  # of a trace, by default
 _BY_GPU = re.compile(r"[\w.-]+=")
 
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """What was found. `what_if` is of the best layout, by what changes.
+    """A plan. `what_if` holds evaluations of the best layout, by what changes.
 
-    `curves` are of the best layouts and of the best of either kind, where they were asked for; `notes` are warnings.
+    If requested, `curves` has those of the best layouts and of the best layout of either kind. `notes` are warnings.
     """
 
     request: PlanRequest
-    question: PlanningProblem
+    problem: PlanningProblem
     plan: Plan
     what_if: dict[str, Evaluation]
     curves: tuple[Curve, ...] = ()
@@ -48,8 +48,8 @@ class PlanResult:
 
     @property
     def file_text(self) -> str:
-        """plan.yaml."""
-        return plan_text(self.question, self.request.model, latency_texts(self.request), self.plan.best[0])
+        """The text of plan.yaml."""
+        return plan_text(self.problem, self.request.model, latency_texts(self.request), self.plan.best[0])
 
 
 def make_plan(
@@ -59,27 +59,27 @@ def make_plan(
     *,
     with_curves: bool = False,
 ) -> PlanResult:
-    """The same request has the same plan, whatever the number of processes (None: one for each core).
+    """Makes a plan, which does not depend on the number of processes (None: one per core).
 
-    Blocks; `on_progress` is called in this thread. Raises InvalidRequest for what makes no sense or is not known, and
-    NoLayout, which is one, saying which target cannot be met and what could be.
+    Blocks; `on_progress` is called in this thread. Raises InvalidRequest for invalid or unknown values. Raises
+    NoLayout, a kind of InvalidRequest, which says which target cannot be met and what could be.
     """
-    question, notes = asked(request)
+    problem, notes = problem_from(request)
     with simulating_processes(num_processes or os.cpu_count() or 1) as pool:
-        found = search(question, pool, on_progress)
-        drawn = curves(question, found.models, _compared(found), pool, on_progress) if with_curves else []
-        what_if = _what_if(question, found, pool, on_progress)
-    return PlanResult(request, question, found, what_if, tuple(drawn), notes)
+        plan = search(problem, pool, on_progress)
+        drawn = curves(problem, plan.models, _compared(plan), pool, on_progress) if with_curves else []
+        what_if = _what_if(problem, plan, pool, on_progress)
+    return PlanResult(request, problem, plan, what_if, tuple(drawn), notes)
 
 
-def _what_if(question: PlanningProblem, found: Plan, pool: Executor, on_progress: Progress) -> dict[str, Evaluation]:
-    best = found.best[0]
-    changed = what_ifs(question, found.models, best.layout, best.verdict.rate_per_s)
-    judgements = []
-    for done, one in enumerate(pool.map(judged, *zip(*changed.values(), strict=True)), start=1):
-        judgements.append(one)
+def _what_if(problem: PlanningProblem, plan: Plan, pool: Executor, on_progress: Progress) -> dict[str, Evaluation]:
+    best = plan.best[0]
+    changed = what_ifs(problem, plan.models, best.layout, best.evaluation.rate_per_s)
+    evaluations = []
+    for done, one in enumerate(pool.map(evaluate, *zip(*changed.values(), strict=True)), start=1):
+        evaluations.append(one)
         on_progress("what if", done, len(changed))
-    return dict(zip(changed, judgements, strict=True))
+    return dict(zip(changed, evaluations, strict=True))
 
 
 def latency_texts(request: PlanRequest) -> dict[str, str]:
@@ -89,22 +89,22 @@ def latency_texts(request: PlanRequest) -> dict[str, str]:
         return dict.fromkeys(names, f"roofline:{request.model}")
     if not _BY_GPU.match(request.latency):
         return dict.fromkeys(names, request.latency)
-    found = dict(part.split("=", 1) for part in request.latency.split(",") if "=" in part)
-    if set(found) != set(names):
+    result = dict(part.split("=", 1) for part in request.latency.split(",") if "=" in part)
+    if set(result) != set(names):
         raise InvalidRequest(
-            f"the latencies are of {', '.join(found)}, and the GPUs are {', '.join(names)}: give one for each, "
+            f"the latencies are of {', '.join(result)}, and the GPUs are {', '.join(names)}: give one for each, "
             "as h100=SOURCE,a100-80g=SOURCE, or one for all",
             param="latency",
         )
-    return found
+    return result
 
 
 def _fleet(request: PlanRequest) -> Fleet:
     return read_fleet(request.gpu, request.num_nodes, request.gpus_per_node, request.prices)
 
 
-def asked(request: PlanRequest) -> tuple[PlanningProblem, tuple[str, ...]]:
-    """The request, checked and with what it names, and what is odd about it. Raises InvalidRequest."""
+def problem_from(request: PlanRequest) -> tuple[PlanningProblem, tuple[str, ...]]:
+    """The checked request with the things that it names, and warnings. Raises InvalidRequest."""
     fleet = _fleet(request)
     if not request.model.strip():
         raise InvalidRequest("no model is named: give --model", param="model")
@@ -119,7 +119,7 @@ def asked(request: PlanRequest) -> tuple[PlanningProblem, tuple[str, ...]]:
         raise InvalidRequest(f"a network has more than 0 Gbit/s, got {request.network_gbit_per_s:g}", param="network")
     targets = SloTargets(request.ttft_s, request.tpot_s, request.tbt_s, request.tbt_of)
     roles: dict[Role, str | None] = {"prefill": request.prefill_gpu, "decode": request.decode_gpu}
-    question = PlanningProblem(
+    problem = PlanningProblem(
         sources,
         fleet,
         workload,
@@ -134,36 +134,36 @@ def asked(request: PlanRequest) -> tuple[PlanningProblem, tuple[str, ...]]:
         ("raw", "int8", "int4") if request.kv_codec == "auto" else (request.kv_codec,),
         request.is_thorough,
     )
-    return question, notes
+    return problem, notes
 
 
 def _source_of(gpu: str, text: str) -> LatencySource:
-    """Raises InvalidRequest for a roofline of other hardware than is planned for."""
-    found = latency_source(text)
-    if isinstance(found, Roofline) and found.default_gpu not in (None, gpu):
+    """Raises InvalidRequest for a roofline of hardware that is not in the plan."""
+    source = latency_source(text)
+    if isinstance(source, Roofline) and source.default_gpu not in (None, gpu):
         raise InvalidRequest(
-            f"the latency {text} is of {found.default_gpu}, and the GPUs are {gpu}: leave out @{found.default_gpu}",
+            f"the latency {text} is of {source.default_gpu}, and the GPUs are {gpu}: leave out @{source.default_gpu}",
             param="latency",
         )
-    return found
+    return source
 
 
 def _workload(request: PlanRequest, context_tokens: int | None) -> tuple[Workload, tuple[str, ...]]:
-    """Drawn requests are cut off where the model's context ends; those of a trace are left as they are, and told of."""
+    """Truncates drawn requests to the model's context. Requests of a trace stay as they are, with a warning."""
     is_drawn = not is_trace(request.workload)
     num = request.num_requests or (DRAWN_REQUESTS if is_drawn else TRACE_REQUESTS)
-    found = asked_workload(request.workload, 1.0 if is_drawn else None, num, "poisson", 1.0, request.seed)
+    workload = named_workload(request.workload, 1.0 if is_drawn else None, num, "poisson", 1.0, request.seed)
     if context_tokens is None:
-        return found, ()
-    share = float((found.prompt_tokens + found.output_tokens > context_tokens).mean())
-    problem = f"{share:.1%} of the requests are longer than the model's context of {context_tokens:,} tokens"
+        return workload, ()
+    share = float((workload.prompt_tokens + workload.output_tokens > context_tokens).mean())
+    excess = f"{share:.1%} of the requests are longer than the model's context of {context_tokens:,} tokens"
     if is_drawn and share == 1:
-        raise InvalidRequest(f"context: {problem}: give shorter ones, or --context", param="workload")
-    note = f"{problem}: they are {'cut off there' if is_drawn else 'planned for as if it took them'}"
-    return found.within(context_tokens) if is_drawn else found, (note,) if share else ()
+        raise InvalidRequest(f"context: {excess}: give shorter ones, or --context", param="workload")
+    note = f"{excess}: they are {'cut off there' if is_drawn else 'planned for as if it took them'}"
+    return workload.within(context_tokens) if is_drawn else workload, (note,) if share else ()
 
 
-def _compared(found: Plan) -> list[Rated]:
-    """The best, and the best of either kind if it is not among them."""
-    others = [one for one in (found.disaggregated, found.colocated) if one is not None and one not in found.best]
-    return [*found.best, *others]
+def _compared(plan: Plan) -> list[Rated]:
+    """The best layouts, and the best of either kind if it is not among them."""
+    others = [one for one in (plan.disaggregated, plan.colocated) if one is not None and one not in plan.best]
+    return [*plan.best, *others]

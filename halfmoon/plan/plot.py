@@ -1,4 +1,4 @@
-"""`halfmoon plan --plot`: attainment and goodput over the rate, a line for each layout, as PNG or as a page."""
+"""`halfmoon plan --plot`: attainment and goodput over the rate, one line per layout, as PNG or as a page."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 from halfmoon.errors import InvalidRequest
 
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")  # Okabe and Ito's
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")  # by Okabe and Ito
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right")
 _WIDTH_PX, _HEIGHT_PX = 420, 300
-_SCALE = 2.0  # pixels of a PNG for each of these
+_SCALE = 2.0  # PNG pixels for each of these
 _KINDS = (".png", ".html")
 
 
 def check_plot(path: Path) -> None:
-    """What can be known before the search. Raises InvalidRequest saying what to do."""
+    """Checks what can be checked before the search. Raises InvalidRequest, which says what to do."""
     if path.suffix.lower() not in _KINDS:
         raise InvalidRequest(f"a plot is a {' or '.join(_KINDS)} file, not {path.name}", param="plot")
     if not path.parent.is_dir():
-        raise InvalidRequest(f"the plot cannot be written: {path.parent} is no directory", param="plot")
+        raise InvalidRequest(f"the plot cannot be written: {path.parent} is not a directory", param="plot")
     _converter()
 
 
@@ -39,7 +39,7 @@ def write_plot(path: Path, summary: Mapping[str, Any]) -> None:
 
 
 def plot_spec(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Vega-Lite. The rate is of the whole layout where one was asked for, else for each GPU."""
+    """A Vega-Lite specification. Rates are those of the whole layout if a rate was requested, otherwise per GPU."""
     asked = summary["rate_asked_per_s"]
     names = [one["layout"] for one in summary["curves"]]
     rows = [
@@ -90,7 +90,7 @@ def _panel(
 
 
 def _rule(axis: str, value: float, text: str) -> dict[str, Any]:
-    """A dashed line across the panel, with what it is."""
+    """A dashed line across the panel, with its label."""
     along = {"field": axis, "type": "quantitative"}
     end = {"y": along, "x": {"value": _WIDTH_PX}} if axis == "y" else {"x": along, "y": {"value": _HEIGHT_PX}}
     place = {"align": "right", "dx": -4, "dy": -5} if axis == "y" else {"align": "left", "dx": 4, "dy": -8}

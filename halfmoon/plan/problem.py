@@ -1,4 +1,4 @@
-"""What a plan is asked for: model, hardware, traffic and targets, checked."""
+"""A planning problem: model, hardware, traffic and targets, checked."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ Objective = Literal["gpus", "price", "goodput-per-gpu", "goodput-per-dollar"]
 Affinity = Literal["auto", "high", "low"]
 
 FIRST_REQUESTS = 400
-MAX_RUNNING = 256  # sequences of a worker, where nobody says how many
+MAX_RUNNING = 256  # sequences of a worker, by default
 
 OF_A_RATE: tuple[Objective, ...] = ("gpus", "price")
-"""Objectives that need a rate to hold."""
+"""Objectives that need a rate."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanningProblem:
-    """Raises InvalidRequest for what makes no sense.
+    """One problem. Raises InvalidRequest for invalid values.
 
-    - sources: of each GPU of the fleet.
-    - rate_per_s: that the layout has to hold; None: layouts are compared at the most that each holds.
-    - affinity: high: KV may go from node to node (DistServe, algorithm 1); low: it stays within a node (algorithm 2).
-    - shape: of the model, whose heads and layers the parallelism must divide; None: not known, nothing is checked.
-    - gpus_for: that the workers of a role may have; a role that is not there may have all.
+    - sources: the latency source of each GPU of the fleet.
+    - rate_per_s: the rate that the layout must sustain; None: layouts are compared by their goodput.
+    - affinity: high: KV may cross nodes (DistServe, algorithm 1); low: it stays within a node (algorithm 2).
+    - shape: of the model, whose heads and layers the parallelism must divide; None: unknown, not checked.
+    - gpus_for: the GPU of a role's workers; other roles may use any GPU.
     - codecs: of KV between nodes, the least lossy first.
-    - is_thorough: nothing is left out that bounds do not rule out, and no first look is at a part of the requests.
+    - is_thorough: prune by bounds only, and simulate all requests from the start.
     """
 
     sources: Mapping[str, LatencySource]
@@ -84,17 +84,17 @@ class PlanningProblem:
         return len(self.workload) if self.is_thorough else FIRST_REQUESTS
 
     def may_have(self, role: Role, gpu: str) -> bool:
-        """Whether workers of the role may be of that GPU."""
+        """Whether workers of the role may use that GPU."""
         return self.gpus_for.get(role, gpu) == gpu
 
     def cost(self, layout: Layout) -> float:
-        """What the objective counts: dollars an hour, or GPUs."""
+        """The cost that the objective counts: dollars per hour, or GPUs."""
         if self.objective in ("price", "goodput-per-dollar"):
             return layout.price_per_hour(self.fleet)
         return layout.num_gpus
 
     def text(self, layout: Layout) -> str:
-        """A layout in words, with the names of GPUs where there are several."""
+        """A layout in words, with the names of GPUs if there are several kinds."""
         return layout.text(named=self.fleet.is_mixed)
 
 
@@ -104,14 +104,15 @@ def default_rules(
     max_running: int | None = None,
     network_bytes_per_s: float | None = None,
 ) -> Rules:
-    """Batching as measured, else the engine's, with as many sequences as are given; links as given, else as measured,
-    else the catalogue's."""
+    """Batch limits as measured, or else the engine's, with the given number of sequences. Networks as given, or else as
+    measured, or else the catalogue's.
+    """
     measured = [one for one in sources.values() if isinstance(one, MeasuredProfile)]
     limits = measured[0].batch_limits if measured else BatchLimits(max_running=MAX_RUNNING)
     if max_running is not None:
         limits = replace(limits, max_running=max_running)
     roles: tuple[Role, ...] = ("prefill", "decode", "both")
-    networks = {one.gpu.name: _network(one, sources[one.gpu.name], network_bytes_per_s) for one in fleet.pools}
+    networks = {pool.gpu.name: _network(pool, sources[pool.gpu.name], network_bytes_per_s) for pool in fleet.pools}
     return Rules(dict.fromkeys(roles, limits), networks)
 
 

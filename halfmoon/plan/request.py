@@ -1,4 +1,4 @@
-"""What a user asks of the planner, in the words of the command line: plain values, as a service gets them."""
+"""A user's request to the planner, in the terms of the command line: plain values, as a service receives them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from halfmoon.sim.result import Criterion
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Nothing is checked here: `make_plan` does that. None is the default that `halfmoon plan --help` names.
+    """One request. `make_plan` checks it. None means the default that `halfmoon plan --help` names.
 
     - workload: a trace's path, `chat`, `code`, … or `in=512,out=64`.
-    - latency: what `latency_source` takes; None: the model's roofline.
-      Or GPU=SOURCE for each GPU, with commas between.
-    - gpu: a name, of which there are `num_nodes` x `gpus_per_node`, or `h100:2x8,a100-80g:4x8`.
-    - prices: dollars an hour of one GPU, by name, where the catalogue's are not right.
+    - latency: what `latency_source` takes, or GPU=SOURCE for each GPU, separated by commas; None: the model's roofline.
+    - gpu: a name, with `num_nodes` x `gpus_per_node` of them, or `h100:2x8,a100-80g:4x8`.
+    - prices: dollars per hour of one GPU, by name, instead of the catalogue's.
     - network_gbit_per_s: of each node's port; None: the catalogue's.
     - context_tokens: of the model; None: its own.
-    - num_requests: of one pass; of a trace the first.
-    - is_thorough: nothing is left out but by bounds; several times as long.
+    - num_requests: of one pass; of a trace, the first ones.
+    - is_thorough: prune by bounds only; takes several times as long.
     """
 
     model: str

@@ -14,75 +14,75 @@ from halfmoon.sim.latency_sources.latency_model import LatencyModel
 
 def summary_of(result: PlanResult) -> dict[str, Any]:
     """Plain values; times in seconds, shares between 0 and 1."""
-    question, found = result.question, result.plan
-    best, colocated, targets = found.best[0], found.colocated, question.goal.targets
+    problem, results = result.problem, result.plan
+    best, colocated, targets = results.best[0], results.colocated, problem.goal.targets
     return {
-        "gpu": str(question.fleet),
-        "objective": question.objective,
-        "criterion": question.goal.criterion,
-        "attainment_asked": question.goal.attainment,
-        "rate_asked_per_s": question.rate_per_s,
+        "gpu": str(problem.fleet),
+        "objective": problem.objective,
+        "criterion": problem.goal.criterion,
+        "attainment_asked": problem.goal.attainment,
+        "rate_asked_per_s": problem.rate_per_s,
         "targets": asdict(targets),
-        "layouts": [{**_rated(question, one), **_judged(one.verdict)} for one in found.best],
-        "disaggregated": None if found.disaggregated is None else _rated(question, found.disaggregated),
-        "colocated": None if colocated is None else _rated(question, colocated),
+        "layouts": [{**_rated(problem, rated), **_evaluate(rated.evaluation)} for rated in results.best],
+        "disaggregated": None if results.disaggregated is None else _rated(problem, results.disaggregated),
+        "colocated": None if colocated is None else _rated(problem, colocated),
         "over_colocated": None if colocated is None else best.per_gpu / colocated.per_gpu,
-        "sensitivity": {name: _judged(verdict) for name, verdict in result.what_if.items()},
+        "sensitivity": {name: _evaluate(evaluation) for name, evaluation in result.what_if.items()},
         "curves": [
             {
-                "layout": question.text(one.layout),
-                "num_gpus": one.layout.num_gpus,
-                "rate_per_s": list(one.rates_per_s),
-                "attainment": list(one.attainments),
+                "layout": problem.text(curve.layout),
+                "num_gpus": curve.layout.num_gpus,
+                "rate_per_s": list(curve.rates_per_s),
+                "attainment": list(curve.attainments),
             }
-            for one in result.curves
+            for curve in result.curves
         ],
-        "latency": [_source(found.models[kind]) for kind in sorted({one.kind for one in best.layout.sets})],
+        "latency": [_source(results.models[kind]) for kind in sorted({workers.kind for workers in best.layout.sets})],
         "notes": list(result.notes),
-        "num_simulated": found.num_simulated,
-        "num_ruled_out": found.num_ruled_out,
+        "num_simulated": results.num_simulated,
+        "num_ruled_out": results.num_ruled_out,
     }
 
 
 def _source(model: LatencyModel) -> dict[str, Any]:
-    """Where a worker's times are from, with the median relative error of the fit; null where that is not known."""
+    """The source of a worker's times, with the median relative error of the fit; null if unknown."""
     return {"source": model.source, "error_prefill": model.error.prefill, "error_step": model.error.step}
 
 
-def _rated(question: PlanningProblem, one: Rated) -> dict[str, Any]:
-    layout = one.layout
+def _rated(problem: PlanningProblem, rated: Rated) -> dict[str, Any]:
+    layout = rated.layout
     return {
-        "layout": question.text(layout),
-        "same_as": [question.text(other) for other in one.twins],
+        "layout": problem.text(layout),
+        "same_as": [problem.text(other) for other in rated.equivalents],
         "workers": [
             {
-                "role": each.role,
-                "count": layout.num_units * each.num,
-                "gpu": each.kind.gpu,
-                **each.kind.parallelism._asdict(),
+                "role": workers.role,
+                "count": layout.num_units * workers.num,
+                "gpu": workers.kind.gpu,
+                **workers.kind.parallelism._asdict(),
             }
-            for each in layout.sets
+            for workers in layout.sets
         ],
         "is_paired": layout.is_paired,
         "kv_codec": layout.codec,
         "num_gpus": layout.num_gpus,
-        "price_per_hour": one.price_per_hour,
-        "goodput_per_s": one.goodput_per_s,
-        "goodput_per_s_per_gpu": one.per_gpu,
-        "goodput_per_dollar": one.per_dollar,
+        "price_per_hour": rated.price_per_hour,
+        "goodput_per_s": rated.goodput_per_s,
+        "goodput_per_s_per_gpu": rated.per_gpu,
+        "goodput_per_dollar": rated.per_dollar,
     }
 
 
-def _judged(verdict: Evaluation) -> dict[str, Any]:
-    shares = verdict.attainment
+def _evaluate(evaluation: Evaluation) -> dict[str, Any]:
+    shares = evaluation.attainment
     return {
-        "rate_per_s": verdict.rate_per_s,
-        "keeps_up": verdict.keeps_up,
+        "rate_per_s": evaluation.rate_per_s,
+        "keeps_up": evaluation.keeps_up,
         "attainment_joint": shares.joint,
         "attainment_ttft": shares.ttft,
         "attainment_tpot": shares.tpot,
         "attainment_tbt": shares.tbt,
-        "ttft_s": verdict.ttft_s,
-        "tpot_s": verdict.tpot_s,
-        "tbt_s": verdict.tbt_s,
+        "ttft_s": evaluation.ttft_s,
+        "tpot_s": evaluation.tpot_s,
+        "tbt_s": evaluation.tbt_s,
     }

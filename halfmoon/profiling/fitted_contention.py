@@ -1,4 +1,4 @@
-"""How much workers of one host slow each other down: as much as makes a simulation take what was measured. Pure."""
+"""Interference between workers of one host, fitted so that a simulation reproduces the measured latencies. Pure."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from halfmoon.sim.workloads.workload import Workload
 
 _MOST = 4.0  # times as long
 _HALVINGS = 8
-_ROUNDS = 3  # what slows prompts down delays decodes, and the other way round
+_ROUNDS = 3  # slower prompts delay decodes, and the other way round
 _WORKS: tuple[Work, Work] = ("prefill", "decode")
 
 
 class ServedMeans(NamedTuple):
-    """Of requests that were served, in seconds."""
+    """Mean latencies of served requests, in seconds."""
 
     ttft_s: float
     tpot_s: float
@@ -31,10 +31,10 @@ class ServedMeans(NamedTuple):
 def fitted_slowdowns(
     profile: MeasuredProfile, roles: Sequence[Role], workload: Workload, served: ServedMeans
 ) -> list[MeasuredSlowdown]:
-    """Of prompts and of steps, beside whatever a neighbour can do; never below 1.
+    """Fits the slowdown of prompts and of steps beside any colocated work; never below 1.
 
-    `roles` are those of all workers, on one host. `served` is what the workload took there, in all: gateway and clients
-    use the same cores, and whatever they cost is in it.
+    `roles` lists all workers of the host. `served` has the workload's measured latencies; they include the cost of the
+    gateway and of clients on the same cores.
     """
     spec = _cluster(profile, roles)
     prefill = decode = 1.0
@@ -58,12 +58,12 @@ def fitted_slowdowns(
 
 
 def _means(spec: ClusterSpec, workload: Workload, prefill: float, decode: float) -> ServedMeans:
-    found = simulate(replace(spec, contention=Contention(prefill, prefill, decode, decode)), workload)
-    return ServedMeans(float(np.nanmean(found.ttft_s)), float(np.nanmean(found.tpot_s)))
+    result = simulate(replace(spec, contention=Contention(prefill, prefill, decode, decode)), workload)
+    return ServedMeans(float(np.nanmean(result.ttft_s)), float(np.nanmean(result.tpot_s)))
 
 
 def _matching(seconds_with: Callable[[float], float], seconds: float) -> float:
-    """The slowdown with which it takes so long; the nearest one where none does."""
+    """The slowdown that reproduces `seconds`, or the nearest one."""
     low, high = 1.0, _MOST
     if seconds_with(low) >= seconds:
         return low
@@ -85,6 +85,6 @@ def _cluster(profile: MeasuredProfile, roles: Sequence[Role]) -> ClusterSpec:
 
 
 def _meet(roles: Sequence[Role], work: Work, neighbour: Work) -> bool:
-    """Whether one worker can do the one while another one does the other."""
+    """Whether one worker can do `work` while another does `neighbour`."""
     able = [[at for at, role in enumerate(roles) if role in (one, "both")] for one in (work, neighbour)]
     return any(one != other for one in able[0] for other in able[1])

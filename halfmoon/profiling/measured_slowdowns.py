@@ -1,4 +1,4 @@
-"""How much slower a worker is while another one of its host computes, too."""
+"""Measures how much slower a worker is while another one of its host computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import mean
 from typing import TypeVar
 
 from halfmoon.errors import NoCapacity
-from halfmoon.profiling.measuring import Progress, usual_mean
+from halfmoon.profiling.measuring import Progress, trimmed_mean
 from halfmoon.profiling.probe import Prefilled, WorkerProbe
 from halfmoon.sim.cluster.contention import Work
 from halfmoon.sim.latency_sources.measured_profile import MeasuredSlowdown
@@ -27,20 +27,20 @@ _WORKS: tuple[Work, Work] = ("prefill", "decode")
 Measured = TypeVar("Measured")
 
 
-async def measured_slowdowns(one: WorkerProbe, other: WorkerProbe, on_progress: Progress) -> list[MeasuredSlowdown]:
-    """Of each kind of work that the two can do at the same time, beside each: alone and beside it by turns.
+async def measured_slowdowns(probe: WorkerProbe, other: WorkerProbe, on_progress: Progress) -> list[MeasuredSlowdown]:
+    """Measures each pair of works that both workers can do concurrently, alternating between alone and side by side.
 
-    Nobody is served meanwhile: see `served_slowdowns`, for which all workers have to share the host.
+    The workers serve no requests meanwhile. See `served_slowdowns` for workers that all share one host.
     """
     pairs = [
         (mine, its, neighbour, work)
-        for mine, neighbour in ((one, other), (other, one))
+        for mine, neighbour in ((probe, other), (other, probe))
         for its in _WORKS
         for work in _WORKS
         if mine.target.can(work) and neighbour.target.can(its)
     ]
     pairs = list({(work, its): (mine, its, neighbour, work) for mine, its, neighbour, work in pairs}.values())
-    found = []
+    result = []
     for number, (mine, its, neighbour, work) in enumerate(pairs):
         alone_s: list[float] = []
         beside_s: list[float] = []
@@ -49,13 +49,15 @@ async def measured_slowdowns(one: WorkerProbe, other: WorkerProbe, on_progress: 
             alone_s.append(await _mean_s(mine, work, neighbour))
             async with _busy(neighbour, its, mine):
                 beside_s.append(await _mean_s(mine, work, neighbour))
-        found.append(MeasuredSlowdown(work=work, neighbour=its, slowdown=usual_mean(beside_s) / usual_mean(alone_s)))
+        result.append(
+            MeasuredSlowdown(work=work, neighbour=its, slowdown=trimmed_mean(beside_s) / trimmed_mean(alone_s))
+        )
     on_progress("side by side", len(pairs) * _ROUNDS, len(pairs) * _ROUNDS)
-    return found
+    return result
 
 
 async def _mean_s(probe: WorkerProbe, work: Work, other: WorkerProbe) -> float:
-    """Of some prompts, which are handed over, or of some steps."""
+    """Mean time of a few prompts, which are handed over, or of a few steps."""
     if work == "prefill":
         async with probe.handing_over(other) as receiver:
             return mean([(await _prompt(probe, receiver)).seconds for _ in range(_PROMPTS)])
@@ -65,9 +67,9 @@ async def _mean_s(probe: WorkerProbe, work: Work, other: WorkerProbe) -> float:
 
 @asynccontextmanager
 async def _busy(probe: WorkerProbe, work: Work, other: WorkerProbe) -> AsyncIterator[None]:
-    """The worker is never idle inside. Raises what ends its work.
+    """Keeps the worker busy inside the block. Raises what ends its work.
 
-    A prefill worker hands its prompts over to the other one, as it does when it serves: that takes both of them time.
+    A prefill worker hands its prompts over to the other one, as it does in service, which costs both of them time.
     """
     if work == "decode":
         async with probe.decoding(_BATCH, _context_tokens(probe)) as watch:
@@ -76,7 +78,7 @@ async def _busy(probe: WorkerProbe, work: Work, other: WorkerProbe) -> AsyncIter
         return
     begun = asyncio.Event()
     async with probe.handing_over(other) as receiver, asyncio.TaskGroup() as group:
-        # one waits while one is computed
+        # one waits while the other is computed
         tasks = [group.create_task(_prompt_after_prompt(probe, receiver, begun)) for _ in range(2)]
         await begun.wait()
         yield
@@ -96,9 +98,9 @@ async def _prompt(probe: WorkerProbe, receiver: WorkerProbe | None) -> Prefilled
 
 
 async def _with_room(call: Callable[[], Awaitable[Measured]]) -> Measured:
-    """Its result, once there is a place: each prompt leaves the receiver a step to do, and that may fall behind.
+    """The call's result, once there is room. Each prompt leaves the receiver a step to do, so it may fall behind.
 
-    Raises NoCapacity where that lasts.
+    Raises NoCapacity if that lasts.
     """
     for _ in range(_TRIES):
         with suppress(NoCapacity):

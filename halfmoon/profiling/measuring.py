@@ -1,4 +1,4 @@
-"""The sweeps over live workers: every point measured several times."""
+"""Sweeps over live workers: every point is measured several times."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from halfmoon.profiling.token_watch import SeenStep
 from halfmoon.sim.latency_sources.measured_profile import MeasuredPrefill, MeasuredStep, MeasuredTransfer
 
 Progress = Callable[[str, int, int], None]
-"""Told what is measured, how many points are done, of how many."""
+"""Callback `(stage, done, total)` with numbers of points."""
 
 _WARM_PROMPT = 64
-_STOOD_STILL = 2.0  # medians: the machine did something else meanwhile
+_STOOD_STILL = 2.0  # medians; slower samples are stalls of the machine
 
 
-def usual_mean(measured: Collection[float]) -> float:
-    """Of what was measured, but for what took over twice the median: so much is to be expected of the next one, where
-    the median would leave out that some are slower."""
+def trimmed_mean(measured: Collection[float]) -> float:
+    """The mean without samples above twice the median. The median itself would hide that some are slower."""
     most = _STOOD_STILL * median(measured)
-    return mean(one for one in measured if one <= most)
+    return mean(profile for profile in measured if profile <= most)
 
 
 async def measured_work(
     prefill: WorkerProbe, decode: WorkerProbe, limits: SweepLimits, on_progress: Progress
 ) -> tuple[list[MeasuredPrefill], list[MeasuredStep]]:
-    """Prompts and batches by turns: who does the same again and again is quicker than one who serves."""
+    """Measures prompts and batches alternately: a worker that repeats the same work is faster than one in service."""
     prompts, batches = _Prompts(prefill, limits), _Batches(decode, limits)
     await prefill.prefill(prefill.prompt(_WARM_PROMPT))
     async with prefill.handing_over(decode) as receiver:
@@ -44,7 +43,9 @@ async def measured_work(
 
 
 class _Prompts:
-    """Owns what prompts took alone on the worker, whose KV goes to the decode worker as it does when the two serve."""
+    """Owns the times of prompts alone on the worker, whose KV goes to the decode worker as it does in service. Knows
+    nothing of decode batches.
+    """
 
     def __init__(self, prefill: WorkerProbe, limits: SweepLimits) -> None:
         self._probe = prefill
@@ -53,20 +54,20 @@ class _Prompts:
         self._taken: list[list[Prefilled]] = [[] for _ in self.points]
 
     async def measure(self, number: int, receiver: WorkerProbe | None) -> None:
-        """One more of that point."""
+        """Measures one point once more."""
         prefix, probe = self._prefixes[number], self._probe
         if prefix:
-            await probe.prefill(prefix)  # the worker keeps it
+            await probe.prefill(prefix)  # the worker caches it
         prompt = [*prefix, *probe.prompt(self.points[number].new_tokens)]
         self._taken[number].append(await probe.prefill(prompt, receiver))
 
     def found(self) -> list[MeasuredPrefill]:
-        """Of each point the mean."""
+        """The mean of each point."""
         return [
             MeasuredPrefill(
                 new_tokens=some[-1].new_tokens,
                 cached_tokens=some[-1].cached_tokens,
-                seconds=usual_mean([one.seconds for one in some]),
+                seconds=trimmed_mean([one.seconds for one in some]),
                 is_held_out=point.is_held_out,
             )
             for point, some in zip(self.points, self._taken, strict=True)
@@ -74,7 +75,7 @@ class _Prompts:
 
 
 class _Batches:
-    """Owns what the steps of batches took that decode and nothing else."""
+    """Owns the times of decode steps of batches without prompts. Knows nothing of prompts."""
 
     def __init__(self, decode: WorkerProbe, limits: SweepLimits) -> None:
         self._probe = decode
@@ -83,17 +84,17 @@ class _Batches:
         self._taken: list[list[list[SeenStep]]] = [[] for _ in self.points]
 
     async def measure(self, number: int) -> None:
-        """One more run of that point."""
+        """Measures one point once more."""
         point = self.points[number]
         self._taken[number].append(await self._probe.decode(point.batch, point.context_tokens, self._num_steps))
 
     def found(self) -> list[MeasuredStep]:
-        """Of each point the mean of its runs, and of a run the mean of its steps: an answer takes their sum."""
+        """The mean over each point's runs and their steps, because an answer takes the sum of its steps."""
         return [
             MeasuredStep(
                 batch=point.batch,
-                context_tokens=round(mean(one.context_tokens for run in some for one in run)),
-                seconds=usual_mean([mean(one.seconds for one in run) for run in some]),
+                context_tokens=round(mean(step.context_tokens for run in some for step in run)),
+                seconds=trimmed_mean([mean(one.seconds for one in run) for run in some]),
                 is_held_out=point.is_held_out,
             )
             for point, some in zip(self.points, self._taken, strict=True)
@@ -101,7 +102,7 @@ class _Batches:
 
 
 async def measured_transfers(probe: WorkerProbe, limits: SweepLimits, on_progress: Progress) -> list[MeasuredTransfer]:
-    """Hand-overs to the idle worker, by each transport; one that it declines is left out."""
+    """Measures hand-overs to the idle worker by each transport. A transport that it declines is omitted."""
     points = [(name, one) for name in probe.transports for one in transfer_points(probe.target, limits)]
     taken: list[list[Transferred]] = [[] for _ in points]
     for number in _passes("transfers", len(points), limits.repeats, on_progress):
@@ -117,7 +118,7 @@ async def measured_transfers(probe: WorkerProbe, limits: SweepLimits, on_progres
 
 
 def _passes(what: str, num_points: int, repeats: int, on_progress: Progress) -> Iterator[int]:
-    """Each point once a pass, so that what slows the machine for a while does not fall on one of them alone."""
+    """Yields each point once per pass, so that a temporary slowdown of the machine does not affect a single point."""
     total = repeats * num_points
     for done in range(total):
         on_progress(what, done, total)

@@ -24,11 +24,11 @@ from halfmoon.rpc.transfer import TransferSender, transfer_to
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
 
 _CALL_S = 5.0
-_PROMPT_S = 600.0  # a long one on a slow device
+_PROMPT_S = 600.0  # for a long prompt on a slow device
 _TRANSFER_S = 120.0
 _BATCH_S = 600.0
 _MOST_STEPS = 4_096  # of a batch
-_TOKEN_IDS = range(5, 100)  # every vocabulary has them
+_TOKEN_IDS = range(5, 100)  # tokens that every vocabulary has
 
 
 class Prefilled(NamedTuple):
@@ -37,21 +37,22 @@ class Prefilled(NamedTuple):
     new_tokens: int
     cached_tokens: int
     seconds: float  # from its first forward pass to its first token
-    answer_s: float  # of the call, beside that and the queue: until the token is here
+    answer_s: float  # of the call without queue and computation: until the token is here
 
 
 class Transferred(NamedTuple):
     """One hand-over."""
 
     num_bytes: int
-    seconds: float  # from the first byte to the receiver's last word
+    seconds: float  # from the first byte to the receiver's acknowledgement
     transport: str
 
 
 class WorkerProbe:
-    """Owns the connections to one worker and the requests on it: none is left there when the block ends.
+    """Owns the connections to one worker and the requests on it. No request is left there when the block ends. Knows
+    nothing of gateways.
 
-    Prompts are random tokens under a tenant's salt of their own, so nobody's cache answers them.
+    Prompts are random tokens under a tenant salt of their own, so no cache can answer them.
     """
 
     def __init__(self, target: Target, transports: Sequence[str] = ("shm",)) -> None:
@@ -63,7 +64,7 @@ class WorkerProbe:
         self._peer = Peer(target.address)
         self._prefill = prefill_pb2_grpc.PrefillStub(self._peer.channel)
         self._decode = decode_pb2_grpc.DecodeStub(self._peer.channel)
-        # gRPC inline is what remains where no other is offered
+        # without any offered transport, gRPC inline remains
         self._links = {
             name: KVLink(Peer(target.address), LinkSettings(transports=() if name == "grpc" else (name,)))
             for name in transports
@@ -79,7 +80,7 @@ class WorkerProbe:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Those it was made with, the preferred one first."""
+        """The given transports, the preferred one first."""
         return tuple(self._links)
 
     def prompt(self, num_tokens: int) -> list[int]:
@@ -87,12 +88,12 @@ class WorkerProbe:
         return self._random.choices(_TOKEN_IDS, k=num_tokens)
 
     async def prefill(self, prompt: Sequence[int], receiver: WorkerProbe | None = None) -> Prefilled:
-        """Computes one token behind a prompt, and hands its KV to a `receiver` that listens for this probe.
+        """Computes one token after a prompt, and hands its KV to a `receiver` that listens for this probe.
 
-        Raises what the worker refuses it with, Unavailable, DeadlineExceeded.
+        Raises the worker's refusal, Unavailable, or DeadlineExceeded.
         """
         generation = self._generation(prompt, 1 if receiver is None else 2)
-        if receiver is None:  # a gateway that nobody reads tokens for is lost: its requests would be ended
+        if receiver is None:  # a gateway without a token reader counts as lost, and its requests are ended
             generation.gateway_id = f"{self._name}-prompts"
         address = (receiver or self).target.address
         request = prefill_pb2.PrefillRequest(generation=generation, decode_address=address)
@@ -110,14 +111,14 @@ class WorkerProbe:
         return first
 
     async def transfer(self, num_tokens: int, transport: str) -> Transferred:
-        """Hands KV of so many tokens over, of a request that ends with its first decode step."""
+        """Hands over KV of `num_tokens` for a request that ends with its first decode step."""
         generation = self._generation(self.prompt(num_tokens), 2)
         async with self._listening(num_tokens), self._cancelled_at_end([generation.request_id]):
             return await self._hand_over(generation, transport)
 
     @asynccontextmanager
     async def decoding(self, batch: int, prompt_tokens: int) -> AsyncIterator[TokenWatch]:
-        """So many sequences decode inside; the watch sees their steps."""
+        """Lets `batch` sequences decode inside the block; the watch sees their steps."""
         most = min(self.target.context_tokens - prompt_tokens, _MOST_STEPS)
         generations = [self._generation(self.prompt(prompt_tokens), most) for _ in range(batch)]
         names = [one.request_id for one in generations]
@@ -129,7 +130,9 @@ class WorkerProbe:
 
     @asynccontextmanager
     async def handing_over(self, other: WorkerProbe) -> AsyncIterator[WorkerProbe | None]:
-        """Who takes this worker's prompts inside: the other one, or nobody where this one would keep them itself."""
+        """Lets the other worker receive this one's prompts inside the block; None if this worker would keep them
+        itself.
+        """
         if self.target.role != "prefill" or not other.target.can("decode"):
             yield None
             return
@@ -137,7 +140,7 @@ class WorkerProbe:
             yield other
 
     async def decode(self, batch: int, prompt_tokens: int, num_steps: int) -> list[SeenStep]:
-        """The steps of a batch whose sequences have about so many tokens each."""
+        """The steps of a batch whose sequences have about `prompt_tokens` each."""
         async with self.decoding(batch, prompt_tokens) as watch, asyncio.timeout(_BATCH_S):
             return list(await watch.steps(num_steps))
 
@@ -168,18 +171,18 @@ class WorkerProbe:
 
     @asynccontextmanager
     async def _listening(self, prompt_tokens: int, name: str | None = None) -> AsyncIterator[TokenWatch]:
-        """The worker's tokens for this probe, or for one of another name, come to the watch."""
+        """Feeds the worker's tokens for this probe, or for another name, to the watch."""
         watch = TokenWatch(prompt_tokens)
-        asked = decode_pb2.TokensRequest(gateway_id=name or self._name)
+        request = decode_pb2.TokensRequest(gateway_id=name or self._name)
         is_open = asyncio.get_running_loop().create_future()
 
         async def read() -> None:
             try:
-                async with self._peer.stream(self._decode.Tokens, asked, deadline_s=_BATCH_S) as messages:
+                async with self._peer.stream(self._decode.Tokens, request, deadline_s=_BATCH_S) as messages:
                     async for message in messages:
                         if not is_open.done():
                             is_open.set_result(None)
-                        watch.hear(message, time.monotonic())
+                        watch.feed(message, time.monotonic())
                 raise Unavailable(f"{self.target.worker_id} ended its token stream")
             except HalfmoonError as error:
                 watch.fail(error)
@@ -200,7 +203,7 @@ class WorkerProbe:
 
 
 async def _send_zeros(transfer: TransferSender, target: Target, num_tokens: int) -> int:
-    """KV whose values do not matter; how many bytes it was."""
+    """Sends KV of arbitrary values; returns the number of bytes."""
     layout = target.layout
     num_bytes = 0
     shard = Shard(0, layout.num_layers, 0, layout.num_kv_heads)

@@ -1,4 +1,4 @@
-"""A whole profile: what the chosen workers of a cluster took, as the simulator and the planner read it."""
+"""A whole profile: measurements of chosen workers, for the simulator and the planner."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.profiling.measured_slowdowns import measured_slowdowns
 from halfmoon.profiling.measuring import Progress, measured_transfers, measured_work
 from halfmoon.profiling.probe import WorkerProbe
-from halfmoon.profiling.request_time import RequestTime, measured_request_time
 from halfmoon.profiling.served_load import served_slowdowns
+from halfmoon.profiling.served_request import RequestTime, measured_request_time
 from halfmoon.profiling.sweep import SweepLimits
-from halfmoon.profiling.target import Cluster, Target, check_idle, chosen, seen_cluster
+from halfmoon.profiling.target import Cluster, Target, check_idle, choose_targets, fetch_cluster
 from halfmoon.sim.latency_sources.measured_profile import (
     MeasuredLimits,
     MeasuredPrefill,
@@ -34,16 +34,16 @@ class ProfileOptions:
     gateway: str = "http://127.0.0.1:8000"
     token: str | None = None  # the operator's
     api_key: str | None = None
-    workers: tuple[str, ...] = ()  # ids; none: one of each role
+    workers: tuple[str, ...] = ()  # ids; none: one worker of each role
     transports: tuple[str, ...] = ("shm", "grpc")
     limits: SweepLimits = field(default_factory=SweepLimits)
-    beside: bool | None = None  # None: where two workers are on one host's CPUs
+    beside: bool | None = None  # None: if two workers share one host's CPUs
 
 
 async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredProfile:
-    """Measures idle workers. Whatever ends it, nothing of it is left on them.
+    """Measures idle workers, and leaves nothing on them however it ends.
 
-    Raises InvalidRequest, NoCapacity for a busy worker, Unavailable for one that cannot be reached.
+    Raises InvalidRequest, NoCapacity for a busy worker, Unavailable for an unreachable one.
     """
     headers = {"Authorization": f"Bearer {options.token}"} if options.token else {}
     keys = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
@@ -52,8 +52,8 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
         aiohttp.ClientSession(headers={"Content-Type": "application/json", **keys}) as client,
         AsyncExitStack() as probes,
     ):
-        cluster = await seen_cluster(control, options.gateway)
-        targets = chosen(cluster, options.workers)
+        cluster = await fetch_cluster(control, options.gateway)
+        targets = choose_targets(cluster, options.workers)
         _check_one_kind(targets)
         neighbours = _neighbours(targets, cluster.workers, options.beside)
         is_served = bool(neighbours) and _is_one_host(cluster.workers)
@@ -61,19 +61,19 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
         made: dict[str, WorkerProbe] = {}
         for one in {one.worker_id: one for one in (*targets, *neighbours)}.values():
             made[one.worker_id] = await probes.enter_async_context(WorkerProbe(one, options.transports))
-        prefill = next(made[one.worker_id] for one in targets if one.can("prefill"))
+        prefill = next(made[target.worker_id] for target in targets if target.can("prefill"))
         decode = next(made[one.worker_id] for one in targets if one.can("decode"))
         prefills, steps = await measured_work(prefill, decode, options.limits, on_progress)
         transfers = await measured_transfers(decode, options.limits, on_progress)
         beside_work = await measured_request_time(client, cluster, prefill, decode)
         slowdowns: list[MeasuredSlowdown] = []
-        found = _profile(cluster, decode.target, prefills, steps, transfers, beside_work)
+        profile = _profile(cluster, decode.target, prefills, steps, transfers, beside_work)
         if is_served:
-            slowdowns = await served_slowdowns(client, cluster, prefill, found, on_progress)
+            slowdowns = await served_slowdowns(client, cluster, prefill, profile, on_progress)
         elif neighbours:
             one, other = (made[each.worker_id] for each in neighbours)
             slowdowns = await measured_slowdowns(one, other, on_progress)
-    return found.model_copy(update={"beside": tuple(slowdowns)})
+    return profile.model_copy(update={"beside": tuple(slowdowns)})
 
 
 def _profile(
@@ -105,20 +105,26 @@ def _profile(
 
 
 def _is_one_host(workers: Sequence[Target]) -> bool:
-    """Whether all of a cluster are of one kind and compute on the same cores."""
-    return len({(one.host, one.device, one.tensor_parallel, one.pipeline_parallel) for one in workers}) == 1
+    """Whether all workers are of one kind and share the same cores."""
+    return (
+        len({(worker.host, worker.device, worker.tensor_parallel, worker.pipeline_parallel) for worker in workers}) == 1
+    )
 
 
 def _check_one_kind(targets: Sequence[Target]) -> None:
-    if len({(one.tensor_parallel, one.pipeline_parallel, one.layout) for one in targets}) > 1:
-        told = ", ".join(f"{one.worker_id} is TP{one.tensor_parallel} x PP{one.pipeline_parallel}" for one in targets)
-        raise InvalidRequest(f"a profile is of one kind of worker: {told}. Name workers of one with --worker")
+    if len({(target.tensor_parallel, target.pipeline_parallel, target.layout) for target in targets}) > 1:
+        described = ", ".join(
+            f"{one.worker_id} is TP{one.tensor_parallel} x PP{one.pipeline_parallel}" for one in targets
+        )
+        raise InvalidRequest(f"a profile is of one kind of worker: {described}. Name workers of one with --worker")
 
 
 def _neighbours(
     targets: Sequence[Target], workers: Sequence[Target], wanted: bool | None
 ) -> tuple[Target, Target] | tuple[()]:
-    """Two workers of one host, one of them chosen, of different roles if possible. Raises InvalidRequest for none."""
+    """Two workers of one host, at least one of them chosen, with different roles if possible. Raises InvalidRequest if
+    none.
+    """
     if wanted is False:
         return ()
     pairs = [

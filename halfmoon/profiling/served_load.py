@@ -1,4 +1,4 @@
-"""A short load that is served: what its requests take when workers, gateway and clients share the cores of a host."""
+"""A short served load: request latencies while workers, gateway and clients share the cores of a host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from halfmoon.sim.workloads.workload import Workload
 _REQUESTS = 48
 _PROMPT_TOKENS = 256
 _ANSWER_TOKENS = 32
-_BUSY_SHARE = 0.6  # of the time of each worker, if nobody slowed anybody down
+_BUSY_SHARE = 0.6  # of each worker's time, without interference
 _SEED = 1
 
 
@@ -33,13 +33,15 @@ async def served_slowdowns(
     profile: MeasuredProfile,
     on_progress: Progress,
 ) -> list[MeasuredSlowdown]:
-    """Of prompts and steps, on workers of one kind that share one host, by a load on all of them.
+    """Measures the slowdown of prompts and steps under load, on workers of one kind that share one host.
 
-    `profile` has all else. Raises what `served` raises.
+    `profile` has all other figures. Raises what `served` raises.
     """
     workload = _workload(profile, len(cluster.workers))
     means = await _served(session, cluster, probe, workload, on_progress)
-    return await asyncio.to_thread(fitted_slowdowns, profile, [one.role for one in cluster.workers], workload, means)
+    return await asyncio.to_thread(
+        fitted_slowdowns, profile, [worker.role for worker in cluster.workers], workload, means
+    )
 
 
 def _workload(profile: MeasuredProfile, num_workers: int) -> Workload:
@@ -56,7 +58,7 @@ def _workload(profile: MeasuredProfile, num_workers: int) -> Workload:
 async def _served(
     session: aiohttp.ClientSession, cluster: Cluster, probe: WorkerProbe, workload: Workload, on_progress: Progress
 ) -> ServedMeans:
-    """Every request at its time, whatever became of those before."""
+    """Sends every request at its time, regardless of earlier ones."""
     num, done = len(workload), 0
     began_s = time.monotonic()
 
@@ -64,10 +66,10 @@ async def _served(
         nonlocal done
         await asyncio.sleep(max(began_s + start_s - time.monotonic(), 0.0))
         async with served(session, cluster, probe.prompt(prompt_tokens), answer_tokens) as request:
-            came_s = await request.whole()
+            event_times_s = await request.whole()
         done += 1
         on_progress("side by side", done, num)
-        return ServedMeans(request.ttft_s, (came_s[-1] - came_s[0]) / (answer_tokens - 1))
+        return ServedMeans(request.ttft_s, (event_times_s[-1] - event_times_s[0]) / (answer_tokens - 1))
 
     rows = zip(workload.start_s.tolist(), workload.prompt_tokens.tolist(), workload.output_tokens.tolist(), strict=True)
     on_progress("side by side", 0, num)
@@ -76,5 +78,5 @@ async def _served(
             tasks = [requests.create_task(one(*row)) for row in rows]
     except ExceptionGroup as failures:
         raise leaf_errors(failures)[0] from failures
-    found = [task.result() for task in tasks]
-    return ServedMeans(mean(one.ttft_s for one in found), mean(one.tpot_s for one in found))
+    result = [task.result() for task in tasks]
+    return ServedMeans(mean(one.ttft_s for one in result), mean(one.tpot_s for one in result))

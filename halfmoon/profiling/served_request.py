@@ -1,4 +1,4 @@
-"""One request through the gateway, as a client sees it: when its tokens came."""
+"""Requests through the gateway, as a client sees them: token times, and overheads outside the workers."""
 
 from __future__ import annotations
 
@@ -7,55 +7,63 @@ import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from statistics import mean, median
+from typing import NamedTuple
 
 import aiohttp
 
 from halfmoon.errors import InvalidRequest, Unavailable
+from halfmoon.profiling.probe import WorkerProbe
 from halfmoon.profiling.target import Cluster
 
 _CALL = aiohttp.ClientTimeout(total=120)
 _TOKEN = b'"text"'  # in every event with a token
+_PROMPT_TOKENS = 16  # short, because the difference of two prompts matters
+_STEPS = 16
+_REPEATS = 13
 
 
 class ServedRequest:
-    """Owns what has come of one answer: when its events came, by `time.monotonic`. A late one has several tokens."""
+    """Owns the event times of one answer, by `time.monotonic`. A late event may carry several tokens. Knows nothing of
+    workers.
+    """
 
     def __init__(self) -> None:
         self.sent_s = time.monotonic()
-        self.came_s: list[float] = []
+        self.event_times_s: list[float] = []
         self._has_ended = False
         self._changed = asyncio.Event()
 
     @property
     def ttft_s(self) -> float:
-        """There must be a token."""
-        return self.came_s[0] - self.sent_s
+        """Time to the first token, which must have arrived."""
+        return self.event_times_s[0] - self.sent_s
 
     async def events(self, num: int) -> Sequence[float]:
-        """When all so far came, at least so many. Raises Unavailable where the answer ends before."""
-        while len(self.came_s) < num:
+        """All event times so far, at least `num`. Raises Unavailable if the answer ends before."""
+        while len(self.event_times_s) < num:
             if self._has_ended:
-                raise Unavailable(f"an answer of the gateway ended after {len(self.came_s)} events of {num}")
-            await self._news()
-        return self.came_s
+                raise Unavailable(f"an answer of the gateway ended after {len(self.event_times_s)} events of {num}")
+            await self._wait_for_change()
+        return self.event_times_s
 
     async def whole(self) -> Sequence[float]:
-        """When all came, three at least. Raises Unavailable."""
+        """The event times of the whole answer, at least three. Raises Unavailable."""
         while not self._has_ended:
-            await self._news()
+            await self._wait_for_change()
         return await self.events(3)
 
-    async def _news(self) -> None:
+    async def _wait_for_change(self) -> None:
         self._changed.clear()
         await self._changed.wait()
 
-    def hear(self, received: bytes) -> None:
-        """The next part of the stream."""
-        self.came_s += [time.monotonic()] * received.count(_TOKEN)
+    def feed(self, received: bytes) -> None:
+        """Takes the next part of the stream."""
+        self.event_times_s += [time.monotonic()] * received.count(_TOKEN)
         self._changed.set()
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """Ends the stream."""
         self._has_ended = True
         self._changed.set()
 
@@ -64,9 +72,9 @@ class ServedRequest:
 async def served(
     session: aiohttp.ClientSession, cluster: Cluster, prompt: Sequence[int], max_tokens: int
 ) -> AsyncIterator[ServedRequest]:
-    """A request that is answered inside the block, and given up at its end.
+    """Sends a request, which is answered inside the block and dropped at its end.
 
-    Raises InvalidRequest where the gateway wants a key, Unavailable where it fails.
+    Raises InvalidRequest if the gateway requires a key, Unavailable if it fails.
     """
     body = {"model": cluster.served_model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
     data = json.dumps({**body, "stream": True})
@@ -89,6 +97,34 @@ async def served(
 async def _read(response: aiohttp.ClientResponse, request: ServedRequest) -> None:
     try:
         async for received in response.content.iter_any():
-            request.hear(received)
+            request.feed(received)
     finally:
         request.end()
+
+
+class RequestTime(NamedTuple):
+    """Medians, never below 0."""
+
+    request_s: float  # until its prompt is with a prefill worker
+    answer_s: float  # from the computed prompt to the token at the client
+    token_s: float  # extra time of a served decode step, compared to one measured at the worker
+
+
+async def measured_request_time(
+    session: aiohttp.ClientSession, cluster: Cluster, prefill: WorkerProbe, decode: WorkerProbe
+) -> RequestTime:
+    """Measures requests to the gateway, each followed by the same work on the workers themselves.
+
+    The worker's own answer time is the way back; the rest of the TTFT is the way there. Raises what `served` raises.
+    """
+    ways_s, answers_s, tokens_s = [], [], []
+    for _ in range(_REPEATS):
+        async with served(session, cluster, prefill.prompt(_PROMPT_TOKENS), _STEPS + 2) as request:
+            event_times_s = await request.whole()
+        alone = await prefill.prefill(prefill.prompt(_PROMPT_TOKENS))
+        steps = await decode.decode(1, _PROMPT_TOKENS, _STEPS)
+        ways_s.append(request.ttft_s - alone.seconds - alone.answer_s)
+        answers_s.append(alone.answer_s)
+        step_s = (event_times_s[-1] - event_times_s[1]) / (len(event_times_s) - 2)  # after the hand-over
+        tokens_s.append(step_s - mean(step.seconds for step in steps))
+    return RequestTime(*(max(median(some[1:]), 0.0) for some in (ways_s, answers_s, tokens_s)))

@@ -1,6 +1,6 @@
-"""Which points of a worker are measured. Pure: lengths and batches grow by halves and doubles, as far as there is room.
+"""The points of a sweep. Lengths and batch sizes double, with points halfway between, as far as there is room. Pure.
 
-Every other length is held out: the fit is made from the others, and judged by these.
+Every other length is held out: the fit uses the other points and is checked at these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROOM_SHARE = 0.8  # of the KV memory, for a batch
 
 @dataclass(frozen=True, slots=True)
 class SweepLimits:
-    """How far a sweep goes; a worker's own limits are kept besides."""
+    """How far a sweep goes, within the worker's own limits."""
 
     longest_prompt: int = 2048
     largest_batch: int = 16
@@ -29,7 +29,7 @@ class SweepLimits:
 
 
 class PromptPoint(NamedTuple):
-    """A prompt behind a cached prefix."""
+    """A prompt after a cached prefix."""
 
     new_tokens: int
     cached_tokens: int
@@ -37,7 +37,7 @@ class PromptPoint(NamedTuple):
 
 
 class BatchPoint(NamedTuple):
-    """Sequences that decode together, each with so many tokens."""
+    """Sequences that decode together, each with `context_tokens`."""
 
     batch: int
     context_tokens: int
@@ -45,7 +45,7 @@ class BatchPoint(NamedTuple):
 
 
 def prompt_points(target: Target, limits: SweepLimits) -> Iterator[PromptPoint]:
-    """Lengths without a prefix, then some behind one."""
+    """Lengths without a prefix, then some after one."""
     most = min(limits.longest_prompt, target.context_tokens - 2, target.kv_tokens - target.layout.block_tokens)
     lengths = [_FIRST_PROMPT * 2**power for power in range(32) if _FIRST_PROMPT * 2**power < most]
     for length in lengths:
@@ -69,9 +69,11 @@ def batch_points(target: Target, limits: SweepLimits) -> Iterator[BatchPoint]:
     between = [3 * one // 2 for one in batches if one > 1 and 3 * one // 2 < most]
     contexts = [_FIRST_CONTEXT * _CONTEXT_FACTOR**power for power in range(8)]
     longest = min(limits.longest_context, target.context_tokens - 2 * limits.steps)
-    for context in [one for one in contexts if one <= longest] or [max(longest, 1)]:
+    for context in [context_tokens for context_tokens in contexts if context_tokens <= longest] or [max(longest, 1)]:
         for batch in sorted([*batches, *between]):
-            own = context + target.layout.block_tokens + 2 * limits.steps + 8 * batch  # the first decode meanwhile
+            own = (
+                context + target.layout.block_tokens + 2 * limits.steps + 8 * batch
+            )  # steps that the first sequences decode meanwhile
             if batch * own <= room and own <= target.context_tokens:
                 yield BatchPoint(batch, context, is_held_out=batch in between)
 

@@ -1,4 +1,4 @@
-"""The workers that are to be measured, as their gateway shows them, and whether they can be now."""
+"""The workers to be measured, as their gateway shows them, and whether they are idle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Target:
 
     @property
     def host(self) -> str:
-        """Where it runs."""
+        """The host that it runs on."""
         return self.address.rpartition(":")[0]
 
     def can(self, work: str) -> bool:
@@ -55,51 +55,53 @@ class Cluster:
     workers: tuple[Target, ...]
 
 
-async def seen_cluster(session: aiohttp.ClientSession, url: str) -> Cluster:
-    """Raises Unavailable where no gateway answers, InvalidRequest where it wants another token."""
+async def fetch_cluster(session: aiohttp.ClientSession, url: str) -> Cluster:
+    """Reads the cluster from the gateway. Raises Unavailable if none answers, InvalidRequest if it requires another
+    token.
+    """
     try:
         async with session.get(f"{url}/halfmoon/v1/cluster", timeout=_CALL) as response:
             if response.status in (401, 403):
                 raise InvalidRequest(f"the gateway at {url} wants the operator token: --token", param="token")
             response.raise_for_status()
-            found = await response.json()
-        workers = tuple(_target(found["model_fingerprint"], one) for one in found["workers"])
-        return Cluster(url, found["served_model"], workers)
+            result = await response.json()
+        workers = tuple(_target(result["model_fingerprint"], one) for one in result["workers"])
+        return Cluster(url, result["served_model"], workers)
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
         raise Unavailable(f"no halfmoon gateway of this release answers at {url}: {error!r}") from error
 
 
-def chosen(cluster: Cluster, names: Sequence[str]) -> list[Target]:
-    """The workers of these ids, or one of each role. Raises InvalidRequest, and NoCapacity for one that is busy."""
+def choose_targets(cluster: Cluster, names: Sequence[str]) -> list[Target]:
+    """The workers of these ids, or one of each role. Raises InvalidRequest, and NoCapacity for a busy worker."""
     if names:
-        known = {one.worker_id: one for one in cluster.workers}
+        known = {worker.worker_id: worker for worker in cluster.workers}
         if unknown := [name for name in names if name not in known]:
             there = ", ".join(sorted(known)) or "none"
             raise InvalidRequest(f"the gateway knows no worker {unknown[0]}: there are {there}", param="worker")
-        found = [known[name] for name in names]
+        result = [known[name] for name in names]
     else:
         by_role = {one.role: one for one in sorted(cluster.workers, key=_by_load, reverse=True)}
-        found = list(by_role.values())
+        result = list(by_role.values())
     for work in ("prefill", "decode"):
-        if not any(one.can(work) for one in found):
-            told = ", ".join(f"{one.worker_id} ({one.role})" for one in found) or "no worker at all"
-            raise InvalidRequest(f"a profile needs a worker that takes {work}; there is {told}", param="worker")
-    check_idle(found)
-    return found
+        if not any(one.can(work) for one in result):
+            described = ", ".join(f"{one.worker_id} ({one.role})" for one in result) or "no worker at all"
+            raise InvalidRequest(f"a profile needs a worker that takes {work}; there is {described}", param="worker")
+    check_idle(result)
+    return result
 
 
 def check_idle(workers: Sequence[Target]) -> None:
-    """Raises NoCapacity where somebody else's requests are on one of them."""
-    for one in workers:
-        if one.num_requests:
+    """Raises NoCapacity if other requests are on one of them."""
+    for worker in workers:
+        if worker.num_requests:
             raise NoCapacity(
-                f"worker {one.worker_id} is busy ({one.num_requests} requests): what it takes for them would be taken "
-                "for its own speed. Profile it when nobody uses it"
+                f"worker {worker.worker_id} is busy ({worker.num_requests} requests): their time would be mistaken "
+                "for its own speed. Profile it while it is idle"
             )
 
 
-def _by_load(one: Target) -> tuple[int, str]:
-    return one.num_requests, one.worker_id
+def _by_load(target: Target) -> tuple[int, str]:
+    return target.num_requests, target.worker_id
 
 
 def _target(fingerprint: str, one: dict[str, Any]) -> Target:

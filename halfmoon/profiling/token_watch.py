@@ -1,4 +1,4 @@
-"""When the steps of a batch ended, seen from a worker's token stream."""
+"""End times of a batch's steps, from a worker's token stream."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ class SeenStep(NamedTuple):
 
 
 class TokenWatch:
-    """Owns what has been read of one token stream."""
+    """Owns what was read of one token stream. Knows nothing of RPCs."""
 
     def __init__(self, prompt_tokens: int) -> None:
         """`prompt_tokens`: of each sequence."""
         self._prompt_tokens = prompt_tokens
-        self._last: tuple[float, dict[str, int]] = (0.0, {})  # when it came; positions by request
+        self._last: tuple[float, dict[str, int]] = (0.0, {})  # arrival time; positions by request
         self._steps: list[SeenStep] = []
         self._batch: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
         self._failure: HalfmoonError | None = None
 
     def begin(self, request_ids: Collection[str]) -> None:
-        """From now on steps of exactly these requests count."""
+        """Counts steps of exactly these requests from now on."""
         self._batch = frozenset(request_ids)
         self._steps.clear()
 
-    def hear(self, message: decode_pb2.StepTokens, now_s: float) -> None:
-        """The next message. Raises HalfmoonError where the worker failed or ended a request early."""
-        ended = [one for one in message.tokens if one.finish_reason not in (types_pb2.NOT_FINISHED, types_pb2.LENGTH)]
+    def feed(self, message: decode_pb2.StepTokens, now_s: float) -> None:
+        """Takes the next message. Raises HalfmoonError if the worker failed or ended a request early."""
+        ended = [
+            token for token in message.tokens if token.finish_reason not in (types_pb2.NOT_FINISHED, types_pb2.LENGTH)
+        ]
         if ended:
             reason = types_pb2.FinishReason.Name(ended[0].finish_reason).lower()
             raise HalfmoonError(f"the worker ended a request of the profile: {reason}")
@@ -51,19 +53,19 @@ class TokenWatch:
             self.fail(HalfmoonError("a batch ended before enough of its steps were seen"))
 
     def _add(self, positions: Mapping[str, int], num_steps: int, seconds: float) -> None:
-        """So many steps ended since the message before; a reader that is late sees several in one message."""
+        """Adds the steps since the last message. A late reader sees several steps in one message."""
         last = sum(self._prompt_tokens + position for position in positions.values())
         for back in range(num_steps):
             self._steps.append(SeenStep(last - back * len(positions), seconds / num_steps))
         self._changed.set()
 
     def fail(self, error: HalfmoonError) -> None:
-        """Nothing more will be heard."""
+        """Ends the stream with an error."""
         self._failure = error
         self._changed.set()
 
     async def steps(self, num: int) -> Iterable[SeenStep]:
-        """The next so many steps of the whole batch. Raises what the stream ended with."""
+        """The next `num` steps of the whole batch. Raises the error that the stream ended with."""
         while len(self._steps) < num:
             if self._failure is not None:
                 raise self._failure

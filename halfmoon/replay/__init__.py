@@ -1,1 +1,5 @@
-"""`halfmoon replay`: a trace against a live gateway, in its own time or faster, and how well it was served."""
+"""`halfmoon replay`: plays a trace against a live gateway, in real time or faster, and measures how well it is served.
+
+Reading order: `player.py` (when requests are sent), `client.py` (one request), `prompts.py` (its tokens), `outcome.py`
+(the figures), `cluster.py` (the system under test), `virtual.py` (the same in the simulator).
+"""

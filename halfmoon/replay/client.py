@@ -11,15 +11,15 @@ import aiohttp
 
 from halfmoon.replay.outcome import Outcome
 
-_TAIL_BYTES = 4096  # of the stream: where usage and errors are
+_TAIL_BYTES = 4096  # of the stream, which contain usage and errors
 _TIMEOUT = aiohttp.ClientTimeout(total=3600)
 _EVENT = b"data: "
-_CONTENT = b'"text"'  # in every event with tokens, and not in the last one, with the usage
+_CONTENT = b'"text"'  # in every event with tokens, but not in the last one, which has the usage
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """What is replayed against. `speed`: its time runs so many times as fast as the trace's."""
+    """The gateway under test. Its time runs `speed` times as fast as the trace's."""
 
     url: str
     model: str
@@ -29,20 +29,20 @@ class Gateway:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ReplayRequest:
     """One request as it is sent."""
 
     prompt_token_ids: list[int]
     output_tokens: int
-    most_output_tokens: int  # `max_tokens` where the length is hidden
+    most_output_tokens: int  # `max_tokens` if the length is hidden
     due_s: float  # on `time.monotonic`
 
 
-async def asked(session: aiohttp.ClientSession, gateway: Gateway, ask: Ask) -> Outcome:
-    """Sends it now and reads the answer to its end. Never raises what the network or the gateway cause."""
-    body = json.dumps(_body(gateway, ask)).encode()
+async def send(session: aiohttp.ClientSession, gateway: Gateway, request: ReplayRequest) -> Outcome:
+    """Sends a request and reads the whole answer. Never raises network or gateway errors."""
+    body = json.dumps(_body(gateway, request)).encode()
     sent_s = time.monotonic()
-    late_s = (sent_s - ask.due_s) * gateway.speed
+    late_s = (sent_s - request.due_s) * gateway.speed
     headers = {"Content-Type": "application/json"}
     try:
         async with session.post(
@@ -55,14 +55,14 @@ async def asked(session: aiohttp.ClientSession, gateway: Gateway, ask: Ask) -> O
         return Outcome("failed", type(error).__name__, sent_late_s=late_s)
 
 
-def _body(gateway: Gateway, ask: Ask) -> dict[str, Any]:
+def _body(gateway: Gateway, request: ReplayRequest) -> dict[str, Any]:
     hidden = gateway.hides_length
-    room = gateway.context_tokens - len(ask.prompt_token_ids)
-    most = max(min(ask.most_output_tokens, room), ask.output_tokens) if hidden else ask.output_tokens
-    how: dict[str, Any] = {"seed": ask.output_tokens} if hidden else {"ignore_eos": True}
+    room = gateway.context_tokens - len(request.prompt_token_ids)
+    most = max(min(request.most_output_tokens, room), request.output_tokens) if hidden else request.output_tokens
+    how: dict[str, Any] = {"seed": request.output_tokens} if hidden else {"ignore_eos": True}
     return {
         "model": gateway.model,
-        "prompt": ask.prompt_token_ids,
+        "prompt": request.prompt_token_ids,
         "max_tokens": most,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -94,11 +94,11 @@ async def _streamed(response: aiohttp.ClientResponse, gateway: Gateway, sent_s: 
 
 
 def _usage(tail: bytes) -> dict[str, Any] | None:
-    """What the last event of a whole stream says; None for a stream that broke off."""
+    """The usage in the last event of a complete stream; None if the stream broke off."""
     for line in reversed(tail.split(b"\n")):
         if line.startswith(_EVENT) and b'"completion_tokens"' in line:
-            found: dict[str, Any] = json.loads(line.removeprefix(_EVENT))["usage"]
-            return found
+            result: dict[str, Any] = json.loads(line.removeprefix(_EVENT))["usage"]
+            return result
     return None
 
 
@@ -114,7 +114,7 @@ def _code(body: bytes) -> str:
 
 def _error(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)["error"]
+        result = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}

@@ -1,4 +1,4 @@
-"""The system that a trace is replayed against: one that runs, or one started for it with simulated workers."""
+"""The system under test: a running one, or one started for the replay with simulated workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ T = TypeVar("T")
 
 
 class SimulatedTarget:
-    """Owns the processes of one gateway and its simulated workers. `failing` runs work while they are well."""
+    """Owns the processes of one gateway and its simulated workers. `while_well` runs work as long as they are well.
+    Knows nothing of workloads.
+    """
 
     def __init__(self, options: UpOptions, model: PreparedModel) -> None:
         assert options.simulation is not None
@@ -39,11 +41,13 @@ class SimulatedTarget:
         self._supervisor = Supervisor(options.state_dir / "logs", lambda service, event: None)
 
     async def start(self, targets: ReplayTargets) -> Gateway:
-        """All of it, with `targets` (the trace's seconds) promised to everybody. Raises Unavailable."""
+        """Starts everything, with `targets` (in the trace's seconds) for every request. Raises Unavailable."""
         options, speed = self._options, self._simulation.time_scale
         counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
         which = ("--model", self._model.path, "--model-name", self._model.name)
-        gateway = replace(gateway_spec(options, self._model), restarts=False)  # what it forgets is not to be measured
+        gateway = replace(
+            gateway_spec(options, self._model), restarts=False
+        )  # a restart would lose state and spoil the measurement
         announced = await (await self._supervisor.start(gateway)).ready
         specs = simulation_specs(self._simulation, counts, announced["address"], which)
         await children_ready([await self._supervisor.start(spec) for spec in specs])
@@ -53,18 +57,18 @@ class SimulatedTarget:
         return await found_gateway(url, speed, hides_length=True)
 
     async def while_well(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` gives. Raises ServiceFailed as soon as a process ends."""
+        """The result of `work`. Raises ServiceFailed as soon as a process ends."""
         async with running(work) as working, running(self._supervisor.until_one_ends()) as watching:
             return await first_result(working, watching)
 
     async def stop(self) -> None:
-        """No process is left."""
+        """Stops all processes."""
         await self._supervisor.stop()
 
 
 @asynccontextmanager
 async def simulated_cluster(options: UpOptions, model: PreparedModel) -> AsyncIterator[SimulatedTarget]:
-    """A cluster whose processes end with the block."""
+    """Provides a cluster whose processes end with the block."""
     cluster = SimulatedTarget(options, model)
     try:
         yield cluster
@@ -73,17 +77,17 @@ async def simulated_cluster(options: UpOptions, model: PreparedModel) -> AsyncIt
 
 
 async def found_gateway(url: str, speed: float = 1.0, *, hides_length: bool = False) -> Gateway:
-    """What there is to know of a gateway that runs. Raises Unavailable when it does not answer."""
+    """Reads what a replay needs from a running gateway. Raises Unavailable if it does not answer."""
     cluster = await _cluster(url)
     return Gateway(url, cluster["served_model"], cluster["context_tokens"], hides_length, speed)
 
 
 async def _until_joined(url: str, num_workers: int) -> None:
-    """Until so many workers are members, and those that decode are listened to."""
+    """Waits until `num_workers` are members, and the gateway listens to those that decode."""
     give_up_s = asyncio.get_running_loop().time() + _START_S
     while True:
         workers = (await _cluster(url))["workers"]
-        ready = [one for one in workers if one["role"] == "prefill" or one["listening"]]
+        ready = [worker for worker in workers if worker["role"] == "prefill" or worker["listening"]]
         if len(ready) >= num_workers:
             return
         if asyncio.get_running_loop().time() > give_up_s:
@@ -92,7 +96,7 @@ async def _until_joined(url: str, num_workers: int) -> None:
 
 
 async def _promise(url: str, targets: ReplayTargets, speed: float) -> None:
-    """Puts the targets in force, in the gateway's time. The class is called default: it is everybody's."""
+    """Sets the targets, in the gateway's time. The class `default` applies to every request."""
     times = {"ttft_s": targets.ttft_s, "tbt_s": targets.tbt_s}
     body = {name: time_s / speed if math.isfinite(time_s) else None for name, time_s in times.items()}
     await _controlled("PUT", f"{url}/halfmoon/v1/classes/default", json={"version": 0, **body})
@@ -103,13 +107,13 @@ async def _cluster(url: str) -> dict[str, Any]:
 
 
 async def _controlled(method: str, url: str, **how: Any) -> dict[str, Any]:
-    """One call of the control API. Raises Unavailable when it is not answered well."""
+    """Makes one call of the control API. Raises Unavailable if it fails."""
     try:
         async with (
             aiohttp.ClientSession(timeout=_CALL, raise_for_status=True) as session,
             session.request(method, url, **how) as response,
         ):
-            found: dict[str, Any] = await response.json()
-            return found
+            result: dict[str, Any] = await response.json()
+            return result
     except (aiohttp.ClientError, TimeoutError) as error:
         raise Unavailable(f"no halfmoon gateway answers at {url}: {error}") from error

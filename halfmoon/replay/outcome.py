@@ -25,7 +25,7 @@ End = Literal["answered", "refused", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class ReplayTargets:
-    """The SLO, in the trace's seconds; infinite where nothing is promised."""
+    """The SLO, in the trace's seconds; infinite: no target."""
 
     ttft_s: float = math.inf
     tbt_s: float = math.inf  # mean of a request's
@@ -42,7 +42,7 @@ class Outcome:
     num_tokens: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    sent_late_s: float = 0.0  # after it was due: the replayer's own fault
+    sent_late_s: float = 0.0  # after it was due: the replayer's own delay
 
     def meets(self, targets: ReplayTargets) -> bool:
         """Whether it was answered in time."""
@@ -51,7 +51,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and percentiles, in seconds; NaN where there is nothing."""
+    """Mean and percentiles, in seconds; NaN without data."""
 
     mean: float
     p50: float
@@ -61,32 +61,32 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One replay in figures, times in the trace's seconds."""
+    """The figures of one replay, with times in the trace's seconds."""
 
     num_requests: int
     num_in_time: int
     num_refused_or_wasted: int  # all others, as Mooncake counts
     num_late: int
-    num_late_ttft: int  # of those, the ones that missed the TTFT's target
+    num_late_ttft: int  # late requests that missed the TTFT target
     num_refused: int
     refused_by: dict[str, int]
     num_failed: int
     failed_by: dict[str, int]
     attainment: float  # of all requests
-    goodput_per_s: float  # requests in time, over the time in which requests came
-    ttft_s: Spread  # of the answered
+    goodput_per_s: float  # requests in time, over the time in which requests arrived
+    ttft_s: Spread  # of answered requests
     tbt_s: Spread
     cached_share: float  # of their prompt tokens
     sent_late_p99_s: float
 
     def as_json(self) -> dict[str, Any]:
-        """For a file; NaN as null."""
+        """JSON values; NaN as null."""
         return {key: _jsonable(value) for key, value in asdict(self).items()}
 
 
 def summarized(outcomes: Sequence[Outcome], targets: ReplayTargets, duration_s: float) -> Summary:
-    """The figures of a replay whose requests came within `duration_s`."""
-    answered = [one for one in outcomes if one.end == "answered"]
+    """The figures of a replay whose requests arrived within `duration_s`."""
+    answered = [outcome for outcome in outcomes if outcome.end == "answered"]
     in_time = sum(one.meets(targets) for one in answered)
     refused = Counter(one.reason for one in outcomes if one.end == "refused")
     failed = Counter(one.reason for one in outcomes if one.end == "failed")

@@ -1,4 +1,4 @@
-"""Plays a workload: every request at its time, whatever became of those before (an open loop)."""
+"""Plays a workload: every request at its time, regardless of earlier ones (an open loop)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import aiohttp
 
-from halfmoon.replay.client import Ask, Gateway, asked
+from halfmoon.replay.client import Gateway, ReplayRequest, send
 from halfmoon.replay.outcome import Outcome
 from halfmoon.replay.prompts import Prompts
 from halfmoon.sim.workloads.workload import Workload
@@ -17,15 +17,15 @@ _LEAD_S = 0.2  # before the first request
 
 
 async def played(workload: Workload, gateway: Gateway, on_done: Callable[[], None]) -> list[Outcome]:
-    """The outcome of each request; `on_done` hears of each end. The trace's second `t` is at `t / speed`."""
+    """The outcome of each request; `on_done` is called at each end. The trace's second `t` is at `t / speed`."""
     prompts = Prompts(workload)
     most = int(workload.output_tokens.max(initial=1))
     outcomes: list[Outcome | None] = [None] * len(workload)
     started_s = time.monotonic() + _LEAD_S
 
     async def one(session: aiohttp.ClientSession, index: int, due_s: float) -> None:
-        ask = Ask(prompts.of(index).tolist(), int(workload.output_tokens[index]), most, due_s)
-        outcomes[index] = await asked(session, gateway, ask)
+        request = ReplayRequest(prompts.of(index).tolist(), int(workload.output_tokens[index]), most, due_s)
+        outcomes[index] = await send(session, gateway, request)
         on_done()
 
     connector = aiohttp.TCPConnector(limit=0)

@@ -1,4 +1,4 @@
-"""Prompts for the requests of a workload, which tells lengths and shared prefixes but no text. Pure."""
+"""Prompts for a workload's requests, which have lengths and shared prefixes but no text. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 from halfmoon.sim.workloads.workload import Ints, Workload
 
 _FIRST_TOKEN, _NUM_TOKENS = 1_000, 29_000
-_OWN = 1 << 62  # above any id of a block: the tokens that a request shares with nobody
+_OWN = 1 << 62  # above any block id: tokens that a request shares with no other
 
 
 class Prompts:
     """Token ids of a workload's prompts, equal exactly where the workload's block ids are.
 
-    Ids of tokens are drawn by hashing, from a range that common vocabularies of 32,000 and more use for words.
+    Token ids are hashes, from a range that common vocabularies of 32,000 and more use for words.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -29,7 +29,7 @@ class Prompts:
         return np.concatenate([shared, own])
 
     def _shared(self, index: int) -> Ints:
-        """Those of its blocks with ids; the last of them may be longer than the prompt."""
+        """The tokens of its blocks with ids. The last block may reach beyond the prompt."""
         prefixes = self._workload.prefixes
         if prefixes is None:
             return np.zeros(0, dtype=np.int64)
@@ -38,8 +38,8 @@ class Prompts:
         return self._tokens(places.ravel().astype(np.uint64))
 
     def _tokens(self, places: NDArray[np.uint64]) -> Ints:
-        """SplitMix64's finalizer over places that no two blocks share."""
+        """SplitMix64's finalizer over positions that no two blocks share."""
         mixed = (places ^ (places >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        found: Ints = _FIRST_TOKEN + ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(_NUM_TOKENS)).astype(np.int64)
-        return found
+        result: Ints = _FIRST_TOKEN + ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(_NUM_TOKENS)).astype(np.int64)
+        return result

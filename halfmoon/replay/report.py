@@ -1,4 +1,4 @@
-"""Replays side by side, as a table: one column a replay, so that it fits a terminal."""
+"""Replays side by side in a table, with one column per replay so that it fits a terminal."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from halfmoon.replay.outcome import Spread, Summary
 
 
 def report_table(summaries: Mapping[tuple[str, str], Summary]) -> Table:
-    """By placement and admission mode."""
+    """A table of summaries, by placement and admission mode."""
     table = Table("", *(f"{placement}\n{admission}" for placement, admission in summaries), highlight=False)
-    columns = [_figures(found) for found in summaries.values()]
+    columns = [_figures(result) for result in summaries.values()]
     for name in columns[0]:
         table.add_row(name, *(column[name] for column in columns))
     return table

@@ -1,4 +1,4 @@
-"""A replay on a fake clock: the simulator's cluster with the same policies, in place of processes."""
+"""A replay on a fake clock: the simulator's cluster with the same policies, instead of processes."""
 
 from __future__ import annotations
 

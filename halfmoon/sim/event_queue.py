@@ -1,4 +1,4 @@
-"""The clock of a simulation: what happens when."""
+"""The clock and the future events of a simulation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 class EventQueue:
-    """Owns the time and the events to come, the next one first: (when, number, handler, arguments).
+    """Owns the time and the future events, the next one first: (time, number, handler, arguments).
 
-    Equal times keep their order.
+    Events of equal time keep their order.
     """
 
     __slots__ = ("_numbers", "now_s", "pending")
@@ -22,10 +22,10 @@ class EventQueue:
         self.now_s = 0.0
 
     def at(self, at_s: float, handler: Callable[..., None], *arguments: Any) -> None:
-        """`handler` is called then."""
+        """Calls `handler` at `at_s`."""
         heapq.heappush(self.pending, (at_s, next(self._numbers), handler, arguments))
 
     def run_next(self) -> None:
-        """It is the time of the next one, which happens."""
+        """Moves the clock to the next event and handles it."""
         self.now_s, _, handler, arguments = heapq.heappop(self.pending)
         handler(*arguments)

@@ -1,4 +1,4 @@
-"""The simulator's entry: one cluster under one workload. `halfmoon simulate` and the planner service call it."""
+"""The simulator's entry point: one cluster under one workload. `halfmoon simulate` and the planner service call it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.report import request_rows, simulation_summary
 from halfmoon.sim.result import Criterion, SimResult
 from halfmoon.sim.simulation import simulate
-from halfmoon.sim.workloads.arrival_processes import ArrivalProcess
-from halfmoon.sim.workloads.named_workload import asked_workload
+from halfmoon.sim.workloads.drawn_workload import ArrivalProcess
+from halfmoon.sim.workloads.named_workload import named_workload
 from halfmoon.sim.workloads.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
 class PointRequest:
-    """The options of `halfmoon simulate`. Targets that are None are those of the cluster's file."""
+    """The options of `halfmoon simulate`. A target that is None comes from the cluster's file."""
 
     cluster: str  # a path
     workload: str
@@ -42,7 +42,7 @@ class PointRequest:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was asked, and what came of it."""
+    """A request and its simulation."""
 
     spec: ClusterSpec
     workload: Workload
@@ -51,10 +51,10 @@ class Point:
     result: SimResult
 
     def summary(self, *, with_requests: bool) -> dict[str, Any]:
-        """Plain values, as `sim.report` has them."""
+        """Plain values, as in `sim.report`."""
         request = self.request
-        found = simulation_summary(self.spec, self.result, self.targets, request.attainment, request.criterion)
-        return {**found, "requests": request_rows(self.workload, self.result)} if with_requests else found
+        result = simulation_summary(self.spec, self.result, self.targets, request.attainment, request.criterion)
+        return {**result, "requests": request_rows(self.workload, self.result)} if with_requests else result
 
 
 def simulate_point(
@@ -62,7 +62,7 @@ def simulate_point(
     on_progress: Callable[[int, int], None] | None = None,
     source_of: Callable[[str], LatencySource] = latency_source,
 ) -> Point:
-    """`source_of` is as of `read_cluster`. Raises InvalidRequest for what makes no sense."""
+    """Simulates a request. `source_of` is the same as in `read_cluster`. Raises InvalidRequest for invalid options."""
     if not 0 <= request.attainment <= 1:
         raise InvalidRequest(f"attainment is a share, at most 1, got {request.attainment:g}", param="attainment")
     spec = read_cluster(Path(request.cluster), request.latency, source_of)
@@ -73,7 +73,7 @@ def simulate_point(
         kept.tbt_s if request.tbt_s is None else request.tbt_s,
         request.tbt_of or kept.tbt_of,
     )
-    workload = asked_workload(
+    workload = named_workload(
         request.workload, request.rate_per_s, request.num_requests, request.process, request.cv, request.seed
     )
     return Point(spec, workload, targets, request, simulate(spec, workload, request.seed, on_progress))

@@ -1,4 +1,4 @@
-"""Which requests have missed a target so far, and whether queues still grow: a simulation ends when both are known."""
+"""Tracks SLO misses and growing queues, so that a simulation ends as soon as both are known."""
 
 from __future__ import annotations
 
@@ -11,65 +11,72 @@ from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.result import Criterion
 
 Stage = Literal["filling", "counting", "behind"]
-"""What comes before the passes that count, of these, or behind them while the last ones of them are served."""
+"""The stage of the next request: passes that fill the cluster, passes that count, or later ones that only keep the
+cluster busy while the counted ones finish.
+"""
 
 
 class SloTracker:
-    """Owns who missed what, and how many were inside at the end of each pass. Knows no clock: it is told of arrivals,
-    first tokens and ends.
+    """Owns the misses of each request, and the number of requests inside at the end of each pass. Knows no clock: the
+    simulation reports arrivals, first tokens and ends.
 
-    The same requests may come in several passes, as many in each. A pass is *steady* when its last arrival finds no
-    more requests inside than that of the pass before did, but for `most_more`, and so was the pass before, if any.
+    The same requests may arrive in several passes of equal size. A pass is *steady* if its last arrival finds at most
+    `max_growth` more requests inside than the last arrival of the pass before, and if the same holds for that pass, if
+    there is one.
     """
 
     def __init__(
         self,
         targets: SloTargets,
         criterion: Criterion,
-        most: int,
+        max_misses: int,
         num_passes: int = 0,
         num_each: int = 1 << 62,
-        most_more: float = 0.0,
-        most_left: float = math.inf,
+        max_growth: float = 0.0,
+        max_left: float = math.inf,
         *,
         is_filled_first: bool = False,
     ) -> None:
-        """Full with more than `most` requests of a pass that miss any target (joint), or one of them (marginal).
+        """A pass fails once more than `max_misses` of its requests miss any target (joint) or the same target
+        (marginal).
 
-        Of `num_passes` each has `num_each` requests; with none there is one pass, and none is steady. Where the cluster
-        `is_filled_first` the passes up to a steady one, as many at most, only fill it: those behind them count, and
-        become steady on their own. A steady pass counts as soon as who is left of it and of those before it cannot make
-        one of them full; then passes behind it do not matter. All is decided when, of each, at most `most_left` are
-        left, too, and all of these have a token.
+        There are `num_passes` passes of `num_each` requests; 0 means a single pass that is never steady.
+
+        With `is_filled_first`, the passes up to a steady one, at most `num_passes`, only fill the cluster. The passes
+        after them count and must become steady themselves. A filling pass that fails decides the run, too.
+
+        A steady pass is held as soon as neither it nor an earlier one can still fail; later passes then do not matter.
+        The run is decided once each of these passes also has at most `max_left` unfinished requests, and each of those
+        has a token.
         """
         self._ttft_s, self._tpot_s, self._tbt_s = (
             math.inf if one is None else one for one in (targets.ttft_s, targets.tpot_s, targets.tbt_s)
         )
         self._of_longest = targets.tbt_of == "longest"
-        self._most = most
+        self._max_misses = max_misses
         self._is_joint = criterion == "joint"
-        self._most_filling = num_passes
+        self._max_filling = num_passes
         self._num_passes = 2 * num_passes if is_filled_first else num_passes
         num_passes = max(self._num_passes, 1)
-        self._late: list[set[int]] = [set() for _ in range(num_passes)]  # for anything
+        self._late: list[set[int]] = [set() for _ in range(num_passes)]  # requests of each pass that missed any target
         self._num_ttft, self._num_tpot, self._num_tbt = ([0] * num_passes for _ in range(3))
         self._num_each = num_each
-        self._most_left = most_left
-        self._most_more = most_more
+        self._max_left = max_left
+        self._max_growth = max_growth
         self._num_ended = 0
-        self._left = [num_each] * num_passes  # of each pass, that are not over
-        self._tokenless = [num_each] * num_passes  # the same, that have no token either
-        self._num_inside: list[int] = []  # as the last request of each pass came
+        self._left = [num_each] * num_passes  # requests of each pass that have not ended
+        self._tokenless = [num_each] * num_passes  # requests of each pass without a first token
+        self._num_inside: list[int] = []  # at the last arrival of each pass
         self._is_filling = is_filled_first
-        self.first_pass = 0  # that counts
-        self.full_pass: int | None = None  # the first one
-        self.steady_pass: int | None = None  # the first one
-        self.is_held = False  # the steady pass counts
-        self.is_decided = False  # nothing more has to be known: too many missed, or that pass is over
+        self.first_pass = 0  # the first pass that counts
+        self.full_pass: int | None = None  # the first pass that failed
+        self.steady_pass: int | None = None  # the first pass that was steady
+        self.is_held = False  # the steady pass is held
+        self.is_decided = False  # no open question: a pass failed, or the held pass is over
 
     @property
     def stage(self) -> Stage:
-        """Where the next request to come is. Behind: everybody of the passes that count has a first token."""
+        """The stage of the next arrival. `behind`: every request of the counted passes has a first token."""
         if self._is_filling:
             return "filling"
         steady = self.steady_pass
@@ -77,7 +84,7 @@ class SloTracker:
         return "behind" if is_behind else "counting"
 
     def came(self, index: int) -> None:
-        """A request is there; all before it came before."""
+        """Notes an arrival; requests arrive in order."""
         inside = self._num_inside
         if (index + 1) % self._num_each or len(inside) == self._num_passes:
             return
@@ -88,10 +95,10 @@ class SloTracker:
             else:
                 self.steady_pass = len(inside) - 1
         elif self._is_filling:
-            self.is_decided = self.is_decided or len(inside) == self._most_filling
+            self.is_decided = self.is_decided or len(inside) == self._max_filling
 
     def first(self, job: Job, answer_s: float) -> None:
-        """Its first token is computed, and comes after `answer_s`."""
+        """Notes a first token, which reaches the client after `answer_s`."""
         at = job.index // self._num_each
         self._tokenless[at] -= 1
         if job.first_s + answer_s - job.start_s > self._ttft_s:
@@ -99,7 +106,7 @@ class SloTracker:
             self._note(job)
 
     def end(self, job: Job, answer_s: float) -> None:
-        """It is over. Who was refused or failed missed everything."""
+        """Notes the end of a request. A refused or failed one missed every target."""
         at = job.index // self._num_each
         is_done = job.outcome == "completed"
         if not is_done and job.first_s + answer_s - job.start_s <= self._ttft_s:
@@ -107,7 +114,7 @@ class SloTracker:
         gap_s = job.longest_gap_s if self._of_longest else job.tail_gap_s
         is_slow = job.generated > 1 and (job.end_s - job.first_s) / (job.generated - 1) > self._tpot_s
         self._num_tpot[at] += not is_done or is_slow
-        self._num_tbt[at] += not is_done or gap_s > self._tbt_s  # NaN is not
+        self._num_tbt[at] += not is_done or gap_s > self._tbt_s  # a NaN gap counts as met
         if not is_done or is_slow or gap_s > self._tbt_s:
             self._note(job)
         self._count(job, at)
@@ -121,23 +128,26 @@ class SloTracker:
             self.is_decided = self.is_held and self._are_few_left(self.steady_pass)
 
     def _is_as_full_as_before(self) -> bool:
-        """Twice in a row: the first answers end all at once, and then it fills on. Where a pass leaves next to nobody
-        inside, that is enough."""
+        """Whether a pass leaves as many requests inside as the one before, twice in a row.
+
+        Once is not enough: the first answers all end together, and then the cluster fills further. It is enough if
+        hardly any request stays inside.
+        """
         inside = self._num_inside
         if len(inside) - self.first_pass == 1:
-            return inside[-1] <= self._most_more
+            return inside[-1] <= self._max_growth
         last = [0, *inside][-3:]
-        return all(after - before <= self._most_more for before, after in itertools.pairwise(last))
+        return all(after - before <= self._max_growth for before, after in itertools.pairwise(last))
 
     def _cannot_be_full(self, number: int) -> bool:
-        """That pass and those before it, any more."""
-        return all(self._left[at] + self._num_late(at) <= self._most for at in range(self.first_pass, number + 1))
+        """Whether neither this pass nor an earlier one can still fail."""
+        return all(self._left[at] + self._num_late(at) <= self._max_misses for at in range(self.first_pass, number + 1))
 
     def _are_few_left(self, number: int) -> bool:
-        """Of that pass and those before it; none has to be waited for unless there is a limit."""
+        """Whether this pass and the earlier ones are nearly finished; always true without a limit."""
         counting = slice(self.first_pass, number + 1)
         left, tokenless = self._left[counting], self._tokenless[counting]
-        return max(left) <= self._most_left and (self._most_left == math.inf or max(tokenless) <= 0)
+        return max(left) <= self._max_left and (self._max_left == math.inf or max(tokenless) <= 0)
 
     def _num_late(self, at: int) -> int:
         if self._is_joint:
@@ -147,6 +157,6 @@ class SloTracker:
     def _note(self, job: Job) -> None:
         at = job.index // self._num_each
         self._late[at].add(job.index)
-        if at >= self.first_pass and self._num_late(at) > self._most and not self.is_held:
+        if at >= self.first_pass and self._num_late(at) > self._max_misses and not self.is_held:
             self.full_pass = at if self.full_pass is None else self.full_pass
             self.is_decided = True

@@ -106,8 +106,8 @@ def test_drawn_workloads_repeat_with_their_seed(tmp_path: Path) -> None:
         ([], CLUSTER + "contention: {prefill_beside_decode: .nan}", "contention must be finite"),
         (["--workload", "chat", "--rate", "1", "--seed", "-1"], CLUSTER, "a seed must not be negative, got -1"),
         (["--workload", "chat", "--rate", "1e-300"], CLUSTER, "give a higher rate"),
-        (["--workload", "in=99999999999999999999,out=3", "--rate", "1"], CLUSTER, "is no workload"),
-        (["--workload", "in=9999999999,out=3", "--rate", "1"], CLUSTER, "is no workload"),
+        (["--workload", "in=99999999999999999999,out=3", "--rate", "1"], CLUSTER, "is not a workload"),
+        (["--workload", "in=9999999999,out=3", "--rate", "1"], CLUSTER, "is not a workload"),
         ([], CLUSTER.replace("role: decode", "role: decode, count: 100000000"), "less than or equal to 100000"),
     ],
 )

@@ -15,7 +15,8 @@ from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.device_path import DevicePath, choose_path
 from halfmoon.engine.kv_arena import KVArena
-from halfmoon.engine.models import ForwardBatch, Model, build_model
+from halfmoon.engine.models import Model, build_model
+from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.linear import pack_onednn
 from halfmoon.engine.models.weights import fill_dummy_weights, load_weights
 from halfmoon.errors import Incompatible

@@ -65,7 +65,7 @@ def test_each_kind_of_gpu_has_its_own_nodes() -> None:
     ("text", "prices", "says"),
     [
         ("h100:2x8,h100:1x8", {}, "named twice"),
-        ("h100:2", {}, "is no hardware: give GPU"),
+        ("h100:2", {}, "is not hardware: give GPU"),
         ("h100:0x8", {}, "at least one node"),
         ("v100:1x8", {}, "known are"),
         ("h100", {"h100": 0.0}, "price of h100 must be above 0"),
@@ -80,12 +80,12 @@ def test_paired_workers_share_a_node_and_others_do_not() -> None:
     source = DistServeCoefficients("opt-13b")
     fleet = read_fleet("a100-80g", 4, 8, {})
     layout = pair((2, 1, 2), (1, 1, 1))
-    known = {one: source.model(None, *one.parallelism) for one in (kind(2, 1), kind(1, 1))}
+    models = {one: source.model(None, *one.parallelism) for one in (kind(2, 1), kind(1, 1))}
     workload = synthetic_workload(named_lengths("in=512,out=64"), 10, 1.0, seed=0)
     sources = {"a100-80g": source}
-    question = PlanningProblem(sources, fleet, workload, Goal(SloTargets(1.0, 1.0)), default_rules(fleet, sources))
-    spec = unit_spec(question, known, layout)
-    apart = unit_spec(question, known, pair((2, 1, 2), (1, 1, 1), paired=False))
+    problem = PlanningProblem(sources, fleet, workload, Goal(SloTargets(1.0, 1.0)), default_rules(fleet, sources))
+    spec = unit_spec(problem, models, layout)
+    apart = unit_spec(problem, models, pair((2, 1, 2), (1, 1, 1), paired=False))
     assert spec.nodes == [0, 0, 0]
     assert apart.nodes == [0, 0, 1]
     assert spec.num_devices == layout.num_gpus == 5
@@ -98,10 +98,10 @@ def test_a_codec_sends_fewer_bytes_and_works_for_it() -> None:
     workload = synthetic_workload(named_lengths("in=512,out=64"), 10, 1.0, seed=0)
     sources = {"a100-80g": source}
     rules = default_rules(fleet, sources, network_bytes_per_s=1e9)
-    question = PlanningProblem(sources, fleet, workload, Goal(SloTargets(1.0, 1.0)), rules)
+    problem = PlanningProblem(sources, fleet, workload, Goal(SloTargets(1.0, 1.0)), rules)
     layout = pair((1, 1, 1), (1, 1, 1), paired=False)
-    plain = layout_network(question, layout)
-    coded = layout_network(question, replace(layout, codec="int8"))
+    plain = layout_network(problem, layout)
+    coded = layout_network(problem, replace(layout, codec="int8"))
     assert plain.bytes_per_s == coded.bytes_per_s == 1e9
     assert (plain.kv_ratio, plain.encode_bytes_per_s) == (1.0, None)
     assert coded.kv_ratio < 0.6

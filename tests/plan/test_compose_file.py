@@ -31,9 +31,9 @@ def test_each_worker_is_a_service_with_gpus_of_its_own() -> None:
         role = name.rsplit("-", 1)[0]
         assert f"--role={role}" in one["command"]
         assert f"--advertise={name}:7001" in one["command"]
-        known = base["decode" if role == "decode" else "prefill"]
-        assert one["image"] == known["image"]
-        assert set(one["volumes"]) == set(known["volumes"])
+        expected = base["decode" if role == "decode" else "prefill"]
+        assert one["image"] == expected["image"]
+        assert set(one["volumes"]) == set(expected["volumes"])
     gpus = [
         device["device_ids"]
         for one in workers.values()

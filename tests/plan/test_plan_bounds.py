@@ -1,4 +1,4 @@
-"""No simulated goodput exceeds what the latency models allow, and bisection finds the edge."""
+"""No simulated goodput exceeds what the latency models allow, and bisection finds the limit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from halfmoon.plan.search.phases import phase_trial
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, SloTargets, TbtOf, WorkerGroup
-from halfmoon.sim.latency_sources.coefficients import coefficients
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
+from halfmoon.sim.latency_sources.worker_profile import coefficients
 from halfmoon.sim.result import Criterion
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.workloads.drawn_workload import synthetic_workload
@@ -26,17 +26,17 @@ from halfmoon.sim.workloads.lengths import named_lengths
 SOURCES, FLEET = {"a100-80g": DistServeCoefficients("opt-13b")}, read_fleet("a100-80g", 1, 8, {})
 
 
-def half(
+def phase(
     role: Role, parallelism: Parallelism, lengths: str, ttft_s: float, tpot_s: float, share: float
 ) -> tuple[Trial, Option]:
     """One worker of a role as the search simulates it, and its bound."""
     workload = synthetic_workload(named_lengths(lengths), 200, 1.0, seed=0, most_tokens=2048)
     goal = Goal(SloTargets(ttft_s, tpot_s), share)
-    question = PlanningProblem(SOURCES, FLEET, workload, goal, default_rules(FLEET, SOURCES))
+    problem = PlanningProblem(SOURCES, FLEET, workload, goal, default_rules(FLEET, SOURCES))
     model, kind = SOURCES["a100-80g"].model("a100-80g", *parallelism), WorkerKind("a100-80g", parallelism)
     bound_per_s = prefill_bound_per_s if role == "prefill" else decode_bound_per_s
-    option = Option(role, kind, bound_per_s(model, workload, goal, question.rules.limits[role]))
-    return phase_trial(question, {kind: model}, option), option
+    option = Option(role, kind, bound_per_s(model, workload, goal, problem.rules.limits[role]))
+    return phase_trial(problem, {kind: model}, option), option
 
 
 @settings(max_examples=12, deadline=None)
@@ -51,7 +51,7 @@ def half(
 def test_nothing_simulated_exceeds_its_bound(
     role: Role, parallelism: Parallelism, lengths: str, ttft_s: float, tpot_s: float, share: float
 ) -> None:
-    trial, option = half(role, parallelism, lengths, ttft_s, tpot_s, share)
+    trial, option = phase(role, parallelism, lengths, ttft_s, tpot_s, share)
     rate_per_s = 1.05 * option.bound.most_per_s  # a cluster that falls behind by less is held to keep up
     if rate_per_s:
         assert not holds(trial, rate_per_s) or option.bound.most_per_s >= 1e6
@@ -66,19 +66,19 @@ def test_steps_that_take_no_time_bound_nothing() -> None:
 
 @pytest.mark.parametrize("guess_per_s", [0.05, 3.0, 500.0])
 def test_the_edge_is_found_from_any_guess(guess_per_s: float) -> None:
-    trial, _ = half("prefill", Parallelism(1, 1), "in=512,out=64", 0.2, 0.1, 0.9)
+    trial, _ = phase("prefill", Parallelism(1, 1), "in=512,out=64", 0.2, 0.1, 0.9)
     found = goodput_per_s(trial, guess_per_s)
     assert holds(trial, found)
     assert not holds(trial, found * 1.02)
 
 
 def test_a_target_below_an_idle_workers_time_is_never_held() -> None:
-    trial, _ = half("prefill", Parallelism(1, 1), "in=512,out=64", 0.05, 0.1, 0.9)
+    trial, _ = phase("prefill", Parallelism(1, 1), "in=512,out=64", 0.05, 0.1, 0.9)
     assert goodput_per_s(trial, 1.0) == 0.0
 
 
 def test_a_decode_worker_that_misses_tpot_alone_is_bounded_by_nothing_at_all() -> None:
-    _, option = half("decode", Parallelism(1, 1), "in=512,out=64", 0.2, 0.01, 0.9)
+    _, option = phase("decode", Parallelism(1, 1), "in=512,out=64", 0.2, 0.01, 0.9)
     assert option.bound.most_per_s == 0.0
 
 

@@ -7,25 +7,25 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import aiohttp
 import pytest
+from aiohttp import ClientSession
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, NoCapacity, Unavailable
 from halfmoon.policy.models.latency import PrefillModel, StepModel
-from halfmoon.profiling import measured_slowdowns as slowdowns_module
+from halfmoon.profiling import measured_slowdowns as side_by_side
 from halfmoon.profiling import profiler, served_load
-from halfmoon.profiling.measured_slowdowns import measured_slowdowns
-from halfmoon.profiling.measuring import Progress, usual_mean
+from halfmoon.profiling.measuring import Progress, trimmed_mean
 from halfmoon.profiling.probe import WorkerProbe
 from halfmoon.profiling.profiler import ProfileOptions, profiled
 from halfmoon.profiling.sweep import SweepLimits
-from halfmoon.profiling.target import seen_cluster
-from halfmoon.sim.latency_sources.coefficients import coefficients
-from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
+from halfmoon.profiling.target import fetch_cluster
+from halfmoon.sim.latency_sources.measured_profile import MeasuredSlowdown
+from halfmoon.sim.latency_sources.worker_profile import WorkerProfile, coefficients
 from tests.services.simulation.test_simulated_fleet import INSTANTLY, SimulatedFleet, running_fleet
 
-LATENCY = coefficients("quick", PrefillModel(a=0.002), StepModel(d=0.004), 4_096, 1)
-QUICK: WorkerProfile = replace(INSTANTLY, name="quick", latency=LATENCY, context_tokens=512, max_running=8)
+LATENCY = coefficients("quick", PrefillModel(a=0.002), StepModel(d=0.004), 65_536, 1)
+# a context so long that sequences decode for many seconds: on a loaded machine, too, they outlive a measurement
+QUICK: WorkerProfile = replace(INSTANTLY, name="quick", latency=LATENCY, context_tokens=4_096, max_running=8)
 LIMITS = SweepLimits(longest_prompt=128, largest_batch=4, longest_context=64, repeats=1, steps=3)
 
 
@@ -34,17 +34,17 @@ def options(fleet: SimulatedFleet, *workers: str, beside: bool | None = None) ->
 
 
 def when(stage: str, begun: asyncio.Event) -> Progress:
-    def told(what: str, done: int, total: int) -> None:
+    def described(what: str, done: int, total: int) -> None:
         if what == stage:
             begun.set()
 
-    return told
+    return described
 
 
 def test_the_usual_mean_counts_slow_ones_but_not_a_pause_of_the_machine() -> None:
-    assert usual_mean([1.0, 1.0, 1.6]) == pytest.approx(1.2)
-    assert usual_mean([1.0, 1.0, 1.6, 40.0]) == pytest.approx(1.2)
-    assert usual_mean([3.0]) == 3.0
+    assert trimmed_mean([1.0, 1.0, 1.6]) == pytest.approx(1.2)
+    assert trimmed_mean([1.0, 1.0, 1.6, 40.0]) == pytest.approx(1.2)
+    assert trimmed_mean([3.0]) == 3.0
 
 
 @pytest.mark.parametrize("roles", [("prefill", "decode"), ("both", "both")])
@@ -52,12 +52,12 @@ async def test_a_profile_has_all_parts_and_leaves_nothing(
     tmp_path: Path, roles: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served_load, "_REQUESTS", 4)  # of real time
-    told: list[tuple[str, int, int]] = []
+    described: list[tuple[str, int, int]] = []
     async with running_fleet(tmp_path, QUICK) as fleet:
         for role in roles:
             await fleet.simulation.start(role)  # type: ignore[arg-type]
         await fleet.until(lambda: len(fleet.ready()) == 2)
-        found = await profiled(options(fleet, beside=True), lambda *news: told.append(news))
+        found = await profiled(options(fleet, beside=True), lambda *news: described.append(news))
         await fleet.until_idle()
     assert {one.new_tokens for one in found.prefill if not one.cached_tokens} == {16, 32, 64, 96, 128}
     assert {one.cached_tokens for one in found.prefill} == {0, 32, 64}
@@ -69,39 +69,61 @@ async def test_a_profile_has_all_parts_and_leaves_nothing(
     kinds = ("prefill", "decode")
     every = {(a, b) for a in kinds for b in kinds if "both" in roles or a != b}
     assert works == every
-    assert (found.limits.max_running, found.limits.context_tokens, found.kv_tokens) == (8, 512, 4_096)
+    assert (found.limits.max_running, found.limits.context_tokens, found.kv_tokens) == (8, 4_096, 65_536)
     assert found.whole.error.prefill is not None
-    assert {what for what, done, total in told if done == total} == {
+    assert {what for what, done, total in described if done == total} == {
         "prompts", "decode batches", "transfers", "side by side",
     }  # fmt: skip
 
 
-async def test_workers_that_share_a_host_with_others_elsewhere_are_measured_beside_each_other(
+async def test_workers_that_share_a_host_with_others_elsewhere_are_measured_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slowdowns_module, "_ROUNDS", 1)  # of real time
+    """Which two are compared; tests/profiling/test_measuring.py has how, without a clock."""
+    compared: list[set[str]] = []
+
+    async def fake(one: WorkerProbe, other: WorkerProbe, on_progress: Progress) -> list[MeasuredSlowdown]:
+        compared.append({one.target.role, other.target.role})
+        return [MeasuredSlowdown(work="prefill", neighbour="decode", slowdown=1.5)]
+
+    monkeypatch.setattr(profiler, "measured_slowdowns", fake)
     monkeypatch.setattr(profiler, "_is_one_host", lambda workers: False)
     async with running_fleet(tmp_path, QUICK) as fleet:
         await fleet.add(1, 1)
         found = await profiled(options(fleet, beside=True), lambda *news: None)
         await fleet.until_idle()
-    assert {(one.work, one.neighbour) for one in found.beside} == {("prefill", "decode"), ("decode", "prefill")}
+    assert compared == [{"prefill", "decode"}]
+    assert [(one.work, one.neighbour, one.slowdown) for one in found.beside] == [("prefill", "decode", 1.5)]
 
 
-async def test_who_measures_waits_where_prompts_come_faster_than_their_receiver_ends_them(
+async def test_two_live_workers_are_compared_in_what_each_can_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_steps = coefficients("slow steps", PrefillModel(a=0.0005), StepModel(d=0.02), 4_096, 1)
-    monkeypatch.setattr(slowdowns_module, "_ROUNDS", 1)  # of real time
+    monkeypatch.setattr(side_by_side, "_ROUNDS", 1)  # of real time
+    async with running_fleet(tmp_path, QUICK) as fleet:
+        await fleet.add(1, 1)
+        async with ClientSession() as session, AsyncExitStack() as probes:
+            cluster = await fetch_cluster(session, fleet.gateway.http)
+            one, other = [await probes.enter_async_context(WorkerProbe(each, ("grpc",))) for each in cluster.workers]
+            found = await side_by_side.measured_slowdowns(one, other, lambda *news: None)
+        await fleet.until_idle()
+    assert {(one.work, one.neighbour) for one in found} == {("prefill", "decode"), ("decode", "prefill")}
+
+
+async def test_a_measurement_waits_if_prompts_come_faster_than_their_receiver_ends_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_steps = coefficients("slow steps", PrefillModel(a=0.0005), StepModel(d=0.02), 65_536, 1)
+    monkeypatch.setattr(side_by_side, "_ROUNDS", 1)  # of real time
     async with (
         running_fleet(tmp_path, replace(QUICK, latency=slow_steps)) as fleet,
-        aiohttp.ClientSession() as control,
+        ClientSession() as control,
         AsyncExitStack() as probes,
     ):
         await fleet.add(1, 1)
-        workers = sorted((await seen_cluster(control, fleet.gateway.http)).workers, key=lambda one: one.role)
+        workers = sorted((await fetch_cluster(control, fleet.gateway.http)).workers, key=lambda one: one.role)
         decode, prefill = [await probes.enter_async_context(WorkerProbe(one, ("grpc",))) for one in workers]
-        found = await measured_slowdowns(prefill, decode, lambda *news: None)
+        found = await side_by_side.measured_slowdowns(prefill, decode, lambda *news: None)
         await fleet.until_idle()
     assert {(one.work, one.neighbour) for one in found} == {("prefill", "decode"), ("decode", "prefill")}
 

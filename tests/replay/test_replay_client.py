@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from halfmoon.replay.client import Ask, Gateway, asked
+from halfmoon.replay.client import Gateway, ReplayRequest, send
 from halfmoon.replay.outcome import End, Outcome
 
 
@@ -21,7 +21,7 @@ async def replayed(status: int, body: str) -> Outcome:
     app.router.add_post("/v1/completions", answer)
     async with TestServer(app) as server, aiohttp.ClientSession() as session:
         gateway = Gateway(str(server.make_url("")).rstrip("/"), "m", 100, hides_length=False, speed=2.0)
-        return await asked(session, gateway, Ask([1, 2], 3, 3, time.monotonic()))
+        return await send(session, gateway, ReplayRequest([1, 2], 3, 3, time.monotonic()))
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,10 @@ def pair(network: Network = FAST, **changes: object) -> ClusterSpec:
     return replace(ClusterSpec((group("prefill"), group("decode")), network), **changes)  # type: ignore[arg-type]
 
 
-def work(*rows: tuple[float, int, int], ids: list[list[int]] | None = None, unit: int = 64) -> Workload:
+def work(*rows: tuple[float, int, int], ids: list[list[int]] | None = None, block_tokens: int = 64) -> Workload:
     start_s, prompt, output = zip(*rows, strict=True)
     prefixes = None
     if ids is not None:
         offsets = np.concatenate([[0], np.cumsum([len(one) for one in ids])])
-        prefixes = Prefixes(unit, np.array([one for some in ids for one in some], dtype=np.int64), offsets)
+        prefixes = Prefixes(block_tokens, np.array([one for some in ids for one in some], dtype=np.int64), offsets)
     return Workload(np.array(start_s, dtype=float), np.array(prompt), np.array(output), prefixes)

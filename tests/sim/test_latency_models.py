@@ -118,7 +118,7 @@ def test_the_roofline_is_near_distserves_measurements(name: str) -> None:
         ("roofline:llama-3-8b", "name a gpu"),
         ("roofline:gpt-5@h100", "unknown model 'gpt-5': known are demo, opt-13b"),
         ("distserve:llama-3-8b", "it has opt-13b, opt-66b"),
-        ("nothing", "no latency source: give a profile"),
+        ("nothing", "not a latency source: give a profile"),
         ("none.json", "cannot be read"),
         ("none.csv:llama-2-70b", "not Splitwise's"),
         ("none.csv:llama-3-8b", "it has llama-2-70b"),

@@ -144,8 +144,8 @@ def test_a_chunked_prompt_beside_an_answer_by_hand() -> None:
 
 
 def test_memory_that_is_too_small_for_two_preempts_the_second_by_hand() -> None:
-    """Five pages of 64 tokens for two sequences of 214. The first has its first token at 64 ms, and its second beside
-    the second one's prompt at 129 ms. In 64 steps of both it grows to three pages, and the second, which has two, finds
+    """Five blocks of 64 tokens for two sequences of 214. The first has its first token at 64 ms, and its second beside
+    the second one's prompt at 129 ms. In 64 steps of both it grows to three blocks, and the second, with two, finds
     none for its 66th token. The first goes on alone, 84 steps of 11 ms. Then the second one's 129 tokens are computed
     again, which draws that token, and 84 are left."""
     tight = group("both", kv_tokens=64 * 5)

@@ -105,8 +105,8 @@ def test_the_least_recently_used_prefix_is_evicted() -> None:
 
 
 def test_unequal_blocks_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="no multiple"):
-        simulate(ClusterSpec((group("both"),), FAST), work((0.0, 100, 1), ids=[[1]], unit=100))
+    with pytest.raises(InvalidRequest, match="not a multiple"):
+        simulate(ClusterSpec((group("both"),), FAST), work((0.0, 100, 1), ids=[[1]], block_tokens=100))
 
 
 def test_a_request_that_no_worker_can_hold_is_refused() -> None:
@@ -265,7 +265,7 @@ def test_gaps_are_those_of_a_run_with_an_event_for_each_token(
     grown = replace(spec, groups=tuple(replace(one, latency=growing) for one in spec.groups))
     fast = simulate(grown, drawn(rows))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DecodeBatch, "affordable_steps", lambda batch, most, num_pages: 1)
+        patch.setattr(DecodeBatch, "affordable_steps", lambda batch, most, num_blocks: 1)
         slow = simulate(grown, drawn(rows))
     for name in ("end_s", "longest_gap_s", "tail_gap_s"):
         np.testing.assert_allclose(getattr(fast, name), getattr(slow, name), rtol=1e-9, atol=1e-9)

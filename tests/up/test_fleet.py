@@ -163,5 +163,5 @@ def test_what_needs_more_than_other_workers_is_refused() -> None:
     with pytest.raises(Incompatible, match="hands KV over as int8"):
         applied(codec="int8")
     assert applied(codec="int8", options=UpOptions(handover_codec="int8")).num_both == 2
-    with pytest.raises(InvalidRequest, match=r"plan\.yaml is no plan"):
+    with pytest.raises(InvalidRequest, match=r"plan\.yaml is not a plan"):
         applied_options(UpOptions(), MODEL, "")

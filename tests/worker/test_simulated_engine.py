@@ -18,8 +18,7 @@ from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.sim.answer_model import AnswerModel
-from halfmoon.sim.latency_sources.coefficients import coefficients
-from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
+from halfmoon.sim.latency_sources.worker_profile import WorkerProfile, coefficients
 from halfmoon.worker.simulated_engine import SimulatedEngine
 
 BLOCK = 16

@@ -5,33 +5,19 @@ Read in this order: llama, opt, linear, layer_ops, rotary, weights, part, triton
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention_backend import StepAttention
 from halfmoon.engine.model_config import ModelConfig
+from halfmoon.engine.models.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
     from halfmoon.engine.models.layer_ops import LayerOps
     from halfmoon.engine.models.linear import PackWeight
     from halfmoon.engine.models.part import ModelPart
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardBatch:
-    """All rows of one forward pass, sequence by sequence."""
-
-    token_ids: Tensor  # [num_tokens] int64
-    positions: Tensor  # [num_tokens] int64
-    logit_rows: Tensor  # [num_logits] int64, the rows whose logits are needed
-    attention: StepAttention
-    on_inputs: Callable[[Tensor], None] | None = (
-        None  # gets the input from which each OPT layer computes Q, K and V, before it attends
-    )
 
 
 class Model(Protocol):

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from halfmoon.engine.attention_backend import StepAttention
 from halfmoon.engine.model_config import ModelConfig
-from halfmoon.engine.models import ForwardBatch
+from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.layer_ops import LayerOps, Rotation
 from halfmoon.engine.models.linear import Linear, PackWeight, split_rows
 from halfmoon.engine.models.part import ModelPart, whole_model

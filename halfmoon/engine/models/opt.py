@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from halfmoon.engine.model_config import Activation, ModelConfig
-from halfmoon.engine.models import ForwardBatch
+from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.linear import Linear, PackWeight, split_rows
 from halfmoon.engine.models.part import ModelPart, whole_model
 

@@ -16,7 +16,8 @@ from halfmoon.engine.device_path import choose_path
 from halfmoon.engine.kv_arena import KVArena
 from halfmoon.engine.kv_watch import LayerWatch
 from halfmoon.engine.model_runner import ModelRunner
-from halfmoon.engine.models import ForwardBatch, build_model
+from halfmoon.engine.models import build_model
+from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.part import ModelPart
 from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.parallel.grid import Grid

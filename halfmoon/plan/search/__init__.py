@@ -1,1 +1,1 @@
-"""Search."""
+"""The search for a layout: bounds, phases alone, estimates, and simulations of whole layouts."""

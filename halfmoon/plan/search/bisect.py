@@ -1,4 +1,4 @@
-"""The highest value that something holds for, with few questions: each of them is a simulation."""
+"""Finds the highest feasible value with few probes, because each probe is a simulation."""
 
 from __future__ import annotations
 
@@ -7,76 +7,78 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-_MOST_STEPS = 10  # from the guess, each the square of the one before: then, far away, everything is held, or nothing
-_ROUNDING = 1e-9  # a step of the tolerance is within it
+_MOST_STEPS = 10  # from the guess on, each the square of the one before; past these everything is feasible, or nothing
+_ROUNDING = 1e-9  # the last step of a bracket is within the tolerance
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Bisection(Generic[Found]):
-    """The value, and what was found there."""
+class Bisection(Generic[Result]):
+    """The highest feasible value, and the result found there."""
 
     value: float
-    found: Found
+    result: Result
 
 
-def highest(
-    held: Callable[[float], Found | None],
+def highest_feasible(
+    feasible: Callable[[float], Result | None],
     guess: float,
     tolerance: float,
     *,
     least: float = 0.0,
     most: float = math.inf,
-    at_least: Found | None = None,
-) -> Bisection[Found] | None:
-    """Within a factor of `tolerance`; `held` tells None from the edge on. None where not even `least` is held.
+    at_least: Result | None = None,
+) -> Bisection[Result] | None:
+    """The highest feasible value within a factor of `tolerance`; `feasible` returns None above it. None if `least` is
+    infeasible.
 
-    It is looked for from a guess on: where that is within the tolerance, two questions are enough. `at_least` is what
-    is held at `least`, where that is known.
+    The search starts at a guess. If that is within the tolerance, two probes suffice. `at_least` is the result at
+    `least`, if it is available already.
     """
-    low, high, best = _bracket(held, min(max(guess, least), most), tolerance, least, most, at_least)
+    low, high, best = _bracket(feasible, min(max(guess, least), most), tolerance, least, most, at_least)
     if best is None:
         return None
     while high / low > tolerance * (1 + _ROUNDING):
         middle = (low * high) ** 0.5
-        found = held(middle)
-        low, high, best = (low, middle, best) if found is None else (middle, high, found)
+        result = feasible(middle)
+        low, high, best = (low, middle, best) if result is None else (middle, high, result)
     return Bisection(low, best)
 
 
 def _bracket(
-    held: Callable[[float], Found | None],
+    feasible: Callable[[float], Result | None],
     guess: float,
     tolerance: float,
     least: float,
     most: float,
-    at_least: Found | None,
-) -> tuple[float, float, Found | None]:
-    """What is held and what is not, with what was found at the lower one. Both are the same where the upper one is
-    held; nothing was found where nothing is held.
+    at_least: Result | None,
+) -> tuple[float, float, Result | None]:
+    """A feasible and an infeasible value, with the result at the former.
+
+    Both are equal if the upper limit is feasible. The result is None if nothing is feasible.
     """
 
-    def asked(value: float) -> Found | None:
-        return at_least if value == least and at_least is not None else held(value)
+    def probed(value: float) -> Result | None:
+        return at_least if value == least and at_least is not None else feasible(value)
 
     low = high = guess
-    best = asked(guess)
+    best = probed(guess)
     is_rising, step = best is not None, tolerance
     for _ in range(_MOST_STEPS):
         if is_rising:
             if low == most:
                 break
             high = min(step * low, most)
-            found = asked(high)
-            if found is None:
+            result = probed(high)
+            if result is None:
                 return low, high, best
-            low, best = high, found
+            low, best = high, result
         else:
             if high == least:
                 break
             low = max(high / step, least)
-            best = asked(low)
+            best = probed(low)
             if best is not None:
                 return low, high, best
             high = low

@@ -1,4 +1,6 @@
-"""What no simulation can exceed: rates that follow from the latency models alone, and targets that none can meet."""
+"""Bounds that follow from the latency models alone: rates that no simulation exceeds, and targets that none can
+meet.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from halfmoon.sim.cluster.cluster_spec import BatchLimits
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 from halfmoon.sim.workloads.workload import Floats, Workload
 
-NO_LIMIT = 1e6  # requests a second: where nothing has to be computed
+NO_LIMIT = 1e6  # requests per second, if nothing has to be computed
 
 
 class RateBound(NamedTuple):
-    """Requests a second of a run without end.
+    """Requests per second of a run without end.
 
-    - most_per_s: that no worker exceeds, whoever is late or refused.
-    - typical_per_s: of one that is busy all the time and serves everybody, in the best batches there can be.
+    - most_per_s: no worker exceeds this, however many requests are late or refused.
+    - typical_per_s: a worker that is always busy and serves every request, in the best possible batches.
     """
 
     most_per_s: float
@@ -26,9 +28,9 @@ class RateBound(NamedTuple):
 
 
 def prefill_bound_per_s(model: LatencyModel, workload: Workload, goal: Goal, limits: BatchLimits) -> RateBound:
-    """Of one worker. Those who meet TTFT are at least the attainment's share, and all computed.
+    """Bound of one prefill worker. At least the attainment's share of requests meets TTFT, and those are all computed.
 
-    Each token takes what it does in the best batch there can be; what a prefix cache without end has is not computed.
+    Each token takes the time that it takes in the best batch. Tokens that an infinite prefix cache would hold are free.
     """
     new = _uncached(workload)
     pair_s = min(piece.model.c for piece in model.prefill)
@@ -37,10 +39,10 @@ def prefill_bound_per_s(model: LatencyModel, workload: Workload, goal: Goal, lim
 
 
 def decode_bound_per_s(model: LatencyModel, workload: Workload, goal: Goal, limits: BatchLimits) -> RateBound:
-    """Of one worker.
+    """Bound of one decode worker.
 
-    Tokens a second are concave in the batch, so those of the mean batch bound the mean; and by Little's law a step of
-    the mean batch of those who meet TPOT takes at most TPOT.
+    Tokens per second are concave in the batch size, so the mean batch bounds their mean. By Little's law, a step of the
+    mean batch of requests that meet TPOT takes at most TPOT.
     """
     prompts, tokens = workload.prompt_tokens.astype(np.float64), workload.output_tokens.astype(np.float64) - 1
     least_context = float(_smallest(prompts, goal.attainment).mean())
@@ -54,7 +56,7 @@ def decode_bound_per_s(model: LatencyModel, workload: Workload, goal: Goal, limi
 
 
 def _tokens_per_s(model: LatencyModel, context: float, gap_s: float, limits: BatchLimits) -> float:
-    """The most that a worker decodes of sequences of so long a context, none of them slower than the gap."""
+    """The highest token rate for sequences of mean length `context`, with no step longer than `gap_s`."""
     most = min(limits.max_running, max(int(model.kv_tokens / max(context, 1.0)), 1))
     batches = np.unique(np.geomspace(1, most, 64).astype(int)).tolist()
     best_per_s = 0.0
@@ -76,23 +78,25 @@ def _speed(batch: int, step_s: float) -> float:
 
 
 def _rate_per_s(busy_s: float, of: Floats) -> float:
-    """Of as many requests as there are, served in so long."""
+    """Rate of the column's requests, served within `busy_s`."""
     return min(len(of) / float(busy_s), NO_LIMIT) if busy_s > 0 else NO_LIMIT
 
 
 def _smallest(column: Floats, share: float) -> Floats:
-    found: Floats = np.sort(column)[: max(int(np.floor(share * len(column))), 1)]
-    return found
+    result: Floats = np.sort(column)[: max(int(np.floor(share * len(column))), 1)]
+    return result
 
 
 def _least_token_s(model: LatencyModel, limits: BatchLimits) -> float:
     most = float(limits.max_batch_tokens)
     sizes = {most} | {piece.least for piece in model.prefill if 0 < piece.least < most}
-    return min(min(model.stage_s(one, 0, 0, 0), model.stage_s(np.nextafter(one, 0), 0, 0, 0)) / one for one in sizes)
+    return min(
+        min(model.stage_s(size, 0, 0, 0), model.stage_s(np.nextafter(size, 0), 0, 0, 0)) / size for size in sizes
+    )
 
 
 def _uncached(workload: Workload) -> Floats:
-    """Tokens of each prompt that nobody asked about before."""
+    """Tokens of each prompt that no earlier prompt shares."""
     prompts = workload.prompt_tokens.astype(np.float64)
     prefixes = workload.prefixes
     if prefixes is None:

@@ -1,4 +1,4 @@
-"""Layouts of the same workers that fare alike: paired or apart, one row is enough for them."""
+"""Equivalent layouts: the same workers with the same figures, paired or apart. A plan shows one row for them."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from halfmoon.sim.cluster.kv_codecs import KvCodecName
 
 _DIFFERENCE = 0.01  # of any figure
 
-Twins = dict[Layout, tuple[Layout, ...]]
+EquivalentLayouts = dict[Layout, tuple[Layout, ...]]
 
 
-def grouped(judged: Iterable[tuple[Layout, Evaluation]]) -> Twins:
-    """In the given order; each first one with those behind it that have its workers and its figures."""
-    found: dict[Layout, list[Layout]] = {}
-    verdicts: dict[Layout, Evaluation] = {}
-    for layout, verdict in judged:
-        same = (one for one in found if _workers(one) == _workers(layout) and fare_alike(verdicts[one], verdict))
+def group_equivalent(evaluate: Iterable[tuple[Layout, Evaluation]]) -> EquivalentLayouts:
+    """Each first layout with the later ones that have its workers and its figures, in the given order."""
+    result: dict[Layout, list[Layout]] = {}
+    evaluations: dict[Layout, Evaluation] = {}
+    for layout, evaluation in evaluate:
+        same = (one for one in result if _workers(one) == _workers(layout) and fare_alike(evaluations[one], evaluation))
         first = next(same, layout)
         if first is layout:
-            found[layout], verdicts[layout] = [], verdict
+            result[layout], evaluations[layout] = [], evaluation
         else:
-            found[first].append(layout)
-    return {one: tuple(twins) for one, twins in found.items()}
+            result[first].append(layout)
+    return {one: tuple(equivalents) for one, equivalents in result.items()}
 
 
-def fare_alike(one: Evaluation, other: Evaluation) -> bool:
-    """Whether all that is shown of them differs by a hundredth at most."""
-    pairs = zip(_figures(one), _figures(other), strict=True)
-    return one.keeps_up == other.keeps_up and all(_are_alike(*pair) for pair in pairs)
+def fare_alike(evaluation: Evaluation, other: Evaluation) -> bool:
+    """Whether all figures that a plan shows differ by at most one percent."""
+    pairs = zip(_figures(evaluation), _figures(other), strict=True)
+    return evaluation.keeps_up == other.keeps_up and all(_are_alike(*pair) for pair in pairs)
 
 
-def _are_alike(one: float | None, other: float | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return math.isclose(one, other, rel_tol=_DIFFERENCE)
+def _are_alike(value: float | None, other: float | None) -> bool:
+    if value is None or other is None:
+        return value is other
+    return math.isclose(value, other, rel_tol=_DIFFERENCE)
 
 
-def _figures(verdict: Evaluation) -> Iterator[float | None]:
-    times = (one.values() for one in (verdict.ttft_s, verdict.tpot_s, verdict.tbt_s))
-    return chain([verdict.rate_per_s], verdict.attainment, *times)
+def _figures(evaluation: Evaluation) -> Iterator[float | None]:
+    times = (one.values() for one in (evaluation.ttft_s, evaluation.tpot_s, evaluation.tbt_s))
+    return chain([evaluation.rate_per_s], evaluation.attainment, *times)
 
 
 def _workers(layout: Layout) -> tuple[KvCodecName, list[tuple[Role, WorkerKind, int]]]:
-    return layout.codec, sorted((one.role, one.kind, layout.num_units * one.num) for one in layout.sets)
+    return layout.codec, sorted((workers.role, workers.kind, layout.num_units * workers.num) for workers in layout.sets)

@@ -1,4 +1,4 @@
-"""Which workers there are for each half: a worker would start so, memory holds the requests, an idle one is in time."""
+"""Feasible workers for each phase: they start, their memory holds the requests, and an idle one meets the targets."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from halfmoon.sim.latency_sources.model_shape import ModelShape
 
 
 class NoLayout(InvalidRequest):
-    """Nothing meets what was asked for; the message says what is in the way, and what would be met."""
+    """No layout meets the request. The message says what is in the way, and what would be met."""
 
 
 class TargetsBroken(NoLayout):
-    """Not even idle workers meet the targets; `idle` is what they take, where that is too long."""
+    """Not even idle workers meet the targets. `idle` has the times that are too long."""
 
     def __init__(self, message: str, param: str, idle: SloTargets) -> None:
         super().__init__(message, param=param)
@@ -33,38 +33,38 @@ class TargetsBroken(NoLayout):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One kind of worker for one role, and the most that one such worker holds."""
+    """One kind of worker for one role, with its bound."""
 
     role: Role
     kind: WorkerKind
     bound: RateBound
 
 
-def models(question: PlanningProblem) -> dict[WorkerKind, LatencyModel]:
-    """All that the latency sources know, that a worker accepts and that fit the nodes.
+def feasible_models(problem: PlanningProblem) -> dict[WorkerKind, LatencyModel]:
+    """The latency models of all workers that can start and fit the nodes.
 
-    Raises NoLayout where there is none.
+    Raises NoLayout if there are none.
     """
-    found, problems = {}, []
-    for pool in question.fleet.pools:
-        source, name = question.sources[pool.gpu.name], pool.gpu.name
+    result, problems = {}, []
+    for pool in problem.fleet.pools:
+        source, name = problem.sources[pool.gpu.name], pool.gpu.name
         measured = isinstance(source, MeasuredProfile)
-        for parallelism in _parallelisms(question, pool):
+        for parallelism in _parallelisms(problem, pool):
             try:
-                if question.shape is not None:
-                    question.shape.check(*parallelism)
-                found[WorkerKind(name, parallelism)] = source.model(None if measured else name, *parallelism)
+                if problem.shape is not None:
+                    problem.shape.check(*parallelism)
+                result[WorkerKind(name, parallelism)] = source.model(None if measured else name, *parallelism)
             except (InvalidRequest, Incompatible) as error:
                 problems.append(error)
-    if not found:
-        why = problems[-1] if problems else InvalidRequest(f"{question.fleet} are too few for one worker")
+    if not result:
+        why = problems[-1] if problems else InvalidRequest(f"{problem.fleet} are too few for one worker")
         raise NoLayout(f"no parallelism is possible: {why.message}", param="gpu")
-    return found
+    return result
 
 
-def _parallelisms(question: PlanningProblem, pool: NodePool) -> Iterator[Parallelism]:
-    """The devices that share a layer are in one node."""
-    source = question.sources[pool.gpu.name]
+def _parallelisms(problem: PlanningProblem, pool: NodePool) -> Iterator[Parallelism]:
+    """Possible parallelisms. The devices that share a layer are in one node."""
+    source = problem.sources[pool.gpu.name]
     if isinstance(source, MeasuredProfile):
         measured = Parallelism(source.tensor_parallel, source.pipeline_parallel)
         yield from [measured] if measured.num_devices <= pool.num_gpus else []
@@ -72,7 +72,7 @@ def _parallelisms(question: PlanningProblem, pool: NodePool) -> Iterator[Paralle
     powers = [2**one for one in range(pool.num_gpus.bit_length())]
     yield from (
         Parallelism(tensor, pipeline)
-        for tensor in sorted({*powers, *_odd_heads(question.shape)})
+        for tensor in sorted({*powers, *_odd_heads(problem.shape)})
         if tensor <= pool.gpus_per_node
         for pipeline in powers
         if tensor * pipeline <= pool.num_gpus
@@ -86,39 +86,41 @@ def _odd_heads(shape: ModelShape | None) -> list[int]:
     return [one for one in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % one == 0]
 
 
-def options(question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel]) -> list[Option]:
-    """For every role. Raises NoLayout where memory does not hold the requests, and TargetsBroken, naming the bound."""
-    share, workload = question.goal.attainment, question.workload
-    fitting = _fitting(question, known)
+def options(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel]) -> list[Option]:
+    """Options for every role. Raises NoLayout if memory does not hold the requests, and TargetsBroken, which names the
+    bound.
+    """
+    share, workload = problem.goal.attainment, problem.workload
+    fitting = _fitting(problem, models)
     prompt = float(np.quantile(workload.prompt_tokens, share, method="lower"))
-    ttft_s, gap_s = question.goal.targets.ttft_s, question.goal.gap_s
+    ttft_s, gap_s = problem.goal.targets.ttft_s, problem.goal.gap_s
     assert ttft_s is not None
     first_s = {one: model.prefill_s(prompt) for one, model in fitting.items()}
     step_s = {one: model.cycle(1).base_s + model.cycle(1).slope_s * prompt for one, model in fitting.items()}
-    reuse = workload.prefixes is not None  # a cached prompt takes less
-    prefills = [one for one in fitting if reuse or first_s[one] <= ttft_s]
+    reuse = workload.prefixes is not None  # cached prompts take less
+    prefills = [kind for kind in fitting if reuse or first_s[kind] <= ttft_s]
     decodes = [one for one in fitting if step_s[one] <= gap_s]
-    gap = "TPOT" if gap_s == question.goal.targets.tpot_s else "TBT"
+    gap = "TPOT" if gap_s == problem.goal.targets.tpot_s else "TBT"
     broken = [
-        *([] if prefills else [_broken(question, "TTFT", ttft_s, first_s, f"a prompt of {prompt:.0f} tokens")]),
-        *([] if decodes else [_broken(question, gap, gap_s, step_s, f"a sequence of {prompt:.0f} tokens")]),
+        *([] if prefills else [_broken(problem, "TTFT", ttft_s, first_s, f"a prompt of {prompt:.0f} tokens")]),
+        *([] if decodes else [_broken(problem, gap, gap_s, step_s, f"a sequence of {prompt:.0f} tokens")]),
     ]
     if broken:
         step = min(step_s.values())
         idle = SloTargets(None if prefills else min(first_s.values()), step, step)
         raise TargetsBroken("; ".join(broken), "ttft" if not prefills else gap.lower(), idle)
-    return _bounded(question, known, prefills, decodes)
+    return _bounded(problem, models, prefills, decodes)
 
 
-def _fitting(question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel]) -> dict[WorkerKind, LatencyModel]:
-    """Those whose memory holds the longest request."""
-    longest = int((question.workload.prompt_tokens + question.workload.output_tokens).max())
-    fitting = {one: model for one, model in known.items() if model.kv_tokens >= longest}
+def _fitting(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel]) -> dict[WorkerKind, LatencyModel]:
+    """Workers whose memory holds the longest request."""
+    longest = int((problem.workload.prompt_tokens + problem.workload.output_tokens).max())
+    fitting = {one: model for one, model in models.items() if model.kv_tokens >= longest}
     if not fitting:
-        most = max(known, key=lambda one: known[one].kv_tokens)
+        most = max(models, key=lambda one: models[one].kv_tokens)
         raise NoLayout(
-            f"memory: the longest request is {longest:,} tokens long, and no worker of {question.fleet} holds more "
-            f"than {known[most].kv_tokens:,} tokens of KV beside the weights ({most.parallelism}): "
+            f"memory: the longest request is {longest:,} tokens long, and no worker of {problem.fleet} holds more "
+            f"than {models[most].kv_tokens:,} tokens of KV beside the weights ({most.parallelism}): "
             "give larger or more GPUs a node, or shorter requests",
             param="workload",
         )
@@ -126,30 +128,30 @@ def _fitting(question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel]
 
 
 def _bounded(
-    question: PlanningProblem,
-    known: Mapping[WorkerKind, LatencyModel],
+    problem: PlanningProblem,
+    models: Mapping[WorkerKind, LatencyModel],
     prefills: list[WorkerKind],
     decodes: list[WorkerKind],
 ) -> list[Option]:
-    goal, limits, workload = question.goal, question.rules.limits, question.workload
-    found = [
-        Option("prefill", one, prefill_bound_per_s(known[one], workload, goal, limits["prefill"])) for one in prefills
+    goal, limits, workload = problem.goal, problem.rules.limits, problem.workload
+    result = [
+        Option("prefill", one, prefill_bound_per_s(models[one], workload, goal, limits["prefill"])) for one in prefills
     ]
-    found += [
-        Option("decode", one, decode_bound_per_s(known[one], workload, goal, limits["decode"])) for one in decodes
+    result += [
+        Option("decode", one, decode_bound_per_s(models[one], workload, goal, limits["decode"])) for one in decodes
     ]
-    for one in prefills:
-        if one in decodes:
-            halves = (
-                prefill_bound_per_s(known[one], workload, goal, limits["both"]),
-                decode_bound_per_s(known[one], workload, goal, limits["both"]),
+    for kind in prefills:
+        if kind in decodes:
+            phases = (
+                prefill_bound_per_s(models[kind], workload, goal, limits["both"]),
+                decode_bound_per_s(models[kind], workload, goal, limits["both"]),
             )
-            found.append(Option("both", one, _of_both(*halves)))
-    return [one for one in found if one.bound.most_per_s > 0 and question.may_have(one.role, one.kind.gpu)]
+            result.append(Option("both", kind, _of_both(*phases)))
+    return [one for one in result if one.bound.most_per_s > 0 and problem.may_have(one.role, one.kind.gpu)]
 
 
 def _of_both(prefill: RateBound, decode: RateBound) -> RateBound:
-    """Of a worker that does both: a step may compute prompts while it reads the weights for decoding."""
+    """Bound of a worker that does both phases: a step may compute prompts while it reads the weights for decoding."""
     most_per_s = min(prefill.most_per_s, decode.most_per_s)
     if not most_per_s or not decode.typical_per_s:
         return RateBound(0.0, 0.0)
@@ -157,9 +159,9 @@ def _of_both(prefill: RateBound, decode: RateBound) -> RateBound:
 
 
 def _broken(
-    question: PlanningProblem, name: str, target_s: float, alone_s: Mapping[WorkerKind, float], what: str
+    problem: PlanningProblem, name: str, target_s: float, alone_s: Mapping[WorkerKind, float], what: str
 ) -> str:
     best = min(alone_s, key=lambda one: (alone_s[one], one))
-    on = f"{best.gpu} {best.parallelism}" if question.fleet.is_mixed else str(best.parallelism)
+    on = f"{best.gpu} {best.parallelism}" if problem.fleet.is_mixed else str(best.parallelism)
     takes = f"{what} alone on an idle worker takes {alone_s[best]:.3g} s at best ({on})"
     return f"{name} {target_s:g} s cannot be met: {takes}"

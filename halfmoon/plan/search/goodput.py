@@ -1,9 +1,8 @@
-"""How much a cluster holds for ever: the highest rate at which enough requests meet their targets and no queue grows.
+"""Sustained goodput: the highest rate at which enough requests meet their targets and no queue grows.
 
-A short run flatters: it begins with an empty cluster, and may end before a queue that grows is long enough to be late.
-So the requests come in passes, again and again, until the cluster is as full at the end of a pass as at the end of the
-one before. Since passes are alike, what it is fuller by is what it cannot keep up with. Every pass up to that one has
-to meet the goal.
+A short run flatters: it begins with an empty cluster, and may end before a growing queue makes requests late. So the
+requests arrive in passes, again and again, until a pass leaves the cluster as full as the pass before. Passes are
+alike, so any growth is load that the cluster cannot keep up with. Every pass up to that one must meet the goal.
 """
 
 from __future__ import annotations
@@ -13,30 +12,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from halfmoon.plan.search.bisect import highest
+from halfmoon.plan.search.bisect import highest_feasible
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, SloTargets
 from halfmoon.sim.result import Criterion, SimResult
-from halfmoon.sim.routers.choose_router import PoliciesAsked
+from halfmoon.sim.routers.choose_router import PolicyUse
 from halfmoon.sim.routers.least_loaded import LeastLoadedRouter
 from halfmoon.sim.routers.single_route import SingleRouteRouter
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.slo_tracker import SloTracker
 from halfmoon.sim.workloads.workload import Workload
 
-MOST_OVERLOAD = 0.03  # of the requests of a pass, that may be inside after it beyond those inside before it
-_STAYS = 4  # that passes may last in all, each as long as a request inside that meets its targets, until steady
+MOST_OVERLOAD = 0.03  # growth of the number of requests inside, as a share of a pass
+_RESIDENCES = 4  # limit of all passes, in times that a request spends inside while it meets its targets
 _MOST_PASSES = 64
-_MOST_UNDER_WAY = 0.01  # of a pass: the last ones take as long as all others, and count as they are
-_LOOK = 4  # times as long as a first look a pass has to be, for the look to pay
+_MAX_UNDER_WAY = 0.01  # of a pass; the last requests take as long as all others, and count as they are
+_LOOK = 4  # minimum ratio of a pass to a first look, for the look to pay off
 _ROUNDING = 1e-9
 
 ESTIMATES_EXCEEDED = 1.05
-"""By which policies may hold more than an estimate says, where there are estimates."""
+"""Factor by which policies may exceed an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What every request is promised, and for how many of them it must come true."""
+    """The targets of every request, and the share of requests that must meet them."""
 
     targets: SloTargets
     attainment: float = 0.9
@@ -44,27 +43,27 @@ class Goal:
 
     @property
     def gap_s(self) -> float:
-        """The most that a request's mean gap may be: no mean is above the longest gaps."""
+        """The limit of a request's mean gap, which never exceeds its longest gap."""
         limits = [one for one in (self.targets.tpot_s, self.targets.tbt_s) if one is not None]
         return min(limits, default=math.inf)
 
-    def is_met(self, found: SimResult) -> bool:
-        """Whether enough requests met it."""
-        return found.attainment(self.targets).value(self.criterion) >= self.attainment
+    def is_met(self, result: SimResult) -> bool:
+        """Whether enough requests met their targets."""
+        return result.attainment(self.targets).value(self.criterion) >= self.attainment
 
-    def most_misses(self, num_requests: int) -> int:
-        """Of so many requests; with one more the goal is missed."""
+    def max_misses(self, num_requests: int) -> int:
+        """The number of misses that the goal allows among `num_requests`."""
         return num_requests - math.ceil(self.attainment * num_requests - _ROUNDING)
 
-    def stay_s(self, workload: Workload) -> float:
-        """How long a request of mean length is inside that just meets its targets."""
+    def residence_s(self, workload: Workload) -> float:
+        """Time that a request of mean length spends inside if it just meets its targets."""
         limits = self.targets.ttft_s or 0.0, (float(workload.output_tokens.mean()) - 1) * self.gap_s
-        return sum(one for one in limits if math.isfinite(one))
+        return sum(limit for limit in limits if math.isfinite(limit))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """One cluster and what is asked of it. Everything is a value: it may run in another process."""
+    """One cluster and its requests. All of it is plain data, so it may run in another process."""
 
     spec: ClusterSpec
     workload: Workload
@@ -72,22 +71,24 @@ class Trial:
     seed: int = 0
 
     @property
-    def is_of_one_way(self) -> bool:
-        """Whether there is nothing to choose: an estimate is what policies hold, and takes as long."""
+    def has_single_route(self) -> bool:
+        """Whether there is a single route. An estimate then equals the result, and takes as long."""
         return SingleRouteRouter.is_enough(self.spec)
 
     @property
     def has_estimates(self) -> bool:
-        """Whether requests that go to the lightest worker tell about what policies hold: it knows no prefixes."""
+        """Whether least-loaded routing estimates what policies hold. It does not know prefixes."""
         return self.workload.prefixes is None and LeastLoadedRouter.is_possible(self.spec)
 
     @property
     def has_choice(self) -> bool:
-        """Whether policies choose, and the lightest worker is about what they do: it fills the cluster for them."""
-        return self.has_estimates and not self.is_of_one_way
+        """Whether policies have a choice that least-loaded routing approximates, so that it can fill the cluster for
+        them.
+        """
+        return self.has_estimates and not self.has_single_route
 
-    def brief(self, num_requests: int) -> Trial:
-        """The first requests alone; where these are not all, twice as many may miss the goal."""
+    def first_look(self, num_requests: int) -> Trial:
+        """The first requests alone. Unless these are all requests, twice as many may miss the goal."""
         if num_requests >= len(self.workload):
             return self
         relaxed = replace(self.goal, attainment=max(2 * self.goal.attainment - 1, 0.01))
@@ -95,9 +96,9 @@ class Trial:
 
 
 class Steady(NamedTuple):
-    """The requests of the pass that counts, and whether the cluster keeps up with what comes.
+    """The requests of the pass that counts, and whether the cluster keeps up.
 
-    counts: whether any pass does; where the cluster was to be filled first, it may not be held even by estimates.
+    counts: whether any pass counts. A cluster to be filled first may not even hold the rate by estimates.
     """
 
     result: SimResult
@@ -106,100 +107,100 @@ class Steady(NamedTuple):
 
 
 def steady_at(trial: Trial, rate_per_s: float) -> Steady:
-    """The trial's requests at another rate, until the cluster is as full as it will be, or half of them are late.
+    """Simulates the trial's requests at a rate until the cluster is in a steady state, or half of them are late.
 
-    What does not fill, and does not hold a little less than the rate either, is as estimated: policies are not asked.
+    If filling fails, and estimates do not hold a slightly lower rate either, policies are not asked.
     """
     num = len(trial.workload) // 2
     if trial.has_choice:
-        found = _passes(trial, rate_per_s, num, _MOST_UNDER_WAY, "once full")
-        if found.counts or not about_holds(trial, rate_per_s / ESTIMATES_EXCEEDED):
-            return found
-    return _passes(trial, rate_per_s, num, _MOST_UNDER_WAY)
+        steady = _passes(trial, rate_per_s, num, _MAX_UNDER_WAY, "once full")
+        if steady.counts or not about_holds(trial, rate_per_s / ESTIMATES_EXCEEDED):
+            return steady
+    return _passes(trial, rate_per_s, num, _MAX_UNDER_WAY)
 
 
-def held_at(trial: Trial, rate_per_s: float, policies: PoliciesAsked = "as needed") -> SimResult | None:
-    """The requests of the pass that counts, if the goal is met at a rate, without end; None if not: it ends as soon as
-    that is known."""
-    found = _held(trial, rate_per_s, _MOST_UNDER_WAY, policies)
-    return found.result if found.keeps_up else None
+def held_at(trial: Trial, rate_per_s: float, policies: PolicyUse = "as needed") -> SimResult | None:
+    """The requests of the pass that counts if the goal is met indefinitely, else None. Stops as soon as that is
+    decided.
+    """
+    steady = _held(trial, rate_per_s, _MAX_UNDER_WAY, policies)
+    return steady.result if steady.keeps_up else None
 
 
 def holds(trial: Trial, rate_per_s: float) -> bool:
-    """Whether the goal is met at a rate, without end. The simulation ends as soon as that is known."""
+    """Whether the goal is met indefinitely. Stops as soon as that is decided."""
     return _held(trial, rate_per_s, math.inf, "as needed").keeps_up
 
 
 def about_holds(trial: Trial, rate_per_s: float) -> bool:
-    """The same with requests that go to the lightest worker, whatever policies say: a tenth of the time."""
+    """The same with least-loaded routing, in a tenth of the time."""
     return _held(trial, rate_per_s, math.inf, "never").keeps_up
 
 
-def holds_at_first(trial: Trial, rate_per_s: float, policies: PoliciesAsked = "as needed") -> bool:
-    """Whether the goal is met by requests that come once, to an empty cluster: what holds does so at first, too."""
+def holds_at_first(trial: Trial, rate_per_s: float, policies: PolicyUse = "as needed") -> bool:
+    """Whether requests that arrive once, in an empty cluster, meet the goal. This is necessary for holding the rate."""
     workload = trial.workload.at_rate(rate_per_s)
     goal, has_tbt = trial.goal, trial.goal.targets.tbt_s is not None
-    misses = SloTracker(goal.targets, goal.criterion, goal.most_misses(len(workload)))
-    simulate(trial.spec, workload, trial.seed, misses=misses, with_gaps=has_tbt, policies=policies)
-    return misses.full_pass is None
+    tracker = SloTracker(goal.targets, goal.criterion, goal.max_misses(len(workload)))
+    simulate(trial.spec, workload, trial.seed, tracker=tracker, with_gaps=has_tbt, policies=policies)
+    return tracker.full_pass is None
 
 
 def may_hold_at_first(trial: Trial, rate_per_s: float) -> bool:
-    """The same, or what an estimate leaves open where there is one."""
+    """The same, or an estimate that leaves room for error if there is one."""
     if trial.has_choice:
         return holds_at_first(trial, rate_per_s / ESTIMATES_EXCEEDED, "never")
     return holds_at_first(trial, rate_per_s)
 
 
 def fails_at_first(trial: Trial, rate_per_s: float, num_first: int) -> bool:
-    """Whether a look at the first requests says already that a rate is not held. None is taken at the larger part."""
-    first = trial.brief(num_first)
+    """Whether the first requests already show that a rate is not held. Skipped if they would be a large part of all."""
+    first = trial.first_look(num_first)
     return _LOOK * len(first.workload) <= len(trial.workload) and not holds_at_first(first, rate_per_s)
 
 
-def _held(trial: Trial, rate_per_s: float, most_under_way: float, policies: PoliciesAsked) -> Steady:
-    """By policies in passes of a cluster that was filled without them, where there is a choice; what that does not
-    fill they have to fill themselves.
+def _held(trial: Trial, rate_per_s: float, max_under_way: float, policies: PolicyUse) -> Steady:
+    """Lets policies place passes in a cluster filled without them, if they have a choice. If that does not fill it,
+    they place every pass.
     """
-    most_misses = trial.goal.most_misses(len(trial.workload))
+    max_misses = trial.goal.max_misses(len(trial.workload))
     if policies == "as needed" and trial.has_choice:
-        found = _passes(trial, rate_per_s, most_misses, most_under_way, "once full")
-        if found.counts:
-            return found
-    return _passes(trial, rate_per_s, most_misses, most_under_way, policies)
+        steady = _passes(trial, rate_per_s, max_misses, max_under_way, "once full")
+        if steady.counts:
+            return steady
+    return _passes(trial, rate_per_s, max_misses, max_under_way, policies)
 
 
 def _passes(
     trial: Trial,
     rate_per_s: float,
-    most_misses: int,
-    most_under_way: float = math.inf,
-    policies: PoliciesAsked = "as needed",
+    max_misses: int,
+    max_under_way: float = math.inf,
+    policies: PolicyUse = "as needed",
 ) -> Steady:
-    """The first pass that counts and is steady, or where there is none the one that more requests than that missed, or
-    the last.
+    """The first counted pass that is steady; otherwise the one with more than `max_misses`, or the last one.
 
-    It ends when at most that share of its requests is under way.
+    The run ends once at most a share `max_under_way` of its requests is still running.
     """
     goal, once = trial.goal, trial.workload.at_rate(rate_per_s)
     num, length_s = len(once), once.duration_s + 1 / rate_per_s
-    num_passes = min(2 + math.ceil(_STAYS * goal.stay_s(once) / length_s), _MOST_PASSES)
+    num_passes = min(2 + math.ceil(_RESIDENCES * goal.residence_s(once) / length_s), _MOST_PASSES)
     is_filled_first, has_tbt = policies == "once full", goal.targets.tbt_s is not None
-    misses = SloTracker(
+    tracker = SloTracker(
         goal.targets,
         goal.criterion,
-        most_misses,
+        max_misses,
         num_passes,
         num,
         max(MOST_OVERLOAD * num, 1.0),
-        most_under_way * num,
+        max_under_way * num,
         is_filled_first=is_filled_first,
     )
     requests = once.repeated(2 * num_passes if is_filled_first else num_passes)
-    result = simulate(trial.spec, requests, trial.seed, misses=misses, with_gaps=has_tbt, policies=policies)
-    steady = misses.steady_pass if misses.is_held else None
-    number = next(one for one in (steady, misses.full_pass, (len(result.start_s) - 1) // num) if one is not None)
-    counts = misses.stage != "filling"
+    result = simulate(trial.spec, requests, trial.seed, tracker=tracker, with_gaps=has_tbt, policies=policies)
+    steady = tracker.steady_pass if tracker.is_held else None
+    number = next(one for one in (steady, tracker.full_pass, (len(result.start_s) - 1) // num) if one is not None)
+    counts = tracker.stage != "filling"
     return Steady(result.rows(number * num, (number + 1) * num), steady is not None, counts)
 
 
@@ -210,10 +211,10 @@ def goodput_per_s(
     held: Callable[[Trial, float], bool] = holds,
     most_per_s: float = math.inf,
 ) -> float:
-    """The highest rate that meets the goal, within a factor of `tolerance`; 0 where none does, at most `most_per_s`."""
+    """The highest rate that meets the goal, within a factor of `tolerance`, up to `most_per_s`; 0 if there is none."""
 
     def is_held(rate_per_s: float) -> Literal[True] | None:
         return True if held(trial, rate_per_s) else None
 
-    found = highest(is_held, guess_per_s, tolerance, most=most_per_s)
-    return found.value if found else 0.0
+    bisection = highest_feasible(is_held, guess_per_s, tolerance, most=most_per_s)
+    return bisection.value if bisection else 0.0

@@ -1,4 +1,4 @@
-"""What is near to a question that nothing answers: a lower rate, or wider targets, with a layout that was found."""
+"""The feasible problem nearest to an infeasible one: a lower rate, or wider targets, with a layout."""
 
 from __future__ import annotations
 
@@ -16,40 +16,42 @@ _MOST_SLOWER = 12
 _DIGITS = 3
 
 Answer = Callable[[PlanningProblem], Layout | None]
-"""The cheapest layout that holds a question's rate, if there is one."""
+"""Finds the cheapest layout that holds a problem's rate; None if there is none."""
 
 
-def nearest_rate(question: PlanningProblem, guess_per_s: float, answer: Answer) -> tuple[float, Layout] | None:
-    """The highest rate that some layout holds, from the guess down by two percent each; None: far from the guess."""
+def nearest_rate(problem: PlanningProblem, guess_per_s: float, answer: Answer) -> tuple[float, Layout] | None:
+    """The highest rate that some layout holds, from the guess downwards in steps of two percent; None if no step is
+    held.
+    """
     for number in range(_MOST_SLOWER):
         rate_per_s = _rounded(guess_per_s / _SLOWER**number, math.floor)
-        layout = answer(replace(question, rate_per_s=rate_per_s))
+        layout = answer(replace(problem, rate_per_s=rate_per_s))
         if layout is not None:
             return rate_per_s, layout
     return None
 
 
 def nearest_targets(
-    question: PlanningProblem, idle: SloTargets, answer: Answer, on_tried: Callable[[int, int], None]
+    problem: PlanningProblem, idle: SloTargets, answer: Answer, on_tried: Callable[[int, int], None]
 ) -> tuple[SloTargets, Layout] | None:
-    """The least of some multiples of what idle workers take that holds the rate; None: not even the largest does.
+    """The smallest tried multiple of idle workers' times that holds the rate; None if none does.
 
-    Targets that idle workers meet stay as they are. `on_tried` hears how many are tried of how many.
+    Targets that idle workers meet stay as they are. `on_tried` is called with `(tried, total)`.
     """
-    found: tuple[SloTargets, Layout] | None = None
+    result: tuple[SloTargets, Layout] | None = None
     low, high, tried, most = 0, len(_WIDER), 0, len(_WIDER).bit_length()
     while low < high:
         middle = (low + high) // 2
-        targets = _wider(question.goal.targets, idle, _WIDER[middle])
-        layout = answer(replace(question, goal=replace(question.goal, targets=targets)))
+        targets = _wider(problem.goal.targets, idle, _WIDER[middle])
+        layout = answer(replace(problem, goal=replace(problem.goal, targets=targets)))
         if layout is None:
             low = middle + 1
         else:
-            found, high = (targets, layout), middle
+            result, high = (targets, layout), middle
         tried += 1
         on_tried(tried, most)
     on_tried(most, most)
-    return found
+    return result
 
 
 def _wider(asked: SloTargets, idle: SloTargets, factor: float) -> SloTargets:
@@ -67,6 +69,6 @@ def _wider(asked: SloTargets, idle: SloTargets, factor: float) -> SloTargets:
 
 
 def _rounded(value: float, to: Callable[[float], int]) -> float:
-    """To as many digits as are printed, so that what is printed is what was tried."""
+    """Rounded to the printed digits, so that the printed value is the one that was tried."""
     unit = 10.0 ** (math.floor(math.log10(value)) - _DIGITS + 1)
     return float(f"{to(value / unit) * unit:.{_DIGITS}g}")

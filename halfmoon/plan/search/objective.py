@@ -1,4 +1,4 @@
-"""Which layout is the better one, by the objective."""
+"""The objective: which of two layouts is better."""
 
 from __future__ import annotations
 
@@ -12,48 +12,50 @@ from halfmoon.plan.search.evaluation import Evaluation
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 
 _LEAST_GAIN: Mapping[KvCodecName, float] = MappingProxyType({"raw": 1.0, "int8": 1.05, "int4": 1.1})
-"""Of goodput, for what a codec loses: less is not worth it."""
+"""Minimum goodput gain that makes a codec's loss worthwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rated:
-    """A layout, what it holds, and how it fares at the asked rate, or else at what it holds; `twins` fare alike."""
+    """A layout with its goodput, its evaluation at the requested rate (or else at its goodput), and equivalent
+    layouts.
+    """
 
     layout: Layout
     goodput_per_s: float
     price_per_hour: float
-    verdict: Evaluation = field(compare=False)
-    twins: tuple[Layout, ...] = ()
+    evaluation: Evaluation = field(compare=False)
+    equivalents: tuple[Layout, ...] = ()
 
     @property
     def per_gpu(self) -> float:
-        """Requests a second that meet the goal, for each device."""
+        """Goodput per device, in requests per second."""
         return self.goodput_per_s / self.layout.num_gpus
 
     @property
     def per_dollar(self) -> float:
-        """Requests that meet the goal for a dollar."""
+        """Requests that meet the goal, per dollar."""
         return 3600 * self.goodput_per_s / self.price_per_hour
 
 
 def loss(layout: Layout) -> float:
-    """By which a layout has to hold more for its codec to be worth it."""
+    """Factor by which a layout's goodput is discounted for its codec."""
     return _LEAST_GAIN[layout.codec]
 
 
-def worth(question: PlanningProblem, one: Rated) -> float:
-    """What it holds for its cost."""
-    return worth_at(question, one.layout, one.goodput_per_s)
+def worth(problem: PlanningProblem, rated: Rated) -> float:
+    """Goodput per cost."""
+    return worth_at(problem, rated.layout, rated.goodput_per_s)
 
 
-def worth_at(question: PlanningProblem, layout: Layout, rate_per_s: float) -> float:
-    """A rate for what the layout costs; of codecs what is left after their loss."""
-    return rate_per_s / loss(layout) / question.cost(layout)
+def worth_at(problem: PlanningProblem, layout: Layout, rate_per_s: float) -> float:
+    """A rate per cost of the layout, discounted for its codec."""
+    return rate_per_s / loss(layout) / problem.cost(layout)
 
 
-def rank(question: PlanningProblem, one: Rated) -> tuple[float, ...]:
-    """Ascending: the best first. Of a rate, the cheapest; else what holds most for its cost."""
-    layout = one.layout
-    if question.objective in OF_A_RATE:
-        return (question.cost(layout), one.price_per_hour, -worth(question, one))
-    return (-worth(question, one), layout.num_gpus)
+def rank(problem: PlanningProblem, rated: Rated) -> tuple[float, ...]:
+    """Sort key, the best first: the cheapest for a given rate, otherwise the most goodput per cost."""
+    layout = rated.layout
+    if problem.objective in OF_A_RATE:
+        return (problem.cost(layout), rated.price_per_hour, -worth(problem, rated))
+    return (-worth(problem, rated), layout.num_gpus)

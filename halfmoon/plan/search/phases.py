@@ -1,6 +1,6 @@
-"""One half of a layout alone: workers of one kind, whose other half takes no time (DistServe, algorithm 1).
+"""One phase alone: workers of one kind, with an ideal other phase that takes no time (DistServe, algorithm 1).
 
-What holds a rate as a whole does so with an ideal other half; so halves alone say how many workers there must be.
+A layout that holds a rate also holds it with an ideal other phase. So phases alone say how many workers are needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec, Network, SloTargets, WorkerGroup
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece
 
-_NO_TIME_S = 1e-9  # what fits a latency divides by it
+_NO_TIME_S = 1e-9  # latency fits divide by it
 _NO_LIMIT_TOKENS = 1 << 40
 _ROUNDING = 1e-9
 _TOLERANCE = 1.1
@@ -28,36 +28,38 @@ _INSTANT = Network(bytes_per_s=1e15, latency_s=0.0, node_bytes_per_s=1e15, hando
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """An option, and the goodput of one such worker alone, by a first look at it."""
+    """An option, and the goodput of one such worker alone, from a first look."""
 
     option: Option
     alone_per_s: float
 
     def guess_per_s(self, num: int) -> float:
-        """What so many hold together: what they spare for bursts is shared, and grows as the root of their number."""
+        """Estimated goodput of `num` workers. They share their slack for bursts, which grows as the root of their
+        number.
+        """
         most = max(self.option.bound.typical_per_s, self.alone_per_s)
         return num * most - math.sqrt(num) * (most - self.alone_per_s)
 
 
-def measured_phase(question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel], option: Option) -> Phase:
-    """By a few requests, which come once."""
-    trial = phase_trial(question, known, option, 1)
-    trial = replace(trial, workload=trial.workload.first(question.num_first))
+def measured_phase(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel], option: Option) -> Phase:
+    """Measures a phase with a few requests that arrive once."""
+    trial = phase_trial(problem, models, option, 1)
+    trial = replace(trial, workload=trial.workload.first(problem.num_first))
     guess_per_s = option.bound.typical_per_s / 2
     alone_per_s = goodput_per_s(trial, guess_per_s, _TOLERANCE, holds_at_first, option.bound.most_per_s)
     return Phase(option, alone_per_s)
 
 
 def least_workers(
-    question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel], option: Option, most: int
+    problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel], option: Option, most: int
 ) -> int | None:
-    """The fewest workers that hold the rate at first, with an ideal other half; None: more than `most`."""
-    rate_per_s = question.rate_per_s
+    """The fewest workers that hold the rate at first, with an ideal other phase; None: more than `most`."""
+    rate_per_s = problem.rate_per_s
     assert rate_per_s is not None
 
     def is_enough(num: int) -> bool:
-        trial = phase_trial(question, known, option, num).brief(question.num_first)
-        return holds_at_first(trial, rate_per_s) if question.is_thorough else may_hold_at_first(trial, rate_per_s)
+        trial = phase_trial(problem, models, option, num).first_look(problem.num_first)
+        return holds_at_first(trial, rate_per_s) if problem.is_thorough else may_hold_at_first(trial, rate_per_s)
 
     bounds = (option.bound.most_per_s, option.bound.typical_per_s)
     low, guess = (max(math.ceil(rate_per_s / one * (1 - _ROUNDING)), 1) if one else most + 1 for one in bounds)
@@ -65,7 +67,7 @@ def least_workers(
 
 
 def least(is_enough: Callable[[int], bool], low: int, guess: int, most: int) -> int | None:
-    """The least number from `low` on that is enough, where more always is; None: not even `most` is."""
+    """The smallest sufficient number from `low` on, for a monotonic test; None: not even `most` is sufficient."""
     if low > most:
         return None
     high, step = min(guess, most), 1
@@ -87,18 +89,18 @@ def least(is_enough: Callable[[int], bool], low: int, guess: int, most: int) -> 
 
 
 def phase_trial(
-    question: PlanningProblem, known: Mapping[WorkerKind, LatencyModel], option: Option, num: int = 1
+    problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel], option: Option, num: int = 1
 ) -> Trial:
-    """So many workers of the option, and another that takes no time for the other half."""
-    model, workload, targets = known[option.kind], question.workload, question.goal.targets
-    limits = question.rules.limits[option.role]
+    """`num` workers of the option, and one worker that takes no time for the other phase."""
+    model, workload, targets = models[option.kind], problem.workload, problem.goal.targets
+    limits = problem.rules.limits[option.role]
     worker = WorkerGroup(option.role, num, model, limits)
     if option.role == "both":
-        return Trial(ClusterSpec((worker,)), workload, question.goal, question.seed)
+        return Trial(ClusterSpec((worker,)), workload, problem.goal, problem.seed)
     if option.role == "prefill":
         other = WorkerGroup("decode", 1, model, kv_tokens=_NO_LIMIT_TOKENS)
         workload = replace(workload, output_tokens=np.ones_like(workload.output_tokens))
-        goal = replace(question.goal, targets=SloTargets(targets.ttft_s, None))
+        goal = replace(problem.goal, targets=SloTargets(targets.ttft_s, None))
     else:
         instant = replace(
             model, prefill=(PrefillPiece(0, PrefillModel(_NO_TIME_S, 0.0, 0.0)),), num_stages=1, launch_s=0.0
@@ -111,5 +113,5 @@ def phase_trial(
             replace(limits, max_batch_tokens=most),
             kv_tokens=_NO_LIMIT_TOKENS,
         )
-        goal = replace(question.goal, targets=replace(targets, ttft_s=None))
-    return Trial(ClusterSpec((worker, other), _INSTANT), workload, goal, question.seed)
+        goal = replace(problem.goal, targets=replace(targets, ttft_s=None))
+    return Trial(ClusterSpec((worker, other), _INSTANT), workload, goal, problem.seed)

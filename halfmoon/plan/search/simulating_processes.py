@@ -1,4 +1,4 @@
-"""Processes that simulate beside each other, and never outlive the one that asked them to."""
+"""Worker processes for simulations, which never outlive their parent."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from multiprocessing.connection import Connection
 
 @contextmanager
 def simulating_processes(num: int) -> Iterator[Executor]:
-    """So many, or a thread of this one alone. What waits is dropped when this is left.
+    """Provides `num` processes, or one thread if `num` is 1. Pending work is dropped at the end of the block.
 
-    Processes end at once when it is left by an exception, and when this process dies, whatever it dies of. An
-    interrupt from the terminal, which all of them get, is for this one.
+    Processes end at once if the block raises, and if this process dies for any reason. The terminal sends an interrupt
+    to all of them, but only this process handles it.
     """
     if num == 1:
         with _shut_down(ThreadPoolExecutor(1)) as thread:
@@ -44,7 +44,7 @@ def _shut_down(pool: Executor) -> Iterator[Executor]:
 
 
 def _start(pool: Executor, num: int) -> None:
-    """All processes, with interrupts blocked: who is started while they are has them blocked for ever."""
+    """Starts all processes with interrupts blocked; they inherit the blocked signal for good."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for _ in range(num):
@@ -54,10 +54,10 @@ def _start(pool: Executor, num: int) -> None:
 
 
 def _end_with(held_until: Connection) -> None:
-    """In a process that simulates: it ends when nobody holds the pipe's other end any more."""
+    """Runs in each process: ends it when the other end of the pipe is closed."""
     threading.Thread(target=_end_after, args=(held_until,), daemon=True).start()
 
 
 def _end_after(held_until: Connection) -> None:
-    held_until.poll(None)  # nothing is ever sent: it is readable at its end
+    held_until.poll(None)  # nothing is ever sent, so it becomes readable at its end
     os._exit(1)

@@ -1,4 +1,4 @@
-"""What is simulated: workers in groups, the network between them, how the gateway decides, and what fails when."""
+"""What is simulated: groups of workers, the network between them, the placement rules, and failures."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def _check(holds: bool, param: str, problem: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What a step may hold, as `SchedulerLimits` of the engine.
+    """Limits of one step, as in the engine's `SchedulerLimits`.
 
-    - chunked: prompts share steps with decodes, at most `chunk_tokens` of them beside any.
-    - prefill-first: steps of prompts alone go before steps of decodes.
+    - chunked: prompts share steps with decodes, with at most `chunk_tokens` of prompts in such a step.
+    - prefill-first: steps that contain only prompts run before steps of decodes.
     """
 
     max_batch_tokens: int = 2048
@@ -43,7 +43,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """Equal workers. The workers of a node share its network port, those of other groups too."""
+    """Equal workers. The workers of a node share its network port, across groups too."""
 
     role: Role
     count: int
@@ -51,8 +51,10 @@ class WorkerGroup:
     limits: BatchLimits = BatchLimits()
     prefix_cache: bool = True
     kv_tokens: int | None = None  # None: what the latency model's memory holds
-    workers_per_node: int | None = None  # None: each has a node of its own
-    first_node: int | None = None  # two groups that name one number share nodes; None: after those of groups before
+    workers_per_node: int | None = None  # None: one node for each worker
+    first_node: int | None = (
+        None  # groups that name the same number share nodes; None: the nodes after those of earlier groups
+    )
     price_per_hour: float = 0.0  # of one worker
 
     def __post_init__(self) -> None:
@@ -62,10 +64,10 @@ class WorkerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Between workers. A port carries one transfer after the other, at its full speed.
+    """The network between workers. A port carries one transfer after another, each at full speed.
 
-    - push: the decode worker reserves room before the prefill, KV is sent while it is computed; a decode worker
-      without room refuses, and the gateway places again, three times at most.
+    - push: the decode worker reserves room before the prefill, and KV is sent while it is computed. A decode worker
+      without room refuses; the router then places the request again, at most three times.
     - pull: KV waits at the prefill worker until the decode worker has room.
     """
 
@@ -73,10 +75,10 @@ class Network:
     latency_s: float = 1e-4
     node_bytes_per_s: float = 300e9  # between workers of one node
     handover: Handover = "push"
-    kv_ratio: float = 1.0  # bytes sent for each byte of KV: below 1 with a codec
-    encode_bytes_per_s: float | None = None  # bytes of KV that a worker's codec takes in; None: there is none
-    decode_bytes_per_s: float | None = None  # and that the codec of who gets them puts out
-    can_fetch: bool = False  # prefixes may be fetched from another worker
+    kv_ratio: float = 1.0  # bytes sent per byte of KV; below 1 with a codec
+    encode_bytes_per_s: float | None = None  # bytes of KV that a worker's codec encodes per second; None: no codec
+    decode_bytes_per_s: float | None = None  # bytes of KV that the receiver's codec restores per second
+    can_fetch: bool = False  # whether prefixes may be fetched from another worker
 
     def __post_init__(self) -> None:
         _check(self.bytes_per_s > 0 and self.node_bytes_per_s > 0, "bytes_per_s", "must be above 0")
@@ -88,9 +90,9 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A worker dies at `at_s`, and is back, empty, at `back_s`; None: never."""
+    """A worker dies at `at_s` and returns at `back_s` with empty memory; None: it never returns."""
 
-    worker: int  # in the order of the groups
+    worker: int  # its number, counted through the groups
     at_s: float
     back_s: float | None = None
 
@@ -101,11 +103,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class SloTargets:
-    """What a request is promised; None is no limit."""
+    """The targets of every request; None: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
-    tbt_s: float | None = None  # of a request's longest gap, or of the mean of the longest tenth; not told to policies
+    tbt_s: float | None = None  # of a request's longest gap, or the mean of its longest tenth; policies do not see it
     tbt_of: TbtOf = "longest"
 
     def __post_init__(self) -> None:
@@ -125,13 +127,13 @@ class ClusterSpec:
     placement: PlacementMode = "kvcache-centric"
     balancing_threshold: float = 2.0
     admission: AdmissionMode = "off"
-    targets: SloTargets = SloTargets()  # that admission and the result hold requests against
+    targets: SloTargets = SloTargets()  # used by admission and by the result
     block_tokens: int = 64
     report_s: float = 1.0  # between two load reports of a worker
     failures: tuple[Failure, ...] = ()
     contention: Contention = NO_CONTENTION  # between the workers of a node
-    request_s: float = 0.0  # until a request is with its worker: HTTP, placement, calls
-    answer_s: float = 0.0  # that each token takes from there to the client
+    request_s: float = 0.0  # from the client to the worker: HTTP, placement, calls
+    answer_s: float = 0.0  # from the worker to the client, for each token
 
     def __post_init__(self) -> None:
         _check(self.block_tokens >= 1, "block_tokens", "must be at least 1")
@@ -146,12 +148,14 @@ class ClusterSpec:
         )
         num = self.num_workers
         _check(
-            all(0 <= one.worker < num for one in self.failures), "failures", f"must name workers from 0 to {num - 1}"
+            all(0 <= failure.worker < num for failure in self.failures),
+            "failures",
+            f"must name workers from 0 to {num - 1}",
         )
 
     @property
     def learns_overheads(self) -> bool:
-        """Whether what requests take beside queue and steps decides anything: live gateways always learn it."""
+        """Whether overheads outside queues and steps influence any decision. Live gateways always learn them."""
         return self.request_s > 0 or self.answer_s > 0 or self.admission != "off"
 
     @property
@@ -165,7 +169,7 @@ class ClusterSpec:
 
     @property
     def num_workers(self) -> int:
-        """Of all groups."""
+        """Workers of all groups."""
         return sum(group.count for group in self.groups)
 
     @property
@@ -175,5 +179,5 @@ class ClusterSpec:
 
     @property
     def price_per_hour(self) -> float:
-        """Of all workers."""
+        """Dollars per hour of all workers."""
         return sum(group.count * group.price_per_hour for group in self.groups)

@@ -1,4 +1,4 @@
-"""The workers of a cluster as a simulation begins."""
+"""The workers of a cluster at the beginning of a simulation."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from halfmoon.sim.cluster.cluster_spec import ClusterSpec
 from halfmoon.sim.cluster.worker import SimWorker
 
 
-def idle_workers(spec: ClusterSpec, unit_tokens: int, *, keeps_times: bool) -> list[SimWorker]:
-    """By number. `unit_tokens` are of a block of the workload's prefixes; `keeps_times`: of every token.
+def idle_workers(spec: ClusterSpec, prefix_block_tokens: int, *, keeps_times: bool) -> list[SimWorker]:
+    """All workers by number. `keeps_times`: record the time of every token.
 
-    Raises InvalidRequest where such a block is no multiple of the cluster's blocks, or no memory for one.
+    `prefix_block_tokens` is the block size of the workload's prefixes. Raises InvalidRequest if it is not a multiple of
+    the cluster's blocks, or if a worker's memory does not hold one such block.
     """
-    if unit_tokens % spec.block_tokens:
+    if prefix_block_tokens % spec.block_tokens:
         raise InvalidRequest(
-            f"the workload's prefixes are of blocks of {unit_tokens} tokens, which is no multiple of the "
+            f"the workload's prefixes are of blocks of {prefix_block_tokens} tokens, which is not a multiple of the "
             f"cluster's block_tokens, {spec.block_tokens}",
             param="block_tokens",
         )
     groups = [group for group in spec.groups for _ in range(group.count)]
-    unit_pages = unit_tokens // spec.block_tokens
+    prefix_block_size = prefix_block_tokens // spec.block_tokens
     workers = [
-        SimWorker(number, group, node, spec.block_tokens, unit_pages, keeps_times=keeps_times)
+        SimWorker(number, group, node, spec.block_tokens, prefix_block_size, keeps_times=keeps_times)
         for number, (group, node) in enumerate(zip(groups, spec.nodes, strict=True))
     ]
     for worker in workers:
-        if worker.kv.num_pages < unit_pages:
+        if worker.kv.num_blocks < prefix_block_size:
             raise InvalidRequest(
-                f"the memory of worker {worker.name} holds no block of {unit_tokens} tokens: "
+                f"the memory of worker {worker.name} holds no block of {prefix_block_tokens} tokens: "
                 "give it more kv_tokens, or smaller block_tokens",
                 param="kv_tokens",
             )

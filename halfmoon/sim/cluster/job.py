@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from halfmoon.policy.retries import Retries
-
-if TYPE_CHECKING:
-    from halfmoon.sim.cluster.worker import SimWorker
-    from halfmoon.sim.workloads.workload import Floats
+from halfmoon.sim.workloads.workload import Floats
 
 JobState = Literal["placed", "waiting", "prefilling", "held", "arrived", "decoding", "ended"]
 Outcome = Literal["completed", "refused", "failed"]
 
 
 class Job:
-    """What one request has got and what it holds. Workers change it while it is with them; nobody else does.
+    """The state and the holdings of one request. Only the worker that has it changes it.
 
-    Tokens are counted, never named. `target` are the tokens to compute before the next one is drawn.
+    Tokens are counted, not named. `target` is the number of tokens to compute before the next one is sampled.
     """
 
     __slots__ = (
         "at",
         "attempt",
         "begun_s",
+        "cached_blocks",
         "cached_tokens",
-        "cached_units",
         "computed",
         "decode",
         "end_s",
@@ -38,61 +35,61 @@ class Job:
         "is_prefilled",
         "join_length",
         "join_step",
-        "known_units",
         "later_s",
         "load_end",
         "longest_gap_s",
         "num_before",
+        "num_blocks",
         "num_failovers",
+        "num_known_blocks",
         "num_refusals",
         "outcome",
         "output",
-        "pages",
         "prefill",
+        "prefix_blocks",
         "prompt",
-        "reserved",
+        "reserved_blocks",
         "retries",
         "start_s",
         "state",
         "tail_gap_s",
         "target",
-        "units",
     )
 
-    def __init__(self, index: int, start_s: float, prompt: int, output: int, units: list[int]) -> None:
-        self.index = index  # also its rank: who came first goes first
+    def __init__(self, index: int, start_s: float, prompt: int, output: int, prefix_blocks: list[int]) -> None:
+        self.index = index  # also its rank: earlier requests go first
         self.start_s = start_s
         self.prompt = prompt
         self.output = output
-        self.units = units  # ids of the full blocks of the prompt that the prefix cache can know
-        self.attempt = 0  # events of an earlier one are stale
-        self.retries: Retries | None = None  # None: every attempt goes well so far
+        self.prefix_blocks = prefix_blocks  # ids of the prompt's full blocks that prefix caches can know
+        self.attempt = 0  # events of earlier attempts are stale
+        self.retries: Retries | None = None  # None: no attempt has failed yet
         self.num_refusals = 0
         self.num_failovers = 0
         self.generated = 0
-        self.begun_s = -1.0  # when computing began
+        self.begun_s = -1.0  # when its computation began
         self.first_s = -1.0
-        self.later_s: list[Floats] = []  # when the tokens behind the first came
+        self.later_s: list[Floats] = []  # times of the tokens after the first
         self.end_s = -1.0
-        self.longest_gap_s = self.tail_gap_s = math.nan  # known at its end
+        self.longest_gap_s = self.tail_gap_s = math.nan  # set when it ends
         self.outcome: Outcome | None = None
-        self.cached_tokens = 0  # neither computed nor fetched, at first
-        self.at: SimWorker | None = None  # whose queues or batch it is in
-        self.prefill: SimWorker | None = None
-        self.decode: SimWorker | None = None
+        self.cached_tokens = 0  # tokens found in the first worker's own cache
+        self.at: int | None = None  # number of the worker whose queue or batch it is in
+        self.prefill: int | None = None  # number of the worker that computes its prompt
+        self.decode: int | None = None  # number of the worker that decodes it
         self.place()
 
     def place(self) -> None:
-        """It begins anew, with the tokens that it has."""
+        """Starts a new attempt, keeping the tokens that it has."""
         self.attempt += 1
         self.state: JobState = "placed"
-        self.num_before = self.generated  # tokens that earlier attempts gave
+        self.num_before = self.generated  # tokens from earlier attempts
         self.target = self.prompt + self.generated
         self.computed = 0
-        self.cached_units: list[int] = []  # of the prefix cache of the worker where it is, that it refers to
-        self.known_units = 0  # leading ones that this worker's prefix cache has seen
-        self.pages = 0  # beside those, on the worker that computes it
-        self.reserved = 0  # pages, on the decode worker
+        self.cached_blocks: list[int] = []  # prefix blocks of its current worker's cache that it references
+        self.num_known_blocks = 0  # leading prefix blocks that this cache knows
+        self.num_blocks = 0  # its own blocks on the worker that computes it, besides the cached ones
+        self.reserved_blocks = 0  # reserved on the decode worker
         self.front_end = -1  # tokens from here to `load_end` are being fetched
         self.load_end = -1
         self.is_loading = False
@@ -102,10 +99,10 @@ class Job:
 
     @property
     def uncomputed(self) -> int:
-        """Tokens to compute before the next one is drawn."""
+        """Tokens to compute before the next one is sampled."""
         return self.target - self.computed
 
     @property
     def num_left(self) -> int:
-        """Tokens that it has not got."""
+        """Output tokens still missing."""
         return self.output - self.generated

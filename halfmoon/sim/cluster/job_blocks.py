@@ -1,6 +1,6 @@
-"""What each job holds of one simulated worker's KV memory: pages of its own, units of the prefix cache, a reservation.
+"""KV blocks that jobs hold on one simulated worker: their own, those of the prefix cache, and reservations.
 
-Pages that decode steps take beside that are the worker's to count, until a job leaves with them.
+Blocks taken by decode steps are counted by the worker until a job leaves with them.
 """
 
 from __future__ import annotations
@@ -10,70 +10,70 @@ from halfmoon.sim.cluster.kv_memory import KvMemory
 
 
 class JobBlocks:
-    """Owns `pages`, `reserved`, `cached_units` and `known_units` of the jobs that are with one worker.
+    """Owns `num_blocks`, `reserved_blocks`, `cached_blocks` and `num_known_blocks` of one worker's jobs.
 
-    Knows nothing of queues, places and steps: who may hold what is the worker's to say.
+    Knows nothing of queues, slots and steps: the worker decides which job may hold memory.
     """
 
-    __slots__ = ("_kv", "_page_tokens", "_unit_tokens")
+    __slots__ = ("_block_tokens", "_kv", "_prefix_block_tokens")
 
-    def __init__(self, kv: KvMemory, page_tokens: int) -> None:
+    def __init__(self, kv: KvMemory, block_tokens: int) -> None:
         self._kv = kv
-        self._page_tokens = page_tokens
-        self._unit_tokens = kv.unit_pages * page_tokens
+        self._block_tokens = block_tokens
+        self._prefix_block_tokens = kv.prefix_block_size * block_tokens
 
     def num_for(self, num_tokens: int) -> int:
-        """Pages that hold so many tokens."""
-        return -(-num_tokens // self._page_tokens)
+        """Blocks that hold `num_tokens`."""
+        return -(-num_tokens // self._block_tokens)
 
     def admit(self, job: Job) -> bool:
-        """Pages for all that the job has to compute, less what the prefix cache has; False where there are too few."""
+        """Takes blocks for all the job's tokens except its cached prefix; False if too few are free."""
         kv = self._kv
-        matched = kv.match(job.units, (job.target - 1) // self._unit_tokens)
-        num_pages = self.num_for(job.target) - len(matched) * kv.unit_pages
-        if num_pages > kv.available:
+        matched = kv.match(job.prefix_blocks, (job.target - 1) // self._prefix_block_tokens)
+        num_blocks = self.num_for(job.target) - len(matched) * kv.prefix_block_size
+        if num_blocks > kv.available:
             kv.release(matched)
             return False
-        kv.take(num_pages)
-        job.cached_units, job.known_units, job.pages = matched, len(matched), num_pages
-        job.computed = len(matched) * self._unit_tokens
+        kv.take(num_blocks)
+        job.cached_blocks, job.num_known_blocks, job.num_blocks = matched, len(matched), num_blocks
+        job.computed = len(matched) * self._prefix_block_tokens
         return True
 
     def make_known(self, job: Job, num_computed: int) -> None:
-        """Computed full units enter the prefix cache; their pages are the cache's from now on."""
-        full = min(num_computed // self._unit_tokens, len(job.units))
-        if full > job.known_units:
-            new = self._kv.insert(job.units[job.known_units : full])
-            job.cached_units = job.cached_units + new
-            job.pages -= len(new) * self._kv.unit_pages
-            job.known_units = full
+        """Adds full computed prefix blocks to the prefix cache, which owns their memory from now on."""
+        full = min(num_computed // self._prefix_block_tokens, len(job.prefix_blocks))
+        if full > job.num_known_blocks:
+            new = self._kv.insert(job.prefix_blocks[job.num_known_blocks : full])
+            job.cached_blocks = job.cached_blocks + new
+            job.num_blocks -= len(new) * self._kv.prefix_block_size
+            job.num_known_blocks = full
 
     def release(self, job: Job) -> None:
-        """Gives back what a prompt holds that was computed here."""
-        self._kv.give(job.pages)
+        """Returns the blocks of a prompt that was computed here."""
+        self._kv.give(job.num_blocks)
         self._let_go(job)
 
-    def reserve(self, job: Job, num_pages: int) -> None:
-        """Room for KV that comes from another worker; there must be as many pages."""
-        self._kv.take(num_pages)
-        job.reserved = num_pages
+    def reserve(self, job: Job, num_blocks: int) -> None:
+        """Reserves room for KV from another worker; `num_blocks` must be available."""
+        self._kv.take(num_blocks)
+        job.reserved_blocks = num_blocks
 
     def unreserve(self, job: Job) -> None:
-        """It does not come."""
-        self._kv.give(job.reserved)
-        job.reserved = 0
+        """Returns the blocks of a reservation that is no longer needed."""
+        self._kv.give(job.reserved_blocks)
+        job.reserved_blocks = 0
 
     def receive(self, job: Job) -> None:
-        """It is here, and what was reserved is the job's."""
-        job.pages, job.reserved = job.reserved, 0
-        if job.target % self._page_tokens == 0:  # its next token's page is taken with its step
+        """Turns a reservation into the job's own blocks once its KV has arrived."""
+        job.num_blocks, job.reserved_blocks = job.reserved_blocks, 0
+        if job.target % self._block_tokens == 0:  # the next token's block is taken with its step
             self._kv.give(1)
 
     def leave(self, job: Job) -> None:
-        """Gives back what a job holds that decoded here: pages for all tokens but the newest."""
-        self._kv.give(self.num_for(job.join_length - 1) - len(job.cached_units) * self._kv.unit_pages)
+        """Returns the blocks of a job that decoded here: those of all tokens but the newest."""
+        self._kv.give(self.num_for(job.join_length - 1) - len(job.cached_blocks) * self._kv.prefix_block_size)
         self._let_go(job)
 
     def _let_go(self, job: Job) -> None:
-        self._kv.release(job.cached_units)
-        job.pages, job.cached_units, job.known_units = 0, [], 0
+        self._kv.release(job.cached_blocks)
+        job.num_blocks, job.cached_blocks, job.num_known_blocks = 0, [], 0

@@ -1,4 +1,4 @@
-"""What a KV codec saves on the link and costs on the host, as a hand-over is simulated with it."""
+"""KV codecs in the simulator: bytes saved on the network, and work added on the hosts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ KvCodecName = Literal["raw", "int8", "int4"]
 
 @dataclass(frozen=True, slots=True)
 class KvCodec:
-    """Bytes are of bfloat16 KV, speeds those of one thread of each worker. None is no work."""
+    """One codec. Ratios refer to bfloat16 KV; speeds are those of one thread per worker; None: no work."""
 
     name: KvCodecName
-    ratio: float  # bytes sent for each byte of KV
+    ratio: float  # bytes sent per byte of KV
     encode_bytes_per_s: float | None
     decode_bytes_per_s: float | None
-    divergence: float  # of the next tokens' distribution, nats
+    divergence: float  # of the next-token distribution, in nats
 
 
 KV_CODECS: MappingProxyType[KvCodecName, KvCodec] = MappingProxyType(

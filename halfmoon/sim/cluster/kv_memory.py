@@ -1,4 +1,4 @@
-"""One simulated worker's KV memory: pages, and the prefix cache in them."""
+"""One simulated worker's KV memory: blocks, and the prefix cache that they hold."""
 
 from __future__ import annotations
 
@@ -7,95 +7,107 @@ from collections.abc import Sequence
 
 
 class KvMemory:
-    """Owns how many pages are free, and which prefix blocks are cached and by how many used.
+    """Owns the number of free blocks, and the cached prefix blocks with their number of users. Knows nothing of jobs.
 
-    A *unit* is a block of the workload's prefix ids, `unit_pages` pages. Cached units that nobody uses are idle: they
-    count as available, and the least recently used one is evicted first. The rules are those of the engine's
-    `PrefixCache`, without the ids of pages.
+    A *prefix block* is a block of the workload's prefix ids; it takes `prefix_block_size` blocks. A cached prefix block
+    without users is idle: it counts as available, and the least recently used one is evicted first. The rules are those
+    of the engine's `PrefixCache`, on counts instead of block ids.
     """
 
-    __slots__ = ("_idle", "_refs", "evicted", "free", "is_cache", "num_pages", "peak_pages", "stored", "unit_pages")
+    __slots__ = (
+        "_idle",
+        "_refs",
+        "evicted",
+        "free",
+        "is_cache",
+        "num_blocks",
+        "peak_blocks",
+        "prefix_block_size",
+        "stored",
+    )
 
-    def __init__(self, num_pages: int, unit_pages: int, *, is_cache: bool) -> None:
-        self.num_pages = num_pages
-        self.free = num_pages
-        self.peak_pages = 0  # taken at once, those of idle units not among them
-        self.unit_pages = unit_pages
+    def __init__(self, num_blocks: int, prefix_block_size: int, *, is_cache: bool) -> None:
+        self.num_blocks = num_blocks
+        self.free = num_blocks
+        self.peak_blocks = 0  # the most in use at once, without idle prefix blocks
+        self.prefix_block_size = prefix_block_size
         self.is_cache = is_cache
-        self._refs: dict[int, int] = {}  # users of each unit that has any
+        self._refs: dict[int, int] = {}  # users of each prefix block that has any
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self.stored: dict[int, None] = {}  # since the changes were taken last
+        self.stored: dict[int, None] = {}  # since `take_changes` was called last
         self.evicted: dict[int, None] = {}
 
     @property
     def available(self) -> int:
-        """Pages that `take` can give out."""
-        return self.free + len(self._idle) * self.unit_pages
+        """Blocks that `take` can provide."""
+        return self.free + len(self._idle) * self.prefix_block_size
 
-    def match(self, units: Sequence[int], most: int) -> list[int]:
-        """The longest cached prefix of at most `most` units; the caller uses it from now on."""
+    def match(self, prefix_blocks: Sequence[int], most: int) -> list[int]:
+        """The longest cached prefix, of at most `most` blocks. The caller becomes a user of each of them."""
         if not self.is_cache:
             return []
-        refs, idle, found = self._refs, self._idle, []
-        for unit in units[:most]:
-            if unit in refs:
-                refs[unit] += 1
-            elif unit in idle:
-                del idle[unit]
-                refs[unit] = 1
+        refs, idle, result = self._refs, self._idle, []
+        for block_id in prefix_blocks[:most]:
+            if block_id in refs:
+                refs[block_id] += 1
+            elif block_id in idle:
+                del idle[block_id]
+                refs[block_id] = 1
             else:
                 break
-            found.append(unit)
-        return found
+            result.append(block_id)
+        return result
 
-    def take(self, num_pages: int) -> None:
-        """There must be as many available; idle units make room."""
-        while self.free < num_pages:
-            unit, _ = self._idle.popitem(last=False)
-            self.free += self.unit_pages
-            if self.stored.pop(unit, 0) == 0:
-                self.evicted[unit] = None
-        self.free -= num_pages
-        self.peak_pages = max(self.peak_pages, self.num_pages - self.available)
+    def take(self, num_blocks: int) -> None:
+        """Takes available blocks and evicts idle prefix blocks to make room."""
+        while self.free < num_blocks:
+            block_id, _ = self._idle.popitem(last=False)
+            self.free += self.prefix_block_size
+            if self.stored.pop(block_id, 0) == 0:
+                self.evicted[block_id] = None
+        self.free -= num_blocks
+        self.peak_blocks = max(self.peak_blocks, self.num_blocks - self.available)
 
-    def give(self, num_pages: int) -> None:
-        """Takes pages back."""
-        self.free += num_pages
-        assert self.free <= self.num_pages, "more pages were given back than taken"
+    def give(self, num_blocks: int) -> None:
+        """Returns blocks."""
+        self.free += num_blocks
+        assert self.free <= self.num_blocks, "more blocks were given back than taken"
 
-    def release(self, units: Sequence[int]) -> None:
-        """The caller uses these units no more; the end of the prefix is evicted first."""
-        for unit in reversed(units):
-            left = self._refs[unit] - 1
+    def release(self, prefix_blocks: Sequence[int]) -> None:
+        """Ends the caller's use of these prefix blocks. The end of a prefix is evicted first."""
+        for block_id in reversed(prefix_blocks):
+            left = self._refs[block_id] - 1
             if left:
-                self._refs[unit] = left
+                self._refs[block_id] = left
             else:
-                del self._refs[unit]
-                self._idle[unit] = None
+                del self._refs[block_id]
+                self._idle[block_id] = None
 
-    def insert(self, units: Sequence[int]) -> list[int]:
-        """Makes computed units known, in pages that the caller took; which of them were new, and are now in use by it.
+    def insert(self, prefix_blocks: Sequence[int]) -> list[int]:
+        """Caches computed prefix blocks whose memory the caller has taken. Returns the new ones, which the caller uses.
 
-        The pages of the others stay the caller's.
+        The memory of blocks that were cached before stays with the caller.
         """
         if not self.is_cache:
             return []
-        new = [unit for unit in units if unit not in self._refs and unit not in self._idle]
-        for unit in new:
-            self._refs[unit] = 1
-            if self.evicted.pop(unit, 0) == 0:
-                self.stored[unit] = None
+        new = [block_id for block_id in prefix_blocks if block_id not in self._refs and block_id not in self._idle]
+        for block_id in new:
+            self._refs[block_id] = 1
+            if self.evicted.pop(block_id, 0) == 0:
+                self.stored[block_id] = None
         return new
 
     def take_changes(self) -> tuple[list[int], list[int]]:
-        """Units stored and evicted since the last call; one that went and came back is in neither."""
+        """Prefix blocks stored and evicted since the last call. A block that was evicted and stored again is in neither
+        list.
+        """
         changes = list(self.stored), list(self.evicted)
         self.stored.clear()
         self.evicted.clear()
         return changes
 
     def clear(self) -> None:
-        """Everything is lost, but for what the peak was."""
-        self.free = self.num_pages
-        for units in (self._refs, self._idle, self.stored, self.evicted):
-            units.clear()
+        """Loses everything except the peak."""
+        self.free = self.num_blocks
+        for block_ids in (self._refs, self._idle, self.stored, self.evicted):
+            block_ids.clear()

@@ -1,56 +1,123 @@
-"""KV on its way from one simulated worker to another: a hand-over to who decodes, or a prefix that another one has."""
+"""KV transfers between simulated workers: ports, codec queues, hand-overs to decode, and prefix fetches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from halfmoon.sim.cluster.cluster_spec import Network
-from halfmoon.sim.cluster.codec_queues import CodecQueues
 from halfmoon.sim.cluster.job import Job
-from halfmoon.sim.cluster.ports import Ports
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.cluster.worker_steps import WorkerSteps
 from halfmoon.sim.event_queue import EventQueue
 
+_LAST_FRAME_BYTES = 2 << 20  # sent last in a hand-over that overlaps the prefill
+
+
+class Ports:
+    """Owns the time at which each port is free. Each node has one port per direction, for one transfer at a time. Knows
+    nodes by number, and nothing of what is sent.
+    """
+
+    def __init__(self, network: Network, num_nodes: int) -> None:
+        self._network = network
+        self._out_free_s = [0.0] * num_nodes
+        self._in_free_s = [0.0] * num_nodes
+        self.num_bytes = 0.0
+
+    def send(self, sender: int, receiver: int, num_bytes: float, ready_s: float, now_s: float) -> float:
+        """When the last byte arrives, for bytes that are available from `ready_s` on and complete at `now_s`.
+
+        Transfers within a node do not delay each other. If bytes were sent ahead, at least one last frame remains.
+        """
+        network = self._network
+        self.num_bytes += num_bytes
+        is_near = sender == receiver
+        speed = network.node_bytes_per_s if is_near else network.bytes_per_s
+        begin_s = ready_s
+        if not is_near:
+            begin_s = max(ready_s, self._out_free_s[sender], self._in_free_s[receiver])
+        last_s = min(num_bytes, _LAST_FRAME_BYTES) / speed
+        end_s = max(begin_s + num_bytes / speed, now_s + last_s)
+        if not is_near:
+            self._out_free_s[sender] = self._in_free_s[receiver] = end_s
+        return end_s + network.latency_s
+
+    def wait_s(self, sender: int, receiver: int, now_s: float) -> float:
+        """Seconds until both ports are free."""
+        if sender == receiver:
+            return 0.0
+        return max(self._out_free_s[sender] - now_s, self._in_free_s[receiver] - now_s, 0.0)
+
+    def speed(self, sender: int, receiver: int) -> float:
+        """Bytes per second."""
+        return self._network.node_bytes_per_s if sender == receiver else self._network.bytes_per_s
+
+
+class CodecQueues:
+    """Owns the time at which each worker's codec is free, at either end. A codec takes one request at a time. Knows
+    workers by number, and nothing of ports.
+    """
+
+    def __init__(self, network: Network, num_workers: int) -> None:
+        self._encode_s_per_byte = 1 / network.encode_bytes_per_s if network.encode_bytes_per_s else 0.0
+        self._decode_s_per_byte = 1 / network.decode_bytes_per_s if network.decode_bytes_per_s else 0.0
+        self._encoder_free_s = [0.0] * num_workers
+        self._decoder_free_s = [0.0] * num_workers
+
+    def code(self, sender: int, receiver: int, num_bytes: float, ready_s: float, now_s: float) -> float:
+        """When everything is decoded, for KV that can be encoded from `ready_s` on and is complete at `now_s`.
+
+        Both ends work concurrently: encoded bytes are decoded at once.
+        """
+        if not self._encode_s_per_byte and not self._decode_s_per_byte:
+            return now_s
+        encoded_s = max(self._encoder_free_s[sender], ready_s) + num_bytes * self._encode_s_per_byte
+        begun_s = max(self._decoder_free_s[receiver], encoded_s - num_bytes * self._encode_s_per_byte)
+        decoded_s = max(encoded_s, begun_s + num_bytes * self._decode_s_per_byte)
+        self._encoder_free_s[sender], self._decoder_free_s[receiver] = encoded_s, decoded_s
+        return max(decoded_s, now_s)
+
 
 class KvTransfers:
-    """Owns the links, the codecs, and what is on its way. What arrives is there at once for its worker's next step.
+    """Owns the ports, the codec queues and the KV in transfer. Arrived KV is available to the worker's next step.
 
-    Who sends what to whom is told it; a job that was placed anew meanwhile does not get what it waited for before.
+    The simulation decides which KV is sent where. A job that was placed again ignores earlier transfers.
     """
 
     def __init__(self, network: Network, workers: Sequence[SimWorker], events: EventQueue, steps: WorkerSteps) -> None:
         self._network = network
-        self._links = Ports(network, max(worker.node for worker in workers) + 1)
-        self._coders = CodecQueues(network, len(workers))
+        self._ports = Ports(network, max(worker.node for worker in workers) + 1)
+        self._codec_queues = CodecQueues(network, len(workers))
         self._events = events
         self._steps = steps
 
     @property
     def num_bytes(self) -> float:
-        """Sent until now."""
-        return self._links.num_bytes
+        """Bytes sent so far."""
+        return self._ports.num_bytes
 
     def wait_s(self, sender: SimWorker, receiver: SimWorker) -> float:
-        """Until the link between them is free."""
-        return self._links.wait_s(sender.node, receiver.node, self._events.now_s)
+        """Seconds until the path between two workers is free."""
+        return self._ports.wait_s(sender.node, receiver.node, self._events.now_s)
 
     def fetch(self, job: Job, source: SimWorker, target: SimWorker, load_end: int, num_tokens: int) -> None:
-        """The last `num_tokens` of the job's first `load_end` come from `source`, while what is before is computed."""
+        """Fetches the last `num_tokens` of the job's first `load_end` tokens from `source`, while the earlier ones are
+        computed.
+        """
         job.load_end, job.front_end = load_end, load_end - num_tokens
         job.is_loading = True
         num_bytes, now_s = self._kv_bytes(target, num_tokens), self._events.now_s
-        end_s = self._links.send(source.node, target.node, num_bytes, now_s, now_s)
+        end_s = self._ports.send(source.node, target.node, num_bytes, now_s, now_s)
         self._events.at(end_s, self._on_fetched, job, target, job.attempt)
 
     def hand_over(self, job: Job, sender: SimWorker, receiver: SimWorker) -> None:
-        """The computed prompt's KV goes to where it decodes, where there is room for it."""
+        """Sends a computed prompt's KV to its decode worker, which has reserved room for it."""
         now_s = self._events.now_s
         ready_s = max(job.begun_s, 0.0) if self._network.handover == "push" else now_s
         num_bytes = self._kv_bytes(sender, job.target)
-        end_s = self._links.send(sender.node, receiver.node, num_bytes, ready_s, now_s)
+        end_s = self._ports.send(sender.node, receiver.node, num_bytes, ready_s, now_s)
         raw_bytes = num_bytes / self._network.kv_ratio
-        coded_s = self._coders.code(sender.number, receiver.number, raw_bytes, ready_s, now_s)
+        coded_s = self._codec_queues.code(sender.number, receiver.number, raw_bytes, ready_s, now_s)
         self._events.at(max(end_s, coded_s), self._on_handed_over, job, sender, receiver, job.attempt)
 
     def _on_fetched(self, job: Job, target: SimWorker, attempt: int) -> None:
@@ -61,9 +128,9 @@ class KvTransfers:
     def _on_handed_over(self, job: Job, sender: SimWorker, receiver: SimWorker, attempt: int) -> None:
         if job.attempt != attempt:
             return
-        sender.pages.release(job)
+        sender.blocks.release(job)
         receiver.arrived.append(job)
-        job.at = receiver
+        job.at = receiver.number
         job.state = "arrived"
         self._steps.wake(sender)
         self._steps.wake(receiver)

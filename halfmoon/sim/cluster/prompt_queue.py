@@ -1,4 +1,4 @@
-"""Which prompts a step computes: the rules of the engine's `Scheduler`, on counts instead of tokens.
+"""The prompts that a step computes: the rules of the engine's `Scheduler`, on counts instead of tokens.
 
 `tests/sim/test_scheduler_agreement.py` holds the two against each other.
 """
@@ -13,7 +13,7 @@ from halfmoon.sim.cluster.job import Job
 
 
 class PromptChunk(NamedTuple):
-    """So many tokens of a job, in one attempt of it, after `cached` ones."""
+    """`num_tokens` of a job after `cached` ones, in one attempt."""
 
     job: Job
     attempt: int
@@ -22,23 +22,25 @@ class PromptChunk(NamedTuple):
 
 
 class Admission(Protocol):
-    """What the queue asks of the worker's memory."""
+    """What the queue needs of the worker's memory."""
 
     def admit(self, job: Job) -> bool:
-        """Takes pages for all that a waiting job has to compute, and a place; False where there are not enough."""
+        """Takes blocks and a slot for a waiting job; False if there are not enough."""
         ...
 
     def room(self) -> tuple[int, int]:
-        """Pages available and places free."""
+        """Available blocks and free slots."""
         ...
 
-    def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold so many tokens."""
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens`."""
         ...
 
 
 class PromptQueue:
-    """Owns the order of prompts on one worker: waiting without memory, or being computed."""
+    """Owns the order of prompts on one worker, whether they wait for memory or are being computed. Knows nothing of
+    time.
+    """
 
     __slots__ = ("_memory", "is_short", "prefilling", "waiting")
 
@@ -46,26 +48,26 @@ class PromptQueue:
         self._memory = memory
         self.waiting: list[Job] = []  # by rank
         self.prefilling: list[Job] = []  # by rank
-        self.is_short = False  # the last step left somebody waiting for memory or for a place
+        self.is_short = False  # the last step left a job waiting for memory or for a slot
 
     def add(self, job: Job) -> None:
-        """Queues a job behind those before it in rank."""
+        """Queues a job by its rank."""
         job.state = "waiting"
         _insert(self.waiting, job)
 
     def remove(self, job: Job) -> None:
-        """It is elsewhere from now on."""
+        """Removes a job that leaves this worker."""
         _take_out(self.waiting if job.state == "waiting" else self.prefilling, job)
 
     def last_tokens(self, now_s: float) -> list[PromptChunk]:
-        """Prompts of which one token is left: to a step they are decodes."""
+        """Prompts with a single token left, which a step treats as decodes."""
         return [_chunk(job, 1, now_s) for job in self.prefilling if _ready(job) == 1 == job.uncomputed]
 
     def chunks(self, budget: int, now_s: float) -> list[PromptChunk]:
-        """At most `budget` tokens of prompts, by rank; they count as computed from now on.
+        """Chunks of at most `budget` prompt tokens, by rank. They count as computed from now on.
 
-        What a long prompt leaves to shorter ones goes to the shortest first; after the first that cannot be admitted
-        no other is. A job whose prefix is on its way computes what comes before it, and is passed over then.
+        Room left by a long prompt goes to shorter ones, the shortest first. After the first job that cannot be admitted
+        no other one is. A job whose prefix is being fetched computes what comes before it, and is then skipped.
         """
         chosen: list[PromptChunk] = []
         queue = self._by_rank()
@@ -85,7 +87,7 @@ class PromptQueue:
                 shorter = self._shorter(ready, queue)
                 if shorter:
                     room -= min(sum(map(_ready, shorter)), budget // 2)
-                    overtaking = {one.index for one in shorter}
+                    overtaking = {shorter_job.index for shorter_job in shorter}
                     queue = deque([*shorter, *(one for one in queue if one.index not in overtaking)])
             num_tokens = min(ready, room)
             budget -= num_tokens
@@ -93,22 +95,24 @@ class PromptQueue:
         return chosen
 
     def _by_rank(self) -> deque[Job]:
-        """Those that a step may come to: nobody can be admitted once memory or places are out."""
-        pages, places = self._memory.room()
-        waiting = self.waiting[: max(min(pages, places), 0) + 1]
+        """Jobs that a step can reach. None is admitted once memory or slots run out."""
+        blocks, places = self._memory.room()
+        waiting = self.waiting[: max(min(blocks, places), 0) + 1]
         if waiting and self.prefilling and waiting[0].index < self.prefilling[-1].index:
             return deque(sorted([*self.prefilling, *waiting], key=_rank))
         return deque([*self.prefilling, *waiting])
 
     def _shorter(self, ready: int, later: deque[Job]) -> list[Job]:
-        """Those that share the step with a prompt of `ready` tokens, too long for it: less to do, and room for them."""
-        pages, places = self._memory.room()
+        """Shorter jobs that share the step with a prompt of `ready` tokens that does not fit, as far as there is room
+        for them.
+        """
+        blocks, places = self._memory.room()
         shorter = []
         for job in later:
             if job.state == "waiting":
-                pages -= self._memory.pages_for(job.target)
+                blocks -= self._memory.blocks_for(job.target)
                 places -= 1
-                if self.is_short or pages < 0 or places < 0:
+                if self.is_short or blocks < 0 or places < 0:
                     break
             if 0 < _ready(job) < ready:
                 shorter.append(job)
@@ -132,7 +136,7 @@ def _chunk(job: Job, num_tokens: int, now_s: float) -> PromptChunk:
 
 
 def _ready(job: Job) -> int:
-    """Tokens that can be computed now; what was fetched meanwhile is skipped."""
+    """Tokens that can be computed now, without those fetched meanwhile."""
     if job.front_end < 0:
         return job.target - job.computed
     if job.is_loading or job.computed < job.front_end:

@@ -1,4 +1,4 @@
-"""What one simulated worker computes now, and when that will be done."""
+"""The running steps of one simulated worker, and when they end."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from halfmoon.sim.latency_sources.latency_model import Cycle, LatencyModel
 
 
 class RunningSteps:
-    """Owns the beginning and the end of the steps under way. Knows nothing of queues and of memory.
+    """Owns the begin and end of the running steps. Knows nothing of queues or memory.
 
-    Decode steps with nobody coming or going are one run. `version` changes with `wake_s`, so that events of another
-    one can be told to be stale.
+    Decode steps of an unchanged batch form one run. `version` changes with `wake_s` and thereby marks older events as
+    stale.
     """
 
     __slots__ = (
@@ -36,29 +36,29 @@ class RunningSteps:
         self._decodes = decodes
         self.version = 0
         self.begun_s = 0.0
-        self.wake_s: float | None = None  # when they are done; None: idle
-        self.passage_s = 0.0  # when the chunks that entered a pipeline last are through
-        self.num_planned = 0  # decode steps until `wake_s`, where it takes no prompts
-        self.pace = 1.0  # seconds for each second that the latency model says
-        self._is_stretched = False  # the last step of the run is not as long as the cycle says
-        self._cycles: dict[int, Cycle] = {}  # by the batch, at pace 1
+        self.wake_s: float | None = None  # when they end; None: idle
+        self.passage_s = 0.0  # when the chunks that entered a pipeline last leave it
+        self.num_planned = 0  # decode steps until `wake_s`; 0 for a step with prompts
+        self.pace = 1.0  # seconds per second of the latency model
+        self._is_stretched = False  # whether the run's last step deviates from the cycle
+        self._cycles: dict[int, Cycle] = {}  # by batch size, at pace 1
         self._cycle = Cycle(0.0, 0.0)  # of the run, at its pace
         self._stage_free_s = [0.0] * latency.num_stages
 
     @property
     def work(self) -> Work | None:
-        """What is computed; None: nothing."""
+        """The work in progress; None: idle."""
         if self.wake_s is None:
             return None
         return "decode" if self.num_planned else "prefill"
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether prompts go through stages."""
+        """Whether prompts pass through pipeline stages."""
         return len(self._stage_free_s) > 1
 
     def begin_run(self, num_steps: int, now_s: float) -> None:
-        """So many decode steps begin, of all in the batch."""
+        """Begins `num_steps` decode steps of the whole batch."""
         size = self._decodes.size
         cycle = self._cycles.get(size)
         if cycle is None:
@@ -70,7 +70,7 @@ class RunningSteps:
         self._end_after(num_steps)
 
     def begin_prompts(self, sets: list[list[PromptChunk]], batch: int, context: int, now_s: float) -> None:
-        """A step with prompts begins. In a pipeline each set goes with its part of the batch, one behind the other."""
+        """Begins a step with prompts. In a pipeline the sets follow each other, each with its share of the batch."""
         latency = self._latency
         stages = latency.num_stages
         groups = max(min(stages, batch), 1)
@@ -83,7 +83,9 @@ class RunningSteps:
         self._begin(now_s, now_s + self.pace * max(longest_s, first_stage_s))
 
     def enter_pipeline(self, chunks: list[PromptChunk], now_s: float) -> None:
-        """Each stage takes them when the one before is done with them and it is done with those before them."""
+        """Sends chunks through the pipeline. A stage starts when its predecessor and its own earlier chunks are
+        done.
+        """
         latency, free_s = self._latency, self._stage_free_s
         new, pairs, seen = _work(chunks)
         stage_s = self.pace * latency.stage_s(new, pairs, 0, 0)
@@ -94,11 +96,11 @@ class RunningSteps:
         self._begin(now_s, free_s[0])
 
     def num_begun(self, now_s: float) -> int:
-        """Steps of the run that have begun: the number of the one under way."""
+        """Steps of the run that have begun, which is the number of the running one."""
         return min(self._decodes.steps_begun(now_s - self.begun_s, self._cycle), self.num_planned)
 
     def cut(self, now_s: float) -> int:
-        """Ends a run with the step that is under way; how many steps that takes off."""
+        """Ends a run with its running step; returns the number of steps cut off."""
         planned = self.num_planned
         if planned <= 1 or self._is_stretched:
             return 0
@@ -108,7 +110,7 @@ class RunningSteps:
         return planned - num
 
     def finish(self, now_s: float) -> list[Job]:
-        """They are done; who of a run has all tokens with that."""
+        """Ends the running steps; returns the jobs of a run that now have all their tokens."""
         self.wake_s = None
         num, self.num_planned = self.num_planned, 0
         if not num:
@@ -120,7 +122,7 @@ class RunningSteps:
         return self._decodes.advance(now_s)
 
     def abort(self, now_s: float) -> None:
-        """The step under way comes to nothing; those of the run before it are done."""
+        """Discards the running step. Earlier steps of its run count."""
         if self.num_planned:
             self._decodes.advance_run(self.num_begun(now_s) - 1, self.begun_s, self._cycle)
         self.wake_s = None
@@ -129,9 +131,9 @@ class RunningSteps:
         self._stage_free_s = [0.0] * len(self._stage_free_s)
 
     def set_pace(self, pace: float, now_s: float) -> bool:
-        """What is left of the step under way takes longer or shorter; False if there is none. A run was cut before.
+        """Stretches or shrinks the rest of the running step; False if idle. A run must have been cut before.
 
-        What entered a pipeline keeps its pace.
+        Chunks that are in a pipeline keep their pace.
         """
         ratio, self.pace = pace / self.pace, pace
         if self.wake_s is None:
@@ -153,7 +155,7 @@ class RunningSteps:
 
 
 def _work(chunks: list[PromptChunk]) -> tuple[int, float, int]:
-    """New tokens, pairs of them with those before, and tokens of the sequences so far."""
+    """New tokens, their attention pairs, and the total length of the sequences."""
     new, pairs, seen = 0, 0.0, 0
     for _, _, cached, num_tokens in chunks:
         new += num_tokens

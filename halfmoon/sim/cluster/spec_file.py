@@ -39,7 +39,7 @@ from halfmoon.sim.latency_sources.latency_source import latency_source
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile
 
 _LIMITS = BatchLimits()
-_MOST_WORKERS = 100_000  # of a group: each takes some kilobytes before anything is simulated
+_MOST_WORKERS = 100_000  # of a group; each worker takes some kilobytes before the simulation starts
 _Kind = TypeVar("_Kind")
 
 
@@ -56,13 +56,13 @@ class _Workers(_Strict):
     latency: str | None = None
     kv_tokens: int | None = Field(default=None, ge=1)
     prefix_cache: bool = True
-    max_batch_tokens: int | None = None  # None, as the next two: the profile's, or the usual ones
+    max_batch_tokens: int | None = None  # None, here and below: the profile's value, else the default
     chunk_tokens: int | None = None
     max_running: int | None = None
     batching: Batching = _LIMITS.batching
     workers_per_node: int | None = None
     first_node: int | None = Field(default=None, ge=0)
-    price_per_hour: float | None = None  # of one worker; None: the catalogue's, for its devices
+    price_per_hour: float | None = None  # of one worker; None: the catalogue's price of its devices
 
 
 class _Cluster(_Strict):
@@ -83,29 +83,29 @@ class _Cluster(_Strict):
     @field_validator("admission", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: Any) -> Any:
-        return "off" if value is False else value  # what YAML makes of it
+        return "off" if value is False else value  # YAML reads off as False
 
 
 def read_cluster(
     path: Path, latency: str | None = None, source_of: Callable[[str], LatencySource] = latency_source
 ) -> ClusterSpec:
-    """The cluster of a file, its latencies from `latency` where that is given.
+    """Reads a cluster; `latency` overrides the file's sources.
 
-    `source_of` a text is the latency source that it names; a command that has a ledger knows those in it, too.
+    `source_of` finds a latency source by its name; a command with a ledger also knows the sources in it.
 
-    Raises InvalidRequest naming the field that is wrong, or what is missing.
+    Raises InvalidRequest, which names the wrong or missing field.
     """
     try:
-        found = yaml.safe_load(path.read_text())
+        document = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InvalidRequest(f"the cluster {path} cannot be read: {error}", param="cluster") from error
-    read = _validated(path, _Cluster, found)
+    read = _validated(path, _Cluster, document)
     sources: dict[str, LatencySource] = {}
     network, contention = read.network, read.contention
     request_s, answer_s = read.request_s, read.answer_s
     groups = []
-    for one in read.workers:
-        text = latency or one.latency or read.latency
+    for worker in read.workers:
+        text = latency or worker.latency or read.latency
         if text is None:
             raise InvalidRequest(
                 f"the cluster {path} does not say how fast its workers are: give --latency, or `latency:` in the file",
@@ -119,7 +119,7 @@ def read_cluster(
             request_s = source.request_s if request_s is None else request_s
             answer_s = source.answer_s if answer_s is None else answer_s
             limits = source.batch_limits
-        groups.append(_group(one, source.model(one.gpu, one.tp, one.pp), limits))
+        groups.append(_group(worker, source.model(worker.gpu, worker.tp, worker.pp), limits))
     return ClusterSpec(
         tuple(groups),
         _validated(path, Network, network, "network"),
@@ -129,40 +129,42 @@ def read_cluster(
         _validated(path, SloTargets, read.targets, "targets"),
         read.block_tokens,
         read.report_s,
-        tuple(_validated(path, Failure, one, "failures") for one in read.failures),
+        tuple(_validated(path, Failure, failure, "failures") for failure in read.failures),
         _validated(path, Contention, contention, "contention"),
         request_s or 0.0,
         answer_s or 0.0,
     )
 
 
-def _group(one: _Workers, model: LatencyModel, limits: BatchLimits) -> WorkerGroup:
-    """`limits` where the file has none."""
-    given = {name: getattr(one, name) for name in ("max_batch_tokens", "chunk_tokens", "max_running")}
-    price = one.price_per_hour
+def _group(workers: _Workers, model: LatencyModel, limits: BatchLimits) -> WorkerGroup:
+    """Builds a group; `limits` are the defaults for what the file omits."""
+    given = {name: getattr(workers, name) for name in ("max_batch_tokens", "chunk_tokens", "max_running")}
+    price = workers.price_per_hour
     if price is None:
-        price = DEVICES[one.gpu].price_per_hour * model.num_devices if one.gpu and one.gpu in DEVICES else 0.0
+        price = (
+            DEVICES[workers.gpu].price_per_hour * model.num_devices if workers.gpu and workers.gpu in DEVICES else 0.0
+        )
     return WorkerGroup(
-        one.role,
-        one.count,
+        workers.role,
+        workers.count,
         model,
-        replace(limits, batching=one.batching, **{name: most for name, most in given.items() if most is not None}),
-        one.prefix_cache,
-        one.kv_tokens,
-        one.workers_per_node,
-        one.first_node,
+        replace(limits, batching=workers.batching, **{name: most for name, most in given.items() if most is not None}),
+        workers.prefix_cache,
+        workers.kv_tokens,
+        workers.workers_per_node,
+        workers.first_node,
         price,
     )
 
 
-def _validated(path: Path, kind: type[_Kind], found: Any, where: str = "") -> _Kind:
+def _validated(path: Path, kind: type[_Kind], value: Any, where: str = "") -> _Kind:
     try:
         known = set(TypeAdapter(kind).json_schema().get("properties", ()))
-        unknown = sorted(set(found) - known) if isinstance(found, dict) else []
+        unknown = sorted(set(value) - known) if isinstance(value, dict) else []
         if unknown:
             what = f"unknown {where or 'field'} {unknown[0]!r}: known are {', '.join(sorted(known))}"
             raise InvalidRequest(f"the cluster {path} has an {what}", param="cluster")
-        return TypeAdapter(kind).validate_python(found)
+        return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
         at = ".".join(map(str, (where, *first["loc"]) if where else first["loc"])) or "the top"

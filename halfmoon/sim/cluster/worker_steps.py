@@ -1,33 +1,33 @@
-"""What workers do in the course of events: a step ends, what it brings is told, and the next one begins."""
+"""The steps of all workers as events: a step ends, its products move on, and the next step begins."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from halfmoon.sim.cluster.contention import SharedCores
 from halfmoon.sim.cluster.job import Job, Outcome
 from halfmoon.sim.cluster.load_reports import LoadReports
 from halfmoon.sim.cluster.prompt_queue import PromptChunk
+from halfmoon.sim.cluster.shared_cores import SharedCores
 from halfmoon.sim.cluster.worker import SimWorker
 from halfmoon.sim.event_queue import EventQueue
 
 
 class Requests(Protocol):
-    """Who is told what steps bring."""
+    """Handles what steps produce: the simulation."""
 
     def prefilled(self, job: Job, worker: SimWorker) -> None:
-        """A prompt is computed, and a token drawn."""
+        """Handles a computed prompt and its sampled token."""
 
     def end(self, job: Job, outcome: Outcome) -> None:
-        """It has all its tokens."""
+        """Handles a request that has all its tokens."""
 
     def pull(self, worker: SimWorker) -> None:
-        """There is room for who waits for it."""
+        """Lets waiting KV move to a worker that has room again."""
 
 
 class WorkerSteps:
-    """Owns which worker's next wake-up is among the events. Knows of requests only whom to tell."""
+    """Owns the scheduled wake-up of each worker. Knows nothing of requests."""
 
     def __init__(
         self,
@@ -37,15 +37,15 @@ class WorkerSteps:
         cores: SharedCores | None,
         requests: Requests,
     ) -> None:
-        """`cores`: that workers share; None: each has its own."""
+        """`cores`: CPU cores that workers share; None: each worker has its own."""
         self._events = events
         self._reports = reports
         self._cores = cores
         self._requests = requests
-        self._told = [worker.steps.version for worker in workers]  # of which a wake event is in the queue
+        self._scheduled = [worker.steps.version for worker in workers]  # the version whose wake-up event is queued
 
     def wake(self, worker: SimWorker) -> None:
-        """There may be something new to do for it."""
+        """Checks a worker that may have something new to do."""
         self._reports.note(worker)
         if not worker.is_alive:
             return
@@ -56,11 +56,11 @@ class WorkerSteps:
             self.schedule(worker)
 
     def schedule(self, worker: SimWorker) -> None:
-        """Its step may end at another time, and so those of its neighbours."""
+        """Schedules the end of a worker's step, and of colocated steps that it moves."""
         if self._cores is not None:
             for one in self._cores.changed(worker, self._events.now_s):
-                self._tell(one)
-        self._tell(worker)
+                self._schedule_wake(one)
+        self._schedule_wake(worker)
 
     def _start(self, worker: SimWorker) -> None:
         chunks = worker.start(self._events.now_s)
@@ -68,10 +68,10 @@ class WorkerSteps:
             self._events.at(worker.steps.passage_s, self._on_passed, worker, chunks)
         self.schedule(worker)
 
-    def _tell(self, worker: SimWorker) -> None:
+    def _schedule_wake(self, worker: SimWorker) -> None:
         steps = worker.steps
-        if steps.wake_s is not None and self._told[worker.number] != steps.version:
-            self._told[worker.number] = steps.version
+        if steps.wake_s is not None and self._scheduled[worker.number] != steps.version:
+            self._scheduled[worker.number] = steps.version
             self._events.at(steps.wake_s, self._on_wake, worker, steps.version)
 
     def _on_wake(self, worker: SimWorker, version: int) -> None:
@@ -83,7 +83,7 @@ class WorkerSteps:
         for job in finished.ended:
             self._requests.end(job, "completed")
         self._reports.note(worker)
-        if worker.backlog and (finished.ended or finished.prompts):  # a preempted one may end with its prompt
+        if worker.backlog and (finished.ended or finished.prompts):  # a preempted job may end with its prompt
             self._requests.pull(worker)
         if worker.steps.wake_s is None:
             self._start(worker)

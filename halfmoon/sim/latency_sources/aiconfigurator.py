@@ -1,7 +1,8 @@
-"""Latency from AIConfigurator: kernels that NVIDIA timed on each device and engine, summed over a model's layers.
+"""Latency from AIConfigurator: kernel times that NVIDIA measured for each device and engine, summed over a model's
+layers.
 
-The times are those of kernels and exchanges alone, without launches, the host and sampling. Its package is asked, which
-is not installed with this one: https://pypi.org/project/aiconfigurator-core (Apache-2.0; Linux on x86-64).
+The times cover kernels and exchanges only, without launches, host work and sampling. They come from a package that is
+not installed by default: https://pypi.org/project/aiconfigurator-core (Apache-2.0; Linux on x86-64).
 """
 
 from __future__ import annotations
@@ -24,53 +25,53 @@ from halfmoon.sim.latency_sources.latency_model import FitError, LatencyModel
 from halfmoon.sim.latency_sources.model_shape import ModelShape
 from halfmoon.sim.latency_sources.roofline import Efficiency
 
-BACKENDS = ("trtllm", "vllm", "sglang")  # engines whose kernels it has; the first is its own default
+BACKENDS = ("trtllm", "vllm", "sglang")  # engines with measured kernels; the first is the package's default
 SYSTEMS: Mapping[str, str] = MappingProxyType(
     {"a100-80g": "a100_sxm", "h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm", "l40s": "l40s"}
 )
-"""Its names of the devices of our catalogue."""
+"""The package's names for the devices of our catalogue."""
 
-_ROOM = Efficiency()  # the share of memory and the largest step, as of the roofline
+_ROOM = Efficiency()  # the memory share and the largest step, as for the roofline
 _PROMPTS = (1, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _CONTEXTS = (256, 1024, 4096, 16384)  # of each sequence
-_JUDGED_PROMPTS = ((48, 0), (192, 0), (768, 0), (1536, 0), (3072, 0), (6144, 0), (12288, 0), (512, 4096), (2048, 8192))
-_JUDGED_BATCHES = (3, 6, 12, 24, 48, 96, 192)
-_JUDGED_CONTEXTS = (512, 2048, 8192)
+_CHECK_PROMPTS = ((48, 0), (192, 0), (768, 0), (1536, 0), (3072, 0), (6144, 0), (12288, 0), (512, 4096), (2048, 8192))
+_CHECK_BATCHES = (3, 6, 12, 24, 48, 96, 192)
+_CHECK_CONTEXTS = (512, 2048, 8192)
 
 
 class Engine(Protocol):
-    """What is asked of a compiled model there. Milliseconds, through all pipeline stages."""
+    """The methods used of the package's compiled model. Milliseconds, through all pipeline stages."""
 
     def predict_prefill_latency(self, bs: int, isl: int, prefix: int = 0) -> float:
-        """Of `bs` prompts of `isl` tokens, of which `prefix` are cached."""
+        """Time of `bs` prompts of `isl` tokens, `prefix` of which are cached."""
         ...
 
     def predict_decode_latency(self, bs: int, isl: int, osl: int = 2) -> float:
-        """Of the step after `bs` prompts of `isl` tokens."""
+        """Time of the decode step after `bs` prompts of `isl` tokens."""
         ...
 
 
 class Compiled(NamedTuple):
-    """A model on so many devices."""
+    """A model on one worker's devices."""
 
     engine: Engine
-    kv_tokens: int  # that they hold beside the weights
+    kv_tokens: int  # KV capacity beside the weights
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTimes:
-    """A model of known shape, as kernels of one engine compute it."""
+    """A model of known shape, computed with one engine's kernels."""
 
     shape: ModelShape
     backend: str = BACKENDS[0]
     default_gpu: str | None = None
 
     def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
-        """KV capacity is theirs, too. Takes seconds the first time: tables are read.
+        """A latency model with the package's KV capacity. The first call reads tables, which takes seconds.
 
-        Raises InvalidRequest where the package is absent, for hardware, shapes and parallelisms that it has no times
-        of, and where the weights leave no room for KV.
+        Raises InvalidRequest if the package is not installed, if it has no times for the hardware, shape or
+        parallelism, or if the weights leave no room for KV.
         """
         name = gpu or self.default_gpu
         if name is None or device(name).name not in SYSTEMS:
@@ -83,7 +84,7 @@ class KernelTimes:
         try:
             compiled = _compiled(self.shape, on, self.backend, tensor_parallel, pipeline_parallel)
             return sampled(compiled, self, on, tensor_parallel, pipeline_parallel)
-        except (ValueError, LookupError, RuntimeError) as error:  # as its own errors are
+        except (ValueError, LookupError, RuntimeError) as error:  # the package's own errors are among these
             raise InvalidRequest(
                 f"aiconfigurator has no answer for {self.shape.name} on {on.name} with {self.backend}, "
                 f"TP{tensor_parallel} x PP{pipeline_parallel}: {error}",
@@ -92,14 +93,14 @@ class KernelTimes:
 
 
 def sampled(compiled: Compiled, of: KernelTimes, on: Device, tensor: int, pipeline: int) -> LatencyModel:
-    """Pieces through what it says of a grid; the error is at points between those of the grid."""
+    """Interpolates the package's answers on a grid. The error is measured at points between those of the grid."""
     engine, kv_tokens = compiled
     prefill, prefill_error = prefill_pieces(
-        _prompts(engine, ((new, 0) for new in _PROMPTS), pipeline), _prompts(engine, _JUDGED_PROMPTS, pipeline)
+        _prompts(engine, ((new, 0) for new in _PROMPTS), pipeline), _prompts(engine, _CHECK_PROMPTS, pipeline)
     )
     step, step_error = step_pieces(
         _steps(engine, _BATCHES, _CONTEXTS, kv_tokens, pipeline),
-        _steps(engine, _JUDGED_BATCHES, _JUDGED_CONTEXTS, kv_tokens, pipeline),
+        _steps(engine, _CHECK_BATCHES, _CHECK_CONTEXTS, kv_tokens, pipeline),
     )
     return LatencyModel(
         prefill,
@@ -114,7 +115,7 @@ def sampled(compiled: Compiled, of: KernelTimes, on: Device, tensor: int, pipeli
 
 
 def _prompts(engine: Engine, sizes: Iterable[tuple[int, int]], stages: int) -> list[PromptsSample]:
-    """One stage's seconds for single prompts of so many new and cached tokens."""
+    """One stage's seconds for single prompts, given as (new tokens, cached tokens)."""
     return [
         PromptsSample(
             new,
@@ -129,7 +130,12 @@ def _steps(
     engine: Engine, batches: Iterable[int], contexts: Iterable[int], kv_tokens: int, stages: int
 ) -> list[StepSample]:
     """One stage's seconds for decode steps whose KV fits, and for single sequences."""
-    sizes = [(batch, one) for batch in batches for one in contexts if batch * one <= kv_tokens or one == min(contexts)]
+    sizes = [
+        (batch, context_tokens)
+        for batch in batches
+        for context_tokens in contexts
+        if batch * context_tokens <= kv_tokens or context_tokens == min(contexts)
+    ]
     return [
         StepSample(batch, batch * one, engine.predict_decode_latency(batch, one) / 1000 / stages)
         for batch, one in sizes
@@ -137,14 +143,16 @@ def _steps(
 
 
 def _compiled(shape: ModelShape, on: Device, backend: str, tensor: int, pipeline: int) -> Compiled:
-    """It reads a model's shape from a config.json, and nothing else of it."""
+    """Compiles a model. The package reads nothing but the shape from its config.json."""
     try:
         sdk = import_module("aiconfigurator_core.sdk")
     except ImportError as error:
         raise InvalidRequest(
             "these latencies need NVIDIA's package: pip install 'halfmoon[aiconfigurator]'", param="latency"
         ) from error
-    logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)  # it warns of tables that dense models never use
+    logging.getLogger("aiconfigurator_core").setLevel(
+        logging.ERROR
+    )  # it warns about tables that dense models never use
     with TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(llama_config(shape)))
         kind = directory, SYSTEMS[on.name], backend
@@ -159,14 +167,14 @@ def _compiled(shape: ModelShape, on: Device, backend: str, tensor: int, pipeline
             pp_size=pipeline,
         )
         engine: Engine = sdk.EngineHandle.compile(*kind, backend_version="current", tp_size=tensor, pp_size=pipeline)
-    # its bytes for a token are those of all layers, whatever stage they are on
+    # its bytes per token cover all layers, whatever their stage
     return Compiled(engine, int(capacity["total_kv_size_bytes"] // shape.device_kv_bytes_per_token(tensor, pipeline)))
 
 
 def llama_config(shape: ModelShape) -> dict[str, Any]:
-    """The config.json of a Llama of this shape: what else Qwen has (biases, norms of heads) takes no time to speak of.
+    """The config.json of a Llama of this shape. Qwen's extras (biases, head norms) take negligible time.
 
-    Raises InvalidRequest for models whose inner units have no gates.
+    Raises InvalidRequest for models with ungated MLPs.
     """
     if shape.mlp_matrices != 3:
         raise InvalidRequest(f"aiconfigurator knows no models like {shape.name}, without gates", param="model")

@@ -1,9 +1,9 @@
 """DistServe's fitted coefficients: OPT-13B and OPT-66B on A100-80G, for its own engine and for vLLM of early 2024.
 
 `data/distserve.json` holds them in the authors' units (ms), with the KV capacities, from the LLMServe/DistServe
-repository (Apache-2.0). Of a stage: prefill `(a + b*sum(n) + c*sum(n^2)) / PP + 1*PP` ms; decode
-`(a + b*sum(context) + c*batch) / PP` ms, with other coefficients from a batch of 95 on; the first stage adds
-`2 + 1e-4 * sum(context)` ms. No error was published with them.
+repository (Apache-2.0). One stage takes `(a + b*sum(n) + c*sum(n^2)) / PP + 1*PP` ms for a prefill and `(a +
+b*sum(context) + c*batch) / PP` ms for a decode step, with other coefficients from a batch of 95 on. The first stage
+adds `2 + 1e-4 * sum(context)` ms. No error was published with them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _tables() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class DistServeCoefficients:
-    """One model's coefficients. Raises InvalidRequest naming the known models."""
+    """One model's coefficients. Raises InvalidRequest, which names the known models."""
 
     name: str  # opt-13b or opt-66b
     engine: Engine = "distserve"
@@ -44,7 +44,7 @@ class DistServeCoefficients:
             raise InvalidRequest(f"DistServe has no coefficients of {self.name!r}: it has {', '.join(known)}")
 
     def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
-        """Raises InvalidRequest for another GPU than theirs, and for a parallelism that was not measured."""
+        """Raises InvalidRequest for any other GPU, and for a parallelism that was not measured."""
         if gpu not in (None, _GPU):
             raise InvalidRequest(f"DistServe's coefficients are of {_GPU}, not of {gpu!r}", param="gpu")
         fits = _tables()["engines"][self.engine][self.name]

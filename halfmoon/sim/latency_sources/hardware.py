@@ -1,4 +1,4 @@
-"""The hardware catalogue: what makers promise of each device, and about what it costs.
+"""The hardware catalogue: what vendors promise for each device, and roughly what it costs.
 
 docs/reference/planner.md says what each figure was checked against, and how far rents differ.
 """
@@ -13,20 +13,20 @@ from halfmoon.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device. Figures are peaks of the data sheet, dense bfloat16; bandwidths are of one direction."""
+    """One device. Figures are data-sheet peaks in dense bfloat16; bandwidths count one direction."""
 
     name: str
     flops: float
     memory_bytes: float
     memory_bytes_per_s: float
-    link_bytes_per_s: float  # to its neighbours in a node: NVLink, or PCIe
+    link_bytes_per_s: float  # to other devices of its node: NVLink, or PCIe
     network_bytes_per_s: float  # its share of the node's network
     price_per_hour: float  # US dollars, on demand
     source: str
-    host_bytes_per_s: float | None = None  # of all together, where more than two have only the host between them
+    host_bytes_per_s: float | None = None  # shared by all devices, if more than two exchange data through the host only
 
     def exchange_bytes_per_s(self, num_devices: int) -> float:
-        """Of each of so many devices of a node that exchange with each other, in one direction."""
+        """Bandwidth of each of `num_devices` devices of a node that exchange with each other, in one direction."""
         if self.host_bytes_per_s is None or num_devices <= 2:
             return self.link_bytes_per_s
         return min(self.link_bytes_per_s, self.host_bytes_per_s / num_devices)
@@ -49,7 +49,7 @@ DEVICES: MappingProxyType[str, Device] = MappingProxyType(
 
 
 def device(name: str) -> Device:
-    """A device of the catalogue. Raises InvalidRequest naming the known ones."""
+    """A device of the catalogue. Raises InvalidRequest, which names the known ones."""
     if name.lower() not in DEVICES:
         raise InvalidRequest(f"unknown hardware {name!r}: known are {', '.join(DEVICES)}", param="gpu")
     return DEVICES[name.lower()]

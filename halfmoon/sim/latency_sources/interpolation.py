@@ -1,4 +1,4 @@
-"""Latency pieces through measured points: real engines have steps and bends that three coefficients cannot have."""
+"""Latency pieces through measured points: real engines have steps and bends that three coefficients cannot express."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from halfmoon.sim.latency_sources.latency_model import Piece, PrefillPiece, Step
 class PromptsSample(NamedTuple):
     """One measured step that computed prompts."""
 
-    new_tokens: float  # of all of them
+    new_tokens: float  # of all prompts
     pairs: float  # sum of new * (cached + new / 2)
     seconds: float
 
@@ -36,41 +36,43 @@ class Line(NamedTuple):
 
 
 def prefill_pieces(
-    samples: Sequence[PromptsSample], judged_by: Sequence[PromptsSample]
+    samples: Sequence[PromptsSample], held_out: Sequence[PromptsSample]
 ) -> tuple[tuple[PrefillPiece, ...], float]:
-    """Pieces, and their median relative error at the points of `judged_by`.
+    """Pieces, and their median relative error at the `held_out` points.
 
-    Attention's part, proportional to the pairs, is fitted over all samples; the rest is interpolated between the
+    The attention term, proportional to the pairs, is fitted over all samples. The rest is interpolated between the
     medians of equal numbers of new tokens.
     """
     new, pairs, seconds = np.array(samples, dtype=np.float64).T
     features = np.stack([np.ones_like(new), new, pairs], axis=1)
     _, _, c = least_squares(*normal_equations(features, seconds))
     lines = _through(zip(new, seconds - c * pairs, strict=True))
-    pieces = tuple(Piece(one.start, PrefillModel(one.base, one.slope, c)) for one in lines)
-    predicted = [_value(lines, one.new_tokens) + c * one.pairs for one in judged_by]
-    return pieces, median_error(predicted, [one.seconds for one in judged_by])
+    pieces = tuple(Piece(line.start, PrefillModel(line.base, line.slope, c)) for line in lines)
+    predicted = [_value(lines, one.new_tokens) + c * one.pairs for one in held_out]
+    return pieces, median_error(predicted, [one.seconds for one in held_out])
 
 
-def step_pieces(samples: Sequence[StepSample], judged_by: Sequence[StepSample]) -> tuple[tuple[StepPiece, ...], float]:
-    """Pieces, and their median relative error at the points of `judged_by`.
+def step_pieces(samples: Sequence[StepSample], held_out: Sequence[StepSample]) -> tuple[tuple[StepPiece, ...], float]:
+    """Pieces, and their median relative error at the `held_out` points.
 
-    The part of the context is fitted, the rest interpolated by batch.
+    The context term is fitted; the rest is interpolated by batch size.
     """
     f = fit_step(samples).f
-    lines = _through((one.batch, one.seconds - f * one.context_tokens) for one in samples)
-    pieces = tuple(Piece(one.start, StepModel(one.base, one.slope, f)) for one in lines)
-    predicted = [_value(lines, one.batch) + f * one.context_tokens for one in judged_by]
-    return pieces, median_error(predicted, [one.seconds for one in judged_by])
+    lines = _through((sample.batch, sample.seconds - f * sample.context_tokens) for sample in samples)
+    pieces = tuple(Piece(line.start, StepModel(line.base, line.slope, f)) for line in lines)
+    predicted = [_value(lines, one.batch) + f * one.context_tokens for one in held_out]
+    return pieces, median_error(predicted, [one.seconds for one in held_out])
 
 
 def _through(points: Iterable[tuple[float, float]]) -> tuple[Line, ...]:
-    """Lines through the medians of equal x, never falling; the last one goes on, what is before the first is flat."""
-    grouped: dict[float, list[float]] = defaultdict(list)
+    """Non-decreasing lines through the medians of equal x. They are flat before the first point; the last one goes
+    on.
+    """
+    by_x: dict[float, list[float]] = defaultdict(list)
     for x, y in points:
-        grouped[float(x)].append(float(y))
-    xs = sorted(grouped)
-    ys = np.maximum(np.maximum.accumulate([float(np.median(grouped[x])) for x in xs]), 0.0).tolist()
+        by_x[float(x)].append(float(y))
+    xs = sorted(by_x)
+    ys = np.maximum(np.maximum.accumulate([float(np.median(by_x[x])) for x in xs]), 0.0).tolist()
     lines = [Line(0.0, ys[0], 0.0)]
     for (x0, y0), (x1, y1) in zip(zip(xs, ys, strict=True), list(zip(xs, ys, strict=True))[1:], strict=False):
         slope = (y1 - y0) / (x1 - x0)

@@ -1,4 +1,4 @@
-"""How long a worker's steps take, in the one form that all sources are brought to, and how well that form fits them."""
+"""How long a worker's steps take: the one form that every source is brought to, and how well that form fits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,22 @@ from halfmoon.policy.models.latency import (
     fit_step,
 )
 
-_POLICY_PROMPTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # at which the policies' models are fitted
+_POLICY_PROMPTS = (
+    128,
+    256,
+    512,
+    1024,
+    2048,
+    4096,
+    8192,
+    16384,
+)  # prompt lengths at which the policies' models are fitted
 _POLICY_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _POLICY_CONTEXTS = (256, 1024, 4096)  # of each sequence
 
 
 class FitError(NamedTuple):
-    """Median relative error against what was measured; None where nothing was."""
+    """Median relative error against measurements; None without any."""
 
     prefill: float | None = None
     step: float | None = None
@@ -36,7 +45,7 @@ _Model = TypeVar("_Model")
 
 
 class Piece(NamedTuple, Generic[_Model]):
-    """Holds from `least` new tokens (of prompts), or sequences (of decode steps), on."""
+    """Holds from `least` new prompt tokens, or decoding sequences, on."""
 
     least: float
     model: _Model
@@ -55,16 +64,16 @@ class Cycle(NamedTuple):
 
 @dataclass(frozen=True)
 class LatencyModel:
-    """One worker of `num_stages` pipeline stages. The pieces are of one stage; each takes the same time.
+    """One worker of `num_stages` pipeline stages. The pieces describe one stage; all stages take the same time.
 
-    A step's prompts take `a + b*new + c*pairs`, where `pairs` sums `new * (cached + new / 2)` over them, so several
-    prompts share `a`. Sequences that decode in the same step go through the same matrix products: each is one more
-    new token of them, and adds its attention, `f*context`. The first stage also launches the step.
+    The prompts of a step take `a + b*new + c*pairs`, where `pairs` sums `new * (cached + new / 2)` over them, so
+    several prompts share `a`. Sequences that decode in the same step share the matrix products: each counts as one more
+    new token and adds its attention, `f*context`. The first stage also launches the step.
     """
 
     prefill: tuple[PrefillPiece, ...]  # ascending, from 0 on
     step: tuple[StepPiece, ...]  # ascending, from 0 on
-    kv_tokens: int  # that the worker's memory holds
+    kv_tokens: int  # capacity of the worker's memory
     kv_bytes_per_token: float
     source: str
     error: FitError = NOT_MEASURED
@@ -74,7 +83,7 @@ class LatencyModel:
     launch_s_per_token: float = 0.0  # of all sequences in the step
 
     def stage_s(self, new_tokens: float, pairs: float, batch: float, context_tokens: float) -> float:
-        """One stage's seconds for a step that computes new tokens of prompts and one token of `batch` sequences."""
+        """One stage's seconds for a step with `new_tokens` of prompts and one token for each of `batch` sequences."""
         if not new_tokens:
             return _held_at(self.step, batch).seconds(batch, context_tokens) if batch else 0.0
         together = new_tokens + batch
@@ -86,20 +95,20 @@ class LatencyModel:
         return max(products_s, step.d + step.e * batch) + prefill.c * pairs + step.f * context_tokens
 
     def launching_s(self, num_tokens: float) -> float:
-        """What the first stage adds to a step over sequences of so many tokens."""
+        """Seconds that the first stage adds to a step over sequences of `num_tokens` in total."""
         return self.launch_s + self.launch_s_per_token * num_tokens
 
     def prefill_s(self, new_tokens: float, cached_tokens: float = 0.0) -> float:
-        """A prompt alone on an idle worker, from its first stage to its last."""
+        """Seconds of a prompt alone on an idle worker, from its first stage to its last."""
         pairs = new_tokens * (cached_tokens + new_tokens / 2)
         return self.num_stages * self.stage_s(new_tokens, pairs, 0, 0) + self.launching_s(new_tokens + cached_tokens)
 
     def cycle(self, batch: int) -> Cycle:
-        """Until each of `batch` sequences has its next token, with no prompt between.
+        """The time until each of `batch` sequences has its next token, without prompts in between.
 
-        With several stages the batch is dealt out into as many groups, which follow each other round and round: a
-        round takes as long as the first stage needs for all groups, or a group for all stages where there are fewer
-        sequences than stages.
+        With several stages the batch is split into that many groups, which follow each other in rounds. A round takes
+        as long as the first stage needs for all groups; with fewer sequences than stages, it takes as long as one group
+        needs for all stages.
         """
         groups = min(self.num_stages, batch)
         step = _held_at(self.step, batch / groups)
@@ -111,14 +120,14 @@ class LatencyModel:
 
     @cached_property
     def policy_prefill(self) -> PrefillModel:
-        """As a gateway would have learned it from single prompts."""
+        """The prefill model that a gateway would have learned from single prompts."""
         if self._is_plain and len(self.prefill) == 1:
             return self.prefill[0].model
         return fit_prefill([PrefillSample(new, 0, self.prefill_s(new)) for new in _POLICY_PROMPTS])
 
     @cached_property
     def policy_step(self) -> StepModel:
-        """As a gateway would have learned it."""
+        """The step model that a gateway would have learned."""
         if self._is_plain and len(self.step) == 1:
             return self.step[0].model
         samples = []
@@ -128,10 +137,12 @@ class LatencyModel:
         return fit_step(samples)
 
     def scaled(self, factor: float) -> LatencyModel:
-        """Of a worker that is `factor` times as fast."""
+        """A worker that is `factor` times as fast."""
         return replace(
             self,
-            prefill=tuple(Piece(one.least, PrefillModel(*(x / factor for x in one.model))) for one in self.prefill),
+            prefill=tuple(
+                Piece(piece.least, PrefillModel(*(x / factor for x in piece.model))) for piece in self.prefill
+            ),
             step=tuple(Piece(one.least, StepModel(*(x / factor for x in one.model))) for one in self.step),
             launch_s=self.launch_s / factor,
             launch_s_per_token=self.launch_s_per_token / factor,
@@ -143,20 +154,20 @@ class LatencyModel:
 
 
 def _held_at(pieces: tuple[Piece[_Model], ...], size: float) -> _Model:
-    """The model of the piece that holds there."""
-    found = pieces[0].model
+    """The model of the piece that holds at `size`."""
+    result = pieces[0].model
     for piece in pieces:
         if piece.least > size:
             break
-        found = piece.model
-    return found
+        result = piece.model
+    return result
 
 
 class LatencySource(Protocol):
-    """Where latency models come from: a fitted file, measurements, a roofline."""
+    """A source of latency models: a fitted file, measurements, or a roofline."""
 
     def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
-        """Raises InvalidRequest, naming what is known, for hardware or a parallelism that it knows nothing of."""
+        """Raises InvalidRequest for unknown hardware or parallelism, and names what is known."""
         ...
 
 

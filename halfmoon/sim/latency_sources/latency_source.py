@@ -1,4 +1,4 @@
-"""A latency source by what a user writes: the path of a profile, or the name of a source and of a model."""
+"""A latency source by its text: the path of a profile, or the names of a source and a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from types import MappingProxyType
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.sim.latency_sources.aiconfigurator import BACKENDS, KernelTimes
-from halfmoon.sim.latency_sources.coefficients import Coefficients
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.latency_sources.hardware import device
 from halfmoon.sim.latency_sources.latency_model import LatencySource
@@ -16,7 +15,7 @@ from halfmoon.sim.latency_sources.measured_profile import is_measured, read_prof
 from halfmoon.sim.latency_sources.model_catalogue import model_shape
 from halfmoon.sim.latency_sources.roofline import OF_2023, Efficiency, Roofline
 from halfmoon.sim.latency_sources.splitwise import read_splitwise
-from halfmoon.sim.latency_sources.worker_profile import PROFILES, load_profile
+from halfmoon.sim.latency_sources.worker_profile import PROFILES, Coefficients, load_profile
 
 _KNOWN = (
     "a profile's path (profile.json), Splitwise's table with a model (perf_model.csv:llama-2-70b), distserve:MODEL, "
@@ -30,7 +29,7 @@ _KERNEL_TIMES = MappingProxyType(
 
 
 def latency_source(text: str) -> LatencySource:
-    """Raises InvalidRequest saying what may be written."""
+    """Finds a source. Raises InvalidRequest, which lists the valid forms."""
     kind, _, rest = text.partition(":")
     if kind == "distserve":
         return DistServeCoefficients(rest)
@@ -52,11 +51,11 @@ def latency_source(text: str) -> LatencySource:
     if text in PROFILES or path.is_file():
         profile = load_profile(text)
         return Coefficients(profile.name, profile.latency)
-    raise InvalidRequest(f"{text!r} is no latency source: give {_KNOWN}", param="latency")
+    raise InvalidRequest(f"{text!r} is not a latency source: give {_KNOWN}", param="latency")
 
 
 def _is_measured(path: Path) -> bool:
-    """Whether it is there and holds samples."""
+    """Whether the file exists and holds samples."""
     try:
         return is_measured(json.loads(path.read_text()))
     except (OSError, ValueError):

@@ -39,7 +39,7 @@ class MeasuredPrefill(_Strict):
     new_tokens: int = Field(gt=0)
     cached_tokens: int = Field(default=0, ge=0)
     seconds: float = Field(gt=0)
-    is_held_out: bool = False  # the fit is judged by it, and was not made from it
+    is_held_out: bool = False  # checks the fit, which was made without it
 
 
 class MeasuredStep(_Strict):
@@ -60,7 +60,7 @@ class MeasuredTransfer(_Strict):
 
 
 class MeasuredLimits(_Strict):
-    """What a step of the worker may hold."""
+    """Limits of the worker's steps."""
 
     context_tokens: int = Field(default=131_072, gt=0)
     max_batch_tokens: int = Field(default=2048, gt=0)
@@ -69,7 +69,7 @@ class MeasuredLimits(_Strict):
 
 
 class MeasuredSlowdown(_Strict):
-    """How many times as long `work` took while another worker of the same host did its own, without a pause."""
+    """How many times as long `work` took while another worker of the host did its own work without a pause."""
 
     work: Work
     neighbour: Work
@@ -77,7 +77,7 @@ class MeasuredSlowdown(_Strict):
 
 
 class MeasuredProfile(_Strict):
-    """One kind of worker, as it was measured. It is a latency source for that kind alone."""
+    """Measurements of one kind of worker. It is a latency source for that kind only."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -92,12 +92,14 @@ class MeasuredProfile(_Strict):
     transfer: tuple[MeasuredTransfer, ...] = ()
     limits: MeasuredLimits = MeasuredLimits()
     beside: tuple[MeasuredSlowdown, ...] = ()
-    request_s: float = Field(default=0.0, ge=0)  # until a prompt is with its worker: HTTP, placement, calls
+    request_s: float = Field(default=0.0, ge=0)  # from the client to the worker: HTTP, placement, calls
     answer_s: float = Field(default=0.0, ge=0)  # from the computed prompt to its token at the client
-    token_s: float = Field(default=0.0, ge=0)  # that a decode step takes more where a gateway serves its tokens
+    token_s: float = Field(default=0.0, ge=0)  # extra time of a decode step whose tokens a gateway serves
 
     def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
-        """What was measured is the whole worker: its stages are one. Raises InvalidRequest for another kind."""
+        """A latency model of the worker as a whole, with its stages as one. Raises InvalidRequest for another kind of
+        worker.
+        """
         measured = self.tensor_parallel, self.pipeline_parallel
         if gpu not in (None, self.device) or (tensor_parallel, pipeline_parallel) != measured:
             raise InvalidRequest(
@@ -106,14 +108,15 @@ class MeasuredProfile(_Strict):
                 param="latency",
             )
         whole = self.whole
-        served = [Piece(one.least, one.model._replace(d=one.model.d + self.token_s)) for one in whole.step]
+        served = [Piece(piece.least, piece.model._replace(d=piece.model.d + self.token_s)) for piece in whole.step]
         return replace(whole, step=tuple(served))
 
     @property
     def whole(self) -> LatencyModel:
-        """The worker that was measured, by all points. Its error is that at those which were held out, if there are
-        any, of a fit to the others."""
-        prompts, steps = [_prompts_sample(one) for one in self.prefill], [_step_sample(one) for one in self.step]
+        """The latency model fitted to all points. Its error is measured at held-out points, if there are any, for a fit
+        to the other points.
+        """
+        prompts, steps = [_prompts_sample(piece) for piece in self.prefill], [_step_sample(one) for one in self.step]
         prefill, _ = prefill_pieces(prompts, prompts)
         step, _ = step_pieces(steps, steps)
         _, prefill_error = prefill_pieces(*_split(self.prefill, _prompts_sample))
@@ -129,23 +132,23 @@ class MeasuredProfile(_Strict):
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What `read_profile` takes."""
-        found: dict[str, Any] = self.model_dump(mode="json", by_alias=True)
-        return found
+        """The JSON form that `read_profile` reads."""
+        result: dict[str, Any] = self.model_dump(mode="json", by_alias=True)
+        return result
 
     @property
     def batch_limits(self) -> BatchLimits:
-        """Of its steps."""
+        """Limits of its steps."""
         return BatchLimits(**self.limits.model_dump(exclude={"context_tokens"}))
 
     @property
     def contention(self) -> dict[str, float]:
-        """The fields of `Contention` that were measured; who is not slowed down is taken to be as fast as alone."""
-        return {f"{one.work}_beside_{one.neighbour}": max(one.slowdown, 1.0) for one in self.beside}
+        """The measured fields of `Contention`. A worker that was not slowed down counts as unaffected."""
+        return {f"{slowdown.work}_beside_{slowdown.neighbour}": max(slowdown.slowdown, 1.0) for slowdown in self.beside}
 
     @property
     def network(self) -> dict[str, Any]:
-        """The fields of `Network` that were measured, if any."""
+        """The measured fields of `Network`, if any."""
         if self.link is None:
             return {}
         bytes_per_s, latency_s = self.link
@@ -153,13 +156,13 @@ class MeasuredProfile(_Strict):
 
     @property
     def link(self) -> tuple[float, float] | None:
-        """Bytes per second and latency in seconds of a hand-over, fitted; None where none was measured.
+        """Fitted bytes per second and latency in seconds of a hand-over; None if none was measured.
 
-        Where several transports were measured it is the first: the one that is offered first.
+        If several transports were measured, this is the first, which is also offered first.
         """
         if not self.transfer:
             return None
-        used = [one for one in self.transfer if one.transport == self.transfer[0].transport]
+        used = [transfer for transfer in self.transfer if transfer.transport == self.transfer[0].transport]
         num_bytes, seconds = np.array([(one.num_bytes, one.seconds) for one in used]).T
         if len(set(num_bytes)) == 1:
             return float(num_bytes[0] / np.median(seconds)), 0.0
@@ -173,35 +176,37 @@ _Fitted = TypeVar("_Fitted")
 
 
 def _split(samples: Sequence[_Sample], fitted: Callable[[_Sample], _Fitted]) -> tuple[list[_Fitted], list[_Fitted]]:
-    """Those that are fitted, and those that the fit is judged by: the same ones where none are held out."""
-    held_out = [fitted(one) for one in samples if one.is_held_out]
+    """Points for the fit and points to check it. These are the same if none are held out."""
+    held_out = [fitted(sample) for sample in samples if sample.is_held_out]
     made_of = [fitted(one) for one in samples if not one.is_held_out]
     return made_of or held_out, held_out or made_of
 
 
-def _prompts_sample(one: MeasuredPrefill) -> PromptsSample:
-    return PromptsSample(one.new_tokens, one.new_tokens * (one.cached_tokens + one.new_tokens / 2), one.seconds)
+def _prompts_sample(sample: MeasuredPrefill) -> PromptsSample:
+    return PromptsSample(
+        sample.new_tokens, sample.new_tokens * (sample.cached_tokens + sample.new_tokens / 2), sample.seconds
+    )
 
 
-def _step_sample(one: MeasuredStep) -> StepSample:
-    return StepSample(one.batch, one.context_tokens, one.seconds)
+def _step_sample(sample: MeasuredStep) -> StepSample:
+    return StepSample(sample.batch, sample.context_tokens, sample.seconds)
 
 
-def is_measured(found: Any) -> bool:
-    """Whether a JSON object holds samples, where a file of coefficients has numbers."""
-    given = [found.get(name) for name in ("prefill", "step")] if isinstance(found, dict) else []
+def is_measured(value: Any) -> bool:
+    """Whether a JSON object holds samples, rather than coefficients."""
+    given = [value.get(name) for name in ("prefill", "step")] if isinstance(value, dict) else []
     return any(isinstance(one, list) and one and isinstance(one[0], dict) for one in given)
 
 
 def write_profile(path: Path, profile: MeasuredProfile) -> None:
-    """As `read_profile` reads it."""
+    """Writes a profile that `read_profile` reads."""
     path.write_text(json.dumps(profile.as_json(), indent=1))
 
 
-def read_profile(path: Path, found: Any = None) -> MeasuredProfile:
-    """Raises InvalidRequest naming the field that is wrong."""
+def read_profile(path: Path, value: Any = None) -> MeasuredProfile:
+    """Reads a profile. Raises InvalidRequest, which names the wrong field."""
     try:
-        return MeasuredProfile.model_validate(json.loads(path.read_text()) if found is None else found)
+        return MeasuredProfile.model_validate(json.loads(path.read_text()) if value is None else value)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -1,4 +1,4 @@
-"""A model's shape by name: known ones, a config.json here, or that of a Hugging Face repository."""
+"""A model's shape by name: from the catalogue, from a local config.json, or from a Hugging Face repository."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ SERVED = MappingProxyType(
         "opt": "OPTForCausalLM",
     }
 )
-"""What workers serve, and what a `config.json` may be of: `model_type` and architecture."""
+"""The served families, by `model_type`, with the architecture of their `config.json`."""
 
 
 def known_shape(name: str) -> ModelShape | None:
-    """Of the catalogue: `llama-3.1-8b`, and meta-llama/Llama-3.1-8B-Instruct is the same."""
+    """A shape of the catalogue. `llama-3.1-8b` and meta-llama/Llama-3.1-8B-Instruct are the same."""
     short = name.lower().rsplit("/", 1)[-1].removeprefix("meta-")
     for suffix in _SUFFIXES:
         short = short.replace(suffix, "") if name.count("/") == 1 else short
@@ -85,9 +85,10 @@ def known_shape(name: str) -> ModelShape | None:
 
 
 def model_shape(name: str) -> ModelShape:
-    """Of a known model, of the config.json at (or in) a path, or of a Hugging Face id, whose config.json is fetched.
+    """The shape of a known model, of a config.json (or the directory with one), or of a Hugging Face id.
 
-    Blocks, for some seconds at most where the hub does not answer. Raises InvalidRequest naming the known ones.
+    Fetches the config.json of an id, which blocks for a few seconds if the hub does not answer. Raises InvalidRequest,
+    which names the known models.
     """
     path = Path(name).expanduser()
     if name and path.exists() and name.lower() not in (*MODELS, *_ALIASES):
@@ -105,7 +106,7 @@ def _choices() -> str:
 
 
 def _fetched(name: str) -> str:
-    """One request, without the hub client's retries: somebody waits."""
+    """Makes one request, without the hub client's retries, because a user is waiting."""
     from huggingface_hub import hf_hub_url, try_to_load_from_cache
     from huggingface_hub.utils._headers import build_hf_headers
 
@@ -116,7 +117,7 @@ def _fetched(name: str) -> str:
         asked = Request(hf_hub_url(name, "config.json"), headers=build_hf_headers())
         with urlopen(asked, timeout=_HUB_TIMEOUT_S) as answer:
             return str(answer.read().decode())
-    except (OSError, ValueError) as error:  # offline, absent, gated, not an id
+    except (OSError, ValueError) as error:  # offline, absent, gated, or not an id
         raise InvalidRequest(
             f"Hugging Face did not give the config.json of {name!r} ({type(error).__name__}): {_choices()}",
             param="model",
@@ -133,10 +134,10 @@ def _read_file(path: Path) -> ModelShape:
 
 def _read(text: str, name: str, where: str) -> ModelShape:
     try:
-        found = json.loads(text)
-        if not isinstance(found, dict):
-            raise ValueError("it is no JSON object")
-        return _from_config(name, found)
+        document = json.loads(text)
+        if not isinstance(document, dict):
+            raise ValueError("it is not a JSON object")
+        return _from_config(name, document)
     except KeyError as error:
         raise InvalidRequest(f"{where} describes no model that is served: {error} is missing", param="model") from error
     except (TypeError, ValueError) as error:
@@ -172,16 +173,16 @@ def _from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def _architecture(config: Mapping[str, Any]) -> str | None:
-    """Of those that are served; None where the file does not say."""
+    """The architecture, which must be one that is served; None if the file does not say."""
     model_type = config.get("model_type")
-    found = next(iter(config.get("architectures") or ()), None) or SERVED.get(str(model_type), model_type)
-    if found is not None and found not in SERVED.values():
-        raise ValueError(f"it is of {found}; served are {', '.join(SERVED.values())}")
-    return None if found is None else str(found)
+    result = next(iter(config.get("architectures") or ()), None) or SERVED.get(str(model_type), model_type)
+    if result is not None and result not in SERVED.values():
+        raise ValueError(f"it is of {result}; served are {', '.join(SERVED.values())}")
+    return None if result is None else str(result)
 
 
 def _positive(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A whole number above 0, or the default where the file has none."""
+    """A whole number above 0, or the default if the file has none."""
     value = config[name] if default is None else config.get(name)
     if value is None and default is not None:
         return default

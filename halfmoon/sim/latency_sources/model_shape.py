@@ -1,4 +1,4 @@
-"""What of a model decides its cost, and which devices can share it."""
+"""The properties of a model that decide its cost, and which devices can share it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ModelShape:
     vocab: int
     mlp_matrices: int = 3  # 2 without a gate
     tied_embeddings: bool = False
-    context_tokens: int | None = None  # most tokens of one sequence; None: not known
+    context_tokens: int | None = None  # longest sequence; None: unknown
     bytes_per_weight: float = 2.0
     bytes_per_kv: float = 2.0
 
@@ -49,27 +49,27 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> float:
-        """All weights."""
+        """Bytes of all weights."""
         heads = self.head_params * (1 if self.tied_embeddings else 2)
         return (self.layer_params + heads) * self.bytes_per_weight
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """K and V of one token in all layers."""
+        """Bytes of K and V of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_kv
 
     def stage_share(self, pipeline: int) -> float:
-        """Of all layers, those of the longest of so many stages."""
+        """The share of all layers in the longest of `pipeline` stages."""
         return -(-self.num_layers // pipeline) / self.num_layers
 
     def device_weight_bytes(self, tensor: int, pipeline: int) -> float:
-        """On the fullest device: the head is on the last stage, the embedding on the first."""
+        """Weight bytes on the fullest device. The head is on the last stage, the embedding on the first."""
         layers = self.layer_params * self.stage_share(pipeline)
         heads = self.head_params * (2 if pipeline == 1 and not self.tied_embeddings else 1)
         return (layers + heads) / tensor * self.bytes_per_weight
 
     def device_kv_bytes_per_token(self, tensor: int, pipeline: int) -> float:
-        """On the fullest device; more of them than KV heads hold copies."""
+        """KV bytes per token on the fullest device. With more devices than KV heads, some hold copies."""
         heads = max(self.num_kv_heads / tensor, 1.0)
         layers = self.num_layers * self.stage_share(pipeline)
         return 2 * layers * heads * self.head_dim * self.bytes_per_kv

@@ -1,4 +1,6 @@
-"""Latency from first principles: a step takes as long as its arithmetic or its memory traffic, less stated losses."""
+"""Latency from first principles: a step takes as long as its arithmetic or its memory traffic, whichever is longer,
+with stated losses.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +13,33 @@ from halfmoon.sim.latency_sources.latency_model import FitError, LatencyModel, P
 from halfmoon.sim.latency_sources.model_shape import ModelShape
 
 _MODERN_ERROR, _ERROR_OF_2023 = FitError(0.27, 0.43), FitError(0.12, 0.14)
-_PIPELINE_HOP_S = 20e-6  # from stage to stage, beside the bytes
+_PIPELINE_HOP_S = 20e-6  # from stage to stage, besides the bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What of the data sheet a good engine gets, and what a step costs beside it.
+    """The share of the data sheet that a good engine reaches, and the overheads of a step.
 
-    The defaults are of an engine that is bound by neither launches nor the host. Engines of 2023 and 2024 were, and
-    the more so the more devices shared a layer: docs/evaluation/ has the errors against what was measured of them.
+    The defaults describe an engine that is limited by neither launches nor the host. Engines of 2023 and 2024 were, and
+    more so the more devices shared a layer: docs/evaluation/ has the errors against published measurements.
     """
 
     flops: float = 0.6  # of matrix products
-    attention_flops: float = 0.5  # of long prompts; those of 2,000 tokens get half of it, and hardly notice
+    attention_flops: float = 0.5  # of long prompts; prompts of 2,000 tokens reach half of it, which hardly matters
     memory: float = 0.7
     link: float = 0.7
     step_s: float = 2e-3  # scheduling, launching, sampling
-    all_reduce_s: float = 12e-6  # latency of one
+    all_reduce_s: float = 12e-6  # latency of one all-reduce
     kv_memory: float = 0.9  # of the device's memory, for weights, activations and KV
-    step_bytes: float = 2.0**30  # for activations and staging at least, as a worker keeps
-    batch_tokens: int = 2048  # of the largest step, whose activations have to fit
+    step_bytes: float = 2.0**30  # minimum for activations and staging, as a worker keeps
+    batch_tokens: int = 2048  # of the largest step, whose activations must fit
     error: FitError = _MODERN_ERROR  # median over the ten measured tables of docs/evaluation/simulator.md
 
 
 OF_2023 = Efficiency(all_reduce_s=100e-6, error=_ERROR_OF_2023)
-"""Engines of 2023 and 2024, which lost more at each exchange between devices that share a layer: one figure, chosen so
-that DistServe's and Splitwise's tables agree with it."""
+"""Engines of 2023 and 2024, which lost more at each exchange between devices that share a layer. This one figure was
+chosen to agree with DistServe's and Splitwise's tables.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,9 @@ class Roofline:
     default_gpu: str | None = None
 
     def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
-        """Raises InvalidRequest for unknown hardware, for a parallelism that a worker would refuse, and where the
-        weights leave no room for KV."""
+        """Raises InvalidRequest for unknown hardware, for a parallelism that a worker would refuse, and if the weights
+        leave no room for KV.
+        """
         try:
             self.shape.check(tensor_parallel, pipeline_parallel)
         except Incompatible as error:
@@ -61,7 +65,7 @@ class Roofline:
 
 
 def kv_capacity_tokens(shape: ModelShape, on: Device, tensor: int, pipeline: int, efficiency: Efficiency) -> int:
-    """Tokens of KV beside weights and a step's needs on the fullest device; negative where these do not fit."""
+    """Tokens of KV beside weights and a step's needs on the fullest device; negative if those do not fit."""
     step_bytes = max(efficiency.step_bytes, shape.activation_bytes(efficiency.batch_tokens, tensor))
     left_bytes = on.memory_bytes * efficiency.kv_memory - shape.device_weight_bytes(tensor, pipeline) - step_bytes
     return int(left_bytes // shape.device_kv_bytes_per_token(tensor, pipeline))
@@ -79,13 +83,13 @@ def _model(shape: ModelShape, on: Device, efficiency: Efficiency, tp: int, pp: i
     share = shape.stage_share(pp)
     flops, memory = on.flops * efficiency.flops, on.memory_bytes_per_s * efficiency.memory
     params = shape.layer_params * share + shape.head_params / pp
-    product_s = 2 * params / tp / flops  # one token
+    product_s = 2 * params / tp / flops  # per token
     weights_s = params * shape.bytes_per_weight / tp / memory
     pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
     pair_s = pair_flops * share / tp / (on.flops * efficiency.attention_flops)
     context_s = shape.kv_bytes_per_token * share / min(tp, shape.num_kv_heads) / memory
     fixed_s, token_s = _beside(shape, on, efficiency, tp, pp)
-    turn = weights_s / product_s  # tokens in a step from which on arithmetic takes longer than reading the weights
+    turn = weights_s / product_s  # tokens in a step beyond which arithmetic takes longer than reading the weights
     return LatencyModel(
         prefill=(
             PrefillPiece(0, PrefillModel(fixed_s + weights_s, token_s, pair_s)),
@@ -106,7 +110,7 @@ def _model(shape: ModelShape, on: Device, efficiency: Efficiency, tp: int, pp: i
 
 
 def _beside(shape: ModelShape, on: Device, efficiency: Efficiency, tp: int, pp: int) -> tuple[float, float]:
-    """Seconds of communication of one stage: for a step, and for each token in it."""
+    """Communication of one stage in seconds: per step, and per token in it."""
     row_bytes = shape.hidden * 2.0
     link = on.link_bytes_per_s * efficiency.link
     exchange = on.exchange_bytes_per_s(tp) * efficiency.link

@@ -29,7 +29,9 @@ class SplitwiseTable:
     rows: tuple[tuple[str, int, PromptsSample, StepSample], ...]
 
     def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
-        """KV capacity is that of the roofline. Raises InvalidRequest for what was not measured."""
+        """A latency model with the roofline's KV capacity. Raises InvalidRequest for a combination that was not
+        measured.
+        """
         wanted = _GPUS.get(gpu or "a100-80g")
         chosen = [row for row in self.rows if row[:2] == (wanted, tensor_parallel)] if pipeline_parallel == 1 else []
         if not chosen:
@@ -55,7 +57,7 @@ class SplitwiseTable:
 
 
 def read_splitwise(path: Path, name: str) -> SplitwiseTable:
-    """The rows of one model. Raises InvalidRequest for a file or a model that is not Splitwise's."""
+    """Reads one model's rows. Raises InvalidRequest for a file or a model that is not Splitwise's."""
     if name not in _MODELS:
         raise InvalidRequest(f"Splitwise did not measure {name!r}: it has {', '.join(_MODELS)}", param="model")
     try:

@@ -1,4 +1,4 @@
-"""What a modelled worker is: how long work takes on it, how much KV it holds, how fast it sends KV on."""
+"""A modelled worker: how long its work takes, how much KV it holds, and how fast it sends KV."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.policy.models.latency import NUM_COEFFICIENTS, PrefillModel, StepModel
-from halfmoon.sim.latency_sources.coefficients import coefficients
-from halfmoon.sim.latency_sources.latency_model import LatencyModel
+from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, is_measured, read_profile
 
 _ROUNDING_S = 1e-9
@@ -23,11 +22,11 @@ def _check(holds: bool, what: str, problem: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerProfile:
-    """One kind of worker, such as a model on eight GPUs. Times are its own; nothing here is scaled."""
+    """One kind of worker, such as a model on eight GPUs. Times describe the whole worker; nothing is scaled."""
 
     name: str
     latency: LatencyModel
-    link_bytes_per_s: float  # to another worker; 0: no time at all
+    link_bytes_per_s: float  # to another worker; 0: transfers take no time
     link_latency_s: float = 0.0
     context_tokens: int = 131_072  # longest prompt + output
     max_batch_tokens: int = 8_192  # of a step
@@ -36,7 +35,7 @@ class WorkerProfile:
 
     def __post_init__(self) -> None:
         for least, (base, slope, of_context) in (*self.latency.prefill, *self.latency.step):
-            held = base + slope * least, slope, of_context  # what begins later may be steeper, from below 0 on
+            held = base + slope * least, slope, of_context  # a later piece may be steeper, starting below 0
             _check(min(held) >= -_ROUNDING_S, "prefill and step", "must not be negative")
         _check(self.link_bytes_per_s >= 0 and self.link_latency_s >= 0, "the link", "must not be negative")
         sizes = "kv_tokens", "kv_token_bytes", "context_tokens", "max_batch_tokens", "chunk_tokens", "max_running"
@@ -46,22 +45,22 @@ class WorkerProfile:
 
     @property
     def prefill(self) -> PrefillModel:
-        """What it tells gateways of itself."""
+        """The prefill model that it announces to gateways."""
         return self.latency.policy_prefill
 
     @property
     def step(self) -> StepModel:
-        """What it tells gateways of itself."""
+        """The step model that it announces to gateways."""
         return self.latency.policy_step
 
     @property
     def kv_tokens(self) -> int:
-        """That its memory holds."""
+        """KV tokens that its memory holds."""
         return self.latency.kv_tokens
 
     @property
     def kv_token_bytes(self) -> int:
-        """Of one token in all layers."""
+        """KV bytes of one token in all layers."""
         return round(self.latency.kv_bytes_per_token)
 
     def scaled(self, factor: float) -> WorkerProfile:
@@ -75,15 +74,42 @@ class WorkerProfile:
         )
 
     def transfer_s(self, num_tokens: int) -> float:
-        """Seconds that the KV of so many tokens is on the link."""
+        """Seconds that the KV of `num_tokens` is on the link."""
         if not self.link_bytes_per_s:
             return self.link_latency_s
         return self.link_latency_s + num_tokens * self.kv_token_bytes / self.link_bytes_per_s
 
 
+def coefficients(
+    name: str, prefill: PrefillModel, step: StepModel, kv_tokens: int, kv_token_bytes: float
+) -> LatencyModel:
+    """A latency model of six coefficients, as `halfmoon up --engine sim` takes them. The worker counts as one
+    device.
+    """
+    pieces = (PrefillPiece(0, prefill),), (StepPiece(0, step),)
+    return LatencyModel(*pieces, kv_tokens, kv_token_bytes, source=f"the coefficients of {name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """A latency source for one kind of worker."""
+
+    name: str
+    latency: LatencyModel
+
+    def model(self, gpu: str | None, tensor_parallel: int, pipeline_parallel: int) -> LatencyModel:
+        """Raises InvalidRequest for any other parallelism: nothing is scaled."""
+        if (tensor_parallel, pipeline_parallel) != (1, 1):
+            raise InvalidRequest(
+                f"profile {self.name} is of a whole worker: it has no TP{tensor_parallel} x PP{pipeline_parallel}",
+                param="latency",
+            )
+        return self.latency
+
+
 INSTANT = "instant"
 
-# Rooflines at half of the peak for products and 80 % for memory; nobody measured them. Eight A800-80GB have 2.5 PFLOP/s
+# Rooflines at half of the peak for products and 80 % for memory; not measured. Eight A800-80GB have 2.5 PFLOP/s
 # and 16 TB/s: a token takes 2 x 70e9 FLOP, a pair of tokens 4 x 8192 x 80, the weights 140 GB, a token's KV 320 KiB;
 # 160 all-reduces a pass and the launches of kernels make up the rest of a and d. One H100: 0.99 PFLOP/s, 3.35 TB/s.
 PROFILES: dict[str, WorkerProfile] = {
@@ -125,18 +151,18 @@ DEFAULT_PROFILE = "llama2-70b-8xa800"
 
 
 def load_profile(name: str) -> WorkerProfile:
-    """One of `PROFILES`, or a JSON file: a measured profile, or coefficients.
+    """Loads one of `PROFILES`, or a JSON file with a measured profile or with coefficients.
 
-    Coefficients are `prefill` as `[a, b, c]` and `step` as `[d, e, f]`, seconds as in `policy.latency`, `kv_tokens`,
-    `kv_token_bytes` and the other fields of `WorkerProfile`; what the file leaves out is that of the profile it names
-    as `like` (default: DEFAULT_PROFILE). Raises InvalidRequest.
+    Coefficients are `prefill` as `[a, b, c]` and `step` as `[d, e, f]`, in seconds as in `policy.latency`, `kv_tokens`,
+    `kv_token_bytes` and the other fields of `WorkerProfile`. Omitted fields come from the profile named by `like`
+    (default: DEFAULT_PROFILE). Raises InvalidRequest.
     """
     if name in PROFILES:
         return PROFILES[name]
     path = Path(name)
     if not path.is_file():
         raise InvalidRequest(
-            f"there is no latency profile {name!r}: {', '.join(PROFILES)}, or a JSON file", param="profile"
+            f"unknown latency profile {name!r}: known are {', '.join(PROFILES)}, or a JSON file", param="profile"
         )
     try:
         given = json.loads(path.read_text())
@@ -172,4 +198,4 @@ def _from_fields(given: dict[str, Any], source: str) -> WorkerProfile:
         latency = coefficients(given["name"], **values)
         return replace(base, latency=latency, **{name: given[name] for name in own if name in given})
     except TypeError as error:
-        raise InvalidRequest(f"{source} is no latency profile: {error}", param="profile") from error
+        raise InvalidRequest(f"{source} is not a latency profile: {error}", param="profile") from error

@@ -1,4 +1,4 @@
-"""Which gateway a run has: the policies, or one that is quicker where they have nothing to say or are not asked."""
+"""Chooses a run's router: the policies, or a faster one if there is nothing to decide or policies are not needed."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from halfmoon.sim.routers.single_route import SingleRouteRouter
 from halfmoon.sim.routers.warm_up import WarmUpRouter
 from halfmoon.sim.slo_tracker import SloTracker
 
-PoliciesAsked = Literal["as needed", "always", "never", "once full"]
-"""Where there is more than one way to go, in any case, never, or for the passes that count of a cluster that was filled
-without them."""
+PolicyUse = Literal["as needed", "always", "never", "once full"]
+"""When policies place requests.
 
-AnyGateway = PolicyRouter | SingleRouteRouter | LeastLoadedRouter | WarmUpRouter
+- as needed: if there is more than one route.
+- always: in every case.
+- never: for estimates.
+- once full: for the passes that count, in a cluster filled without policies.
+"""
+
+AnyRouter = PolicyRouter | SingleRouteRouter | LeastLoadedRouter | WarmUpRouter
 
 
-def router_of(
+def choose_router(
     spec: ClusterSpec,
     workers: list[SimWorker],
     longest_output: int,
-    asked: PoliciesAsked,
-    policies: PolicyRouter,
-    misses: SloTracker,
-) -> AnyGateway:
-    """The policies where nothing else is possible."""
-    if asked != "always" and asked != "never" and SingleRouteRouter.is_enough(spec):
+    use: PolicyUse,
+    policy_router: PolicyRouter,
+    tracker: SloTracker,
+) -> AnyRouter:
+    """The router for a cluster. Falls back to the policies if no faster router applies."""
+    if use not in ("always", "never") and SingleRouteRouter.is_enough(spec):
         return SingleRouteRouter(workers, longest_output)
-    if asked in ("never", "once full") and LeastLoadedRouter.is_possible(spec):
-        lightest = LeastLoadedRouter(workers, longest_output)
-        return lightest if asked == "never" else WarmUpRouter(lightest, policies, workers, misses)
-    return policies
+    if use in ("never", "once full") and LeastLoadedRouter.is_possible(spec):
+        least_loaded = LeastLoadedRouter(workers, longest_output)
+        return least_loaded if use == "never" else WarmUpRouter(least_loaded, policy_router, workers, tracker)
+    return policy_router

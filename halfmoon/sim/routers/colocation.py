@@ -1,8 +1,8 @@
-"""What a simulated gateway knows of workers that share a host's cores: how much, and who of them has work."""
+"""A simulated gateway's knowledge of colocated workers: how much they slow each other down, and which are busy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from halfmoon.policy.values import Placement
@@ -13,30 +13,31 @@ from halfmoon.sim.cluster.worker import SimWorker
 
 
 class KnownContention(NamedTuple):
-    """Of one worker, as in `WorkerView`."""
+    """Learned interference of one worker, as in `WorkerView`."""
 
-    address: str  # of workers of one node, with one host
+    address: str  # equal for workers of one node, which share a host
     prefill: float = 0.0
     step: float = 0.0
 
 
 class SimulatedColocation:
-    """Owns nothing but who stands beside whom; `view.busy` is told who has work, as the live gateway tells it.
+    """Owns the grouping of workers by node. Reports busy workers to `view.busy`, as the live gateway does.
 
-    Where nobody slows anybody down nothing is told, since nobody asks.
+    Reports nothing if workers do not slow each other down.
     """
 
-    def __init__(self, contention: Contention, workers: Iterable[SimWorker], view: ClusterView) -> None:
+    def __init__(self, contention: Contention, workers: Sequence[SimWorker], view: ClusterView) -> None:
         self._contention = contention
         self._busy = view.busy
-        self._is_told = not contention.is_none
+        self._is_active = not contention.is_none
+        self._workers = workers
         self._nodes: dict[int, list[SimWorker]] = {}
         for worker in workers:
             self._nodes.setdefault(worker.node, []).append(worker)
 
     def known(self, worker: SimWorker) -> KnownContention:
-        """As a gateway would have learned it from the neighbours that there are."""
-        if not self._is_told:
+        """What a gateway would have learned about the worker from its colocated workers."""
+        if not self._is_active:
             return KnownContention(worker.name)
         roles = [one.group.role for one in self._nodes[worker.node] if one is not worker]
         return KnownContention(
@@ -46,20 +47,19 @@ class SimulatedColocation:
         )
 
     def placed(self, job: Job, placement: Placement, now_s: float) -> None:
-        """Its prompt is on its way."""
-        if self._is_told:
+        """Notes that the request's prompt is with its prefill worker."""
+        if self._is_active:
             self._busy.begin(placement.prefill.worker_id, str(job.index), now_s)
 
     def prefilled(self, job: Job, worker: SimWorker, now_s: float) -> None:
-        """Its prompt is computed there."""
-        if self._is_told:
+        """Notes that the prompt is computed, and decodes from now on."""
+        if self._is_active:
             self._busy.end(worker.name, str(job.index), now_s)
             if job.decode is not None:
-                self._busy.begin(job.decode.name, str(job.index), now_s)
+                self._busy.begin(self._workers[job.decode].name, str(job.index), now_s)
 
-    def left(self, job: Job, workers: Sequence[SimWorker | None], now_s: float) -> None:
-        """It is on none of these any more."""
-        if self._is_told:
+    def left(self, job: Job, workers: Sequence[SimWorker], now_s: float) -> None:
+        """Notes that the request is on none of these workers any more."""
+        if self._is_active:
             for worker in workers:
-                if worker is not None:
-                    self._busy.end(worker.name, str(job.index), now_s)
+                self._busy.end(worker.name, str(job.index), now_s)

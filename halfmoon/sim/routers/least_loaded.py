@@ -1,4 +1,4 @@
-"""A gateway for estimates: each request goes to the workers with the least to do, of which it knows all at once."""
+"""A router for estimates: each request goes to the least loaded workers, whose load it knows without delay."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from halfmoon.policy.values import Placement
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
 from halfmoon.sim.cluster.job import Job
 from halfmoon.sim.cluster.worker import SimWorker
-from halfmoon.sim.routers.single_route import Capacities, halves, worker_view
+from halfmoon.sim.routers.single_route import Capacities, by_phase, worker_view
 
 
 class LeastLoadedRouter:
-    """Owns who decodes where. Predicts nothing and knows no prefixes, so it costs a tenth of the policies' time.
+    """Owns the decode worker of each request. Predicts nothing and knows no prefixes, so it costs a tenth of the
+    policies' time.
 
-    What it holds is within a few percent of what policies hold where prompts share little; it is never shown.
+    Where prompts share little, its goodput is within a few percent of the policies'. Users never see it.
     """
 
     wants_reports = False
 
     def __init__(self, workers: list[SimWorker], longest_output: int) -> None:
-        self._prefills, self._decodes = halves(workers)
+        self._prefills, self._decodes = by_phase(workers)
         self._capacities = Capacities(self._prefills, self._decodes, longest_output)
         self._views = {worker.name: worker_view(worker) for worker in workers}
         self._num_placed = dict.fromkeys(self._views, 0)
@@ -28,13 +29,13 @@ class LeastLoadedRouter:
 
     @staticmethod
     def is_possible(spec: ClusterSpec) -> bool:
-        """Whether all that is asked of it is a place: nothing is refused by a prediction, and nobody dies."""
+        """Whether placement is its only task: no admission control and no failures."""
         return spec.admission == "off" and not spec.failures
 
     def place(self, job: Job, exclude: tuple[str, ...], now_s: float) -> Placement:
-        """As `PolicyRouter.place`."""
+        """As in `PolicyRouter.place`."""
         self._capacities.check(job)
-        self.forget(job, now_s)  # else it counts where it is
+        self.forget(job, now_s)  # otherwise its current worker would count it
         decodes = [one for one in self._decodes if one.name not in exclude]
         if not decodes:
             raise Unavailable("every worker that could serve the request refused it")
@@ -48,31 +49,31 @@ class LeastLoadedRouter:
         return placement
 
     def note(self, job: Job, placement: Placement) -> None:
-        """Somebody placed it."""
+        """Notes a placement made by another router."""
         self.forget(job, job.start_s)
         self._decodes_at[job.index] = placement.decode.worker_id
         self._num_placed[placement.decode.worker_id] += 1
 
     def prefilled(self, job: Job, worker: SimWorker, now_s: float) -> None:
-        """Nobody has to know."""
+        """Does nothing: this router ignores prefill completion."""
 
     def forget(self, job: Job, now_s: float) -> None:
-        """It is on none of its workers any more."""
+        """Removes a request from its workers."""
         name = self._decodes_at.pop(job.index, None)
         if name is not None:
             self._num_placed[name] -= 1
 
     def end(self, job: Job, now_s: float) -> None:
-        """It was forgotten before."""
+        """Does nothing: `forget` was called before."""
 
     def _step_s(self, worker: SimWorker) -> float:
-        """A step of all that were placed there and of one more."""
+        """Seconds of a decode step with all requests placed there and one more."""
         step = worker.group.latency.policy_step
         return step.d + step.e * (self._num_placed[worker.name] + 1)
 
 
 def _prompts_s(worker: SimWorker, now_s: float) -> float:
-    """What it has to compute: what is left of a step with prompts, and those that wait for the next one."""
+    """Seconds of pending prompt work: the rest of the running step, and the prompts that wait."""
     ends_s = worker.steps.wake_s if worker.steps.work == "prefill" else None
     under_way_s = 0.0 if ends_s is None else ends_s - now_s
     return under_way_s + worker.group.latency.policy_prefill.b * worker.waiting_tokens()

@@ -1,4 +1,4 @@
-"""The gateway of a simulated cluster: it sees what a live one sees, and the shipped policies decide."""
+"""The simulated gateway: it sees what a live one sees, and the shipped policies decide."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NO_KEYS: Keys = np.zeros(0, dtype=np.uint64)
 
 
 class _Member:
-    """What the gateway knows of one worker: its last report, and what it was sent since."""
+    """The gateway's knowledge of one worker: its last report, and what it was sent since."""
 
     __slots__ = (
         "context",
@@ -54,14 +54,16 @@ class _Member:
         self.free_blocks = view.free_blocks
         self.context = 0
         self.reported_requests = 0  # running, waiting and reserved
-        self.decoding: set[int] = set()  # placed since
-        self.stored: dict[int, None] = {}  # prefix blocks that the index has not heard of
+        self.decoding: set[int] = set()  # placed since the report
+        self.stored: dict[int, None] = {}  # prefix blocks that the index does not have yet
         self.evicted: dict[int, None] = {}
         self.sequence = 0  # of its block events
 
 
 class PolicyRouter:
-    """Owns the view, the block index and the gatekeeper. Knows of workers what they report, every `report_s`."""
+    """Owns the cluster view, the block index and the admission controller. Knows only what workers report, every
+    `report_s`.
+    """
 
     wants_reports = True
 
@@ -69,50 +71,51 @@ class PolicyRouter:
         self, spec: ClusterSpec, workers: list[SimWorker], prefixes: Prefixes | None, longest_output: int, seed: int
     ) -> None:
         self._spec = spec
+        self._workers = workers
         self._holders: dict[int, SimWorker] = {}
         self._admitted: set[int] = set()
-        self._unheard: dict[str, _Member] = {}
-        self._unit_tokens = prefixes.block_tokens if prefixes else spec.block_tokens
+        self._unindexed: dict[str, _Member] = {}
+        self._prefix_block_tokens = prefixes.block_tokens if prefixes else spec.block_tokens
         self._keys = None if prefixes is None else _keys(prefixes.ids)
         self._offsets = None if prefixes is None else prefixes.offsets
         self.index = BlockIndex()
         self.view = ClusterView()
-        self._neighbourhood = SimulatedColocation(spec.contention, workers, self.view)
+        self._colocation = SimulatedColocation(spec.contention, workers, self.view)
         self._members: dict[str, _Member] = {}
         targets = spec.targets
         self._qos = QosClass(_CLASS, ttft_s=targets.ttft_s, tbt_s=targets.tpot_s)
         rules = PlacementRules(spec.placement, spec.balancing_threshold)
-        self._gatekeeper = AdmissionController(spec.admission, rules, random.Random(seed))
-        self._gatekeeper.classes = ClassTable((self._qos,))
-        self._longest = longest_output  # what clients give as `max_tokens`
+        self._admission = AdmissionController(spec.admission, rules, random.Random(seed))
+        self._admission.classes = ClassTable((self._qos,))
+        self._longest = longest_output  # what clients send as `max_tokens`
         for worker in workers:
             self.join(worker, 0.0)
 
     # membership
 
     def join(self, worker: SimWorker, now_s: float) -> None:
-        """A worker is there, empty."""
+        """Adds a worker, which is empty."""
         group, kv = worker.group, worker.kv
         latency = group.latency
         fetch_s = latency.kv_bytes_per_token * self._spec.network.kv_ratio / self._spec.network.bytes_per_s
-        num_units = kv.num_pages // kv.unit_pages
-        beside = self._neighbourhood.known(worker)
+        num_prefix_blocks = kv.num_blocks // kv.prefix_block_size
+        colocation = self._colocation.known(worker)
         view = WorkerView(
             worker.name,
             group.role,
-            beside.address,
-            context_tokens=kv.num_pages * worker.page_tokens,
-            block_tokens=self._unit_tokens,
-            total_blocks=num_units,
-            free_blocks=num_units,
-            step_tokens=min(group.limits.max_batch_tokens, kv.num_pages * worker.page_tokens),
+            colocation.address,
+            context_tokens=kv.num_blocks * worker.block_tokens,
+            block_tokens=self._prefix_block_tokens,
+            total_blocks=num_prefix_blocks,
+            free_blocks=num_prefix_blocks,
+            step_tokens=min(group.limits.max_batch_tokens, kv.num_blocks * worker.block_tokens),
             chunk_tokens=group.limits.chunk_tokens if group.limits.batching == "chunked" else 0,
             prefill_model=latency.policy_prefill,
             step_model=latency.policy_step,
             holder=self.index.number(worker.name) if kv.is_cache else -1,
             fetch_s_per_token=fetch_s if self._spec.network.can_fetch and kv.is_cache else math.inf,
-            contention=beside.prefill,
-            step_contention=beside.step,
+            contention=colocation.prefill,
+            step_contention=colocation.step,
         )
         self.view.put(view)
         row = self.view.row(worker.name)
@@ -123,44 +126,44 @@ class PolicyRouter:
             self.index.apply(view.holder, BlockEvents(0, is_snapshot=True))
 
     def leave(self, worker: SimWorker) -> None:
-        """A worker is gone."""
+        """Removes a worker."""
         del self._members[worker.name]
-        self._unheard.pop(worker.name, None)
+        self._unindexed.pop(worker.name, None)
         self.view.remove(worker.name)
         self.index.forget(worker.name)
 
     def report(self, worker: SimWorker, now_s: float) -> None:
-        """A load report, with what changed in the worker's prefix cache."""
+        """Takes a load report, with the changes in the worker's prefix cache."""
         member = self._members[worker.name]
         member.prompts.report(worker.waiting_tokens(), now_s)
         member.reported_requests = worker.num_requests
-        member.context, pages = worker.progress(now_s)
-        member.free_blocks = pages // worker.kv.unit_pages
+        member.context, blocks = worker.progress(now_s)
+        member.free_blocks = blocks // worker.kv.prefix_block_size
         member.decoding.clear()
-        self._note_blocks(worker, member)
+        self._note_block_changes(worker, member)
         self._show(member)
 
-    def _note_blocks(self, worker: SimWorker, member: _Member) -> None:
-        """The index hears of it before it is asked next."""
+    def _note_block_changes(self, worker: SimWorker, member: _Member) -> None:
+        """Collects changes for the index, which takes them before its next lookup."""
         stored, evicted = worker.kv.take_changes()
-        for units, here, there in (
+        for block_ids, here, there in (
             (stored, member.stored, member.evicted),
             (evicted, member.evicted, member.stored),
         ):
-            for unit in units:
-                if there.pop(unit, 0) == 0:
-                    here[unit] = None
+            for block_id in block_ids:
+                if there.pop(block_id, 0) == 0:
+                    here[block_id] = None
         if member.stored or member.evicted:
-            self._unheard[worker.name] = member
+            self._unindexed[worker.name] = member
 
-    def _tell_index(self) -> None:
-        for member in self._unheard.values():
-            stored, evicted = (_keys(np.array(list(units), np.int64)) for units in (member.stored, member.evicted))
+    def _update_index(self) -> None:
+        for member in self._unindexed.values():
+            stored, evicted = (_keys(np.array(list(ids), np.int64)) for ids in (member.stored, member.evicted))
             member.stored.clear()
             member.evicted.clear()
             member.sequence += 1
             self.index.apply(member.view.holder, BlockEvents(member.sequence, stored, evicted))
-        self._unheard.clear()
+        self._unindexed.clear()
 
     def _show(self, member: _Member) -> None:
         self.view.note_load(
@@ -176,43 +179,43 @@ class PolicyRouter:
     # requests
 
     def place(self, job: Job, exclude: tuple[str, ...], now_s: float) -> Placement:
-        """Where it goes. Raises Refused, ContextLengthExceeded or Unavailable, as the live gateway's policies do."""
+        """Places a request. Raises Refused, ContextLengthExceeded or Unavailable, as the live gateway's policies do."""
         name = str(job.index)
         cached_blocks = self._cached_blocks(job)
         if job.index not in self._admitted:
-            max_tokens = max(min(self._longest, self._most(job.target)), job.output)
-            wanted = PlacementRequest(job.target, max_tokens, exclude, cached_blocks=cached_blocks)
-            admitted = self._gatekeeper.decide(self.view, wanted, self._qos, now_s)
+            max_tokens = max(min(self._longest, self._max_output(job.target)), job.output)
+            request = PlacementRequest(job.target, max_tokens, exclude, cached_blocks=cached_blocks)
+            admitted = self._admission.decide(self.view, request, self._qos, now_s)
             self._admitted.add(job.index)
-            self._gatekeeper.enter(name, self.view, admitted, job.target, now_s)
+            self._admission.enter(name, self.view, admitted, job.target, now_s)
             placement = admitted.placement
         else:
-            wanted = PlacementRequest(job.target, job.num_left, exclude, cached_blocks=cached_blocks)
-            placement = self._gatekeeper.place_again(self.view, wanted, self._qos, now_s)
-            self._gatekeeper.move(name, self.view, placement, now_s)
+            request = PlacementRequest(job.target, job.num_left, exclude, cached_blocks=cached_blocks)
+            placement = self._admission.place_again(self.view, request, self._qos, now_s)
+            self._admission.move(name, self.view, placement, now_s)
         self._note_placed(job, placement)
-        self._neighbourhood.placed(job, placement, now_s)
+        self._colocation.placed(job, placement, now_s)
         return placement
 
     def adopt(self, job: Job, now_s: float) -> None:
-        """One that went to its workers then, and not by policies."""
+        """Takes over a request that another router placed at `now_s`."""
         assert job.prefill is not None
         assert job.decode is not None
-        prefill, decode = (self._members[worker.name] for worker in (job.prefill, job.decode))
-        most = max(min(self._longest, self._most(job.prompt)), job.output)
+        prefill, decode = (self._members[self._workers[number].name] for number in (job.prefill, job.decode))
+        max_output = max(min(self._longest, self._max_output(job.prompt)), job.output)
         work_s = prefill.view.prefill_model.seconds(job.prompt)
         tbt_s = decode.view.step_model.seconds(max(decode.reported_requests, 1), decode.context)
-        num_output = self._gatekeeper.lengths.predict(_CLASS, job.prompt, most, LIKELY)
+        num_output = self._admission.lengths.predict(_CLASS, job.prompt, max_output, LIKELY)
         placement = Placement(prefill.view, decode.view, work_s, tbt_s, work_s=work_s)
         self._admitted.add(job.index)
-        admitted = Admitted(placement, self._qos, most, False, num_output)
-        self._gatekeeper.enter(str(job.index), self.view, admitted, job.prompt, now_s)
-        self._neighbourhood.placed(job, placement, now_s)
+        admitted = Admitted(placement, self._qos, max_output, False, num_output)
+        self._admission.enter(str(job.index), self.view, admitted, job.prompt, now_s)
+        self._colocation.placed(job, placement, now_s)
 
     def learn(self, job: Job) -> None:
-        """Of one that was never here: how long answers are."""
+        """Learns the answer length of a request that was never here."""
         if job.outcome == "completed":
-            self._gatekeeper.lengths.add(_CLASS, job.prompt, job.generated)
+            self._admission.lengths.add(_CLASS, job.prompt, job.generated)
 
     def _note_placed(self, job: Job, placement: Placement) -> None:
         prefill, decode = placement.prefill, placement.decode
@@ -224,37 +227,38 @@ class PolicyRouter:
             self._show(receiver)
 
     def best_holder(self, job: Job) -> SimWorker:
-        """Who has the longest prefix of it."""
+        """The worker that caches the longest prefix of the request."""
         return self._holders[int(np.argmax(self._cached_blocks(job)))]
 
     def restore_plan(self, placement: Placement, wait_s: float) -> RestorePlan:
-        """How the prefix that is to be fetched comes, where the link is free after `wait_s`."""
+        """How the prefix to be fetched is restored, if the link is free after `wait_s`."""
         view = placement.prefill
         model, fetch_s = view.prefill_model, view.fetch_s_per_token
         alpha = model.b + model.c * placement.cached_tokens
         costs = RestoreCosts(alpha, fetch_s, model.c, wait_s, placement.queue_s)
-        return plan_restore(costs, placement.fetched_tokens // self._unit_tokens, self._unit_tokens)
+        return plan_restore(costs, placement.fetched_tokens // self._prefix_block_tokens, self._prefix_block_tokens)
 
     def prefilled(self, job: Job, worker: SimWorker, now_s: float) -> None:
-        """Its first token in this attempt is here."""
+        """Handles the first token of this attempt."""
         member = self._members[worker.name]
         member.prompts.remove(job.index)
         self._show(member)
-        self._neighbourhood.prefilled(job, worker, now_s)
-        self._gatekeeper.begin_decode(str(job.index), now_s)
+        self._colocation.prefilled(job, worker, now_s)
+        self._admission.begin_decode(str(job.index), now_s)
 
     def forget(self, job: Job, now_s: float) -> None:
-        """This attempt is on none of its workers any more."""
-        self._neighbourhood.left(job, (job.prefill, job.decode), now_s)
-        for worker in dict.fromkeys((job.prefill, job.decode)):
-            member = self._members.get(worker.name) if worker else None
+        """Removes this attempt from its workers."""
+        workers = [self._workers[number] for number in dict.fromkeys((job.prefill, job.decode)) if number is not None]
+        self._colocation.left(job, workers, now_s)
+        for worker in workers:
+            member = self._members.get(worker.name)
             if member is not None:
                 member.prompts.remove(job.index)
                 member.decoding.discard(job.index)
                 self._show(member)
 
     def end(self, job: Job, now_s: float) -> None:
-        """A request is over, in whatever way; nothing where it never was admitted."""
+        """Ends a request. Does nothing if it was never admitted."""
         if job.index not in self._admitted:
             return
         self._admitted.remove(job.index)
@@ -263,28 +267,30 @@ class PolicyRouter:
             self._note_overheads(job)
             ttft_s = job.first_s + self._spec.answer_s - job.start_s
             tpot_s = (now_s - job.first_s) / (job.output - 1) if job.output > 1 else None
-        self._gatekeeper.leave(str(job.index), now_s, num_output=job.generated, ttft_s=ttft_s, tbt_s=tpot_s)
+        self._admission.leave(str(job.index), now_s, num_output=job.generated, ttft_s=ttft_s, tbt_s=tpot_s)
 
     def _note_overheads(self, job: Job) -> None:
-        """Of a request that needed one attempt; beside the hand-over they are the same for all."""
+        """Learns from a request that needed one attempt. Overheads other than the hand-over are equal for all
+        requests.
+        """
         if self._spec.learns_overheads and not (job.num_refusals or job.num_failovers):
             gaps_s = in_order(job.first_s, job.later_s).tolist() if job.later_s else ()
-            self._gatekeeper.note_overheads(self._spec.request_s + self._spec.answer_s, handover_s(gaps_s))
+            self._admission.note_overheads(self._spec.request_s + self._spec.answer_s, handover_s(gaps_s))
 
     def _cached_blocks(self, job: Job) -> NDArray[np.int64]:
-        if self._keys is None or self._offsets is None or not job.units:
+        if self._keys is None or self._offsets is None or not job.prefix_blocks:
             return NOTHING_CACHED
-        self._tell_index()
+        self._update_index()
         first = self._offsets[job.index]
-        return self.index.match(self._keys[first : first + len(job.units)])
+        return self.index.match(self._keys[first : first + len(job.prefix_blocks)])
 
-    def _most(self, num_prompt: int) -> int:
-        """Output tokens that some worker has memory for."""
+    def _max_output(self, num_prompt: int) -> int:
+        """Output tokens that the largest worker's memory leaves for such a prompt."""
         return int(self.view.capabilities.most_capacity_tokens) - num_prompt
 
 
 def _keys(ids: Ints) -> Keys:
-    """Uniformly distributed and never 0, as block keys are (the finalizer of splitmix64, which is a bijection)."""
+    """Uniformly distributed and never 0, like block keys (the finalizer of splitmix64, which is a bijection)."""
     if not len(ids):
         return _NO_KEYS
     keys = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)

@@ -1,15 +1,41 @@
-"""Workloads that are drawn: an arrival process and length distributions under one seed."""
+"""Drawn workloads: an arrival process and length distributions under one seed."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import numpy as np
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.sim.workloads.arrival_processes import ArrivalProcess, arrivals
 from halfmoon.sim.workloads.lengths import Lengths
-from halfmoon.sim.workloads.workload import Workload
+from halfmoon.sim.workloads.workload import Floats, Workload
 
-MOST_TOKENS = 32_768  # of a drawn prompt or output: a lognormal has no end
+MOST_TOKENS = 32_768  # of a drawn prompt or output: a lognormal is unbounded
+
+ArrivalProcess = Literal["poisson", "gamma", "constant"]
+
+
+def arrivals(
+    process: ArrivalProcess, num_requests: int, rate_per_s: float, rng: np.random.Generator, cv: float = 1.0
+) -> Floats:
+    """Ascending times, the first at second 0, with a mean gap of `1 / rate_per_s`.
+
+    `cv` is the coefficient of variation of the gaps, for `gamma`: 1 is Poisson, more is bursty, 0 would be constant.
+    Raises InvalidRequest for a rate or `cv` that is not above 0.
+    """
+    if not rate_per_s > 0:
+        raise InvalidRequest(f"the arrival rate must be above 0 per second, got {rate_per_s:g}", param="rate")
+    if process == "gamma" and not cv > 0:
+        raise InvalidRequest(f"the coefficient of variation must be above 0, got {cv:g}", param="cv")
+    num_gaps, mean_s = max(num_requests - 1, 0), 1 / rate_per_s
+    if process == "poisson":
+        gaps_s = rng.exponential(mean_s, num_gaps)
+    elif process == "gamma":
+        gaps_s = rng.gamma(1 / cv**2, mean_s * cv**2, num_gaps)
+    else:
+        gaps_s = np.full(num_gaps, mean_s)
+    start_s: Floats = np.concatenate([[0.0], np.cumsum(gaps_s)])[:num_requests]
+    return start_s
 
 
 def synthetic_workload(
@@ -22,7 +48,7 @@ def synthetic_workload(
     cv: float = 1.0,
     most_tokens: int = MOST_TOKENS,
 ) -> Workload:
-    """Drawn requests. Lengths and arrivals have generators of their own: another rate asks the same of the cluster."""
+    """Draws requests. Lengths and arrivals have separate generators, so another rate keeps the lengths."""
     if seed < 0:
         raise InvalidRequest(f"a seed must not be negative, got {seed}", param="seed")
     arrival_rng, prompt_rng, output_rng = (np.random.default_rng(one) for one in np.random.SeedSequence(seed).spawn(3))

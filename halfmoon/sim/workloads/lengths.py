@@ -1,4 +1,4 @@
-"""How long prompts and answers are: constants, and lognormal fits of what users of three kinds send."""
+"""Lengths of prompts and answers: constants, and lognormal fits of published workloads."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class Lognormal:
     sigma: float = 0.0
 
     def sample(self, num: int, rng: np.random.Generator, most_tokens: int) -> Ints:
-        """Whole tokens, at least 1; of a spread at most `most_tokens`."""
+        """Whole tokens, at least 1. Only drawn lengths are limited to `most_tokens`."""
         if self.sigma == 0:
             constant: Ints = np.full(num, max(round(self.mean_tokens), 1), dtype=np.int64)
             return constant
         drawn = rng.lognormal(math.log(self.mean_tokens) - self.sigma**2 / 2, self.sigma, num)
-        found: Ints = np.clip(np.rint(drawn), 1, most_tokens).astype(np.int64)
-        return found
+        result: Ints = np.clip(np.rint(drawn), 1, most_tokens).astype(np.int64)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of prompts and outputs, independent of each other."""
+    """Lengths of prompts and outputs, independent of each other."""
 
     prompt: Lognormal
     output: Lognormal
     source: str = ""
 
     def scaled(self, prompt: float = 1.0, output: float = 1.0) -> Lengths:
-        """The same shapes, longer or shorter."""
+        """The same distributions with other means."""
         return Lengths(
             Lognormal(self.prompt.mean_tokens * prompt, self.prompt.sigma),
             Lognormal(self.output.mean_tokens * output, self.output.sigma),
@@ -75,11 +75,11 @@ _CONSTANT = re.compile(r"in=(\d{1,12}),out=(\d{1,12})")
 
 
 def named_lengths(text: str) -> Lengths:
-    """`chat`, `code`, …, or `in=512,out=64`. Raises InvalidRequest naming what is known."""
+    """`chat`, `code`, …, or `in=512,out=64`. Raises InvalidRequest, which names the known workloads."""
     if text in KNOWN_LENGTHS:
         return KNOWN_LENGTHS[text]
     constant = _CONSTANT.fullmatch(text)
-    if constant is None or not all(0 < int(one) <= LONGEST_TOKENS for one in constant.groups()):
+    if constant is None or not all(0 < int(group) <= LONGEST_TOKENS for group in constant.groups()):
         known = ", ".join(KNOWN_LENGTHS)
-        raise InvalidRequest(f"{text!r} is no workload: known are {known}, and in=512,out=64", param="workload")
+        raise InvalidRequest(f"{text!r} is not a workload: known are {known}, and in=512,out=64", param="workload")
     return Lengths(Lognormal(int(constant[1])), Lognormal(int(constant[2])), "constant")

@@ -1,45 +1,44 @@
-"""A workload by what a user writes: a trace's path, or the name of length distributions that are drawn from."""
+"""A workload by its text: the path of a trace, or the name of length distributions to draw from."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.sim.workloads.arrival_processes import ArrivalProcess
-from halfmoon.sim.workloads.drawn_workload import synthetic_workload
+from halfmoon.sim.workloads.drawn_workload import ArrivalProcess, synthetic_workload
 from halfmoon.sim.workloads.lengths import named_lengths
 from halfmoon.sim.workloads.traces import read_workload
 from halfmoon.sim.workloads.workload import Workload
 
-DRAWN_REQUESTS = 1000  # where nobody says how many
-_LONGEST_S = 1e11  # of a workload: later times are too coarse to tell microseconds
+DRAWN_REQUESTS = 1000  # by default
+_LONGEST_S = 1e11  # of a workload: later times are too coarse for microseconds
 
 
 def is_trace(text: str) -> bool:
-    """Whether it is the path of a file of requests."""
+    """Whether the text is the path of a file of requests."""
     return Path(text).is_file() or Path(text).suffix in (".json", ".jsonl", ".csv")
 
 
-def asked_workload(
+def named_workload(
     text: str, rate_per_s: float | None, num: int | None, process: ArrivalProcess, cv: float, seed: int
 ) -> Workload:
-    """A trace's requests, or drawn ones. Raises InvalidRequest saying what is missing or makes no sense."""
-    found = _asked(text, rate_per_s, num, process, cv, seed)
-    if found.duration_s > _LONGEST_S:
+    """Reads a trace or draws requests. Raises InvalidRequest, which says what is missing or invalid."""
+    workload = _asked(text, rate_per_s, num, process, cv, seed)
+    if workload.duration_s > _LONGEST_S:
         raise InvalidRequest(
-            f"the requests come within {found.duration_s:.3g} s, and {_LONGEST_S:g} are the most: give a higher rate",
+            f"the requests arrive within {workload.duration_s:.3g} s, over {_LONGEST_S:g} s: give a higher rate",
             param="rate",
         )
-    return found
+    return workload
 
 
 def _asked(
     text: str, rate_per_s: float | None, num: int | None, process: ArrivalProcess, cv: float, seed: int
 ) -> Workload:
     if is_trace(text):
-        found = read_workload(Path(text))
-        found = found if num is None else found.first(num)
-        return found if rate_per_s is None else found.at_rate(rate_per_s)
+        workload = read_workload(Path(text))
+        workload = workload if num is None else workload.first(num)
+        return workload if rate_per_s is None else workload.at_rate(rate_per_s)
     lengths = named_lengths(text)
     if rate_per_s is None:
         raise InvalidRequest(f"workload {text} needs --rate, the requests that arrive a second", param="rate")

@@ -24,9 +24,9 @@ _FORMATS = (
 
 
 def read_workload(path: Path) -> Workload:
-    """The requests of a file, by arrival, the first at second 0. Raises InvalidRequest saying which row is wrong.
+    """The requests of a file, by arrival, the first at second 0. Raises InvalidRequest, which names the wrong row.
 
-    Plain rows may have `hash_ids` as well, of blocks of 512 tokens or of their own `block_tokens`.
+    Plain rows may also have `hash_ids`, for blocks of 512 tokens or of their own `block_tokens`.
     """
     try:
         text = path.read_text()
@@ -51,16 +51,16 @@ def _csv_rows(path: Path, text: str) -> list[dict[str, Any]]:
 
 
 def _json_rows(path: Path, text: str) -> Sequence[Any]:
-    """An array, an object with an array `requests`, or one object a line."""
+    """Reads an array, an object with an array `requests`, or one object per line."""
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except json.JSONDecodeError:
         return _json_lines(path, text)
-    if isinstance(found, Mapping):
-        found = found.get("requests", [found])
-    if not isinstance(found, list):
+    if isinstance(document, Mapping):
+        document = document.get("requests", [document])
+    if not isinstance(document, list):
         raise InvalidRequest(f"the workload {path} is not {_FORMATS}", param="workload")
-    return found
+    return document
 
 
 def _json_lines(path: Path, text: str) -> list[Any]:
@@ -88,46 +88,46 @@ def _from_rows(path: Path, rows: Sequence[Any]) -> Workload:
 
 
 def _figures(row: Mapping[str, Any]) -> tuple[float, int, int]:
-    """Seconds, prompt, output: of either kind of row."""
+    """Seconds, prompt tokens and output tokens of either kind of row."""
     if "timestamp" in row:
         return _time(row, "timestamp") / 1000, _length(row, "input_length", 1), _length(row, "output_length", 0)
     return _time(row, "start_time"), _length(row, "prompt_len", 1), _length(row, "output_len", 0)
 
 
 def _time(row: Mapping[str, Any], name: str) -> float:
-    found = row[name]
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
-        raise ValueError(f"{name} is {found!r}, and must be a finite number")
-    return found
+    result = row[name]
+    if isinstance(result, bool) or not isinstance(result, (int, float)) or not math.isfinite(result):
+        raise ValueError(f"{name} is {result!r}, and must be a finite number")
+    return result
 
 
 def _length(row: Mapping[str, Any], name: str, least: int) -> int:
-    found = row[name]
-    if isinstance(found, bool) or int(found) != float(found) or not least <= int(found) <= LONGEST_TOKENS:
-        raise ValueError(f"{name} is {found!r}, and must be a whole number from {least} to {LONGEST_TOKENS:,}")
-    return int(found)
+    result = row[name]
+    if isinstance(result, bool) or int(result) != float(result) or not least <= int(result) <= LONGEST_TOKENS:
+        raise ValueError(f"{name} is {result!r}, and must be a whole number from {least} to {LONGEST_TOKENS:,}")
+    return int(result)
 
 
 def _prefixes(path: Path, rows: Sequence[Mapping[str, Any]]) -> Prefixes | None:
     if not any("hash_ids" in row for row in rows):
         return None
     sizes = {row.get("block_tokens", MOONCAKE_BLOCK_TOKENS) for row in rows}
-    if len(sizes) > 1 or not all(_is_whole(one) and one > 0 for one in sizes):
+    if len(sizes) > 1 or not all(_is_whole(size) and size > 0 for size in sizes):
         raise InvalidRequest(f"the workload {path} has hash_ids of blocks of {sorted(map(str, sizes))} tokens")
     lists = [row.get("hash_ids", []) for row in rows]
     try:
-        all_ids = [one for ids in lists for one in ids]
+        all_ids = [block_id for ids in lists for block_id in ids]
         if not all(map(_is_whole, all_ids)):
             raise ValueError(f"there is {next(one for one in all_ids if not _is_whole(one))!r}")
         ids = np.array(all_ids, dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"the workload {path} has hash_ids that are no whole numbers: {error}") from error
+        raise InvalidRequest(f"the workload {path} has hash_ids that are not whole numbers: {error}") from error
     offsets = np.concatenate([[0], np.cumsum([len(ids) for ids in lists])])
     return Prefixes(sizes.pop(), ids, offsets)
 
 
-def _is_whole(found: Any) -> bool:
-    return isinstance(found, int) and not isinstance(found, bool)
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _wrong_row(path: Path, number: int, error: Exception) -> InvalidRequest:

@@ -1,4 +1,4 @@
-"""What is asked of a cluster: when requests come, how long they are and which prefixes they share, in columns."""
+"""Requests that arrive at a cluster: their times, lengths and shared prefixes, in columns."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Ints = NDArray[np.int64]
 _NO_IDS: Ints = np.zeros(0, dtype=np.int64)
 
 LONGEST_TOKENS = 10**9
-"""Of a prompt or an answer: what is more is no length."""
+"""Limit of a prompt or an answer; more is taken for an error."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefixes:
     """The ids of each prompt's blocks of `block_tokens`. Equal ids mean equal text up to and including the block.
 
-    The ids of request `i` are `ids[offsets[i]:offsets[i + 1]]`. A prompt may have fewer ids than blocks: what follows
-    is its own. The last id may be of a block that is not full; such a block is never shared.
+    The ids of request `i` are `ids[offsets[i]:offsets[i + 1]]`. A prompt may have fewer ids than blocks: the rest is
+    not shared. The last id may belong to a partial block, which is never shared.
     """
 
     block_tokens: int
@@ -32,18 +32,18 @@ class Prefixes:
 
     def of(self, index: int) -> Ints:
         """The ids of one request."""
-        found: Ints = self.ids[self.offsets[index] : self.offsets[index + 1]]
-        return found
+        result: Ints = self.ids[self.offsets[index] : self.offsets[index + 1]]
+        return result
 
     def taken(self, rows: Ints) -> Prefixes:
-        """Those of the requests `rows`."""
+        """The ids of the requests `rows`."""
         counts = np.diff(self.offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
         return Prefixes(self.block_tokens, self.ids[np.repeat(self.offsets[rows], counts) + within], offsets)
 
     def repeated(self, times: int) -> Prefixes:
-        """Those of the same requests again and again, with other ids each time."""
+        """The ids of the same requests `times` times, with different ids each time."""
         step = int(self.ids.max(initial=0)) - int(self.ids.min(initial=0)) + 1
         ids = np.concatenate([self.ids + number * step for number in range(times)])
         counts = np.tile(np.diff(self.offsets), times)
@@ -52,14 +52,14 @@ class Prefixes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """Requests in the order of arrival. Raises InvalidRequest where the columns make no sense."""
+    """Requests in order of arrival. Raises InvalidRequest for inconsistent columns."""
 
     start_s: Floats  # [num_requests], ascending
     prompt_tokens: Ints  # [num_requests], at least 1
     output_tokens: Ints  # [num_requests], at least 1
     prefixes: Prefixes | None = None
     name: str = field(default="workload")
-    file_rows: Ints | None = None  # [num_requests]: where each stands in the file that it is from; None: in this order
+    file_rows: Ints | None = None  # [num_requests]: position of each in its file; None: the same order
 
     def __post_init__(self) -> None:
         num = len(self.start_s)
@@ -84,7 +84,7 @@ class Workload:
 
     @property
     def rate_per_s(self) -> float:
-        """Mean arrivals a second; 0 where there are not two arrival times."""
+        """Mean arrivals per second; 0 without two different arrival times."""
         return (len(self) - 1) / self.duration_s if self.duration_s > 0 else 0.0
 
     def scaled(self, factor: float) -> Workload:
@@ -98,9 +98,9 @@ class Workload:
         return self.scaled(rate_per_s / self.rate_per_s)
 
     def repeated(self, times: int) -> Workload:
-        """The same requests again and again, a mean gap between two passes; no pass knows another's prefixes.
+        """The same requests several times, with a mean gap between passes. Passes share no prefixes.
 
-        There must be two arrival times.
+        There must be two different arrival times.
         """
         if times == 1:
             return self
@@ -119,14 +119,14 @@ class Workload:
         return replace(self, start_s=start_s)
 
     def within(self, context_tokens: int) -> Workload:
-        """The same requests, cut off where a context of so many tokens ends."""
+        """The same requests, truncated to a context of `context_tokens`."""
         prompts = np.minimum(self.prompt_tokens, max(context_tokens - 1, 1))
         return replace(
             self, prompt_tokens=prompts, output_tokens=np.minimum(self.output_tokens, context_tokens - prompts)
         )
 
     def taken(self, rows: Ints) -> Workload:
-        """The requests `rows`, which ascend."""
+        """The requests `rows`, which must ascend."""
         prefixes = None if self.prefixes is None else self.prefixes.taken(rows)
         file_rows = None if self.file_rows is None else self.file_rows[rows]
         lengths = self.prompt_tokens[rows], self.output_tokens[rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from halfmoon.plan.layout import Layout, Parallelism, WorkerKind, WorkerSet
-from halfmoon.plan.search.equivalent_layouts import grouped
+from halfmoon.plan.search.equivalent_layouts import group_equivalent
 from halfmoon.plan.search.evaluation import Evaluation
 from halfmoon.sim.result import Attainment
 
@@ -21,7 +21,7 @@ VERDICT = Evaluation(10.0, Attainment(0.95, 0.96, 0.99, 1.0), TIMES, TIMES, TIME
 
 def test_paired_or_apart_or_in_units_is_one_row_where_figures_are_equal() -> None:
     almost = replace(VERDICT, ttft_s={**TIMES, "p90": 0.2001})
-    assert grouped([(APART, VERDICT), (OTHER, VERDICT), (PAIRED, almost), (UNITS, VERDICT)]) == {
+    assert group_equivalent([(APART, VERDICT), (OTHER, VERDICT), (PAIRED, almost), (UNITS, VERDICT)]) == {
         APART: (PAIRED, UNITS),
         OTHER: (),
     }
@@ -35,8 +35,8 @@ def test_other_figures_are_another_row() -> None:
         replace(VERDICT, tpot_s={**TIMES, "p99": 0.3}),
         replace(VERDICT, keeps_up=False),
     ):
-        assert len(grouped([(APART, VERDICT), (PAIRED, other)])) == 2
+        assert len(group_equivalent([(APART, VERDICT), (PAIRED, other)])) == 2
 
 
 def test_another_codec_is_another_row() -> None:
-    assert len(grouped([(APART, VERDICT), (replace(APART, codec="int8"), VERDICT)])) == 2
+    assert len(group_equivalent([(APART, VERDICT), (replace(APART, codec="int8"), VERDICT)])) == 2

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfmoon.errors import Incompatible
-from halfmoon.plan.planning import asked
+from halfmoon.plan.planning import problem_from
 from halfmoon.plan.request import PlanRequest
-from halfmoon.plan.search.feasible import NoLayout, models, options
+from halfmoon.plan.search.feasible import NoLayout, feasible_models, options
 from halfmoon.sim.latency_sources.model_catalogue import MODELS, known_shape, model_shape
 
 
@@ -32,11 +32,11 @@ def request(**changed: object) -> PlanRequest:
     [("llama-3-8b", {1, 2, 4, 8}), ("smollm2-135m", {1, 3}), ("qwen2.5-14b", {1, 2, 4, 8}), ("qwen2.5-7b", {1, 2, 4})],
 )
 def test_only_what_divides_heads_is_planned(model: str, tensors: set[int]) -> None:
-    question, _ = asked(request(model=model))
-    known = models(question)
-    assert {one.parallelism.tensor for one in known} == tensors
+    problem, _ = problem_from(request(model=model))
+    models = feasible_models(problem)
+    assert {one.parallelism.tensor for one in models} == tensors
     shape = MODELS[model]
-    for one in known:
+    for one in models:
         shape.check(*one.parallelism)
     with pytest.raises(Incompatible, match="exceeds the model's"):
         shape.check(1, shape.num_layers + 1)
@@ -45,16 +45,16 @@ def test_only_what_divides_heads_is_planned(model: str, tensors: set[int]) -> No
 @settings(max_examples=20, deadline=None)
 @given(st.integers(100, 8000), st.sampled_from(["llama-3-8b", "opt-13b"]), st.sampled_from(["l40s", "a100-80g"]))
 def test_every_option_holds_the_longest_request(prompt: int, model: str, gpu: str) -> None:
-    question, _ = asked(
+    problem, _ = problem_from(
         request(model=model, gpu=gpu, workload=f"in={prompt},out=9", ttft_s=60.0, tpot_s=9.0, context_tokens=9000)
     )
-    known = models(question)
-    assert all(known[one.kind].kv_tokens >= prompt + 9 for one in options(question, known))
+    models = feasible_models(problem)
+    assert all(models[one.kind].kv_tokens >= prompt + 9 for one in options(problem, models))
 
 
 def test_a_role_has_the_gpu_that_is_named_for_it() -> None:
-    question, _ = asked(request(gpu="h100:1x8,a100-80g:1x8", prefill_gpu="h100", decode_gpu="a100-80g"))
-    found = {(one.role, one.kind.gpu) for one in options(question, models(question))}
+    problem, _ = problem_from(request(gpu="h100:1x8,a100-80g:1x8", prefill_gpu="h100", decode_gpu="a100-80g"))
+    found = {(one.role, one.kind.gpu) for one in options(problem, feasible_models(problem))}
     assert {gpu for role, gpu in found if role == "prefill"} == {"h100"}
     assert {gpu for role, gpu in found if role == "decode"} == {"a100-80g"}
     assert {gpu for role, gpu in found if role == "both"} == {"h100", "a100-80g"}
@@ -63,8 +63,11 @@ def test_a_role_has_the_gpu_that_is_named_for_it() -> None:
 @pytest.mark.parametrize(
     ("ask", "says"),
     [
-        (lambda: models(asked(request(model="llama-3.1-405b", gpus_per_node=1))[0]), "does not fit on 1 x h100"),
-        (lambda: asked(request(workload="in=9000,out=1")), "longer than the model's context of 8,192"),
+        (
+            lambda: feasible_models(problem_from(request(model="llama-3.1-405b", gpus_per_node=1))[0]),
+            "does not fit on 1 x h100",
+        ),
+        (lambda: problem_from(request(workload="in=9000,out=1")), "longer than the model's context of 8,192"),
     ],
 )
 def test_what_does_not_fit_is_explained(ask: Callable[[], object], says: str) -> None:

@@ -1,4 +1,4 @@
-"""What is near to a question that nothing answers is answered when it is asked for."""
+"""What is near to a problem that nothing answers is answered when it is asked for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from halfmoon.plan.planning import asked, make_plan
+from halfmoon.plan.planning import make_plan, problem_from
 from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.search.feasible import NoLayout
 from halfmoon.plan.search.search import search
@@ -27,7 +27,7 @@ BASE = PlanRequest(
 
 def refusal(request: PlanRequest) -> str:
     with pytest.raises(NoLayout) as caught, ThreadPoolExecutor(1) as pool:
-        search(asked(request)[0], pool)
+        search(problem_from(request)[0], pool)
     return caught.value.message
 
 
@@ -46,7 +46,7 @@ def test_the_targets_that_are_named_are_met_at_the_rate(ttft_s: float, tpot_s: f
     assert found is not None
     nearest = replace(request, ttft_s=float(found[1]), tpot_s=float(found[2]))
     assert (nearest.ttft_s == ttft_s) == (ttft_s == 0.2)  # what idle workers meet stays as it was
-    assert make_plan(nearest, 1).plan.best[0].verdict.attainment.joint >= 0.9
+    assert make_plan(nearest, 1).plan.best[0].evaluation.attainment.joint >= 0.9
 
 
 def test_a_rate_that_is_far_too_high_has_no_nearest_targets() -> None:

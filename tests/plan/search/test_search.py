@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from halfmoon.plan.layout import Layout, Parallelism, WorkerKind, WorkerSet
 from halfmoon.plan.layout_trial import layout_trial
-from halfmoon.plan.planning import asked
+from halfmoon.plan.planning import problem_from
 from halfmoon.plan.problem import OF_A_RATE, Objective, PlanningProblem
 from halfmoon.plan.request import PlanRequest
 from halfmoon.plan.search.bounds import RateBound
 from halfmoon.plan.search.combinations import Combination
-from halfmoon.plan.search.feasible import NoLayout, Option, models
+from halfmoon.plan.search.feasible import NoLayout, Option, feasible_models
 from halfmoon.plan.search.goodput import Trial, goodput_per_s, holds, holds_at_first, steady_at
 from halfmoon.plan.search.phases import least
 from halfmoon.plan.search.search import search
@@ -32,9 +32,9 @@ SAME, MIXED = "a100-80g:1x3", "h100:1x1,a100-80g:1x1"
 
 
 @cache
-def question(fleet: str, workload: str, objective: Objective, rate_per_s: float | None) -> PlanningProblem:
+def problem(fleet: str, workload: str, objective: Objective, rate_per_s: float | None) -> PlanningProblem:
     """Few requests, and targets that one GPU just meets."""
-    return asked(
+    return problem_from(
         PlanRequest(
             "llama-3-8b",
             fleet,
@@ -49,9 +49,9 @@ def question(fleet: str, workload: str, objective: Objective, rate_per_s: float 
     )[0]
 
 
-def everything(question: PlanningProblem) -> Iterator[Layout]:
-    """Whatever fits: workers of one kind, or of one kind for each half, on one node of each GPU."""
-    fleet, kinds = question.fleet, list(models(question))
+def everything(problem: PlanningProblem) -> Iterator[Layout]:
+    """Whatever fits: workers of one kind, or of one kind for each phase, on one node of each GPU."""
+    fleet, kinds = problem.fleet, list(feasible_models(problem))
 
     def nums(kind: WorkerKind) -> range:
         return range(1, fleet.num_gpus // kind.num_devices + 1)
@@ -65,8 +65,8 @@ def everything(question: PlanningProblem) -> Iterator[Layout]:
     yield from (one for one in (*both, *pairs) if one.fits(fleet))
 
 
-def trial_of(question: PlanningProblem, layout: Layout) -> Trial:
-    return layout_trial(question, models(question), layout)
+def trial_of(problem: PlanningProblem, layout: Layout) -> Trial:
+    return layout_trial(problem, feasible_models(problem), layout)
 
 
 @pytest.mark.parametrize("fleet", [SAME, MIXED])
@@ -77,7 +77,7 @@ def test_what_holds_a_rate_at_the_lowest_cost_is_found(
     fleet: str, workload: str, rates: tuple[float, ...], objective: Objective
 ) -> None:
     for rate_per_s in rates:
-        asked_for = question(fleet, workload, objective, rate_per_s)
+        asked_for = problem(fleet, workload, objective, rate_per_s)
         costs = {
             is_colocated: min(
                 (
@@ -106,7 +106,7 @@ def test_what_holds_a_rate_at_the_lowest_cost_is_found(
     ("workload", "objective"), [("in=900,out=20", "goodput-per-gpu"), ("in=300,out=60", "goodput-per-dollar")]
 )
 def test_what_holds_most_for_its_cost_is_found(fleet: str, workload: str, objective: Objective) -> None:
-    asked_for = question(fleet, workload, objective, None)
+    asked_for = problem(fleet, workload, objective, None)
     with ThreadPoolExecutor(1) as pool:
         found = search(asked_for, pool)
     for one in (found.disaggregated, found.colocated):
@@ -120,8 +120,8 @@ def test_what_holds_most_for_its_cost_is_found(fleet: str, workload: str, object
 
 
 def test_few_large_workers_beside_many_small_ones_are_cut_to_what_fits() -> None:
-    """One that has more GPUs than all others together, and is the only one of its half."""
-    asked_for = question("h100:1x8,a100-80g:1x1", "in=300,out=60", "gpus", 25)
+    """One that has more GPUs than all others together, and is the only one of its phase."""
+    asked_for = problem("h100:1x8,a100-80g:1x1", "in=300,out=60", "gpus", 25)
     large, small = (WorkerKind("h100", Parallelism(num, 1)) for num in (8, 1))
     bound = RateBound(1.0, 1.0)
     pair = Combination((Option("prefill", large, bound), Option("decode", small, bound)), is_paired=True)
@@ -130,8 +130,8 @@ def test_few_large_workers_beside_many_small_ones_are_cut_to_what_fits() -> None
 
 def test_a_run_that_begins_with_an_empty_cluster_flatters_and_is_not_believed() -> None:
     workload = synthetic_workload(named_lengths("chat"), 150, 1.0, seed=0)
-    model = question(SAME, "chat", "gpus", 4).sources["a100-80g"].model("a100-80g", 1, 1)
-    goal = question(SAME, "chat", "gpus", 4).goal
+    model = problem(SAME, "chat", "gpus", 4).sources["a100-80g"].model("a100-80g", 1, 1)
+    goal = problem(SAME, "chat", "gpus", 4).goal
     trial = Trial(ClusterSpec((WorkerGroup("both", 1, model),)), workload, goal)
     once = goodput_per_s(trial, 5.0, held=holds_at_first)
     for_ever = goodput_per_s(trial, 5.0)
@@ -146,7 +146,7 @@ def test_a_run_that_begins_with_an_empty_cluster_flatters_and_is_not_believed() 
 
 
 def test_what_cannot_keep_up_is_said_to_fall_behind() -> None:
-    asked_for = question(SAME, "in=900,out=20", "gpus", 10)
+    asked_for = problem(SAME, "in=900,out=20", "gpus", 10)
     layout = next(iter(everything(asked_for)))
     trial = trial_of(asked_for, layout)
     most = goodput_per_s(trial, 10.0)

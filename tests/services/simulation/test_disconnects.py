@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.disconnects import disconnect, random_case
 from halfmoon.policy.models.latency import PrefillModel, StepModel
-from halfmoon.sim.latency_sources.coefficients import coefficients
+from halfmoon.sim.latency_sources.worker_profile import coefficients
 from tests.services.gateway.fakes import MODEL
 from tests.services.simulation.test_simulated_fleet import INSTANTLY, SimulatedFleet, running_fleet
 

@@ -17,63 +17,63 @@ def memory() -> tuple[KvMemory, JobBlocks]:
     return kv, JobBlocks(kv, PAGE)
 
 
-def job(prompt: int, *units: int, index: int = 0) -> Job:
-    return Job(index, 0.0, prompt, 9, list(units))
+def job(prompt: int, *prefix_blocks: int, index: int = 0) -> Job:
+    return Job(index, 0.0, prompt, 9, list(prefix_blocks))
 
 
-def computed(pages: JobBlocks, one: Job) -> Job:
-    assert pages.admit(one)
-    pages.make_known(one, one.target)
+def computed(blocks: JobBlocks, one: Job) -> Job:
+    assert blocks.admit(one)
+    blocks.make_known(one, one.target)
     return one
 
 
 def test_what_another_job_computed_is_shared_but_for_the_last_token() -> None:
-    kv, pages = memory()
-    computed(pages, job(64, 1, 2))
+    kv, blocks = memory()
+    computed(blocks, job(64, 1, 2))
     second = job(64, 1, 2, index=1)
-    assert pages.admit(second)
-    assert (second.cached_units, second.pages, second.computed) == ([1], 2, 32)
+    assert blocks.admit(second)
+    assert (second.cached_blocks, second.num_blocks, second.computed) == ([1], 2, 32)
     assert kv.free == NUM_PAGES - 4 - 2
-    assert kv.peak_pages == 6
+    assert kv.peak_blocks == 6
 
 
 def test_a_job_that_finds_too_little_changes_nothing() -> None:
-    kv, pages = memory()
-    computed(pages, job(64, 1, 2))
+    kv, blocks = memory()
+    computed(blocks, job(64, 1, 2))
     large = job(PAGE * NUM_PAGES + 1, 1, 2, index=1)
-    assert not pages.admit(large)
-    assert (kv.available, large.pages, large.cached_units) == (NUM_PAGES - 4, 0, [])
+    assert not blocks.admit(large)
+    assert (kv.available, large.num_blocks, large.cached_blocks) == (NUM_PAGES - 4, 0, [])
 
 
 def test_the_page_of_the_next_token_is_taken_with_its_step() -> None:
-    kv, pages = memory()
+    kv, blocks = memory()
     for prompt, num_kept in ((2 * PAGE, 2), (2 * PAGE - 1, 2), (2 * PAGE + 1, 3)):
         before, one = kv.free, job(prompt)
-        pages.reserve(one, pages.num_for(one.target + 1))
-        pages.receive(one)
+        blocks.reserve(one, blocks.num_for(one.target + 1))
+        blocks.receive(one)
         assert before - kv.free == num_kept
         one.join_length = one.target + 1
-        pages.leave(one)
+        blocks.leave(one)
         assert kv.free == before
 
 
 @given(st.lists(st.tuples(st.sampled_from(["admit", "reserve", "end"]), st.integers(0, 5), st.integers(1, 200))))
 def test_what_is_held_and_what_is_free_are_all_pages(actions: list[tuple[str, int, int]]) -> None:
-    kv, pages = memory()
+    kv, blocks = memory()
     here: dict[int, Job] = {}
     for action, name, prompt in actions:
         if action == "end" and name in here:
             one = here.pop(name)
-            (pages.unreserve if one.reserved else pages.release)(one)
+            (blocks.unreserve if one.reserved_blocks else blocks.release)(one)
         elif action != "end" and name not in here:
             one = Job(name, 0.0, prompt, 9, list(range(name % 2, prompt // (PAGE * UNIT_PAGES))))
-            if action == "admit" and pages.admit(one):
+            if action == "admit" and blocks.admit(one):
                 here[name] = one
-                pages.make_known(one, prompt - prompt % 7)
-            elif action == "reserve" and pages.num_for(prompt + 1) <= kv.available:
-                pages.reserve(one, pages.num_for(prompt + 1))
+                blocks.make_known(one, prompt - prompt % 7)
+            elif action == "reserve" and blocks.num_for(prompt + 1) <= kv.available:
+                blocks.reserve(one, blocks.num_for(prompt + 1))
                 here[name] = one
-        shared = {unit for one in here.values() for unit in one.cached_units}
-        held = sum(one.pages + one.reserved for one in here.values()) + UNIT_PAGES * len(shared)
+        shared = {block_id for one in here.values() for block_id in one.cached_blocks}
+        held = sum(one.num_blocks + one.reserved_blocks for one in here.values()) + UNIT_PAGES * len(shared)
         assert kv.available == NUM_PAGES - held
-        assert held <= kv.peak_pages <= NUM_PAGES
+        assert held <= kv.peak_blocks <= NUM_PAGES

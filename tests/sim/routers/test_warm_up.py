@@ -12,7 +12,7 @@ from halfmoon.sim.cluster.cluster_spec import ClusterSpec, SloTargets, WorkerGro
 from halfmoon.sim.cluster.contention import Contention
 from halfmoon.sim.latency_sources.distserve import DistServeCoefficients
 from halfmoon.sim.result import SimResult
-from halfmoon.sim.routers.choose_router import PoliciesAsked
+from halfmoon.sim.routers.choose_router import PolicyUse
 from halfmoon.sim.simulation import simulate
 from halfmoon.sim.slo_tracker import SloTracker
 from halfmoon.sim.workloads.drawn_workload import synthetic_workload
@@ -27,10 +27,10 @@ BOTH = ClusterSpec((WorkerGroup("both", 4, MODEL),))
 SLOWED = replace(BOTH, contention=Contention(1.1, 1.1, 1.1, 1.1), request_s=0.01, answer_s=0.01)
 
 
-def run(spec: ClusterSpec, policies: PoliciesAsked, most: int = NUM) -> tuple[SloTracker, SimResult]:
+def run(spec: ClusterSpec, policies: PolicyUse, most: int = NUM) -> tuple[SloTracker, SimResult]:
     is_warm = policies == "once full"
     misses = SloTracker(TARGETS, "joint", most, NUM_PASSES, NUM, 0.05 * NUM, 0.0, is_filled_first=is_warm)
-    return misses, simulate(spec, PASSES, misses=misses, policies=policies)
+    return misses, simulate(spec, PASSES, tracker=misses, policies=policies)
 
 
 @pytest.mark.parametrize("spec", [APART, BOTH, SLOWED])
@@ -52,7 +52,7 @@ def test_the_passes_that_count_are_placed_by_policies_alone(spec: ClusterSpec) -
 
 @pytest.mark.parametrize("spec", [APART, BOTH, SLOWED])
 def test_they_fare_as_where_policies_filled_it(spec: ClusterSpec) -> None:
-    def steady(policies: PoliciesAsked) -> SimResult:
+    def steady(policies: PolicyUse) -> SimResult:
         misses, found = run(spec, policies)
         assert misses.steady_pass is not None
         return found.rows(misses.steady_pass * NUM, (misses.steady_pass + 1) * NUM)
@@ -73,5 +73,5 @@ def test_what_the_lightest_choice_does_not_fill_is_left_to_policies() -> None:
 def test_where_nobody_is_left_between_passes_one_that_counts_is_enough() -> None:
     slowly = replace(PASSES, start_s=100 * PASSES.start_s)
     misses = SloTracker(TARGETS, "joint", NUM, NUM_PASSES, NUM, 0.05 * NUM, 0.0, is_filled_first=True)
-    simulate(BOTH, slowly, misses=misses, policies="once full")
+    simulate(BOTH, slowly, tracker=misses, policies="once full")
     assert (misses.first_pass, misses.steady_pass) == (1, 1)

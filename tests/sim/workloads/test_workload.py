@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.sim.workloads.arrival_processes import ArrivalProcess, arrivals
-from halfmoon.sim.workloads.drawn_workload import synthetic_workload
+from halfmoon.sim.workloads.drawn_workload import ArrivalProcess, arrivals, synthetic_workload
 from halfmoon.sim.workloads.lengths import KNOWN_LENGTHS, Lognormal, named_lengths
 from halfmoon.sim.workloads.traces import read_workload
 from halfmoon.sim.workloads.workload import Prefixes, Workload
