@@ -29,20 +29,20 @@ class Curve:
 def curves(
     problem: PlanningProblem,
     models: Mapping[WorkerKind, LatencyModel],
-    layouts: Sequence[Rated],
+    shown: Sequence[Rated],
     pool: Executor,
     on_progress: Progress = lambda what, done, total: None,
 ) -> list[Curve]:
     """The curve of each layout. A requested rate is among its rates."""
-    points = [(layout, rate) for layout in layouts for rate in _rates(problem, layout)]
+    points = [(rated, rate) for rated in shown for rate in _rates(problem, rated)]
     trials = [layout_trial(problem, models, one.layout) for one, _ in points]
     units = [one.layout.num_units for one, _ in points]
-    shares: dict[Rated, list[float]] = {one: [] for one in layouts}
+    shares: dict[Rated, list[float]] = {rated: [] for rated in shown}
     result = pool.map(evaluate, trials, [rate for _, rate in points], units)
     for done, ((one, _), evaluation) in enumerate(zip(points, result, strict=True), start=1):
         shares[one].append(evaluation.attainment.value(problem.goal.criterion))
         on_progress("curves", done, len(points))
-    return [Curve(one.layout, tuple(_rates(problem, one)), tuple(shares[one])) for one in layouts]
+    return [Curve(rated.layout, tuple(_rates(problem, rated)), tuple(shares[rated])) for rated in shown]
 
 
 def _rates(problem: PlanningProblem, rated: Rated) -> list[float]:

@@ -117,7 +117,7 @@ class Layout:
         if self.unit_gpus <= pool.gpus_per_node:
             return self.num_units <= pool.num_nodes * (pool.gpus_per_node // self.unit_gpus)
         stages = {workers.kind.parallelism.pipeline for workers in self.sets}
-        stage_gpus = sum(one.num * one.kind.parallelism.tensor for one in self.sets)
+        stage_gpus = sum(workers.num * workers.kind.parallelism.tensor for workers in self.sets)
         if len(stages) > 1 or stage_gpus > pool.gpus_per_node:
             return False
         return self.num_units * stages.pop() <= pool.num_nodes * (pool.gpus_per_node // stage_gpus)
@@ -142,7 +142,7 @@ def first_of_each_kind(ordered: Sequence[One], layout_of: Callable[[One], Layout
 
 def _sets_fit(sets: Sequence[WorkerSet], pool: NodePool) -> bool:
     return sum(_nodes(workers, pool.gpus_per_node) for workers in sets) <= pool.num_nodes or (
-        pool.num_nodes == 1 and sum(one.num_gpus for one in sets) <= pool.gpus_per_node
+        pool.num_nodes == 1 and sum(workers.num_gpus for workers in sets) <= pool.gpus_per_node
     )
 
 

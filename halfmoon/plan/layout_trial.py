@@ -43,7 +43,7 @@ def unit_spec(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel
         targets=problem.goal.targets,
         contention=Contention(**measured[0].contention) if measured else NO_CONTENTION,
         request_s=max((profile.request_s for profile in measured), default=0.0),
-        answer_s=max((one.answer_s for one in measured), default=0.0),
+        answer_s=max((profile.answer_s for profile in measured), default=0.0),
     )
 
 
@@ -63,8 +63,8 @@ def layout_network(problem: PlanningProblem, layout: Layout) -> Network:
     return replace(
         all_ends[0],
         bytes_per_s=min(network.bytes_per_s for network in all_ends),
-        node_bytes_per_s=min(one.node_bytes_per_s for one in all_ends),
-        latency_s=max(one.latency_s for one in all_ends),
+        node_bytes_per_s=min(network.node_bytes_per_s for network in all_ends),
+        latency_s=max(network.latency_s for network in all_ends),
         kv_ratio=codec.ratio,
         encode_bytes_per_s=codec.encode_bytes_per_s,
         decode_bytes_per_s=codec.decode_bytes_per_s,

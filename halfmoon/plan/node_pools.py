@@ -43,7 +43,7 @@ class Fleet:
 
     def pool(self, gpu: str) -> NodePool:
         """The pool of a GPU that the fleet has."""
-        return next(one for one in self.pools if one.gpu.name == gpu)
+        return next(pool for pool in self.pools if pool.gpu.name == gpu)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ def read_fleet(text: str, num_nodes: int, gpus_per_node: int, prices: Mapping[st
         raise InvalidRequest(f"a GPU is named twice in {text!r}: {_FORM}", param="gpu")
     for name in set(prices) - set(names):
         raise InvalidRequest(f"there is a price of {name}, and the GPUs are {', '.join(names)}", param="price")
-    return Fleet(tuple(replace(one, gpu=_priced(one.gpu, prices)) for one in pools))
+    return Fleet(tuple(replace(pool, gpu=_priced(pool.gpu, prices)) for pool in pools))
 
 
 def _priced(gpu: Device, prices: Mapping[str, float]) -> Device:

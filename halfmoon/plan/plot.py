@@ -41,16 +41,16 @@ def write_plot(path: Path, summary: Mapping[str, Any]) -> None:
 def plot_spec(summary: Mapping[str, Any]) -> dict[str, Any]:
     """A Vega-Lite specification. Rates are those of the whole layout if a rate was requested, otherwise per GPU."""
     asked = summary["rate_asked_per_s"]
-    names = [one["layout"] for one in summary["curves"]]
+    names = [curve["layout"] for curve in summary["curves"]]
     rows = [
         {
-            "layout": one["layout"],
-            "rate": rate if asked else rate / one["num_gpus"],
+            "layout": curve["layout"],
+            "rate": rate if asked else rate / curve["num_gpus"],
             "attainment": share,
-            "goodput": share * (rate if asked else rate / one["num_gpus"]),
+            "goodput": share * (rate if asked else rate / curve["num_gpus"]),
         }
-        for one in summary["curves"]
-        for rate, share in zip(one["rate_per_s"], one["attainment"], strict=True)
+        for curve in summary["curves"]
+        for rate, share in zip(curve["rate_per_s"], curve["attainment"], strict=True)
     ]
     unit = "requests/s" if asked else "requests/s for each GPU"
     goal = _rule("y", summary["attainment_asked"], f"goal {summary['attainment_asked']:.0%}")

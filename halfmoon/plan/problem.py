@@ -107,7 +107,7 @@ def default_rules(
     """Batch limits as measured, or else the engine's, with the given number of sequences. Networks as given, or else as
     measured, or else the catalogue's.
     """
-    measured = [one for one in sources.values() if isinstance(one, MeasuredProfile)]
+    measured = [source for source in sources.values() if isinstance(source, MeasuredProfile)]
     limits = measured[0].batch_limits if measured else BatchLimits(max_running=MAX_RUNNING)
     if max_running is not None:
         limits = replace(limits, max_running=max_running)

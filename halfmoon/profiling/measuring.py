@@ -67,7 +67,7 @@ class _Prompts:
             MeasuredPrefill(
                 new_tokens=some[-1].new_tokens,
                 cached_tokens=some[-1].cached_tokens,
-                seconds=trimmed_mean([one.seconds for one in some]),
+                seconds=trimmed_mean([sample.seconds for sample in some]),
                 is_held_out=point.is_held_out,
             )
             for point, some in zip(self.points, self._taken, strict=True)
@@ -94,7 +94,7 @@ class _Batches:
             MeasuredStep(
                 batch=point.batch,
                 context_tokens=round(mean(step.context_tokens for run in some for step in run)),
-                seconds=trimmed_mean([mean(one.seconds for one in run) for run in some]),
+                seconds=trimmed_mean([mean(step.seconds for step in run) for run in some]),
                 is_held_out=point.is_held_out,
             )
             for point, some in zip(self.points, self._taken, strict=True)
@@ -110,7 +110,9 @@ async def measured_transfers(probe: WorkerProbe, limits: SweepLimits, on_progres
         taken[number].append(await probe.transfer(num_tokens, name))
     return [
         MeasuredTransfer(
-            num_bytes=some[-1].num_bytes, seconds=median(one.seconds for one in some), transport=some[-1].transport
+            num_bytes=some[-1].num_bytes,
+            seconds=median(sample.seconds for sample in some),
+            transport=some[-1].transport,
         )
         for (name, _), some in zip(points, taken, strict=True)
         if some[-1].transport == name

@@ -121,7 +121,7 @@ class WorkerProbe:
         """Lets `batch` sequences decode inside the block; the watch sees their steps."""
         most = min(self.target.context_tokens - prompt_tokens, _MOST_STEPS)
         generations = [self._generation(self.prompt(prompt_tokens), most) for _ in range(batch)]
-        names = [one.request_id for one in generations]
+        names = [generation.request_id for generation in generations]
         async with self._listening(prompt_tokens) as watch, self._cancelled_at_end(names):
             for generation in generations:
                 await self._hand_over(generation, self.transports[0])

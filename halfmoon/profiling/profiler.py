@@ -62,7 +62,7 @@ async def profiled(options: ProfileOptions, on_progress: Progress) -> MeasuredPr
         for one in {one.worker_id: one for one in (*targets, *neighbours)}.values():
             made[one.worker_id] = await probes.enter_async_context(WorkerProbe(one, options.transports))
         prefill = next(made[target.worker_id] for target in targets if target.can("prefill"))
-        decode = next(made[one.worker_id] for one in targets if one.can("decode"))
+        decode = next(made[target.worker_id] for target in targets if target.can("decode"))
         prefills, steps = await measured_work(prefill, decode, options.limits, on_progress)
         transfers = await measured_transfers(decode, options.limits, on_progress)
         beside_work = await measured_request_time(client, cluster, prefill, decode)
@@ -114,7 +114,7 @@ def _is_one_host(workers: Sequence[Target]) -> bool:
 def _check_one_kind(targets: Sequence[Target]) -> None:
     if len({(target.tensor_parallel, target.pipeline_parallel, target.layout) for target in targets}) > 1:
         described = ", ".join(
-            f"{one.worker_id} is TP{one.tensor_parallel} x PP{one.pipeline_parallel}" for one in targets
+            f"{target.worker_id} is TP{target.tensor_parallel} x PP{target.pipeline_parallel}" for target in targets
         )
         raise InvalidRequest(f"a profile is of one kind of worker: {described}. Name workers of one with --worker")
 

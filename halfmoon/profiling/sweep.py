@@ -66,7 +66,7 @@ def batch_points(target: Target, limits: SweepLimits) -> Iterator[BatchPoint]:
     room = int(_ROOM_SHARE * target.kv_tokens)
     most = min(limits.largest_batch, target.max_running)
     batches = sorted({min(2**power, most) for power in range(most.bit_length() + 1)})
-    between = [3 * one // 2 for one in batches if one > 1 and 3 * one // 2 < most]
+    between = [3 * batch // 2 for batch in batches if batch > 1 and 3 * batch // 2 < most]
     contexts = [_FIRST_CONTEXT * _CONTEXT_FACTOR**power for power in range(8)]
     longest = min(limits.longest_context, target.context_tokens - 2 * limits.steps)
     for context in [context_tokens for context_tokens in contexts if context_tokens <= longest] or [max(longest, 1)]:

@@ -80,7 +80,7 @@ def choose_targets(cluster: Cluster, names: Sequence[str]) -> list[Target]:
             raise InvalidRequest(f"the gateway knows no worker {unknown[0]}: there are {there}", param="worker")
         result = [known[name] for name in names]
     else:
-        by_role = {one.role: one for one in sorted(cluster.workers, key=_by_load, reverse=True)}
+        by_role = {worker.role: worker for worker in sorted(cluster.workers, key=_by_load, reverse=True)}
         result = list(by_role.values())
     for work in ("prefill", "decode"):
         if not any(one.can(work) for one in result):

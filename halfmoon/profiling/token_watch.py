@@ -42,14 +42,14 @@ class TokenWatch:
         if ended:
             reason = types_pb2.FinishReason.Name(ended[0].finish_reason).lower()
             raise HalfmoonError(f"the worker ended a request of the profile: {reason}")
-        positions = {one.request_id: one.position for one in message.tokens}  # the last one of each
+        positions = {token.request_id: token.position for token in message.tokens}  # the last one of each
         at_s, before = self._last
         self._last = now_s, positions
         if positions.keys() == self._batch == before.keys():
             nums = {position - before[name] for name, position in positions.items()}
             if len(nums) == 1:
                 self._add(positions, nums.pop(), now_s - at_s)
-        if any(one.request_id in self._batch and one.finish_reason for one in message.tokens):
+        if any(token.request_id in self._batch and token.finish_reason for token in message.tokens):
             self.fail(HalfmoonError("a batch ended before enough of its steps were seen"))
 
     def _add(self, positions: Mapping[str, int], num_steps: int, seconds: float) -> None:

@@ -87,26 +87,28 @@ class Summary:
 def summarized(outcomes: Sequence[Outcome], targets: ReplayTargets, duration_s: float) -> Summary:
     """The figures of a replay whose requests arrived within `duration_s`."""
     answered = [outcome for outcome in outcomes if outcome.end == "answered"]
-    in_time = sum(one.meets(targets) for one in answered)
-    refused = Counter(one.reason for one in outcomes if one.end == "refused")
-    failed = Counter(one.reason for one in outcomes if one.end == "failed")
-    prompt_tokens = sum(one.num_prompt_tokens for one in answered)
+    in_time = sum(outcome.meets(targets) for outcome in answered)
+    refused = Counter(outcome.reason for outcome in outcomes if outcome.end == "refused")
+    failed = Counter(outcome.reason for outcome in outcomes if outcome.end == "failed")
+    prompt_tokens = sum(outcome.num_prompt_tokens for outcome in answered)
     return Summary(
         num_requests=len(outcomes),
         num_in_time=in_time,
         num_refused_or_wasted=len(outcomes) - in_time,
         num_late=len(answered) - in_time,
-        num_late_ttft=sum(one.ttft_s > targets.ttft_s for one in answered),
+        num_late_ttft=sum(outcome.ttft_s > targets.ttft_s for outcome in answered),
         num_refused=refused.total(),
         refused_by=dict(refused),
         num_failed=failed.total(),
         failed_by=dict(failed),
         attainment=in_time / len(outcomes) if outcomes else math.nan,
         goodput_per_s=in_time / duration_s if duration_s > 0 else math.nan,
-        ttft_s=_spread([one.ttft_s for one in answered]),
-        tbt_s=_spread([one.tbt_s for one in answered if one.num_tokens > 1]),
-        cached_share=sum(one.num_cached_tokens for one in answered) / prompt_tokens if prompt_tokens else math.nan,
-        sent_late_p99_s=_spread([one.sent_late_s for one in outcomes]).p99,
+        ttft_s=_spread([outcome.ttft_s for outcome in answered]),
+        tbt_s=_spread([outcome.tbt_s for outcome in answered if outcome.num_tokens > 1]),
+        cached_share=sum(outcome.num_cached_tokens for outcome in answered) / prompt_tokens
+        if prompt_tokens
+        else math.nan,
+        sent_late_p99_s=_spread([outcome.sent_late_s for outcome in outcomes]).p99,
     )
 
 

@@ -240,7 +240,7 @@ class _Run:
         self._steps.schedule(worker)
         self._policy_router.leave(worker)
         self._attempts.note_left()
-        for job in [one for one in self._inside.values() if worker.number in (one.at, one.decode)]:
+        for job in [job for job in self._inside.values() if worker.number in (job.at, job.decode)]:
             self._fail_over(job)
         for other in self._workers:
             if other.backlog:  # reservations of jobs that moved elsewhere are free again

@@ -53,7 +53,7 @@ class Combination:
 def combinations(problem: PlanningProblem, options: Sequence[Option]) -> Iterator[Combination]:
     """All combinations that the problem allows."""
     of_role = {role: [option for option in options if option.role == role] for role in ("prefill", "decode", "both")}
-    yield from (Combination((one,), is_paired=False) for one in of_role["both"])
+    yield from (Combination((option,), is_paired=False) for option in of_role["both"])
     for prefill in of_role["prefill"]:
         for decode in of_role["decode"]:
             pair = prefill, decode
@@ -93,20 +93,20 @@ def larger(problem: PlanningProblem, layout: Layout, options: Sequence[Option]) 
     If the GPUs of a role are used up, the new worker has another kind of GPU.
     """
     for role in dict.fromkeys(workers.role for workers in layout.sets):
-        same = [_with_another(layout, role, one.kind) for one in layout.sets if one.role == role]
-        fitting = [one for one in same if one.fits(problem.fleet)]
+        same = [_with_another(layout, role, workers.kind) for workers in layout.sets if workers.role == role]
+        fitting = [layout for layout in same if layout.fits(problem.fleet)]
         if not fitting and not layout.is_paired:
-            mine = {one.kind.gpu for one in layout.sets if one.role == role}
+            mine = {workers.kind.gpu for workers in layout.sets if workers.role == role}
             others = (option.kind for option in options if option.role == role and option.kind.gpu not in mine)
             added = (_with_another(layout, role, kind) for kind in others)
-            fitting = [one for one in added if one.fits(problem.fleet)]
+            fitting = [layout for layout in added if layout.fits(problem.fleet)]
         yield from fitting
 
 
 def _with_another(layout: Layout, role: Role, kind: WorkerKind) -> Layout:
     sets = layout.sets
     if any((workers.role, workers.kind) == (role, kind) for workers in sets):
-        same = (one.role == role and one.kind == kind for one in sets)
+        same = (workers.role == role and workers.kind == kind for workers in sets)
         return replace(
             layout,
             sets=tuple(

@@ -79,9 +79,9 @@ class Estimates:
         ]
         estimates = self._pool.map(
             estimated_per_s,
-            [layout_trial(self._problem, self._models, one) for one in layouts],
+            [layout_trial(self._problem, self._models, layout) for layout in layouts],
             map(self._promised_per_s, wave),
-            [one.num_units for one in layouts],
+            [layout.num_units for layout in layouts],
             leasts,
         )
         for one, estimate_per_s in zip(wave, list(estimates), strict=True):

@@ -99,7 +99,7 @@ def options(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel])
     step_s = {one: model.cycle(1).base_s + model.cycle(1).slope_s * prompt for one, model in fitting.items()}
     reuse = workload.prefixes is not None  # cached prompts take less
     prefills = [kind for kind in fitting if reuse or first_s[kind] <= ttft_s]
-    decodes = [one for one in fitting if step_s[one] <= gap_s]
+    decodes = [kind for kind in fitting if step_s[kind] <= gap_s]
     gap = "TPOT" if gap_s == problem.goal.targets.tpot_s else "TBT"
     broken = [
         *([] if prefills else [_broken(problem, "TTFT", ttft_s, first_s, f"a prompt of {prompt:.0f} tokens")]),
@@ -135,10 +135,11 @@ def _bounded(
 ) -> list[Option]:
     goal, limits, workload = problem.goal, problem.rules.limits, problem.workload
     result = [
-        Option("prefill", one, prefill_bound_per_s(models[one], workload, goal, limits["prefill"])) for one in prefills
+        Option("prefill", kind, prefill_bound_per_s(models[kind], workload, goal, limits["prefill"]))
+        for kind in prefills
     ]
     result += [
-        Option("decode", one, decode_bound_per_s(models[one], workload, goal, limits["decode"])) for one in decodes
+        Option("decode", kind, decode_bound_per_s(models[kind], workload, goal, limits["decode"])) for kind in decodes
     ]
     for kind in prefills:
         if kind in decodes:

@@ -67,7 +67,7 @@ def search(problem: PlanningProblem, pool: Executor, on_progress: Progress = lam
 
 def _without_equivalents(ranked: Sequence[Rated]) -> list[Rated]:
     """Each layout once, with its equivalents."""
-    equivalents = group_equivalent((one.layout, one.evaluation) for one in ranked)
+    equivalents = group_equivalent((rated.layout, rated.evaluation) for rated in ranked)
     return [
         replace(rated, equivalents=(*rated.equivalents, *equivalents[rated.layout]))
         for rated in ranked
@@ -95,11 +95,11 @@ def _cheapest(
     run = CheapestSearch(problem, models, choices, pool, on_measured)
     made = run.combinations
     held = run.found(made, BEST, partial(on_progress, "layouts"))
-    equivalents = group_equivalent((one, held[one]) for one in sorted(held, key=problem.cost))
+    equivalents = group_equivalent((layout, held[layout]) for layout in sorted(held, key=problem.cost))
     cheapest = list(equivalents)
     kept = list(dict.fromkeys([*cheapest[:BEST], *first_of_each_kind(cheapest, lambda one: one).values()]))
     num, rate_per_s = len(kept), problem.rate_per_s or 0.0
-    trials, units = [layout_trial(problem, models, one) for one in kept], [one.num_units for one in kept]
+    trials, units = [layout_trial(problem, models, layout) for layout in kept], [layout.num_units for layout in kept]
     estimates = pool.map(estimated_per_s, trials, [rate_per_s] * num, units)
     guesses = [verified_per_s(trial, one or rate_per_s) for trial, one in zip(trials, estimates, strict=True)]
     result = pool.map(
@@ -111,7 +111,7 @@ def _cheapest(
         [_TOLERANCE_AT_A_RATE] * num,
         [rate_per_s] * num,
         [guess if trial.has_estimates else math.inf for guess, trial in zip(guesses, trials, strict=True)],
-        [held[one] for one in kept],
+        [held[layout] for layout in kept],
     )
     rated = []
     for done, (layout, bisection) in enumerate(zip(kept, result, strict=True), start=1):
@@ -125,7 +125,7 @@ def _cheapest(
 def _by_kind(made: Sequence[Combination]) -> Iterator[tuple[str, list[Combination]]]:
     """Colocated combinations, which are the baseline, and disaggregated ones."""
     yield "colocated", [combination for combination in made if combination.is_colocated]
-    yield "disaggregated", [one for one in made if not one.is_colocated]
+    yield "disaggregated", [combination for combination in made if not combination.is_colocated]
 
 
 def _best_goodput(

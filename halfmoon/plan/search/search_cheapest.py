@@ -61,13 +61,13 @@ class CheapestSearch:
         `on_simulated` is called with `(found, num)`.
         """
         among = list(among)
-        kinds = {one.is_colocated for one in among} if num > 1 else set()
+        kinds = {combination.is_colocated for combination in among} if num > 1 else set()
         queue = _Queue(self._problem)
         for combination in among:
             queue.add(self._starts(combination))
         held: dict[Layout, Evaluation] = {}
         ended: set[Kinds] = set()
-        while wave := queue.wave(ended, self._limit(held, num), kinds - {one.is_colocated for one in held}):
+        while wave := queue.wave(ended, self._limit(held, num), kinds - {layout.is_colocated for layout in held}):
             self.num_simulated += len(wave)
             for layout, evaluation in zip(wave, self._evaluations(wave), strict=True):
                 if evaluation is not None:
@@ -75,7 +75,7 @@ class CheapestSearch:
                     ended.add(kinds_of(layout))
                 else:
                     queue.add(larger(self._problem, layout, self._options))
-            held = {one: held[one] for one in sorted(held, key=queue.key)}
+            held = {layout: held[layout] for layout in sorted(held, key=queue.key)}
             on_simulated(min(len(held), num), num)
         return held
 
@@ -88,7 +88,7 @@ class CheapestSearch:
         """For each number of units, the fewest workers that the phases need alone, at least one each."""
         problem, least = self._problem, [self._least[option] for option in combination.options]
         model = self._models[combination.options[0].kind]
-        is_one_node = all(problem.fleet.pool(each.kind.gpu).num_nodes == 1 for each in combination.options)
+        is_one_node = all(problem.fleet.pool(option.kind.gpu).num_nodes == 1 for option in combination.options)
         most_units = max(least) if combination.is_paired and not is_one_node else 1
         for num_units in range(1, most_units + 1):
             layout = combination.layout([-(-num // num_units) for num in least], num_units)
@@ -114,11 +114,11 @@ class CheapestSearch:
             for first, equivalents in group_equivalent(self._estimated.items()).items()
             for equivalent in (first, *equivalents)
         }
-        asked = [*at_once, *(one for one in later if alike.get(one) == one)]
+        asked = [*at_once, *(layout for layout in later if alike.get(layout) == layout)]
         self._verified |= dict(
             zip(asked, self._evaluate(verified_evaluation, asked, self._problem.num_first), strict=True)
         )
-        return [self._verified.get(alike.get(one, one)) for one in layouts]
+        return [self._verified.get(alike.get(layout, layout)) for layout in layouts]
 
     def _evaluate(
         self, evaluate: Callable[..., Evaluation | None], layouts: Sequence[Layout], *more: int
@@ -126,12 +126,12 @@ class CheapestSearch:
         """Evaluates each layout at the requested rate."""
         problem, num = self._problem, len(layouts)
         trials = [layout_trial(problem, self._models, layout) for layout in layouts]
-        rates, units = [problem.rate_per_s or 0.0] * num, [one.num_units for one in layouts]
+        rates, units = [problem.rate_per_s or 0.0] * num, [layout.num_units for layout in layouts]
         return self._pool.map(evaluate, trials, rates, units, *([one] * num for one in more))
 
     def _least_workers(self, options: Sequence[Option], on_measured: Callable[[int], None]) -> dict[Option, int]:
         problem, num = self._problem, len(options)
-        most = [self._most_workers(one) for one in options]
+        most = [self._most_workers(option) for option in options]
         result: dict[Option, int] = {}
         measured = self._pool.map(least_workers, [problem] * num, [self._models] * num, options, most)
         for option, least in zip(options, measured, strict=True):

@@ -72,7 +72,7 @@ class GoodputSearch:
         wave = [*first, *others[: num - len(first)]]
         rated: list[Rated] = []
         while wave:
-            trials = [layout_trial(self._problem, self._models, one.layout) for one in wave]
+            trials = [layout_trial(self._problem, self._models, candidate.layout) for candidate in wave]
             guesses = [verified_per_s(trial, one.guess_per_s) for trial, one in zip(trials, wave, strict=True)]
             rated += self._rated(wave, [0.0] * len(wave), guesses, guesses)
             others = [other for other in others if other not in wave and self._may_be_best_of_kind(other, rated)]
@@ -99,10 +99,10 @@ class GoodputSearch:
             least = self._least_worth([*best.values(), *others], list(best.values()), num)
             wave, waiting = self._wave(waiting, best, least)
             floors = [max(least, self._worth(best.get(kinds_of(candidate.layout)))) for candidate in wave]
-            for one in self._rated(wave, floors, self._guesses(wave), [math.inf] * len(wave)):
-                leader = best.get(kinds_of(one.layout))
-                if leader is None or rank(self._problem, one) < rank(self._problem, leader):
-                    best[kinds_of(one.layout)] = one
+            for rated in self._rated(wave, floors, self._guesses(wave), [math.inf] * len(wave)):
+                leader = best.get(kinds_of(rated.layout))
+                if leader is None or rank(self._problem, rated) < rank(self._problem, leader):
+                    best[kinds_of(rated.layout)] = rated
             on_simulated(len(ordered) - len(waiting), len(ordered))
         return sorted(best.values(), key=lambda one: rank(self._problem, one))
 
@@ -134,7 +134,7 @@ class GoodputSearch:
         """Guesses for the goodput search: estimates for layouts with a choice of routes, promises for others."""
         layouts = [candidate.layout for candidate in wave]
         trials = [layout_trial(self._problem, self._models, layout) for layout in layouts]
-        promised = [self._promised(one) for one in wave]
+        promised = [self._promised(candidate) for candidate in wave]
         asked = [at for at, trial in enumerate(trials) if not trial.has_single_route]
         units = [layouts[at].num_units for at in asked]
         result = self._pool.map(estimated_per_s, [trials[at] for at in asked], [promised[at] for at in asked], units)
@@ -158,7 +158,7 @@ class GoodputSearch:
             held_goodput,
             trials,
             guesses,
-            [one.num_units for one in layouts],
+            [layout.num_units for layout in layouts],
             [problem.num_first] * num,
             [_TOLERANCE] * num,
             [floor * problem.cost(one) * loss(one) for one, floor in zip(layouts, floors, strict=True)],
@@ -195,7 +195,7 @@ class GoodputSearch:
         """All numbers of workers that fit. Unless the search is thorough, only the most promising ones."""
         problem = self._problem
         phases = [self._phases[option] for option in combination.options]
-        most = [min(problem.fleet.num_gpus // each.kind.num_devices, _MOST_WORKERS) for each in combination.options]
+        most = [min(problem.fleet.num_gpus // option.kind.num_devices, _MOST_WORKERS) for option in combination.options]
         result = []
         for nums in product(*(range(1, num + 1) for num in most)):
             layout = combination.layout(nums)

@@ -88,7 +88,7 @@ class PromptQueue:
                 if shorter:
                     room -= min(sum(map(_ready, shorter)), budget // 2)
                     overtaking = {shorter_job.index for shorter_job in shorter}
-                    queue = deque([*shorter, *(one for one in queue if one.index not in overtaking)])
+                    queue = deque([*shorter, *(job for job in queue if job.index not in overtaking)])
             num_tokens = min(ready, room)
             budget -= num_tokens
             chosen.append(_chunk(job, num_tokens, now_s))

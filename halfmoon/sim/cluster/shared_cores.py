@@ -31,5 +31,5 @@ class SharedCores:
         work = self._works[worker.number]
         if work is None:
             return False
-        colocated = [self._works[one.number] for one in self._colocated[worker.number]]
+        colocated = [self._works[other.number] for other in self._colocated[worker.number]]
         return worker.set_pace(self._contention.pace(work, [other for other in colocated if other]), now_s)

@@ -58,8 +58,8 @@ class WorkerSteps:
     def schedule(self, worker: SimWorker) -> None:
         """Schedules the end of a worker's step, and of colocated steps that it moves."""
         if self._cores is not None:
-            for one in self._cores.changed(worker, self._events.now_s):
-                self._schedule_wake(one)
+            for moved in self._cores.changed(worker, self._events.now_s):
+                self._schedule_wake(moved)
         self._schedule_wake(worker)
 
     def _start(self, worker: SimWorker) -> None:

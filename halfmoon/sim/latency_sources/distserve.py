@@ -51,7 +51,7 @@ class DistServeCoefficients:
         capacities = _tables()["kv_tokens"][self.name]
         capacity = capacities.get(f"{tensor_parallel}x{pipeline_parallel}")
         if str(tensor_parallel) not in fits or capacity is None:
-            known = ", ".join(one for one in capacities if one.split("x")[0] in fits)
+            known = ", ".join(capacity for capacity in capacities if capacity.split("x")[0] in fits)
             raise InvalidRequest(
                 f"DistServe has no figures of {self.name} with TP{tensor_parallel} x PP{pipeline_parallel}: "
                 f"it has (TPxPP) {known}",

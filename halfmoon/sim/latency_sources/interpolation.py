@@ -48,8 +48,8 @@ def prefill_pieces(
     _, _, c = least_squares(*normal_equations(features, seconds))
     lines = _through(zip(new, seconds - c * pairs, strict=True))
     pieces = tuple(Piece(line.start, PrefillModel(line.base, line.slope, c)) for line in lines)
-    predicted = [_value(lines, one.new_tokens) + c * one.pairs for one in held_out]
-    return pieces, median_error(predicted, [one.seconds for one in held_out])
+    predicted = [_value(lines, sample.new_tokens) + c * sample.pairs for sample in held_out]
+    return pieces, median_error(predicted, [sample.seconds for sample in held_out])
 
 
 def step_pieces(samples: Sequence[StepSample], held_out: Sequence[StepSample]) -> tuple[tuple[StepPiece, ...], float]:
@@ -60,8 +60,8 @@ def step_pieces(samples: Sequence[StepSample], held_out: Sequence[StepSample]) -
     f = fit_step(samples).f
     lines = _through((sample.batch, sample.seconds - f * sample.context_tokens) for sample in samples)
     pieces = tuple(Piece(line.start, StepModel(line.base, line.slope, f)) for line in lines)
-    predicted = [_value(lines, one.batch) + f * one.context_tokens for one in held_out]
-    return pieces, median_error(predicted, [one.seconds for one in held_out])
+    predicted = [_value(lines, sample.batch) + f * sample.context_tokens for sample in held_out]
+    return pieces, median_error(predicted, [sample.seconds for sample in held_out])
 
 
 def _through(points: Iterable[tuple[float, float]]) -> tuple[Line, ...]:
@@ -81,5 +81,5 @@ def _through(points: Iterable[tuple[float, float]]) -> tuple[Line, ...]:
 
 
 def _value(lines: Sequence[Line], x: float) -> float:
-    line = max((one for one in lines if one.start <= x), key=lambda one: one.start)
+    line = max((line for line in lines if line.start <= x), key=lambda one: one.start)
     return line.base + line.slope * x

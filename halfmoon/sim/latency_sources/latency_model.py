@@ -143,7 +143,7 @@ class LatencyModel:
             prefill=tuple(
                 Piece(piece.least, PrefillModel(*(x / factor for x in piece.model))) for piece in self.prefill
             ),
-            step=tuple(Piece(one.least, StepModel(*(x / factor for x in one.model))) for one in self.step),
+            step=tuple(Piece(piece.least, StepModel(*(x / factor for x in piece.model))) for piece in self.step),
             launch_s=self.launch_s / factor,
             launch_s_per_token=self.launch_s_per_token / factor,
         )

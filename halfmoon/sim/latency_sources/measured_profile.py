@@ -116,7 +116,10 @@ class MeasuredProfile(_Strict):
         """The latency model fitted to all points. Its error is measured at held-out points, if there are any, for a fit
         to the other points.
         """
-        prompts, steps = [_prompts_sample(piece) for piece in self.prefill], [_step_sample(one) for one in self.step]
+        prompts, steps = (
+            [_prompts_sample(piece) for piece in self.prefill],
+            [_step_sample(piece) for piece in self.step],
+        )
         prefill, _ = prefill_pieces(prompts, prompts)
         step, _ = step_pieces(steps, steps)
         _, prefill_error = prefill_pieces(*_split(self.prefill, _prompts_sample))
@@ -163,7 +166,7 @@ class MeasuredProfile(_Strict):
         if not self.transfer:
             return None
         used = [transfer for transfer in self.transfer if transfer.transport == self.transfer[0].transport]
-        num_bytes, seconds = np.array([(one.num_bytes, one.seconds) for one in used]).T
+        num_bytes, seconds = np.array([(transfer.num_bytes, transfer.seconds) for transfer in used]).T
         if len(set(num_bytes)) == 1:
             return float(num_bytes[0] / np.median(seconds)), 0.0
         weights = np.sqrt(1 / seconds)
@@ -178,7 +181,7 @@ _Fitted = TypeVar("_Fitted")
 def _split(samples: Sequence[_Sample], fitted: Callable[[_Sample], _Fitted]) -> tuple[list[_Fitted], list[_Fitted]]:
     """Points for the fit and points to check it. These are the same if none are held out."""
     held_out = [fitted(sample) for sample in samples if sample.is_held_out]
-    made_of = [fitted(one) for one in samples if not one.is_held_out]
+    made_of = [fitted(sample) for sample in samples if not sample.is_held_out]
     return made_of or held_out, held_out or made_of
 
 

@@ -63,7 +63,7 @@ class Attempts:
     @property
     def waiting(self) -> list[Job]:
         """Requests that wait for a worker now."""
-        return [one.job for one in self._waiting.values()]
+        return [waiting.job for waiting in self._waiting.values()]
 
     def place(self, job: Job) -> None:
         """Makes the first or the next attempt: on other workers if there are any, otherwise on any worker after a

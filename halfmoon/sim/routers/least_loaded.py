@@ -36,7 +36,7 @@ class LeastLoadedRouter:
         """As in `PolicyRouter.place`."""
         self._capacities.check(job)
         self.forget(job, now_s)  # otherwise its current worker would count it
-        decodes = [one for one in self._decodes if one.name not in exclude]
+        decodes = [worker for worker in self._decodes if worker.name not in exclude]
         if not decodes:
             raise Unavailable("every worker that could serve the request refused it")
         if self._does_both:

@@ -118,7 +118,7 @@ def _prefixes(path: Path, rows: Sequence[Mapping[str, Any]]) -> Prefixes | None:
     try:
         all_ids = [block_id for ids in lists for block_id in ids]
         if not all(map(_is_whole, all_ids)):
-            raise ValueError(f"there is {next(one for one in all_ids if not _is_whole(one))!r}")
+            raise ValueError(f"there is {next(block_id for block_id in all_ids if not _is_whole(block_id))!r}")
         ids = np.array(all_ids, dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"the workload {path} has hash_ids that are not whole numbers: {error}") from error
