@@ -270,9 +270,7 @@ class PolicyRouter:
         self._admission.leave(str(job.index), now_s, num_output=job.generated, ttft_s=ttft_s, tbt_s=tpot_s)
 
     def _note_overheads(self, job: Job) -> None:
-        """Learns from a request that needed one attempt. Overheads other than the hand-over are equal for all
-        requests.
-        """
+        """Learns from a request that needed one attempt. All overheads except the hand-over are the same for all."""
         if self._spec.learns_overheads and not (job.num_refusals or job.num_failovers):
             gaps_s = in_order(job.first_s, job.later_s).tolist() if job.later_s else ()
             self._admission.note_overheads(self._spec.request_s + self._spec.answer_s, handover_s(gaps_s))
