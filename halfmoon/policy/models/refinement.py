@@ -126,6 +126,8 @@ class RefinedModel:
             if predicted_s > 0:  # an unknown model predicts nothing
                 self.errors.add(predicted_s, measured_s)
         real = self._without_pauses(predicted, seconds)
+        if not real:  # only pauses: nothing to learn from
+            return
         expected = np.where(predicted > 0, predicted, seconds)
         counted = np.minimum(seconds, _SURPRISE * expected)
         self._fit.add(features[real], (counted / slowdown)[real], (expected / slowdown)[real])
