@@ -1,4 +1,4 @@
-"""What a modelled worker says, and how much of it: a function of the request alone, so that any worker can go on."""
+"""Text and length of simulated answers: functions of the request alone, so any worker can continue an answer."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ _NORMAL = NormalDist()
 class AnswerModel:
     """How simulated answers are made.
 
-    text: `random` draws tokens from the middle of the vocabulary, where words are (special tokens stand at its ends);
-    `echo` repeats the prompt. length, of a request that does not ignore the end of sequence: `drawn` is lognormal
-    around `median_tokens`, by the request's seed; with `seed` the seed is the length, which a replayed trace uses to
-    hide from the gateway how long an answer will be.
+    text: `random` draws tokens from the middle of the vocabulary, where the words are (special tokens stand at its
+    ends); `echo` repeats the prompt.
+
+    length: applies unless the request ignores the end of sequence. `drawn` is lognormal around `median_tokens` and
+    depends on the request's seed. With `seed` the seed is the length; a replayed trace uses this to hide from the
+    gateway how long an answer will be.
     """
 
     vocab_size: int
     text: TextKind = "random"
     length: LengthKind = "drawn"
     median_tokens: int = 200
-    sigma: float = 0.8  # of the length's natural logarithm
+    sigma: float = 0.8  # standard deviation of the length's natural logarithm
 
     def num_tokens(self, seed: int, max_tokens: int, min_tokens: int = 0, *, ignore_eos: bool = False) -> int:
-        """How many tokens the answer has."""
+        """Length of the answer in tokens."""
         if ignore_eos:
             return max_tokens
         drawn = seed

@@ -1,1 +1,7 @@
-"""A WORKER PROCESS. One engine behind RPC: its two servicers, hand-over, registration. Which half it serves is data."""
+"""The worker process: one engine behind RPC, with hand-over, registration and access to the store.
+
+The setting `role` decides which phase it serves: prefill, decode or both.
+
+Read in this order: main, registration, prefill_servicer, prefill_request_scope, layerwise_sender, decode_servicer,
+token_router, store/restoring.
+"""

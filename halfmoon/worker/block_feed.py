@@ -1,4 +1,4 @@
-"""What a gateway is told of this worker's prefix cache: a snapshot, then what changed, in numbered messages."""
+"""Reports of this worker's prefix cache to a gateway: a snapshot, then the changes, in numbered messages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from halfmoon.pb.gateway_pb2 import BlockEvents
 
-_SHORT_KEY_BYTES = 8  # of each block key: the gateway's index knows no more
-_MAX_KEYS = 100_000  # of a message
+_SHORT_KEY_BYTES = 8  # of each block key: the gateway's index stores no more
+_MAX_KEYS = 100_000  # in one message
 
 
 class CachedBlocks:
@@ -18,7 +18,7 @@ class CachedBlocks:
         self._feeds: list[BlockFeed] = []
 
     def change(self, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
-        """After each step."""
+        """Applies one step's changes."""
         gone = [key[:_SHORT_KEY_BYTES] for key in evicted]
         new = [key[:_SHORT_KEY_BYTES] for key in stored]
         for key in gone:
@@ -28,18 +28,18 @@ class CachedBlocks:
             feed.note(new, gone)
 
     def depth(self, keys: Sequence[bytes]) -> int:
-        """How many of the leading keys are there."""
+        """Number of leading keys that are cached."""
         return next((i for i, key in enumerate(keys) if key[:_SHORT_KEY_BYTES] not in self._keys), len(keys))
 
     def feed(self) -> BlockFeed:
-        """What one more gateway is told."""
+        """Creates the feed of one more gateway."""
         made = BlockFeed(self._keys)
         self._feeds.append(made)
         return made
 
 
 class BlockFeed:
-    """Owns what one gateway was not told yet. `begin_anew` goes before the first message of each registration."""
+    """Owns the changes not yet sent to one gateway. Call `begin_anew` before the first message of each registration."""
 
     def __init__(self, held: dict[bytes, None]) -> None:
         self._held = held
@@ -49,13 +49,13 @@ class BlockFeed:
         self._needs_snapshot = True
 
     def begin_anew(self) -> None:
-        """The next message is a snapshot."""
+        """Makes the next message a snapshot."""
         self._needs_snapshot = True
         self._stored.clear()
         self._evicted.clear()
 
     def note(self, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
-        """Changes to tell; a block that went and came back between two messages is still there."""
+        """Records changes to report. A block evicted and stored again between two messages counts as unchanged."""
         if self._needs_snapshot:
             return
         for key in evicted:
@@ -70,7 +70,7 @@ class BlockFeed:
                 self._stored[key] = None
 
     def messages(self) -> Iterator[BlockEvents]:
-        """What is new since the last call; nothing if nothing is."""
+        """Yields the changes since the last call; nothing if there are none."""
         is_snapshot, self._needs_snapshot = self._needs_snapshot, False
         stored, evicted = list(self._held if is_snapshot else self._stored), list(self._evicted)
         self._stored.clear()

@@ -1,4 +1,4 @@
-"""A worker measures itself before it joins: a few prefills and decode steps, kept for its next start."""
+"""Measures a worker before it joins: a few prefills and decode steps, kept for its next start."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from halfmoon.policy.models.latency import (
 
 log = logging.getLogger(__name__)
 
-_FOLDER = "profiles"  # of the state directory
+_FOLDER = "profiles"  # inside the state directory
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Sequences that are computed together: prompts of so many tokens, and so many decode steps."""
+    """Sequences computed together: their number, the tokens of each prompt and the decode steps."""
 
     num_sequences: int
     num_prompt_tokens: int
@@ -46,7 +46,7 @@ class _Trial:
 
 @dataclass(slots=True)
 class Profile:
-    """What one kind of worker measured of itself."""
+    """Measurements of one kind of worker."""
 
     kind: str
     prefills: list[PrefillSample] = field(default_factory=list)
@@ -54,34 +54,34 @@ class Profile:
 
     @property
     def prefill_model(self) -> PrefillModel:
-        """Zeros where nothing was measured."""
+        """Fitted prefill model; zeros if nothing was measured."""
         return profile_prefill(self.prefills)
 
     @property
     def step_model(self) -> StepModel:
-        """Zeros where nothing was measured."""
+        """Fitted decode-step model; zeros if nothing was measured."""
         return profile_step(self.steps)
 
 
 def calibrated(engine: Engine, role: str, how: Calibrate, seconds: float, state_dir: Path) -> Profile | None:
-    """The profile of an earlier start, or one measured now within about `seconds`; None where neither may be."""
+    """Loads an earlier start's profile or measures one in about `seconds`; None if `how` is "never"."""
     if how == "never":
         return None
     kind = kind_of(engine, role)
     file = state_dir / _FOLDER / f"{hashlib.blake2b(kind.encode(), digest_size=8).hexdigest()}.json"
-    found = _load(file, kind) if how == "auto" else None
-    if found is None:
-        found = measure(engine, role, kind, seconds)
-        _keep(file, found, engine)
+    profile = _load(file, kind) if how == "auto" else None
+    if profile is None:
+        profile = measure(engine, role, kind, seconds)
+        _keep(file, profile, engine)
     log.info(
         "worker.calibrated",
-        extra={"kind": kind, "prefill": found.prefill_model._asdict(), "step": found.step_model._asdict()},
+        extra={"kind": kind, "prefill": profile.prefill_model._asdict(), "step": profile.step_model._asdict()},
     )
-    return found
+    return profile
 
 
 def kind_of(engine: Engine, role: str) -> str:
-    """What has to be the same for a profile to hold."""
+    """Describes everything on which a profile depends: a profile holds for workers with the same description."""
     config = engine.config
     parts = (
         role,
@@ -104,10 +104,10 @@ def _device_name(device: str) -> str:
 
 
 def measure(engine: Engine, role: str, kind: str, seconds: float) -> Profile:
-    """Runs trials on an engine that nobody else uses yet, until `seconds` are over. It is left as it was."""
+    """Runs trials on an engine not yet in use until `seconds` are over. The engine is left as it was."""
     give_up_s = time.monotonic() + seconds
     profile = Profile(kind)
-    _run(engine, _Trial(1, 8, 2), give_up_s)  # memory, threads and caches wake up
+    _run(engine, _Trial(1, 8, 2), give_up_s)  # warms up memory, threads and caches
     for trial in _trials(engine, role):
         for result in _run(engine, trial, give_up_s):
             _note(profile, trial, result, role)
@@ -118,7 +118,7 @@ def measure(engine: Engine, role: str, kind: str, seconds: float) -> Profile:
 
 
 def _trials(engine: Engine, role: str) -> Iterator[_Trial]:
-    """The most telling ones first; those that do not fit into the engine are left out."""
+    """Yields the most informative trials first; leaves out trials that do not fit into the engine."""
     step = engine.config.step_tokens
     prompts = (_Trial(1, step // 8), _Trial(1, step), _Trial(1, step // 2), _Trial(1, 2 * step))
     batches = (_Trial(1, 64, 8), _Trial(4, 32, 8), _Trial(1, step, 6), _Trial(16, 16, 4))
@@ -131,7 +131,7 @@ def _trials(engine: Engine, role: str) -> Iterator[_Trial]:
 
 
 def _run(engine: Engine, trial: _Trial, give_up_s: float) -> Sequence[StepResult]:
-    """The steps of one trial."""
+    """Runs one trial; returns its steps."""
     vocabulary = engine.checkpoint.model_config.vocab_size
     for number in range(trial.num_sequences):
         prompt = tuple((7 + 13 * number + 31 * place) % vocabulary for place in range(trial.num_prompt_tokens))
@@ -146,7 +146,7 @@ def _run(engine: Engine, trial: _Trial, give_up_s: float) -> Sequence[StepResult
 
 
 def _note(profile: Profile, trial: _Trial, result: StepResult, role: str) -> None:
-    """Of prefills those of one prompt alone."""
+    """Adds a step to the profile. Prefills count only when a single prompt was computed."""
     is_prefill = result.num_prefill_tokens and not result.num_decode_seqs
     if is_prefill and trial.num_sequences == 1 and role != "decode":
         sample = prefill_sample(result.num_prefill_tokens, result.num_prefill_pairs, result.duration_s)
@@ -156,7 +156,7 @@ def _note(profile: Profile, trial: _Trial, result: StepResult, role: str) -> Non
 
 
 def _load(file: Path, kind: str) -> Profile | None:
-    """None where there is none, or none that can be read."""
+    """Loads a profile; None if the file is missing, unreadable or of another kind."""
     try:
         stored: Mapping[str, Any] = json.loads(file.read_text())
         if stored["kind"] != kind:
@@ -172,9 +172,9 @@ def _load(file: Path, kind: str) -> Profile | None:
 
 
 def _keep(file: Path, profile: Profile, engine: Engine) -> None:
-    """Writes the form that `sim.latency_sources.measured_profile` reads.
+    """Writes the format that `sim.latency_sources.measured_profile` reads.
 
-    A directory that cannot be written only makes the next start slower.
+    If the directory cannot be written, only the next start is slower.
     """
     config = engine.config
     stored = {
@@ -185,8 +185,8 @@ def _keep(file: Path, profile: Profile, engine: Engine) -> None:
         "pipeline_parallel": config.pipeline_parallel,
         "kv_tokens": engine.num_blocks * engine.layout.block_tokens,
         "kv_bytes_per_token": engine.layout.block_bytes / engine.layout.block_tokens,
-        "prefill": [one._asdict() for one in profile.prefills],
-        "step": [one._asdict() for one in profile.steps],
+        "prefill": [sample._asdict() for sample in profile.prefills],
+        "step": [sample._asdict() for sample in profile.steps],
     }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

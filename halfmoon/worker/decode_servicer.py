@@ -1,4 +1,4 @@
-"""The decode half of a worker: takes KV in, joins the request to the batch, streams tokens to gateways."""
+"""The decode phase of a worker: receives KV, adds the request to the batch, streams tokens to gateways."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from halfmoon.worker.wire import request_from
 
 log = logging.getLogger(__name__)
 
-LEASE_S = 10.0  # a reservation ends when its sender is silent for this long
-RENEW_S = LEASE_S / 4  # a sender's rhythm; receivers with another lease must allow for it
+LEASE_S = 10.0  # a reservation ends when its sender has been silent for this long
+RENEW_S = LEASE_S / 4  # how often a sender renews; receivers with another lease must allow for it
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
@@ -47,7 +47,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._intake = KVIntake(device=device)
 
     def close(self) -> None:
-        """Leaves what KV senders share with this process."""
+        """Detaches memory that KV senders share with this process."""
         self._intake.close()
 
     async def Tokens(
@@ -72,11 +72,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         return decode_pb2.CancelResponse(num_cancelled=cancelled)
 
     async def push(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """One KV transfer: reserve, write, start. Whatever ends it before the start frees the reservation."""
+        """Receives one KV transfer: reserve, write, start. Whatever ends it before the start frees the reservation."""
         reception = _Reception(self._engine, self._state)
         try:
             answers = self._intake.receive(
-                messages, self._state.layout, reception.act, self._lease_s, reception.gone.told
+                messages, self._state.layout, reception.act, self._lease_s, reception.dropped.event
             )
             async with aclosing(answers):
                 async for answer in answers:
@@ -89,7 +89,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 class _Reception:
     """Owns one incoming transfer's reservation until the request runs.
 
-    `gone` tells when somebody else freed it: whoever cancels the request here ends its transfer, too.
+    `dropped` reports that the reservation was freed elsewhere: cancelling the request here also ends its transfer.
     """
 
     def __init__(self, engine: ServingEngine, state: WorkerState) -> None:
@@ -98,7 +98,7 @@ class _Reception:
         self._generation = types_pb2.Generation()
         self._reserved = False
         self._transfer = current_span()
-        self.gone = RequestDropped(engine)
+        self.dropped = RequestDropped(engine)
         self.num_bytes = 0
 
     async def act(self, effect: Effect) -> None:
@@ -106,7 +106,7 @@ class _Reception:
         try:
             await self._act(effect)
         except NotFound:
-            raise self.gone.error() from None
+            raise self.dropped.error() from None
 
     async def _act(self, effect: Effect) -> None:
         match effect:
@@ -133,7 +133,7 @@ class _Reception:
 
     async def close(self) -> None:
         """Frees the reservation if the request never started."""
-        self.gone.close()
+        self.dropped.close()
         if self._reserved:
             await self._engine.cancel(self._generation.request_id)
 
@@ -145,9 +145,9 @@ class _Reception:
         if whole != KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens):
             raise Incompatible(f"a hand-over must cover all {num_tokens} tokens of all layers and heads, not {whole}")
         request = request_from(generation, prefill_only=False, arrival_s=now_s())
-        await self._engine.reserve(request, lambda _: self.gone.tell())
+        await self._engine.reserve(request, lambda _: self.dropped.notify())
         self._generation, self._reserved = generation, True
-        self._state.check_can_serve(generation, types_pb2.DECODE)  # it may have been cancelled meanwhile
+        self._state.check_can_serve(generation, types_pb2.DECODE)  # it may have been cancelled in the meantime
 
     async def _start(self, first_token_id: int) -> None:
         request_id = self._generation.request_id

@@ -1,4 +1,4 @@
-"""One request's decoding as a span: the whole, and in it the time until its first token here."""
+"""Trace span of one request's decoding, with a child span until the first token decoded here."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from halfmoon.rpc.spans import Attributes, Span
 
 
 class DecodeSpan:
-    """Owns the span, from the moment that the request joins the batch."""
+    """Owns the span that begins when the request joins the batch."""
 
     def __init__(self, parent: Span, start_s: float) -> None:
         self._start_s = start_s
         self._span = parent.child("decode", start_s)
 
     def first(self, at_s: float) -> None:
-        """The first token that was decoded here."""
+        """Records the first token decoded here."""
         self._span.child("first token", self._start_s).end(at_s)
 
     def end(self, last: TokenOutput | None, at_s: float) -> None:
-        """`last` is its last token; None: it was given up before."""
+        """Ends the span. `last` is the request's last token; None if the request was cancelled."""
         if last is None:
             self._span.end(at_s, error="cancelled")
             return

@@ -1,4 +1,4 @@
-"""Links that carry KV to decode workers, one an address, each with a channel apart from control."""
+"""Links that carry KV to decode workers: one per address, each on a channel separate from control."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class _Channel:
 
 
 class KVChannels:
-    """Owns the links; a used one is kept for the next transfer, the longest unused ones are closed.
+    """Owns the links. Keeps used links for the next transfer and closes those unused for longest.
 
-    `on_fallback` hears the name of each transport that a receiver declined; `device` is that of `KVLink`.
+    `on_fallback` is called with the name of each transport that a receiver declined; `device` is passed to `KVLink`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class KVChannels:
 
     @contextmanager
     def to(self, address: str) -> Iterator[KVLink]:
-        """The link to `address`; it is not closed while inside."""
+        """Gives the link to `address` and keeps it open while inside."""
         channel = self._channels.pop(address, None) or _Channel(
             KVLink(Peer(address), self._settings, self._on_fallback, self._device)
         )
@@ -53,14 +53,14 @@ class KVChannels:
             channel.num_users -= 1
 
     def estimates(self) -> dict[str, LinkEstimate]:
-        """How fast the links are, by address, as far as that is known."""
-        found = {address: channel.link.estimator.estimate for address, channel in self._channels.items()}
-        return {address: estimate for address, estimate in found.items() if estimate is not None}
+        """Measured speed of each link by address; links not yet measured are left out."""
+        estimates = {address: channel.link.estimator.estimate for address, channel in self._channels.items()}
+        return {address: estimate for address, estimate in estimates.items() if estimate is not None}
 
     async def close_idle(self, max_idle: int | None = None) -> None:
-        """Closes channels that nobody uses, beyond the `max_idle` most recent ones (None: as many as are kept)."""
+        """Closes unused channels except the `max_idle` most recent ones (None: as many as are kept)."""
         max_idle = self._max_idle if max_idle is None else max_idle
         idle = [address for address, channel in self._channels.items() if not channel.num_users]
         closing = [self._channels.pop(address) for address in idle[: max(0, len(idle) - max_idle)]]
-        for channel in closing:  # no longer known, so that nobody takes one meanwhile
+        for channel in closing:  # already forgotten, so no transfer picks one up while it closes
             await channel.link.close()

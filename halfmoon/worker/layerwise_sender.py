@@ -1,4 +1,4 @@
-"""One request's KV on its way out, sent while the engine still computes it (Mooncake's layer-wise prefill)."""
+"""Sends one request's KV while the engine still computes it (Mooncake's layer-wise prefill)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from halfmoon.worker.serving_engine import ServingEngine
 
 
 class LayerwiseSender:
-    """Owns what of one request's KV has been sent. Event-loop thread only.
+    """Owns which part of one request's KV has been sent. Event-loop thread only.
 
-    The engine says how far it is and goes on; only the newest word is kept. A frame is gathered when the transfer has
-    room for it, straight into what is sent, so a slow receiver slows its own transfer and nothing else, and finds
-    larger frames waiting the slower it is.
+    The engine reports how much is written and goes on; only the newest report is kept. A frame is gathered when the
+    transfer has room for it, straight into the buffer that is sent. A slow receiver therefore slows only its own
+    transfer, and the slower it is, the larger its frames become.
     """
 
     def __init__(
@@ -44,28 +44,28 @@ class LayerwiseSender:
         self._plan = FramePlan(layout, num_tokens)
         self._written = Written()
         self._news = asyncio.Event()
-        self.gone = RequestDropped(engine)
+        self.dropped = RequestDropped(engine)
         self.num_bytes = 0
 
     def on_kv(self, written: Written | None) -> None:
-        """The engine's word: what is written now, None when the request is gone."""
+        """Takes the engine's report: what is written now, or None when the request is gone."""
         if written is None:
-            self.gone.tell()
+            self.dropped.notify()
             return
         self._written = written
         self._news.set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Task[None]]:
-        """Sends while inside; the task ends when everything has been handed to the transport.
+        """Sends while inside. The task ends when everything has been handed to the transport.
 
-        It raises what the transfer raises. `gone` tells, also after that, when the engine has dropped the request.
+        It raises the transfer's errors. `dropped` reports, even after that, that the engine has dropped the request.
         """
         try:
             async with running(self._run()) as sending:
                 yield sending
         finally:
-            self.gone.close()
+            self.dropped.close()
 
     async def _run(self) -> None:
         while not self._plan.is_done:
@@ -75,7 +75,7 @@ class LayerwiseSender:
                 written = self._written
 
     async def _newer(self) -> Written:
-        """The engine's next word."""
+        """Waits for the engine's next report."""
         await self._news.wait()
         self._news.clear()
         return self._written
@@ -86,7 +86,7 @@ class LayerwiseSender:
         num_bytes = encoded_bytes(codec, shape, dtype)
         buffer = await self._transfer.buffer(num_bytes)
         while not await self._gather(part, buffer, codec):
-            self._transfer.give_back(buffer)  # what holds the memory that this one needs may be waiting for the room
+            self._transfer.give_back(buffer)  # requests that hold the memory needed may wait for it
             await self._newer()
             buffer = await self._transfer.buffer(num_bytes)
         await self._transfer.data(part, buffer, codec)
@@ -94,12 +94,12 @@ class LayerwiseSender:
         self.num_bytes += num_bytes
 
     async def _gather(self, part: KVRange, buffer: StagingBuffer, codec: Codec) -> bool:
-        """False when a preemption took the KV back; the engine tells when it is there again."""
+        """Gathers a frame; False if a preemption took the KV back. The engine reports when it is written again."""
         where = (part.layer_start, part.layer_end, part.token_start, part.num_tokens)
         try:
             await self._engine.kv_read(self._request_id, *where, buffer.place, codec)
         except NotWritten:
             return False
         except NotFound:
-            raise self.gone.error() from None
+            raise self.dropped.error() from None
         return True

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 log = logging.getLogger(__name__)
 
-_EVENT_SHARE = 0.02  # of the whole between two events
+_EVENT_SHARE = 0.02  # share of the whole between two events
 
 
 @contextmanager

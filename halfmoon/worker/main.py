@@ -1,4 +1,4 @@
-"""A worker's life: load the model, serve, register, drain, stop."""
+"""The life of a worker: load the model, serve, register, drain, stop."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def _serve(settings: WorkerSettings, tracer: Tracer) -> None:
     loading = asyncio.create_task(asyncio.to_thread(_load_engine, settings))
     await asyncio.wait({stopping, loading}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
-        os._exit(0)  # a thread in the middle of reading weights cannot be stopped in any other way
+        os._exit(0)  # a thread that is reading weights cannot be stopped in any other way
     engine, profile = await loading
     metrics = WorkerMetrics()
     identity = gateway_pb2.WorkerIdentity()
@@ -101,7 +101,7 @@ async def _serve(settings: WorkerSettings, tracer: Tracer) -> None:
 
 @asynccontextmanager
 async def _store_link(settings: WorkerSettings) -> AsyncIterator[StoreLink | None]:
-    """The connection to the store, if there is one."""
+    """Connects to the store; None without one."""
     if settings.kv_store is None:
         yield None
         return
@@ -110,12 +110,12 @@ async def _store_link(settings: WorkerSettings) -> AsyncIterator[StoreLink | Non
 
 
 def store_client(address: str, mbps: float | None) -> KVStoreClient:
-    """The client of the store there, over a link that is not faster than `mbps` megabytes a second."""
+    """Client of the store at `address`, limited to `mbps` megabytes per second if given."""
     return KVStoreClient(address, b"", LinkSettings(bytes_per_s=None if mbps is None else mbps * 1e6))
 
 
 def store_writer(engine: AsyncEngine, state: WorkerState, link: StoreLink, metrics: WorkerMetrics) -> StoreWriter:
-    """What puts this worker's blocks into the store."""
+    """Writer of this worker's blocks to the store."""
     return StoreWriter(engine, link, state.chains, metrics.store, lambda: state.compute_rate.model)
 
 
@@ -151,7 +151,7 @@ def _offload(settings: WorkerSettings) -> OffloadConfig | None:
 
 
 def link_settings(settings: WorkerSettings) -> LinkSettings:
-    """Raises InvalidRequest for a transport that there is not, or too small a window."""
+    """Transport settings of KV links. Raises InvalidRequest for an unknown transport or too small a window."""
     return LinkSettings(
         transports=tuple(name.strip() for name in settings.kv_transports.split(",")),
         window_bytes=int(settings.kv_window),
@@ -161,16 +161,16 @@ def link_settings(settings: WorkerSettings) -> LinkSettings:
     )
 
 
-def _device(wanted: str) -> str:
-    """`auto` is a GPU if there is one. Raises InvalidRequest if a GPU is asked for and there is none."""
+def _device(requested: str) -> str:
+    """Resolves `auto` to a GPU if there is one. Raises InvalidRequest if a GPU is requested and none is found."""
     has_cuda = torch.cuda.is_available()
-    if wanted == "cuda" and not has_cuda:
+    if requested == "cuda" and not has_cuda:
         raise InvalidRequest("--device cuda: PyTorch sees no CUDA device here; use --device cpu", param="device")
-    return "cuda" if has_cuda and wanted != "cpu" else "cpu"
+    return "cuda" if has_cuda and requested != "cpu" else "cpu"
 
 
 def _device_memory(engine: Engine) -> CudaMemory | None:
-    """What KV can be gathered into and scattered out of on the device; None where nothing copies there."""
+    """Gathers and scatters KV on the device; None where KV is not copied on a device."""
     config = engine.config
     is_plain = config.num_ranks == 1 and config.offload is None
     can_copy = config.device.startswith("cuda") and is_plain and config.attention_backend == "triton"

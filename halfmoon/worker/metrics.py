@@ -1,4 +1,4 @@
-"""Every metric of a worker."""
+"""All metrics of a worker."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ class WorkerMetrics:
         self._output_tokens = Counter("halfmoon_engine_output_tokens", "Tokens generated", registry=self.registry)
         self._staged = Counter(
             "halfmoon_engine_staged",
-            "Groups of sequences whose KV came from host memory in a step: loaded, or in part computed again",
+            "Groups of sequences per step whose KV came from host memory: loaded, or partly recomputed",
             ["kind"],
             registry=self.registry,
         )
         self._staged_bytes = Counter(
             "halfmoon_engine_staged_bytes",
-            "KV and inputs that came from host memory to the device",
+            "KV and inputs copied from host memory to the device",
             registry=self.registry,
         )
         self._staged_link = Counter(
-            "halfmoon_engine_staged_link_seconds", "Time in which they came", registry=self.registry
+            "halfmoon_engine_staged_link_seconds", "Time spent copying from host memory", registry=self.registry
         )
         self._staged_wait = Counter(
             "halfmoon_engine_staged_wait_seconds",
-            "Of that, what computing did not hide: all of it if nothing came while something was computed",
+            "Copying time not hidden by computing; all of it if nothing was copied while computing",
             registry=self.registry,
         )
         self._preemptions = Counter("halfmoon_engine_preemptions", "Sequences preempted", registry=self.registry)
         self._sequences = Gauge("halfmoon_engine_sequences", "Sequences by state", ["state"], registry=self.registry)
         self._blocks = Gauge("halfmoon_engine_blocks", "KV blocks by state", ["state"], registry=self.registry)
         self.handover_bytes = Counter(
-            "halfmoon_handover_bytes", "KV bytes by direction", ["direction"], registry=self.registry
+            "halfmoon_handover_bytes", "KV bytes handed over by direction", ["direction"], registry=self.registry
         )
         self.handover_seconds = Histogram(
             "halfmoon_handover_seconds", "From the decode worker's ACCEPT to its DONE", registry=self.registry
         )
         self.handover_exposed_seconds = Histogram(
             "halfmoon_handover_exposed_seconds",
-            "From the end of a prefill to the decode worker's DONE: what of the transfer computing did not hide",
+            "From the end of a prefill to the decode worker's DONE: transfer time not hidden by computing",
             buckets=_EXPOSED_SECONDS,
             registry=self.registry,
         )
@@ -64,13 +64,13 @@ class WorkerMetrics:
         self.store = StoreMetrics(self.registry)
         self.kv_fallbacks = Counter(
             "halfmoon_kv_fallbacks",
-            "KV transports offered that could not be used",
+            "KV transports that were offered but could not be used",
             ["transport"],
             registry=self.registry,
         )
 
     def observe_step(self, result: StepResult) -> None:
-        """After each engine step."""
+        """Records one engine step."""
         self._step.observe(result.duration_s)
         self._prefill_tokens.inc(result.num_prefill_tokens)
         self._output_tokens.inc(len(result.outputs))
@@ -82,7 +82,7 @@ class WorkerMetrics:
         self._staged_wait.inc(result.staged.wait_s)
 
     def observe_stats(self, stats: EngineStats) -> None:
-        """With each load report."""
+        """Updates the gauges; called with each load report."""
         for state in ("running", "waiting", "reserved", "held"):
             self._sequences.labels(state).set(getattr(stats, f"num_{state}"))
         self._blocks.labels("free").set(stats.num_free_blocks)

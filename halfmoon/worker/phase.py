@@ -1,4 +1,4 @@
-"""What a prefill worker did for one request, and when: the one source of times for timelines and traces."""
+"""Phases of a worker's work on one request, with times: the one source for timelines and traces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS: dict[PhaseKind, prefill_pb2.Phase.Kind.ValueType] = {
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One part of the work, on this process's clock; prefill.proto says what counts as what."""
+    """One phase on this process's clock. prefill.proto defines what each kind includes."""
 
     kind: PhaseKind
     start_s: float
@@ -30,11 +30,11 @@ class Phase:
     num_bytes: int = 0
 
     def end(self, span: Span) -> None:
-        """Ends the span that began with it."""
+        """Ends the span that began with this phase."""
         span.end(self.end_s, attributes=self._attributes)
 
     def record(self, parent: Span) -> None:
-        """Makes a span of it."""
+        """Adds this phase to `parent` as a child span."""
         parent.child(self.kind, self.start_s).end(self.end_s, attributes=self._attributes)
 
     @property
@@ -43,7 +43,7 @@ class Phase:
         return {f"halfmoon.{name}": count for name, count in counts.items() if count}
 
     def message(self, called_s: float) -> prefill_pb2.Phase:
-        """As the gateway hears of it, which called at `called_s`."""
+        """Converts to protobuf, with times relative to the gateway's call at `called_s`."""
         return prefill_pb2.Phase(
             kind=_KINDS[self.kind],
             start_s=self.start_s - called_s,

@@ -1,4 +1,4 @@
-"""One request in the engine of a prefill worker, from its arrival until its KV is elsewhere or it is let go."""
+"""One request in a prefill worker's engine, from its arrival until its KV is elsewhere or it is detached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halfmoon.worker.wire import request_from, token_message
 
 
 class PrefillRequestScope:
-    """Owns the request while inside; leaving frees its blocks, unless it was let go. `first` is its first token."""
+    """Owns the request while inside. Leaving frees its blocks unless it was detached. `first` is its first token."""
 
     def __init__(
         self,
@@ -32,9 +32,10 @@ class PrefillRequestScope:
         called_s: float | None = None,
         span: Span | None = None,
     ) -> None:
-        """`on_kv` hears what of its KV is written, as `AsyncEngine.add` has it; `restorer` knows a store.
+        """Creates the scope; entering it adds the request to the engine.
 
-        The request has come at `called_s`, or now. What is done for it is part of `span`, or of the present one.
+        `on_kv` is called as KV is written, as in `AsyncEngine.add`. `restorer` loads known prefixes from a store. The
+        request arrived at `called_s`, or now. Its spans are children of `span`, or of the current one.
         """
         self._engine = engine
         self._state = state
@@ -48,7 +49,7 @@ class PrefillRequestScope:
         self._kept = True
         self._span = span or current_span()
         self._restore_span = NO_SPAN
-        self._asked_s = self._arrival_s  # the store
+        self._asked_s = self._arrival_s  # when the store was asked
         self._decided_s = self._arrival_s
         self.first: asyncio.Future[FirstOutput] = state.router.expect_first(
             generation.request_id, generation.gateway_id
@@ -89,14 +90,14 @@ class PrefillRequestScope:
             self.first.cancel()
             self._state.router.forget(self._request.request_id)
             await asyncio.shield(self._engine.cancel(self._request.request_id))
-        self._restore_span.end(error="it came to no token")
+        self._restore_span.end(error="ended before the first token")
 
-    def let_go(self) -> None:
-        """The request stays in the engine and goes on without this call."""
+    def detach(self) -> None:
+        """Leaves the request in the engine; it continues without this call."""
         self._kept = False
 
     def event(self, first: FirstOutput) -> prefill_pb2.PrefillEvent:
-        """The gateway's FirstToken. Raises HalfmoonError when there is none."""
+        """Builds the gateway's FirstToken. Raises HalfmoonError if the engine failed."""
         if first.output.finish_reason == "error":
             raise HalfmoonError("the worker failed while computing this prompt: see its log")
         num_loaded = 0 if self._restoring is None else self._restoring.num_loaded_tokens
@@ -121,7 +122,7 @@ class PrefillRequestScope:
         )
 
     def _restored(self) -> Phase:
-        """From asking the store on; where nothing was to be loaded until that was known."""
+        """The restore phase, from asking the store to the last load, or to the decision to load nothing."""
         restoring = self._restoring
         if restoring is None:
             return Phase("restore", self._asked_s, self._decided_s)

@@ -1,4 +1,4 @@
-"""The prefill half of a worker: computes a prompt, answers its first token, sends its KV to a decode worker."""
+"""The prefill phase of a worker: computes a prompt, answers its first token, sends its KV to a decode worker."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from halfmoon.worker.wire import codec_from
 
 log = logging.getLogger(__name__)
 
-HANDOVER_DEADLINE_S = 3600.0  # an upper bound; the gateway's own deadline is the one that counts
+HANDOVER_DEADLINE_S = 3600.0  # an upper bound; the gateway's own deadline is what counts
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -47,9 +47,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         channels: KVChannels | None = None,
         restorer: Restorer | None = None,
     ) -> None:
-        """`channels`: those of the process, where several workers share them; else its own, made with the others.
+        """Creates the servicer.
 
-        `restorer` brings known prefixes from a store, where there is one.
+        `channels`: shared by several workers of one process; without it the servicer makes its own from `link_settings`
+        and `device`. `restorer` loads known prefixes from a store, if there is one.
         """
         self._engine = engine
         self._state = state
@@ -60,7 +61,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         )
 
     def links(self) -> dict[str, LinkEstimate]:
-        """How fast KV goes to the workers that it was sent to, by their address."""
+        """Measured speed of KV links, by the receiving worker's address."""
         return self._channels.estimates()
 
     async def close(self) -> None:
@@ -83,14 +84,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 yield event
 
     async def _first_only(self, generation: types_pb2.Generation) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        """A request for a single token never needs a decode worker."""
-        async with PrefillRequestScope(self._engine, self._state, generation, restorer=self._restorer) as prefilling:
-            yield prefilling.event(await prefilling.first)
+        """Serves a request for a single token, which never needs a decode worker."""
+        async with PrefillRequestScope(self._engine, self._state, generation, restorer=self._restorer) as scope:
+            yield scope.event(await scope.first)
 
     async def _hand_over(
         self, generation: types_pb2.Generation, address: str, codec: Codec
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        """Reserve there, compute here and send meanwhile, commit."""
+        """Reserves on the decode worker, computes here while sending, then commits."""
         layout = self._state.layout
         num_tokens = len(generation.prompt_token_ids) + len(generation.output_token_ids)
         whole = KVRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, num_tokens)
@@ -101,38 +102,38 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         with operation(prefill.child("transfer", called_s)) as span, self._channels.to(address) as link:
             async with transfer_to(link, layout, deadline_s=HANDOVER_DEADLINE_S) as transfer:
                 await transfer.open(whole, body, codec)
-                self._state.check_can_serve(generation, types_pb2.PREFILL)  # it may have been cancelled meanwhile
+                self._state.check_can_serve(generation, types_pb2.PREFILL)  # it may have been cancelled in the meantime
                 opened_s = now_s()
-                outflow = LayerwiseSender(self._engine, transfer, layout, generation.request_id, num_tokens, codec)
+                sender = LayerwiseSender(self._engine, transfer, layout, generation.request_id, num_tokens, codec)
                 async with (
                     PrefillRequestScope(
                         self._engine,
                         self._state,
                         generation,
-                        on_kv=outflow.on_kv,
+                        on_kv=sender.on_kv,
                         restorer=self._restorer,
                         called_s=called_s,
                         span=prefill,
-                    ) as prefilling,
+                    ) as scope,
                     running(_keep_lease(transfer)) as lease,
-                    outflow.running() as sending,
+                    sender.running() as sending,
                 ):
-                    first = await first_result(prefilling.first, sending, lease, outflow.gone.told)
-                    yield prefilling.event(first)
+                    first = await first_result(scope.first, sending, lease, sender.dropped.event)
+                    yield scope.event(first)
                     if first.output.finish_reason is not None:
                         return
-                    await first_result(sending, lease, outflow.gone.told)
+                    await first_result(sending, lease, sender.dropped.event)
                     await cancelled(lease)
                     commit = decode_pb2.HandoverCommit(first_token_id=first.output.token_id)
                     async with running(transfer.commit(commit.SerializeToString())) as done:
-                        await first_result(done, outflow.gone.told)
+                        await first_result(done, sender.dropped.event)
                     done_s = now_s()
-            phase = Phase("transfer", called_s, done_s, num_bytes=outflow.num_bytes)
+            phase = Phase("transfer", called_s, done_s, num_bytes=sender.num_bytes)
             phase.end(span)
-        self._note_handed_over(outflow.num_bytes, done_s - opened_s, done_s - first.ended_s)
+        self._note_handed_over(sender.num_bytes, done_s - opened_s, done_s - first.ended_s)
         yield prefill_pb2.PrefillEvent(
             handed_over=prefill_pb2.HandedOver(
-                kv_bytes=outflow.num_bytes,
+                kv_bytes=sender.num_bytes,
                 transfer_s=done_s - first.ended_s,
                 transfer=phase.message(called_s),
             )
@@ -148,21 +149,21 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         )
 
     async def _keep(self, generation: types_pb2.Generation) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        """Role "both": the request goes on here, its further tokens on the gateway's token stream."""
+        """Keeps the request here (role `both`); further tokens go to the gateway's token stream."""
         self._state.router.check_listening(generation.gateway_id)
         async with PrefillRequestScope(
             self._engine, self._state, generation, prefill_only=False, restorer=self._restorer
-        ) as prefilling:
-            first = await prefilling.first
-            yield prefilling.event(first)
-            prefilling.let_go()
+        ) as scope:
+            first = await scope.first
+            yield scope.event(first)
+            scope.detach()
             self._state.router.trace_decoding(generation.request_id, current_span())
         if first.output.finish_reason is None:
             yield prefill_pb2.PrefillEvent(handed_over=prefill_pb2.HandedOver())
 
 
 async def _keep_lease(transfer: TransferSender) -> None:
-    """Renews the decode worker's reservation until that is lost: then it raises why."""
+    """Renews the decode worker's reservation until it is lost, then raises the reason."""
     async with running(transfer.until_broken()) as broken:
         while True:
             done, _ = await asyncio.wait({broken}, timeout=RENEW_S)

@@ -1,4 +1,4 @@
-"""The worker's side of membership: dial the gateway, say who we are, then report load until told to stop."""
+"""The worker's side of membership: dial the gateway, identify, then report load until told to stop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfmoon.worker.block_feed import BlockFeed
 
 log = logging.getLogger(__name__)
 
-_FIRST_INTERVAL_S = 0.25  # until the gateway's Welcome says another
+_FIRST_INTERVAL_S = 0.25  # until the gateway's Welcome sets another
 _BACKOFF_S = 0.5
 
 _TEMPORARY = (Unavailable, DeadlineExceeded, Cancelled)
@@ -23,7 +23,7 @@ _TEMPORARY = (Unavailable, DeadlineExceeded, Cancelled)
 class Registration:
     """Owns the membership with one gateway. `run` lasts as long as the worker.
 
-    Reports come as often as the gateway wants them, or every `report_s` where that is more often.
+    Reports at the gateway's interval, or every `report_s` if that is shorter.
     """
 
     def __init__(
@@ -41,23 +41,23 @@ class Registration:
         self._report_s = report_s
         self._interval_s = min(_FIRST_INTERVAL_S, report_s)
         self._hurry = asyncio.Event()
-        self._told = ""  # why the gateway is away
+        self._logged_reason = ""  # why the gateway is away
 
     def report_now(self) -> None:
-        """Sends the next load report without waiting: something that matters changed."""
+        """Sends the next load report at once, because something important changed."""
         self._hurry.set()
 
     async def run(self) -> None:
-        """Registers, again after every loss. Raises what the gateway refuses this worker with."""
+        """Registers, and again after every loss. Raises the error with which the gateway refuses this worker."""
         async with Peer(self._address) as peer:
             while True:
                 try:
                     await self._register(peer)
                     log.warning("registration.ended", extra={"gateway": self._address})
                 except _TEMPORARY as err:
-                    if err.message != self._told:  # once, however long the gateway is away
+                    if err.message != self._logged_reason:  # log once, however long the gateway is away
                         log.warning("registration.lost", extra={"gateway": self._address, "reason": err.message})
-                    self._told = err.message
+                    self._logged_reason = err.message
                 except HalfmoonError as err:
                     log.error("registration.refused", extra={"gateway": self._address, "reason": err.message})
                     raise
@@ -69,7 +69,7 @@ class Registration:
             async for answer in answers:
                 if answer.HasField("welcome"):
                     self._interval_s = min(answer.welcome.heartbeat_interval_s, self._report_s)
-                    self._told = ""
+                    self._logged_reason = ""
                     log.info("registration.welcome", extra={"gateway_id": answer.welcome.gateway_id})
                 elif answer.HasField("resend_blocks"):
                     self._blocks.begin_anew()

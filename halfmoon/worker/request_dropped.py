@@ -1,4 +1,4 @@
-"""The news that the engine has dropped a request while a call still works for it."""
+"""Notification that the engine has dropped a request while a call still works on it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from halfmoon.worker.serving_engine import ServingEngine
 
 
 class RequestDropped:
-    """Owns one piece of news. `told` raises Cancelled once it has come, Unavailable if the whole engine went.
+    """Owns one notification. `event` raises Cancelled when it arrives, Unavailable if the whole engine is gone.
 
     Event-loop thread only.
     """
 
     def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
-        self.told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.event: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def error(self) -> HalfmoonError:
-        """What everybody who works for the request is told."""
+        """The error for every call that works on the request."""
         try:
             self._engine.check_open()
         except Unavailable as error:
@@ -27,11 +27,11 @@ class RequestDropped:
         return Cancelled("the request was cancelled while its KV was on its way")
 
     def tell(self) -> None:
-        """The engine has dropped it. Means nothing after `close`."""
-        if not self.told.done():
-            self.told.set_exception(self.error())
+        """Reports that the engine has dropped the request. Does nothing after `close`."""
+        if not self.event.done():
+            self.event.set_exception(self.error())
 
     def close(self) -> None:
-        """Nobody listens any more."""
-        if not self.told.cancel() and not self.told.cancelled():
-            self.told.exception()  # it was another error that ended the call: this one is no surprise
+        """Stops listening."""
+        if not self.event.cancel() and not self.event.cancelled():
+            self.event.exception()  # another error ended the call: mark this one as retrieved

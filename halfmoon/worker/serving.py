@@ -1,4 +1,4 @@
-"""What a worker does while it serves, whatever its engine: it is a member of its gateways, until it has drained."""
+"""Serving with any engine: a worker is a member of its gateways until it has drained."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 
 ROLES = {"prefill": types_pb2.PREFILL, "decode": types_pb2.DECODE, "both": types_pb2.BOTH}
 
-_GATEWAY_PATIENCE_S = 5.0  # a gateway that stopped reading its tokens for this long has given its requests up
+_GATEWAY_PATIENCE_S = 5.0  # after this long without reading tokens, a gateway has given up its requests
 _SWEEP_S = 1.0
 _SETTLE_POLL_S = 0.05
 
 
 def worker_services(prefill: PrefillServicer, decode: DecodeServicer) -> tuple[Callable[[grpc.aio.Server], None], ...]:
-    """What a worker's server offers, whatever its role."""
+    """Services of a worker's server, the same for every role."""
     return (
         lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server),
         lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(decode, server),
@@ -38,7 +38,7 @@ def worker_services(prefill: PrefillServicer, decode: DecodeServicer) -> tuple[C
 
 
 class Serving:
-    """Owns the tasks of one serving worker. `death` resolves to what killed its engine; `load` is the next report."""
+    """Owns the tasks of one serving worker. `death` resolves to what killed its engine; `load` makes load reports."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Serving:
         death: asyncio.Future[BaseException],
         report_s: float = math.inf,
     ) -> None:
-        """`report_s` is that of `Registration`."""
+        """See `Registration` for `report_s`."""
         self._engine = engine
         self._state = state
         self._load = load
@@ -57,7 +57,7 @@ class Serving:
         self._work: list[Coroutine[Any, Any, None]] = []
 
     def add(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` meanwhile, whose end by an error is the worker's."""
+        """Runs `work` while serving; an error in it ends the worker."""
         self._work.append(work)
 
     async def until_stopped(
@@ -67,10 +67,10 @@ class Serving:
         stopping: asyncio.Future[None],
         retiring: asyncio.Future[None] | None = None,
     ) -> None:
-        """A member of `gateways` (host:port, by commas) until `stopping` is done, then `drain_s` more at most.
+        """Serves `gateways` (host:port, comma-separated) until `stopping` is done, then for at most `drain_s` more.
 
-        `retiring` lets it finish all that it has accepted first, unless `stopping` comes meanwhile. Raises what a
-        gateway refuses it with, and Unavailable when the engine dies.
+        `retiring` lets the worker first finish all accepted work, unless `stopping` comes in the meantime. Raises the
+        error with which a gateway refuses it, and Unavailable when the engine dies.
         """
         registrations = [
             Registration(
@@ -94,7 +94,7 @@ class Serving:
                 task.cancel()
 
     async def _sweep(self) -> None:
-        """Ends the requests of gateways that are gone."""
+        """Cancels the requests of gateways that are gone."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             for request_id in self._state.router.abandoned(_GATEWAY_PATIENCE_S):
@@ -102,13 +102,13 @@ class Serving:
                 await self._engine.cancel(request_id)
 
     async def _watch(self) -> None:
-        """Raises if the engine dies, so that the process ends and its gateway places elsewhere."""
+        """Raises if the engine dies, so that the process ends and gateways place requests elsewhere."""
         error = Unavailable(f"the engine of this worker died: {await self._death!r}")
         self._state.router.forget_all(error)
         raise error
 
     async def _settled(self) -> None:
-        """Returns when no request is left, and what the store should have is on its way."""
+        """Returns when no request is left and all blocks for the store have been sent."""
         await self._idle()
         await self._state.chains.settled()
 

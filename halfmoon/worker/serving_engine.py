@@ -1,4 +1,4 @@
-"""What the RPC half of a worker asks of its engine: `engine.async_engine.AsyncEngine`, or a simulated one. No torch."""
+"""What a worker's RPC layer needs from its engine: `AsyncEngine` or a simulated one. No torch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from halfmoon.kv.kv_layout import KVDtype
 
 
 class ServingEngine(Protocol):
-    """An engine that steps by itself. Event-loop thread only; `AsyncEngine`'s docstrings are the law of each method."""
+    """An engine that steps by itself. Event-loop thread only. `AsyncEngine` documents each method's contract."""
 
     async def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
         """Queues a request."""
         ...
 
     async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
-        """Room for a request whose KV comes from elsewhere."""
+        """Reserves room for a request whose KV comes from elsewhere."""
         ...
 
     async def start(self, request_id: str, first_token_id: int) -> None:
-        """The KV of a reserved request is here."""
+        """Starts a reserved request once its KV is here."""
         ...
 
     async def cancel(self, request_id: str) -> bool:
@@ -42,7 +42,7 @@ class ServingEngine(Protocol):
         codec: Codec = Codec.RAW,
         dtype: KVDtype | None = None,
     ) -> None:
-        """KV of a reserved request arrives."""
+        """Writes arriving KV of a reserved request."""
         ...
 
     async def kv_read(
@@ -55,13 +55,13 @@ class ServingEngine(Protocol):
         out: KVPlace | None = None,
         codec: Codec = Codec.RAW,
     ) -> memoryview:
-        """KV of a prefill-only request leaves."""
+        """Reads KV of a prefill-only request."""
         ...
 
     def check_open(self) -> None:
-        """Raises Unavailable once nothing is computed any more."""
+        """Raises Unavailable once the engine computes nothing any more."""
         ...
 
     def stats_now(self) -> EngineStats:
-        """Counts without waiting for the end of a step."""
+        """Returns counts without waiting for the end of a step."""
         ...

@@ -1,4 +1,4 @@
-"""The settings of a worker. `services.prefill` and `services.decode` are this with another default role."""
+"""Settings of a worker. `services.prefill` and `services.decode` change only the default role."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class WorkerSettings(WorkerConfig, ObservedConfig, BaseSettings):
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True)
 
-    role: RoleName = Field(description="which half of a request this worker serves")
+    role: RoleName = Field(description="the phases this worker serves")
     gateway: str = Field(description="host:port of the gateway's cluster service; several separated by commas")
     listen: str = Field("127.0.0.1:0", description="host:port of this worker's own services; port 0 picks one")
     advertise: str | None = Field(None, description="host:port where others reach this worker, if not --listen")
     model: str = Field("demo", description="'demo', a directory, a .gguf file or a Hugging Face id")
-    model_name: str | None = Field(None, description="the name the model is served under; default: its own")
-    kv_store: str | None = Field(None, description="host:port of the store of KV blocks; none: nothing is kept there")
+    model_name: str | None = Field(None, description="name under which the model is served; default: its own")
+    kv_store: str | None = Field(None, description="host:port of the KV store; default: no store")
     metrics_port: int | None = Field(None, ge=0, description="serve Prometheus metrics on this port")
-    state_dir: Path = Field(Path(".halfmoon"), description="where a service may keep files")
+    state_dir: Path = Field(Path(".halfmoon"), description="directory in which a service may keep files")

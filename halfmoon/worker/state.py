@@ -1,4 +1,4 @@
-"""What the servicers of one worker share: the engine, its routes, its identity, and whether it takes new work."""
+"""State shared by the servicers of one worker: routes, identity, counters, and whether it accepts new work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from halfmoon.worker.store.chain_queue import ChainQueue
 from halfmoon.worker.token_router import TokenStreams
 
 _NUM_REMEMBERED = 10_000
-_MAX_TIMINGS = 64  # of a report
+_MAX_TIMINGS = 64  # in one report
 
 
 class WorkerState:
@@ -32,7 +32,7 @@ class WorkerState:
         metrics: WorkerMetrics,
         chains: ChainQueue | None = None,
     ) -> None:
-        """chains: hears what the store may not have; None where there is no store."""
+        """chains: receives prompts whose blocks the store may lack; None without a store."""
         self.identity = identity
         self.layout = layout
         self.router = TokenStreams()
@@ -41,15 +41,15 @@ class WorkerState:
         self.chains = chains or ChainQueue(0)
         self.compute_rate = ComputeRate()
         self._metrics = metrics
-        self._cancelled: OrderedDict[str, None] = OrderedDict()  # so that KV still on its way is refused
+        self._cancelled: OrderedDict[str, None] = OrderedDict()  # so that KV still in transit is refused
         self._num_loads = 0
         self._num_prefill_tokens = 0
         self._num_output_tokens = 0
         self._context_tokens = 0  # of the last step
-        self._steps: deque[tuple[float, StepResult]] = deque(maxlen=_MAX_TIMINGS)  # since the last report: ended, what
+        self._steps: deque[tuple[float, StepResult]] = deque(maxlen=_MAX_TIMINGS)  # (ended_s, result)
 
     def check_can_serve(self, generation: types_pb2.Generation, role: types_pb2.Role.ValueType) -> None:
-        """Raises Unavailable, InvalidRequest, Incompatible or Cancelled unless new work of this kind is welcome."""
+        """Raises Unavailable, InvalidRequest, Incompatible or Cancelled unless this work can be accepted."""
         if self.draining:
             raise Unavailable("this worker is draining")
         if self.identity.role not in (role, types_pb2.BOTH):
@@ -65,13 +65,13 @@ class WorkerState:
             raise Cancelled("the request was cancelled before its work arrived here")
 
     def remember_cancelled(self, request_id: str) -> None:
-        """Work of this request that still arrives is refused."""
+        """Refuses work of this request that still arrives."""
         self._cancelled[request_id] = None
         while len(self._cancelled) > _NUM_REMEMBERED:
             self._cancelled.popitem(last=False)
 
     def on_step(self, result: StepResult) -> None:
-        """The engine's callback, once a step."""
+        """Handles one step; called by the engine."""
         self._num_prefill_tokens += result.num_prefill_tokens
         self._num_output_tokens += len(result.outputs)
         self._metrics.observe_step(result)
@@ -85,14 +85,14 @@ class WorkerState:
         self.router.deliver(result.outputs)
 
     def note_prompt(self, num_tokens: int, num_cached: int, num_loaded: int) -> None:
-        """A prompt is here: so much of it was in the prefix cache, and so much came from the store."""
+        """Counts a prompt's tokens by source: prefix cache, store, computed."""
         sources = {"cache": num_cached, "store": num_loaded, "computed": num_tokens - num_cached - num_loaded}
         for source, count in sources.items():
             self._metrics.store.restored_tokens.labels(source).inc(count)
 
     def load(self, engine: ServingEngine, links: Mapping[str, LinkEstimate]) -> gateway_pb2.WorkerLoad:
-        """The next load report. links: by the receiver's address."""
-        stats = engine.stats_now()  # not between steps: a heartbeat must not wait for a long one
+        """Builds the next load report. links: speeds by the receiver's address."""
+        stats = engine.stats_now()  # does not wait for the step's end: a heartbeat must not wait for a long step
         self._num_loads += 1
         self._metrics.observe_stats(stats)
         steps, self._steps = self._steps, deque(maxlen=_MAX_TIMINGS)

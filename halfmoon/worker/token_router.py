@@ -1,4 +1,4 @@
-"""Where the engine's tokens go: the first to the Prefill call that waits for it, the others to a gateway's stream."""
+"""Routes the engine's tokens: the first to the waiting Prefill call, the others to a gateway's stream."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from halfmoon.worker.wire import token_message
 
 @dataclass(frozen=True, slots=True)
 class FirstOutput:
-    """A request's first token here, and how it came to it."""
+    """A request's first token on this worker, and how it was computed."""
 
     output: TokenOutput
     num_cached_tokens: int
-    began_s: float  # when the step began that first computed something of the request
-    ended_s: float  # when the token was here
-    chunks: Sequence[Phase] = ()  # in which steps it was computed
+    began_s: float  # start of the step that first computed a part of the request
+    ended_s: float  # when the token arrived
+    chunks: Sequence[Phase] = ()  # the steps that computed it
 
 
 @dataclass(slots=True)
@@ -34,16 +34,16 @@ class _Route:
     num_cached_tokens: int = 0
     began_s: float | None = None
     chunks: list[Phase] = field(default_factory=list)
-    decoding: DecodeSpan | None = None  # where its decoding is traced
-    awaits_next: bool = True  # `first` or `decoding` wants to hear of the next token
+    decoding: DecodeSpan | None = None  # the span of its decoding
+    awaits_next: bool = True  # whether `first` or `decoding` waits for the next token
 
 
 @dataclass(slots=True)
 class _Outbox:
     pending: list[types_pb2.Token] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    reader: int = 0  # which reader is the current one; 0 before the first
-    left_at_s: float | None = None  # since when nobody reads; None while somebody does
+    reader: int = 0  # number of the current reader; 0 before the first
+    left_at_s: float | None = None  # when the last reader left; None while there is a reader
 
 
 class TokenStreams:
@@ -56,20 +56,20 @@ class TokenStreams:
         self._num_readers = 0
 
     def expect_first(self, request_id: str, gateway_id: str) -> asyncio.Future[FirstOutput]:
-        """The request's next token resolves the future; later ones go to the gateway."""
+        """Returns a future of the request's next token; later ones go to the gateway."""
         self._check_new(request_id)
         first: asyncio.Future[FirstOutput] = asyncio.get_running_loop().create_future()
         self._routes[request_id] = _Route(first, gateway_id)
         return first
 
     def route_to_gateway(self, request_id: str, gateway_id: str) -> None:
-        """All tokens of the request go to the gateway. Raises Unavailable while it does not listen."""
+        """Routes all tokens of the request to the gateway. Raises Unavailable while the gateway is not reading."""
         self.check_listening(gateway_id)
         self._check_new(request_id)
         self._routes[request_id] = _Route(None, gateway_id, awaits_next=False)
 
     def trace_decoding(self, request_id: str, parent: Span) -> None:
-        """From now on the request decodes here, as a part of `parent`."""
+        """Traces the request's decoding from now on as a child of `parent`."""
         route = self._routes.get(request_id)
         if route is not None and parent.is_recording:
             route.decoding, route.awaits_next = DecodeSpan(parent, self._clock()), True
@@ -85,7 +85,7 @@ class TokenStreams:
             raise InvalidRequest(f"request {request_id} is already running here", param="request_id")
 
     def forget(self, request_id: str) -> bool:
-        """Drops the route: tokens still to come go nowhere, who waits for the first one gets Cancelled."""
+        """Drops the route. Tokens still to come are discarded; a caller waiting for the first one gets Cancelled."""
         route = self._routes.pop(request_id, None)
         if route is not None and route.first is not None and not route.first.done():
             route.first.set_exception(Cancelled("the request was cancelled"))
@@ -94,7 +94,7 @@ class TokenStreams:
         return route is not None
 
     def forget_all(self, error: Exception) -> None:
-        """The engine is gone: whoever waits gets `error`."""
+        """Fails every waiting caller with `error`: the engine is gone."""
         for route in self._routes.values():
             if route.first is not None and not route.first.done():
                 route.first.set_exception(error)
@@ -103,21 +103,21 @@ class TokenStreams:
         self._routes.clear()
 
     def note_begun(self, num_cached_tokens: Mapping[str, int], began_s: float) -> None:
-        """Requests of which a step computed something for the first time, and how much they found in the cache."""
+        """Notes requests that a step computed for the first time, with their cached tokens."""
         for request_id, num_cached in num_cached_tokens.items():
             route = self._routes.get(request_id)
             if route is not None and route.began_s is None:
                 route.num_cached_tokens, route.began_s = num_cached, began_s
 
     def note_chunks(self, num_tokens: Mapping[str, int], began_s: float, ended_s: float) -> None:
-        """Requests of whose prompts a step computed so many tokens."""
+        """Notes how many prompt tokens of each request a step computed."""
         for request_id, count in num_tokens.items():
             route = self._routes.get(request_id)
             if route is not None and route.first is not None:
                 route.chunks.append(Phase("chunk", began_s, ended_s, num_tokens=count))
 
     def deliver(self, outputs: Sequence[TokenOutput]) -> None:
-        """Sorts one step's tokens into the outboxes, one wake-up a gateway."""
+        """Sorts one step's tokens into the outboxes, with one wake-up per gateway."""
         touched: set[str] = set()
         for output in outputs:
             route = self._routes.get(output.request_id)
@@ -129,7 +129,7 @@ class TokenStreams:
                     route.decoding.end(output, self._clock())
             if route.awaits_next:
                 route.awaits_next = False
-                if self._heard(route, output):
+                if self._deliver_first(route, output):
                     continue
             outbox = self._outboxes.get(route.gateway_id)
             if outbox is not None:
@@ -138,8 +138,8 @@ class TokenStreams:
         for gateway_id in touched:
             self._outboxes[gateway_id].changed.set()
 
-    def _heard(self, route: _Route, output: TokenOutput) -> bool:
-        """Tells who awaited the route's next token; True where the token goes no further."""
+    def _deliver_first(self, route: _Route, output: TokenOutput) -> bool:
+        """Notifies whoever awaits the route's next token; True if the token goes no further."""
         now_s = self._clock()
         if route.first is None:
             if route.decoding is not None:
@@ -152,7 +152,7 @@ class TokenStreams:
         return True
 
     async def read(self, gateway_id: str) -> AsyncGenerator[decode_pb2.StepTokens, None]:
-        """A gateway's token stream, an empty message first. A newer reader of the same gateway ends this one."""
+        """Streams a gateway's tokens, an empty message first. A newer reader of the same gateway ends this one."""
         self._num_readers += 1
         reader = self._num_readers
         outbox = self._outboxes.setdefault(gateway_id, _Outbox())
@@ -173,7 +173,7 @@ class TokenStreams:
                 outbox.left_at_s = self._clock()
 
     def abandoned(self, patience_s: float) -> list[str]:
-        """Requests whose gateway has not read for `patience_s`; its outbox and their routes are dropped."""
+        """Requests whose gateway has not read for `patience_s`; drops its outbox and their routes."""
         now_s = self._clock()
         gone = {
             gateway_id

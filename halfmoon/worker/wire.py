@@ -1,4 +1,4 @@
-"""Protobuf messages to the engine's values and back."""
+"""Converts protobuf messages to the engine's values and back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CONSTRAINTS: dict[int, ConstraintKind] = {
 
 
 def sampling_from(message: pb.SamplingParams) -> SamplingParams:
-    """The sampling parameters as sent; the engine judges their values."""
+    """Converts sampling parameters as sent; the engine validates them."""
     return SamplingParams(
         max_tokens=message.max_tokens,
         temperature=message.temperature,
@@ -59,7 +59,7 @@ def _constraint_from(message: pb.Constraint) -> Constraint:
 
 
 def request_from(message: pb.Generation, *, prefill_only: bool, arrival_s: float) -> EngineRequest:
-    """The engine's request for one `Generation`."""
+    """Converts a `Generation` to the engine's request."""
     return EngineRequest(
         request_id=message.request_id,
         prompt_token_ids=tuple(message.prompt_token_ids),
@@ -73,7 +73,7 @@ def request_from(message: pb.Generation, *, prefill_only: bool, arrival_s: float
 
 
 def codec_from(number: int) -> Codec:
-    """The codec that a request names. Raises Incompatible for one of a later release, or for stored blocks alone."""
+    """Parses a requested codec. Raises Incompatible for unknown ones and for those of stored blocks only."""
     try:
         codec = Codec(number)
     except ValueError:
@@ -84,10 +84,10 @@ def codec_from(number: int) -> Codec:
 
 
 def token_message(output: TokenOutput) -> pb.Token:
-    """One generated token on its way to the gateway."""
+    """Converts one generated token for the gateway."""
     message = pb.Token(
         request_id=output.request_id,
-        token_id=max(output.token_id, 0),  # an output that only says "error" has no token
+        token_id=max(output.token_id, 0),  # an output that only reports an error has no token
         position=output.position,
         finish_reason=_FINISH[output.finish_reason],
     )

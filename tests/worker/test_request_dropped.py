@@ -1,4 +1,4 @@
-"""A request that is gone is told of once."""
+"""A dropped request is reported once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from halfmoon.errors import Cancelled
 from halfmoon.worker.request_dropped import RequestDropped
 
 
-async def test_the_news_is_told_once_and_not_after_the_end(start_worker: Callable[..., Awaitable[Any]]) -> None:
+async def test_a_drop_is_reported_once_and_not_after_close(start_worker: Callable[..., Awaitable[Any]]) -> None:
     engine = (await start_worker("prefill")).async_engine
-    gone, late = RequestDropped(engine), RequestDropped(engine)
-    gone.tell()
-    gone.tell()
+    dropped, late = RequestDropped(engine), RequestDropped(engine)
+    dropped.notify()
+    dropped.notify()
     with pytest.raises(Cancelled):
-        await gone.told
-    gone.close()
+        await dropped.event
+    dropped.close()
     late.close()
-    late.tell()
+    late.notify()
     late.close()
-    assert late.told.cancelled()
+    assert late.event.cancelled()

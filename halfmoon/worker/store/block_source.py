@@ -1,4 +1,4 @@
-"""Blocks of the store into the engine: lent where they lie, or through gRPC where the store is elsewhere."""
+"""Loads blocks from the store into the engine: lent in place on the same host, through gRPC otherwise."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from halfmoon.rpc.kvstore_client import KVStoreClient
 
 log = logging.getLogger(__name__)
 
-Write = Callable[[int, KVBytes], Awaitable[None]]  # a block's number in its prompt, its cells
+Write = Callable[[int, KVBytes], Awaitable[None]]  # (block's number in its prompt, its cells)
 
 _DEADLINE_S = 30.0
-_ASK_AGAIN_S = 60.0  # a store that is started again may be another
+_ASK_AGAIN_S = 60.0  # a store that was restarted may lend
 
 
 class BlockSource:
@@ -26,13 +26,13 @@ class BlockSource:
     def __init__(self, layout: KVLayout, now_s: Callable[[], float] = time.monotonic) -> None:
         self._layout = layout
         self._now_s = now_s
-        self._ask_at_s = -math.inf  # a loan; before, the store is known to give none
+        self._ask_at_s = -math.inf  # when to ask for a loan again; until then the store is known to lend nothing
 
     async def load(self, store: KVStoreClient, keys: Mapping[int, bytes], write: Write) -> list[int]:
-        """Writes the leading blocks of `keys` that the store gives whole; which those are.
+        """Writes the leading blocks of `keys` that the store delivers intact; returns their numbers.
 
-        What was written for the others is not to be believed. Raises Unavailable and DeadlineExceeded when the store is
-        away, and what `write` raises.
+        Whatever was written for other blocks is invalid. Raises Unavailable and DeadlineExceeded when the store is
+        away, and any error of `write`.
         """
         if self._now_s() >= self._ask_at_s:
             try:
@@ -52,7 +52,7 @@ class BlockSource:
                     break
                 await write(index, cells)
                 written.append(index)
-        if len(written) < len(keys):  # the others may be where nothing can be lent
+        if len(written) < len(keys):  # the others may lie where the store cannot lend
             left = {index: key for index, key in keys.items() if index not in written}
             written += await self._get(store, left, write)
         return written

@@ -1,4 +1,4 @@
-"""Which prompts' blocks may have to go to the store."""
+"""Queue of prompts whose blocks may have to be written to the store."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ MAX_WAITING = 256
 
 
 class ChainQueue:
-    """Owns the chains that wait, the newest of each request. A chain is names alone: it holds no memory.
+    """Owns the waiting chains, the newest of each request. A chain consists of keys alone and holds no memory.
 
-    Event-loop thread only. It takes no more than `max_waiting`, and `on_drop` hears of each other one.
+    Event-loop thread only. At most `max_waiting` chains wait; `on_drop` is called for each chain beyond.
     """
 
     def __init__(self, max_waiting: int = MAX_WAITING, on_drop: Callable[[], None] = lambda: None) -> None:
-        """max_waiting: 0 where there is no store."""
+        """max_waiting: 0 without a store."""
         self._max_waiting = max_waiting
         self._on_drop = on_drop
         self._waiting: OrderedDict[str, BlockChain] = OrderedDict()
         self._has_some = asyncio.Event()
-        self._num_taken = 0  # and not done yet
+        self._num_taken = 0  # taken but not yet done
         self._idle = asyncio.Event()
         self._idle.set()
 
     def offer(self, chains: Iterable[BlockChain]) -> None:
-        """These are in the prefix cache now."""
+        """Queues chains that are in the prefix cache now."""
         for chain in chains:
             if len(self._waiting) >= self._max_waiting and chain.request_id not in self._waiting:
                 self._on_drop()
@@ -38,7 +38,7 @@ class ChainQueue:
                 self._idle.clear()
 
     async def take(self) -> BlockChain:
-        """The one that waits longest. Say `done` after it."""
+        """Takes the chain that has waited longest. Call `done` after processing it."""
         while not self._waiting:
             self._has_some.clear()
             await self._has_some.wait()
@@ -46,11 +46,11 @@ class ChainQueue:
         return self._waiting.popitem(last=False)[1]
 
     def done(self) -> None:
-        """One that was taken is dealt with."""
+        """Marks one taken chain as processed."""
         self._num_taken -= 1
         if not self._num_taken and not self._waiting:
             self._idle.set()
 
     async def settled(self) -> None:
-        """Returns when none waits and none is being worked on. For tests and benchmarks."""
+        """Returns when no chain waits or is being processed. For tests and benchmarks."""
         await self._idle.wait()

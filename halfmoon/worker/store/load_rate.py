@@ -1,4 +1,4 @@
-"""How fast blocks come from the store to this worker."""
+"""Learned speed of loading blocks from the store."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Sequence
 from halfmoon.rpc.kvstore_client import TierName
 from halfmoon.rpc.transport.estimate import LinkEstimate
 
-# Seconds a byte before anything was measured: what a slow disk and a slow network have at least.
+# Assumed seconds per byte before the first measurement: the least that a slow disk and a slow network need.
 _START_S_PER_BYTE: dict[TierName, float] = {"dram": 1e-9, "disk": 4e-9, "cold": 2e-8}
-_WEIGHT = 0.3  # of the newest measurement; the first one replaces what was guessed
+_WEIGHT = 0.3  # weight of the newest measurement; the first one replaces the assumption
 
 
 class LoadRate:
-    """Owns the measured rate of each tier, and how much is on its way. Event-loop thread only."""
+    """Owns the measured rate of each tier and the bytes in transit. Event-loop thread only."""
 
     def __init__(self) -> None:
         self._s_per_byte = dict(_START_S_PER_BYTE)
         self._measured: set[TierName] = set()
         self._latest_tier: TierName = "dram"
-        self.bytes_under_way = 0  # of all requests
+        self.bytes_under_way = 0  # over all requests
 
     @property
     def link(self) -> LinkEstimate:
-        """What a gateway is told: the rate of the tier that something came from last."""
+        """Estimate reported to gateways: the rate of the tier last loaded from."""
         return LinkEstimate(1.0 / self._s_per_byte[self._latest_tier], 0.0)
 
     def s_per_byte(self, tiers: Sequence[TierName]) -> float:
-        """Expected of blocks that are in these tiers."""
+        """Expected seconds per byte for blocks in these tiers."""
         return sum(self._s_per_byte[tier] for tier in tiers) / len(tiers)
 
     def observe(self, tier: TierName, num_bytes: int, seconds: float) -> None:
-        """So many bytes took so long, at the pace at which they followed each other."""
+        """Learns from a load. `seconds` is the interval in which the bytes followed each other."""
         if num_bytes and seconds > 0:
             self._latest_tier = tier
             known, weight = self._s_per_byte[tier], _WEIGHT if tier in self._measured else 1.0

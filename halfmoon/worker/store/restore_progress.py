@@ -1,6 +1,6 @@
-"""One restore on its way: what to load next, and where computing is to stop. No clock, no I/O.
+"""Progress of one restore: what to load next and where computing stops. No clock, no I/O.
 
-`restore.py` says where both sides should meet; here that is asked again with what was measured since.
+`plan_restore` computes where both sides should meet; here the question is asked again with newer measurements.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import math
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.policy.placement.restore_plan import RestoreCosts, RestorePlan, plan_restore
 
-_AT_ONCE_S = 0.05  # of loading in one piece: as far as a decision can be off
+_AT_ONCE_S = 0.05  # seconds of loading in one call, the resolution of decisions
 _MOST_AT_ONCE = 8
 _EXPECTED_BLOCKS = 2
-_GAIN = 0.9  # of the time that is left: what saves less is not worth a step that cannot be taken back
-_GAIN_OF_BOTH = 0.85  # of the better single method's time: two sides are harder to foresee than one
-_STALLED = 4.0  # times longer than expected: what is on its way is not counted on any more
+_GAIN = 0.9  # share of the remaining time: a smaller saving is not worth a step that cannot be undone
+_GAIN_OF_BOTH = 0.85  # share of the better single method's time: two sides are harder to predict than one
+_STALLED = 4.0  # factor over the expected time after which blocks in transit no longer count
 _LEAST_STALL_S = 0.2
 
 
@@ -31,9 +31,10 @@ class RestoreProgress:
         load_s_per_block: float,
         step_tokens: int = 0,
     ) -> None:
-        """chunk_tokens: of one step beside loads; model: of steps; load_s_per_block: expected.
+        """Starts with everything computed; `begin` sets the fence.
 
-        step_tokens: of one step where nothing is loaded, if it is larger.
+        chunk_tokens: prompt tokens of one step while loading; model: prefill model of steps; load_s_per_block:
+        expected; step_tokens: prompt tokens of one step without loading, if larger.
         """
         self.num_blocks = num_blocks
         self.fence = num_blocks
@@ -44,11 +45,11 @@ class RestoreProgress:
         self._expected_s = load_s_per_block
         self._num_computed = 0  # tokens
         self._progress_s: float | None = None
-        self._lowest = num_blocks  # blocks from here on were asked for
+        self._lowest = num_blocks  # blocks from here on have been requested
         self._loaded: set[int] = set()
         self._under_way: set[int] = set()
-        self._since_s = 0.0  # when the last ones came, or were asked for while nothing else was
-        self._busy_s = 0.0  # of the link, up to then
+        self._since_s = 0.0  # last arrival, or the request that ended an idle time
+        self._busy_s = 0.0  # busy time of the link until then
 
     @property
     def is_over(self) -> bool:
@@ -57,32 +58,32 @@ class RestoreProgress:
 
     @property
     def num_loaded(self) -> int:
-        """Blocks that came."""
+        """Number of blocks loaded."""
         return len(self._loaded)
 
     @property
     def load_s_per_block(self) -> float:
-        """Measured; what was expected counts as the first few."""
+        """Measured seconds per block; the expected value counts as the first few measurements."""
         return (_EXPECTED_BLOCKS * self._expected_s + self._busy_s) / (_EXPECTED_BLOCKS + len(self._loaded))
 
     @property
     def measured_s_per_block(self) -> float:
-        """What loading a block took; 0 before there was one."""
+        """Measured seconds per loaded block; 0 before the first."""
         return self._busy_s / len(self._loaded) if self._loaded else 0.0
 
     @property
     def patience_s(self) -> float:
-        """When to ask again although nothing was heard."""
+        """How long to wait for news before deciding again."""
         return max(2 * self.load_s_per_block, 0.02)
 
-    def progress(self, num_tokens: int, now_s: float) -> None:
-        """So many leading tokens are here."""
+    def advance(self, num_tokens: int, now_s: float) -> None:
+        """Notes how many leading tokens are computed or loaded."""
         if num_tokens != self._num_computed or self._progress_s is None:
             self._progress_s = now_s
         self._num_computed = num_tokens
 
     def claim(self, now_s: float) -> list[int]:
-        """The next blocks to ask for, last first; they are under way from now on. Few, before the link is known."""
+        """Claims the next blocks to request, last first. Claims few until the link's speed is known."""
         in_time = int(_AT_ONCE_S / self.load_s_per_block) if self.load_s_per_block > 0 else _MOST_AT_ONCE
         most = max(1, min(in_time, len(self._loaded), _MOST_AT_ONCE))
         claimed = list(range(self._lowest - 1, max(self.fence, self._num_done, self._lowest - most) - 1, -1))
@@ -93,18 +94,18 @@ class RestoreProgress:
         return claimed
 
     def came(self, blocks: list[int], now_s: float) -> None:
-        """Claimed blocks that were loaded."""
+        """Notes that claimed blocks were loaded."""
         self._under_way.difference_update(blocks)
         self._loaded.update(blocks)
         self._busy_s += now_s - self._since_s
         self._since_s = now_s
 
     def failed(self, blocks: list[int]) -> None:
-        """Claimed blocks that will not come."""
+        """Notes that claimed blocks will not arrive."""
         self._under_way.difference_update(blocks)
 
     def wanted_fence(self, now_s: float) -> int:
-        """Where both sides would meet, by what is known now."""
+        """The fence at which both sides would meet, by current measurements."""
         below, above = self._reach(now_s), self._lowest
         load_s, waited_s = self.load_s_per_block, now_s - self._since_s
         queue_s = max(0.0, len(self._under_way) * load_s - waited_s)
@@ -122,9 +123,9 @@ class RestoreProgress:
         return below + plan.num_compute_blocks if plan.seconds < _GAIN * as_it_is_s else self.fence
 
     def begin(self, num_here: int, costs: RestoreCosts) -> RestorePlan:
-        """Puts the fence where both sides would meet, behind the first `num_here` blocks that are here.
+        """Sets the fence where both sides should meet, after the `num_here` leading blocks already here.
 
-        A single method is preferred where both together would save little.
+        Prefers a single method where both together would save little.
         """
         num_blocks, step_s = self.num_blocks - num_here, self._model.a
         num_tokens = num_blocks * self._block_tokens
@@ -134,14 +135,14 @@ class RestoreProgress:
         load_s, both_s = (
             costs.load_s(num_tokens) + step_s,
             plan.seconds + step_s,
-        )  # the last tokens are a step of their own
+        )  # the last tokens take a step of their own
         if plan.method != "both" or both_s > _GAIN_OF_BOTH * min(compute_s, load_s):
             plan = RestorePlan(0, num_blocks, load_s) if load_s <= compute_s else RestorePlan(num_blocks, 0, compute_s)
         self.fence = num_here + plan.num_compute_blocks
         return plan
 
     def costs(self, num_before: int, load_s_per_block: float, load_queue_s: float) -> RestoreCosts:
-        """Of what follows the first `num_before` tokens. Computing any of it takes one step more than none."""
+        """Costs of restoring what follows the first `num_before` tokens. Computing adds the cost of one step."""
         a, b, c = self._model
         return RestoreCosts(
             compute_s_per_token=(b + a / self._chunk_tokens + c * num_before) or math.inf,
@@ -153,11 +154,11 @@ class RestoreProgress:
 
     @property
     def _num_done(self) -> int:
-        """Leading blocks that are here."""
+        """Number of leading blocks that are here."""
         return self._num_computed // self._block_tokens
 
     def _reach(self, now_s: float) -> int:
-        """The first block that the step which may be running leaves alone."""
+        """The first block beyond the step that may be running."""
         costs = self.costs(self._num_computed, 0.0, 0.0)
         here = -(-self._num_computed // self._block_tokens)
         if self.fence <= here or self._progress_s is None:

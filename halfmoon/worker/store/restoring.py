@@ -1,4 +1,4 @@
-"""A prompt's known prefix from the store: loaded from the back, computed from the front, until both meet (Cake)."""
+"""Restores a known prefix: loaded from the back, computed from the front, until both meet (Cake)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOADS_AT_ONCE = 2  # so that the link is busy while a block is written
+_LOADS_AT_ONCE = 2  # keeps the link busy while a block is written
 _ASK_AT_LEAST_S = 0.05
 
 
 class Restorer:
-    """Decides for each prompt what to load. Owns what was learned of the store's speed. Event-loop thread only."""
+    """Decides what to load for each prompt. Owns the learned speed of the store. Event-loop thread only."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Restorer:
         ask_at_most_s: float = 2.0,
     ) -> None:
         self.engine = engine
-        self.ask_at_most_s = ask_at_most_s  # how long the store may take to say what it has
+        self.ask_at_most_s = ask_at_most_s  # limit on the store's answer about what it holds
         self.link = link
         self.metrics = metrics
         self.source = BlockSource(engine.engine.layout)
@@ -53,7 +53,7 @@ class Restorer:
         self._state = state
 
     async def plan(self, request: EngineRequest) -> Restoring | None:
-        """How to restore what the prefix cache lacks; None where nothing is to be loaded."""
+        """Plans how to restore what the prefix cache lacks; None if nothing is to be loaded."""
         engine = self.engine.engine
         block_tokens = engine.layout.block_tokens
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
@@ -89,18 +89,18 @@ class Restorer:
     ) -> Restoring | None:
         layout, config = self.engine.engine.layout, self.engine.engine.config
         s_per_byte = self.rate.s_per_byte(tiers[num_here:])
-        course = RestoreProgress(
+        progress = RestoreProgress(
             len(keys), layout.block_tokens, config.prefill_chunk_tokens, model, s_per_byte * layout.block_bytes,
             config.step_tokens,
         )  # fmt: skip
-        costs = course.costs(
+        costs = progress.costs(
             num_here * layout.block_tokens, s_per_byte * layout.block_bytes, s_per_byte * self.rate.bytes_under_way
         )
         waiting_tokens = self.engine.engine.stats().num_waiting_tokens
         costs = costs._replace(compute_queue_s=costs.compute_queue_s + waiting_tokens * model.b)
-        plan = course.begin(num_here, costs)
+        plan = progress.begin(num_here, costs)
         self._note(plan)
-        return Restoring(self, request, keys, tiers, course) if plan.num_load_blocks else None
+        return Restoring(self, request, keys, tiers, progress) if plan.num_load_blocks else None
 
     def _note(self, plan: RestorePlan) -> None:
         self.metrics.restore_decisions.labels(plan.method).inc()
@@ -115,7 +115,7 @@ class Restorer:
 
 
 class Restoring:
-    """Owns the loads of one request. `add` it to the engine, then `run` beside it; leaving `run` ends them."""
+    """Owns the loads of one request. `add` it to the engine, then `run` concurrently; leaving `run` ends the loads."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Restoring:
         request: EngineRequest,
         keys: Sequence[bytes],
         tiers: Sequence[TierName],
-        course: RestoreProgress,
+        progress: RestoreProgress,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._restorer = restorer
@@ -131,23 +131,23 @@ class Restoring:
         self._request = request
         self._keys = keys
         self._tiers = tiers
-        self._course = course
+        self._progress = progress
         self._now_s = now_s
         self._has_begun = asyncio.Event()
         self._news = asyncio.Event()
         self._loads: set[asyncio.Task[None]] = set()
         self._is_gone = False
-        self.num_planned_tokens = (course.num_blocks - course.fence) * restorer.engine.engine.layout.block_tokens
+        self.num_planned_tokens = (progress.num_blocks - progress.fence) * restorer.engine.engine.layout.block_tokens
         self.num_loaded_tokens = 0
         self.last_s = now_s()  # when the last load ended
 
     async def add(self, on_kv: OnKV | None) -> None:
         """Adds the request to the engine."""
-        order = RestoreOrder(self._course.num_blocks, self._course.fence, self._on_progress)
+        order = RestoreOrder(self._progress.num_blocks, self._progress.fence, self._on_progress)
         await self._engine.add(self._request, on_kv, order)
 
     async def run(self) -> None:
-        """Loads until both sides have met. What is not loaded by then is computed."""
+        """Loads until both sides have met. Blocks not loaded by then are computed."""
         await self._has_begun.wait()
         moving: asyncio.Task[int] | None = None
         try:
@@ -155,51 +155,51 @@ class Restoring:
             while not self._is_gone:
                 self._start_loads()
                 moving = self._moved(moving)
-                if self._course.is_over and moving is None:
+                if self._progress.is_over and moving is None:
                     return
                 await self._wait_for_news()
         finally:
             tasks = [*self._loads, *([moving] if moving else [])]
             for task in tasks:
                 task.cancel()
-            self._engine.note_loaded(self._request.request_id, (), range(self._course.num_blocks))
+            self._engine.note_loaded(self._request.request_id, (), range(self._progress.num_blocks))
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _on_progress(self, num_tokens: int, num_loaded: int) -> None:
         self.num_loaded_tokens = num_loaded
-        self._course.progress(num_tokens, self._now_s())
+        self._progress.advance(num_tokens, self._now_s())
         self._has_begun.set()
         self._news.set()
 
     async def _wait_for_news(self) -> None:
         try:
-            async with asyncio.timeout(self._course.patience_s):
+            async with asyncio.timeout(self._progress.patience_s):
                 await self._news.wait()
         except TimeoutError:
             pass
         self._news.clear()
 
     def _moved(self, moving: asyncio.Task[int] | None) -> asyncio.Task[int] | None:
-        """The fence as the engine has it, and the next move of it, if one is due."""
+        """Applies a finished move of the fence and starts the next one if one is due."""
         if moving is not None and not moving.done():
             return moving
         if moving is not None:
             try:
-                self._course.fence = moving.result()
+                self._progress.fence = moving.result()
             except HalfmoonError:  # everything is here, or the request is gone
                 self._is_gone = True
                 return None
-        fence = self._course.wanted_fence(self._now_s())
-        if fence == self._course.fence:
+        fence = self._progress.wanted_fence(self._now_s())
+        if fence == self._progress.fence:
             return None
         task = asyncio.create_task(self._engine.move_fence(self._request.request_id, fence))
-        if fence > self._course.fence:
-            self._course.fence = fence  # nothing more is asked for in between
+        if fence > self._progress.fence:
+            self._progress.fence = fence  # so that no more blocks are requested in the meantime
         task.add_done_callback(lambda _: self._news.set())
         return task
 
     def _start_loads(self) -> None:
-        while len(self._loads) < _LOADS_AT_ONCE and (blocks := self._course.claim(self._now_s())):
+        while len(self._loads) < _LOADS_AT_ONCE and (blocks := self._progress.claim(self._now_s())):
             task = asyncio.create_task(self._load(blocks))
             self._loads.add(task)
             task.add_done_callback(self._ended)
@@ -221,7 +221,7 @@ class Restoring:
                 keys = {block: self._keys[block] for block in blocks}
                 came = await self._restorer.source.load(store, keys, self._write)
         except NotFound:
-            came = []  # the engine has no use for them any more
+            came = []  # the engine no longer needs them
         except HalfmoonError as error:
             log.info("restore.failed", extra={"reason": error.message})
             self._is_gone = True
@@ -230,20 +230,20 @@ class Restoring:
         self.last_s = self._now_s()
         lost = [block for block in blocks if block not in came]
         self._engine.note_loaded(self._request.request_id, came, lost)
-        self._course.came(came, self._now_s())
-        self._course.failed(lost)
+        self._progress.came(came, self._now_s())
+        self._progress.failed(lost)
         metrics.missed_blocks.inc(len(lost))
         for block in came:
             tier = self._tiers[block]
             metrics.loaded_bytes.labels(tier).inc(num_bytes // len(blocks))
-            rate.observe(tier, num_bytes // len(blocks), self._course.measured_s_per_block)
+            rate.observe(tier, num_bytes // len(blocks), self._progress.measured_s_per_block)
 
     async def _write(self, block: int, cells: KVBytes) -> None:
         await self._engine.load_block(self._request.request_id, block, cells)
 
     async def _prefetch(self) -> None:
-        """Has the store fetch from its slower tiers what will be asked for, in that order."""
-        behind = zip(self._keys[self._course.fence :], self._tiers[self._course.fence :], strict=True)
+        """Has the store fetch blocks from its slower tiers, in the order in which they will be requested."""
+        behind = zip(self._keys[self._progress.fence :], self._tiers[self._progress.fence :], strict=True)
         wanted = [key for key, tier in behind if tier != "dram"]
         if wanted:
             try:

@@ -1,4 +1,4 @@
-"""A worker's connection to the store: who uses it, and whether it can be counted on."""
+"""A worker's connection to the store, and whether it can be relied on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from halfmoon.rpc.kvstore_client import KVStoreClient
 
 
 class StoreAway(Unavailable):
-    """The store failed a moment ago, and is left alone for now."""
+    """The store failed a moment ago and is not used for now."""
 
 
 class StoreLink:
-    """Owns the client, and when the store is left alone. Event-loop thread only.
+    """Owns the client and the pause after a failure. Event-loop thread only.
 
-    One failure is enough: whoever asks a store that is away waits for it, and a request must not.
+    One failure is enough for a pause: requests must not wait for a store that is away.
     """
 
     def __init__(self, client: KVStoreClient, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,16 +28,16 @@ class StoreLink:
 
     @contextmanager
     def use(self, salt: bytes) -> Iterator[KVStoreClient]:
-        """The store as a tenant sees it. Raises StoreAway while it is left alone; what goes wrong inside is noted."""
+        """Gives the store as one tenant sees it. Raises StoreAway during a pause; errors inside count as failures."""
         if not self._breaker.allows(self._clock()):
-            raise StoreAway("the store is left alone for a while: it failed a moment ago")
+            raise StoreAway("the store is not used for a while: it failed a moment ago")
         try:
             yield self.client.of_tenant(salt)
         except (Unavailable, DeadlineExceeded):
             self._breaker.failed(self._clock())
             raise
         except BaseException:
-            self._breaker.succeeded()  # it answered, or the one who asked has gone
+            self._breaker.succeeded()  # it answered, or the caller is gone
             raise
         self._breaker.succeeded()
 

@@ -1,4 +1,4 @@
-"""What a worker tells of its dealings with the store."""
+"""Metrics of a worker's use of the store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class StoreMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.put_blocks = Counter(
-            "halfmoon_store_put_blocks", "Blocks on their way to the store by outcome", ["outcome"], registry=registry
+            "halfmoon_store_put_blocks", "Blocks offered to the store by outcome", ["outcome"], registry=registry
         )
         self.put_chains_dropped = Counter(
             "halfmoon_store_put_chains_dropped", "Prompts not offered: too many waited", registry=registry
@@ -22,12 +22,12 @@ class StoreMetrics:
             registry=registry,
         )
         self.restore_decisions = Counter(
-            "halfmoon_restore_decisions", "Prompts by what was decided for them", ["method"], registry=registry
+            "halfmoon_restore_decisions", "Prompts by restore method chosen", ["method"], registry=registry
         )
         self.loaded_bytes = Counter(
-            "halfmoon_store_loaded_bytes", "KV brought from the store by tier", ["tier"], registry=registry
+            "halfmoon_store_loaded_bytes", "KV bytes loaded from the store by tier", ["tier"], registry=registry
         )
         self.missed_blocks = Counter(
-            "halfmoon_store_missed_blocks", "Blocks that the store promised and did not give whole", registry=registry
+            "halfmoon_store_missed_blocks", "Blocks the store announced but did not deliver intact", registry=registry
         )
-        self.put_bytes = Counter("halfmoon_store_put_bytes", "KV sent to the store", registry=registry)
+        self.put_bytes = Counter("halfmoon_store_put_bytes", "KV bytes sent to the store", registry=registry)

@@ -1,4 +1,4 @@
-"""What a worker computed on its way to the store, behind the requests."""
+"""Writes computed blocks to the store in the background."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from halfmoon.worker.store.store_metrics import StoreMetrics
 
 log = logging.getLogger(__name__)
 
-_HELD_BYTES = 16 << 20  # of blocks that the prefix cache may not evict meanwhile: these go in one call
+_HELD_BYTES = 16 << 20  # bytes of blocks pinned in the prefix cache at a time: they go in one call
 _CALL_S = 5.0
-_SLOWEST_BYTES_PER_S = 250e3  # what goes more slowly has failed
+_SLOWEST_BYTES_PER_S = 250e3  # anything slower has failed
 
 
 class StoreWriter:
-    """Puts what the prefix cache got into the store. Event-loop thread only.
+    """Puts new blocks of the prefix cache into the store. Event-loop thread only.
 
-    Requests never wait for it: the blocks of a chain are read from the prefix cache when their turn comes, and what is
-    evicted by then, or finds the store full or away, is counted and forgotten. The next request with that prefix offers
-    it again.
+    Requests never wait for it. The blocks of a chain are read from the prefix cache when their turn comes. Blocks
+    evicted by then, or finding the store full or away, are counted and forgotten; the next request with that prefix
+    offers them again.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class StoreWriter:
         metrics: StoreMetrics,
         prefill_model: Callable[[], PrefillModel],
     ) -> None:
-        """prefill_model: what computing takes, for the store to know what its blocks are worth."""
+        """prefill_model: cost of computing, from which the store learns what its blocks are worth."""
         self._engine = engine
         self._link = link
         self._chains = chains
@@ -46,7 +46,7 @@ class StoreWriter:
         self._prefill_model = prefill_model
 
     async def run(self) -> None:
-        """Works as long as the worker."""
+        """Runs as long as the worker."""
         while True:
             chain = await self._chains.take()
             try:
@@ -70,7 +70,7 @@ class StoreWriter:
             log.debug("store.put_failed", extra={"reason": error.message})
 
     async def _put_some(self, store: KVStoreClient, keys: Sequence[bytes], depth: int) -> int:
-        """The next blocks of a chain, as far as they are in the prefix cache still; how many the store has now."""
+        """Puts the next blocks of a chain that are still cached; returns how many the store now holds."""
         layout = self._engine.engine.layout
         most = max(1, _HELD_BYTES // layout.block_bytes)
         async with self._engine.cached(keys[depth : depth + most]) as blocks:

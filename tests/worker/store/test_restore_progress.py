@@ -21,14 +21,14 @@ class Simulated:
 
     def __init__(
         self,
-        course: RestoreProgress,
+        progress: RestoreProgress,
         compute_s: float,
         load_s: float,
         dead_after_s: float,
         later: tuple[float, float] = (math.inf, 0.0),
     ) -> None:
         """later: from when on a block takes how long to load."""
-        self.course = course
+        self.progress = progress
         self.compute_s, self.load_s, self.dead_after_s = compute_s, load_s, dead_after_s  # a block
         self.later = later
         self.loaded: set[int] = set()
@@ -41,18 +41,18 @@ class Simulated:
     def run(self) -> float:
         """When everything is there."""
         now_s, tick_s = 0.0, min(self.compute_s, self.load_s) / 3
-        self.course.progress(0, 0.0)
-        while self.num_computed < self.course.num_blocks:
+        self.progress.advance(0, 0.0)
+        while self.num_computed < self.progress.num_blocks:
             now_s += tick_s
             self._load(now_s)
             self._compute(now_s)
-            fence = self.course.wanted_fence(now_s)
-            self.course.fence = max(fence, self.num_computed, self.chunk[0] if self.chunk else 0)
+            fence = self.progress.wanted_fence(now_s)
+            self.progress.fence = max(fence, self.num_computed, self.chunk[0] if self.chunk else 0)
         return now_s
 
     def _load(self, now_s: float) -> None:
-        while len(self.loads) < LOADS_AT_ONCE and (blocks := self.course.claim(now_s)):
-            assert all(self.course.fence <= block not in self.loaded for block in blocks)
+        while len(self.loads) < LOADS_AT_ONCE and (blocks := self.progress.claim(now_s)):
+            assert all(self.progress.fence <= block not in self.loaded for block in blocks)
             self.link_free_s = max(self.link_free_s, now_s) if not self.loads else self.link_free_s
             self.loads.append(blocks)
         if not self.loads or now_s >= self.dead_after_s:
@@ -61,11 +61,11 @@ class Simulated:
         if now_s >= self.link_free_s + load_s * len(self.loads[0]):
             blocks = self.loads.pop(0)
             self.link_free_s = now_s
-            wanted = [block for block in blocks if block >= self.course.fence]
-            self.course.came(wanted, now_s)
+            wanted = [block for block in blocks if block >= self.progress.fence]
+            self.progress.came(wanted, now_s)
             self.loaded.update(wanted)
             self.given_up.update(set(blocks) - set(wanted))
-            self.course.failed([block for block in blocks if block not in wanted])
+            self.progress.failed([block for block in blocks if block not in wanted])
 
     def _compute(self, now_s: float) -> None:
         if self.chunk is not None and now_s >= self.chunk[1]:
@@ -73,32 +73,34 @@ class Simulated:
         if self.chunk is None:
             while self.num_computed in self.loaded:
                 self.num_computed += 1
-            self.course.progress(self.num_computed * BLOCK_TOKENS, now_s)
-            if self.course.is_over:
-                self.given_up.update(range(self.course.num_blocks))
+            self.progress.advance(self.num_computed * BLOCK_TOKENS, now_s)
+            if self.progress.is_over:
+                self.given_up.update(range(self.progress.num_blocks))
             end = min(self.num_computed + CHUNK_BLOCKS, self._stop())
             if end > self.num_computed:
                 self.chunk = end, now_s + (end - self.num_computed) * self.compute_s
 
     def _stop(self) -> int:
         """The first block behind what is computed that somebody loads."""
-        everything = range(self.num_computed, self.course.num_blocks)
-        mine = (block < self.course.fence or block in self.given_up for block in everything)
+        everything = range(self.num_computed, self.progress.num_blocks)
+        mine = (block < self.progress.fence or block in self.given_up for block in everything)
         others = (block for block, is_mine in zip(everything, mine, strict=True) if block in self.loaded or not is_mine)
-        return next(others, self.course.num_blocks)
+        return next(others, self.progress.num_blocks)
 
 
-def course_of(num_blocks: int, compute_s: float, load_s: float) -> RestoreProgress:
-    """Expects these seconds a block."""
-    course = RestoreProgress(num_blocks, BLOCK_TOKENS, CHUNK_TOKENS, PrefillModel(0, compute_s / BLOCK_TOKENS), load_s)
-    course.begin(0, course.costs(0, load_s, 0.0))
-    return course
+def progress_of(num_blocks: int, compute_s: float, load_s: float) -> RestoreProgress:
+    """Progress that expects these seconds per block."""
+    progress = RestoreProgress(
+        num_blocks, BLOCK_TOKENS, CHUNK_TOKENS, PrefillModel(0, compute_s / BLOCK_TOKENS), load_s
+    )
+    progress.begin(0, progress.costs(0, load_s, 0.0))
+    return progress
 
 
 @pytest.mark.parametrize("load_s", [0.15, 0.1, 0.05, 0.03, 0.007])
 def test_both_sides_meet_where_they_should(load_s: float) -> None:
     num_blocks, compute_s = 62, 0.1
-    took_s = Simulated(course_of(num_blocks, compute_s, load_s), compute_s, load_s, math.inf).run()
+    took_s = Simulated(progress_of(num_blocks, compute_s, load_s), compute_s, load_s, math.inf).run()
     together_s = num_blocks / (1 / compute_s + 1 / load_s)
     better_s = num_blocks * min(compute_s, load_s)
     assert took_s <= together_s + 3 * compute_s + 3 * load_s
@@ -112,16 +114,16 @@ seconds = st.floats(0.002, 0.5)
 def test_wrong_predictions_cost_no_more_than_a_chunk(
     num_blocks: int, compute_s: float, load_s: float, expected_compute_s: float, expected_load_s: float
 ) -> None:
-    course = course_of(num_blocks, compute_s, expected_load_s)
-    took_s = Simulated(course, compute_s, load_s, math.inf).run()
+    progress = progress_of(num_blocks, compute_s, expected_load_s)
+    took_s = Simulated(progress, compute_s, load_s, math.inf).run()
     better_s = num_blocks * min(compute_s, load_s)
     assert took_s <= better_s * 1.1 + (CHUNK_BLOCKS + 2) * compute_s + 4 * max(load_s, expected_load_s) + 0.3
 
 
 @given(st.integers(1, 60), st.floats(0.01, 0.2), st.floats(0.0, 2.0))
 def test_a_link_that_dies_leaves_the_rest_to_computing(num_blocks: int, compute_s: float, dead_after_s: float) -> None:
-    course = course_of(num_blocks, compute_s, 0.02)
-    took_s = Simulated(course, compute_s, 0.02, dead_after_s).run()
+    progress = progress_of(num_blocks, compute_s, 0.02)
+    took_s = Simulated(progress, compute_s, 0.02, dead_after_s).run()
     assert took_s <= num_blocks * compute_s + dead_after_s + 1.5
 
 
@@ -131,21 +133,21 @@ def test_a_link_that_dies_leaves_the_rest_to_computing(num_blocks: int, compute_
 def test_a_link_whose_rate_changes_costs_no_more_than_what_was_done_before(
     num_blocks: int, compute_s: float, load_s: float, change_s: float, later_s: float
 ) -> None:
-    course = course_of(num_blocks, compute_s, load_s)
-    took_s = Simulated(course, compute_s, load_s, math.inf, (change_s, later_s)).run()
+    progress = progress_of(num_blocks, compute_s, load_s)
+    took_s = Simulated(progress, compute_s, load_s, math.inf, (change_s, later_s)).run()
     alone_s = min(num_blocks * compute_s, change_s + num_blocks * later_s)
     waits_s = 4 * 0.2 * 2 + 4 * 0.2  # four times the expected, for two blocks and then for the other one
     assert took_s <= change_s + alone_s * 1.1 + (CHUNK_BLOCKS + 2) * compute_s + waits_s + 0.1
 
 
 def test_little_is_asked_for_before_the_link_is_known() -> None:
-    course = course_of(40, 1.0, 0.001)
-    assert [len(course.claim(0.0)), len(course.claim(0.0))] == [1, 1]
-    course.came([39, 38], 0.002)
-    assert course.claim(0.002) == [37, 36]
-    course.failed([37, 36])
-    assert course.num_loaded == 2
-    assert course.load_s_per_block == pytest.approx(0.001)
+    progress = progress_of(40, 1.0, 0.001)
+    assert [len(progress.claim(0.0)), len(progress.claim(0.0))] == [1, 1]
+    progress.came([39, 38], 0.002)
+    assert progress.claim(0.002) == [37, 36]
+    progress.failed([37, 36])
+    assert progress.num_loaded == 2
+    assert progress.load_s_per_block == pytest.approx(0.001)
 
 
 def test_what_a_step_costs_is_counted() -> None:
@@ -155,13 +157,13 @@ def test_what_a_step_costs_is_counted() -> None:
     assert both.begin(0, both.costs(0, 0.06, 0.0)).method == "both"
     short = RestoreProgress(2, BLOCK_TOKENS, CHUNK_TOKENS, model, 0.06)
     assert short.begin(0, short.costs(0, 0.09, 0.0)).method != "both"
-    course = RestoreProgress(40, BLOCK_TOKENS, 128, PrefillModel(0.1, 0.0005, 0.0), 0.2, step_tokens=2048)
-    assert course.begin(0, course.costs(0, 0.2, 0.0)).method == "compute", "in large steps it is quick"
+    progress = RestoreProgress(40, BLOCK_TOKENS, 128, PrefillModel(0.1, 0.0005, 0.0), 0.2, step_tokens=2048)
+    assert progress.begin(0, progress.costs(0, 0.2, 0.0)).method == "compute", "in large steps it is quick"
 
 
 def test_a_single_method_is_preferred_where_both_save_little() -> None:
     plans = []
     for compute_s, load_s in ((0.1, 0.001), (0.001, 0.1), (0.1, 0.1)):
-        course = RestoreProgress(20, BLOCK_TOKENS, CHUNK_TOKENS, PrefillModel(0, compute_s / BLOCK_TOKENS), load_s)
-        plans.append(course.begin(4, course.costs(0, load_s, 0.0)).method)
+        progress = RestoreProgress(20, BLOCK_TOKENS, CHUNK_TOKENS, PrefillModel(0, compute_s / BLOCK_TOKENS), load_s)
+        plans.append(progress.begin(4, progress.costs(0, load_s, 0.0)).method)
     assert plans == ["load", "compute", "both"]
