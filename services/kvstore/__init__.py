@@ -1,1 +1,5 @@
-"""The pool: content-addressed KV blocks in memory that any worker may fetch."""
+"""The KV store: a pool of content-addressed KV blocks in tiers, from which any worker may load.
+
+Read in this order: catalog/catalog, catalog/eviction, tiers/allocator, tiers/dram, tiers/disk, movement/write_behind,
+pool, servicer.
+"""

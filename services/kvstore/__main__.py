@@ -1,4 +1,4 @@
-"""`python -m services.kvstore`: serves blocks until told to stop. What is only in memory then is forgotten."""
+"""`python -m services.kvstore`: serves blocks until told to stop. Blocks held only in memory are then lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.kvstore.settings import KVStoreSettings
 
 
 async def serve(settings: KVStoreSettings) -> None:
-    """Runs the store until it is told to stop. Raises InvalidRequest if it cannot listen, or a tier cannot be had."""
+    """Runs the store until told to stop. Raises InvalidRequest if it cannot listen or a tier cannot be opened."""
     async with running_store(settings) as store:
         await serve_until_told_to_stop("kvstore", settings, store.registrations, KVStoreMetrics(store.pool))
 

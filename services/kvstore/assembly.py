@@ -1,4 +1,4 @@
-"""A pool and its services from settings, open for as long as the store runs."""
+"""Builds a pool and its services from settings, open for as long as the store runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _REDIS = ("redis", "rediss", "valkey", "valkeys")
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """What runs."""
+    """The running pool and its services."""
 
     pool: Pool
     registrations: Sequence[Callable[[grpc.aio.Server], None]]
@@ -42,7 +42,7 @@ class Store:
 
 @asynccontextmanager
 async def running_store(settings: KVStoreSettings) -> AsyncIterator[Store]:
-    """Opens the tiers; what the disk has is served at once. Raises InvalidRequest if a tier cannot be had."""
+    """Opens the tiers; blocks on disk are served at once. Raises InvalidRequest if a tier cannot be opened."""
     options = settings.pool_options()
     with ExitStack() as stack:
         segment, memory = _arena(int(settings.dram_bytes))
@@ -69,7 +69,7 @@ async def running_store(settings: KVStoreSettings) -> AsyncIterator[Store]:
 
 
 def _arena(num_bytes: int) -> tuple[SharedSegment | None, memoryview]:
-    """Memory that other processes can map, or where the system has none such, memory of our own."""
+    """Allocates memory that other processes can map, or private memory where the system has none."""
     try:
         segment = SharedSegment(num_bytes)
     except (OSError, AttributeError) as err:
@@ -95,7 +95,7 @@ def _cold(settings: KVStoreSettings, pause_s: float) -> ColdTier | None:
 
 
 def cold_client(url: str, timeout_s: float) -> ColdClient:
-    """What the URL names. Raises InvalidRequest if it is nothing, Incompatible if a package is missing."""
+    """Client for a cold tier's URL. Raises InvalidRequest for an unusable URL, Incompatible if a package is missing."""
     try:
         if url.partition("://")[0] in _REDIS:
             from services.kvstore.tiers.cold_redis import RedisClient

@@ -1,7 +1,7 @@
 """Block bytes on the wire: raw frames on halfmoon.KVStoreBytes/{Put,Get}. kvstore.proto states both exchanges.
 
-A Put's OPEN body names the blocks' layout, so one store serves workers of any model; the frames that follow must
-carry that layout's fingerprint.
+A Put's OPEN body names the blocks' layout, so one store serves workers of any model. The frames that follow must carry
+that layout's fingerprint.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class KVBytesServicer:
         self._lease_s = lease_s
 
     def registration(self) -> Callable[[grpc.aio.Server], None]:
-        """What adds the methods to a server."""
+        """Registration of the methods at a server."""
         return raw_service(BYTES_SERVICE, {"Put": self.put, "Get": self.get})
 
     async def put(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """A run of blocks in. Whatever ends the stream before COMMIT frees their room."""
+        """Receives a run of blocks. Whatever ends the stream before COMMIT frees their room."""
         first = await self._first(messages)
         opened = _opened(decode_frame(first))
         layout = named_layout(opened.layout)
@@ -58,7 +58,7 @@ class KVBytesServicer:
                 raise Unavailable("the sender ended the stream before its COMMIT")
 
     async def get(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """Blocks out: of each DATA frames that cover the range of the OPEN, then DONE."""
+        """Sends blocks: for each the DATA frames that cover the OPEN's range, then DONE."""
         request = decode_frame(await self._first(messages))
         opened = _opened(request)
         blocks = [block_id(key, opened.tenant_salt) for key in opened.keys]
@@ -88,7 +88,7 @@ class KVBytesServicer:
 
 
 class _Reception:
-    """Owns the drafts of a run on its way in; the stack that it was given ends them."""
+    """Owns the drafts of an arriving run; the given stack ends them."""
 
     def __init__(self, pool: Pool, arrivals: Arrivals, stack: AsyncExitStack, layout: KVLayout) -> None:
         self._pool = pool
@@ -100,7 +100,7 @@ class _Reception:
         self.is_committed = False
 
     async def act(self, effect: Effect) -> None:
-        """Does what the receiver's machine says."""
+        """Carries out an effect of the receiver."""
         if isinstance(effect, Reserve):
             await self._reserve(effect)
         elif isinstance(effect, Write):
@@ -115,7 +115,7 @@ class _Reception:
             raise Incompatible("a stored block is raw and of its layout's dtype")
         index, start = divmod(effect.range.token_start - self._token_start, self._layout.block_tokens)
         if start + effect.range.num_tokens > self._layout.block_tokens:
-            raise InvalidRequest("a DATA frame of a Put is of one block")
+            raise InvalidRequest("a DATA frame of a Put must lie within one block")
         self._drafts[index].write(replace(effect.range, token_start=start), effect.payload)
 
     async def _reserve(self, effect: Reserve) -> None:
@@ -135,7 +135,7 @@ class _Reception:
 
 
 async def _data(loan: Loan, request: Frame, index: int, num_sent: int) -> AsyncIterator[Frame]:
-    """The frames of the `index`th block that answer a Get's OPEN, behind the first `num_sent` ones."""
+    """Yields the frames of a Get's `index`th block, numbered after the first `num_sent` frames."""
     layout, wanted = loan.record.meta.layout, request.range
     assert layout is not None
     if request.layout_fingerprint != layout.fingerprint():

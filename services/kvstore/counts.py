@@ -1,4 +1,4 @@
-"""How often things happened, by tier. Counted where they happen, read by RPC and metrics."""
+"""Event counts by tier: incremented where things happen, read by RPC and metrics."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ TierCount = Literal["hits", "evicted", "corrupted", "failed", "written", "skippe
 
 @dataclass(slots=True)
 class Counts:
-    """Since the start."""
+    """Counts since the start."""
 
-    num_misses: int = 0  # reads of what no tier could give
+    num_misses: int = 0  # reads that no tier could serve
     num_stored: int = 0  # blocks that became whole
     num_expired: int = 0
     num_replicated: int = 0  # blocks copied from another store
-    num_unreplicated: int = 0  # asked for, and not copied
-    num_cooled: int = 0  # such copies that nobody used, dropped
+    num_unreplicated: int = 0  # requested and not copied
+    num_cooled: int = 0  # unused replicas dropped
     by_tier: dict[Tier, Counter[TierCount]] = field(default_factory=lambda: {tier: Counter() for tier in Tier})
 
     def add(self, tier: Tier, what: TierCount, num: int = 1) -> None:
-        """hits: blocks read from there; evicted: to make room; corrupted: damaged or missing copies, dropped; failed:
-        operations of the tier; written: copies that came from a faster tier; skipped: copies that could not be made."""
+        """Counts `num` events of one tier.
+
+        hits: blocks read from it; evicted: to make room; corrupted: damaged or missing copies dropped; failed:
+        operations of the tier; written: copies from a faster tier; skipped: copies that could not be made.
+        """
         self.by_tier[tier][what] += num
 
     def total(self, what: TierCount) -> int:
-        """Over all tiers."""
+        """Sum over all tiers."""
         return sum(counter[what] for counter in self.by_tier.values())

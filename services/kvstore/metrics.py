@@ -1,4 +1,4 @@
-"""Every metric of the kvstore. The store's own figures are read at scrape time: the store stays their one owner."""
+"""All metrics of the store. Its figures are read at scrape time, so the store stays their one owner."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from services.kvstore.servicer import stats_message
 
 _PREFIX = "halfmoon_kvstore_"
 _COUNTERS = {
-    "misses": "Reads of what no tier could give",
-    "stored": "Blocks that became whole",
-    "expired": "Blocks whose time was over",
+    "misses": "Reads that no tier could serve",
+    "stored": "Blocks stored",
+    "expired": "Blocks expired",
     "replicated": "Blocks copied from another store",
-    "unreplicated": "Blocks that were to be copied from another store and were not",
-    "cooled": "Copies of another store's blocks that were dropped because nobody used them",
+    "unreplicated": "Blocks whose copy from another store failed",
+    "cooled": "Unused copies of another store's blocks dropped",
 }
 _TIER_GAUGES = {
     "num_blocks": "Whole blocks held",
@@ -30,10 +30,10 @@ _TIER_GAUGES = {
 }
 _TIER_COUNTERS = {
     "hits": "Blocks read from the tier",
-    "evicted": "Blocks that made room for others",
+    "evicted": "Blocks evicted to make room",
     "corrupted": "Copies dropped because they were damaged or missing",
     "failed": "Operations of the tier that failed",
-    "written": "Copies that came from a faster tier",
+    "written": "Copies written from a faster tier",
     "skipped": "Copies that could not be made",
 }
 
@@ -48,7 +48,7 @@ class KVStoreMetrics(Collector):
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """The store's figures now; called from the metrics server's thread, which only reads numbers."""
+        """Yields the store's present figures. Called on the metrics server's thread, which only reads numbers."""
         stats = stats_message(self._pool)
         yield GaugeMetricFamily(f"{_PREFIX}reserved_bytes", "Bytes of blocks still arriving", stats.reserved_bytes)
         yield GaugeMetricFamily(f"{_PREFIX}replicas", "Blocks that are copies of another store's", stats.num_replicas)

@@ -1,4 +1,4 @@
-"""How a pool's tiers behave."""
+"""Options of a pool's tiers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAIN = EntryCodec()
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """How the tiers behave."""
+    """Policies, codecs and times of the tiers."""
 
     dram_policy: PolicyName = "lru"
     disk_policy: PolicyName = "lru"
@@ -22,8 +22,8 @@ class PoolOptions:
     disk_codec: EntryCodec = PLAIN
     cold_codec: EntryCodec = PLAIN
     ttl_s: float = math.inf
-    sweep_s: float = 1.0  # between looks for what has expired or is to be deleted
-    cold_list_s: float = 60.0  # between lists of the cold tier, which others may fill, too; also a list's time limit
-    retry_pause_s: float = 1.0  # how long a tier that failed is left alone at first
-    replica_cool_s: float = 300.0  # a copy of another store's block is dropped when nobody used it for so long
-    drain_s: float = 2.0  # how long the end waits for what is still to be copied down
+    sweep_s: float = 1.0  # interval of checks for blocks that expired or are to be deleted
+    cold_list_s: float = 60.0  # between listings of the cold tier, which others may fill; also their time limit
+    retry_pause_s: float = 1.0  # first pause of a tier that failed
+    replica_cool_s: float = 300.0  # a replica unused for this long is dropped
+    drain_s: float = 2.0  # limit on waiting at the end for copies to slower tiers

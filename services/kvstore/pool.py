@@ -1,7 +1,7 @@
 """The pool: three tiers behind one set of calls. The shell around the catalog; it owns the clock and the tasks.
 
-Reads go to the fastest tier that has the block and fill DRAM on the way; writes go to DRAM and are copied down behind
-the request. A slower tier that fails is left alone for a while: what it alone has is a miss until then.
+Reads go to the fastest tier that has the block and fill DRAM on the way. Writes go to DRAM and are copied down in the
+background. A slower tier that fails is not used for a while; until then, blocks held there alone are misses.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from services.kvstore.verification import Verification
 
 @dataclass(slots=True, eq=False)
 class Loan:
-    """One block being read, wherever it came from. Give it back with `Pool.give_back`."""
+    """One block being read, from any tier. Return it with `Pool.give_back`."""
 
     record: Record
-    block: Block | None  # in the arena, where other processes can see it
+    block: Block | None  # in the arena, where other processes can read it
 
     def cells(self) -> memoryview:
-        """The raw block. Raises DataLoss."""
+        """Decodes the raw block. Raises DataLoss."""
         return self.record.cells()
 
 
 class Pool:
-    """Owns the tiers, what copies between them, and the events. Runs on one event loop: it needs no locks."""
+    """Owns the tiers, the copying between them, and the events. Runs on one event loop, so it needs no locks."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Pool:
         cold: ColdTier | None = None,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """memory: the DRAM tier's arena, writable. What `disk` found at its start is taken over."""
+        """memory: the writable arena of the DRAM tier. Blocks that `disk` found at its start are taken over."""
         self.options = options or PoolOptions()
         policies = (self.options.dram_policy, self.options.disk_policy, self.options.cold_policy)
         self.counts = Counts()
@@ -77,21 +77,23 @@ class Pool:
         self._loader = Loader(
             self.catalog, self.dram, self.options.dram_codec, disk, self._disk_breaker, cold, self.counts
         )
-        self._copies = WriteBehind(self.options, self.catalog, self.dram, disk, self._disk_breaker, cold, self.counts)
-        self._upkeep = Maintenance(self.options, self.catalog, self.replicas, disk, cold, self.counts, now_s)
+        self._write_behind = WriteBehind(
+            self.options, self.catalog, self.dram, disk, self._disk_breaker, cold, self.counts
+        )
+        self._maintenance = Maintenance(self.options, self.catalog, self.replicas, disk, cold, self.counts, now_s)
         if disk is not None:
             self._recover(disk)
 
     @asynccontextmanager
-    async def running(self, *beside: Coroutine[Any, Any, None]) -> AsyncIterator[Pool]:
-        """Copies, sweeps and lists in the background meanwhile, and `beside`; then closes the slower tiers."""
+    async def running(self, *background: Coroutine[Any, Any, None]) -> AsyncIterator[Pool]:
+        """Copies, expires and lists in the background, next to `background`; then closes the slower tiers."""
         work: list[asyncio.Task[None]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                work += [tasks.create_task(one) for one in (*self._copies.work(), *beside)]
-                work.append(tasks.create_task(self._upkeep.sweep()))
+                work += [tasks.create_task(coroutine) for coroutine in (*self._write_behind.work(), *background)]
+                work.append(tasks.create_task(self._maintenance.sweep()))
                 if self.cold is not None:
-                    work.append(tasks.create_task(self._upkeep.list_cold(self.cold)))
+                    work.append(tasks.create_task(self._maintenance.list_cold(self.cold)))
                 yield self
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.options.drain_s):
@@ -106,21 +108,21 @@ class Pool:
                 await self.cold.close()
 
     async def settled(self) -> None:
-        """Returns when every block has been copied down as far as it could be. For tests and benchmarks."""
-        await self._copies.settled()
+        """Returns when every block has been copied down as far as possible. For tests and benchmarks."""
+        await self._write_behind.settled()
 
     def match(self, blocks: Sequence[bytes]) -> list[Entry]:
-        """The leading blocks that are here and can be read now; it counts as a use of them."""
-        found = self.catalog.match(blocks, self._now_s())
-        num = next((i for i, entry in enumerate(found) if not self._loader.is_reachable(entry)), len(found))
-        return found[:num]
+        """Entries of the leading blocks that are here and readable now. Counts as a use."""
+        entries = self.catalog.match(blocks, self._now_s())
+        num = next((i for i, entry in enumerate(entries) if not self._loader.is_reachable(entry)), len(entries))
+        return entries[:num]
 
     def prefetch(self, blocks: Sequence[bytes]) -> int:
-        """Begins to bring the leading blocks to DRAM; gives how many are there or will come."""
+        """Starts loading the leading blocks into DRAM; returns how many are there or will come."""
         return self._loader.prefetch([entry.meta.id for entry in self.catalog.match(blocks, self._now_s())])
 
     def take_over(self, meta: BlockMeta) -> bool:
-        """Whether a block that somebody offers is here and can be read; if so, it is nobody else's copy any more.
+        """Whether an offered block is here and readable; if so, it stops counting as a replica.
 
         Raises Incompatible if it is here in another layout.
         """
@@ -128,13 +130,13 @@ class Pool:
         if not self.match([meta.id]):
             return False
         if self.replicas.unmark(meta.id):
-            self._copies.enqueue(meta)
+            self._write_behind.enqueue(meta)
         return True
 
     def reserve(self, meta: BlockMeta, ttl_s: float = 0.0, after: Draft | None = None) -> Draft:
-        """Room for a block on its way in, behind the draft `after`, if any; `ttl_s` 0 is the store's own.
+        """Reserves room for an arriving block that follows the draft `after`, if any. `ttl_s` 0 means the store's own.
 
-        Raises Incompatible if the block is here in another layout, and as `DramTier.reserve` does.
+        Raises Incompatible if the block is here in another layout, and whatever `DramTier.reserve` raises.
         """
         self._check_layout(meta)
         expires_at_s = self._now_s() + (ttl_s or self.options.ttl_s)
@@ -142,21 +144,21 @@ class Pool:
         return self.dram.reserve(known, after)
 
     async def commit(self, draft: Draft, known_digest: int | None = None) -> None:
-        """Makes a block visible, whose every byte was written, and has it copied down behind the caller.
+        """Makes a fully written block visible and queues its copies to slower tiers.
 
-        known_digest: of these bytes, as they are now.
+        known_digest: digest of its present bytes.
         """
         await self._encoder.commit(draft, known_digest)
         self.replicas.unmark(draft.meta.id)
         self.counts.num_stored += 1
-        self._copies.enqueue(draft.meta)
+        self._write_behind.enqueue(draft.meta)
         await self._encoder.encode_left_behind(draft.meta)
 
     async def commit_replica(self, draft: Draft) -> None:
-        """As `commit`, of a copy of what another store has: it goes no further down, and is dropped when it cools."""
+        """Commits a replica of another store's block. It stays in DRAM and is dropped when it cools down."""
         was_here = await self._encoder.commit(draft)
         entry = self.catalog.get(draft.meta.id)
-        if entry is not None and not was_here:  # what a worker brought meanwhile is this store's own
+        if entry is not None and not was_here:  # a copy that a worker brought in the meantime is this store's own
             self.replicas.mark(draft.meta.id, entry.usage.num_uses, self._now_s())
             self.counts.num_replicated += 1
         await self._encoder.encode_left_behind(draft.meta)
@@ -166,7 +168,7 @@ class Pool:
         self.dram.discard(draft)
 
     async def acquire(self, block: bytes) -> Loan:
-        """A block to read, from whichever tier. Raises NotFound, DataLoss or Unavailable, each of which is a miss."""
+        """Gives a block to read, from any tier. Raises NotFound, DataLoss or Unavailable; each counts as a miss."""
         try:
             return await self._acquire(block)
         except HalfmoonError:
@@ -179,32 +181,32 @@ class Pool:
             self.dram.release(loan.block)
 
     async def drop(self, blocks: Iterable[bytes]) -> int:
-        """Forgets blocks and all that follow them, for good; gives how many."""
+        """Forgets blocks and all that follow them, for good; returns how many."""
         num_dropped = sum(self.catalog.drop(block) for block in blocks)
         if num_dropped:
-            await self._upkeep.flush()
+            await self._maintenance.flush()
         return num_dropped
 
     async def pin(self, blocks: Sequence[bytes], pinned: bool) -> int:
-        """Pins or unpins blocks, beyond a restart where they are on disk; gives how many are here."""
+        """Pins or unpins blocks, beyond a restart if they are on disk; returns how many are here."""
         known = [block for block in blocks if self.catalog.pin(block, pinned)]
-        await self._upkeep.flush([(block, pinned) for block in known])
+        await self._maintenance.flush([(block, pinned) for block in known])
         return len(known)
 
     async def verify(self, tiers: Iterable[Tier]) -> dict[Tier, tuple[int, int]]:
-        """Reads every block of the tiers; what is damaged is dropped. (number read, number damaged) of each."""
+        """Reads every block of the tiers and drops damaged ones. Returns (number read, number damaged) by tier."""
         return await self._verification.verify(tiers)
 
     def budget_bytes(self, tier: Tier) -> int:
-        """What the tier may take; 0 if there is none."""
+        """Capacity of the tier in bytes; 0 if there is no such tier."""
         if tier is Tier.DRAM:
             return self.dram.capacity_bytes
         held = self.disk if tier is Tier.DISK else self.cold
         return 0 if held is None else held.budget_bytes
 
     def num_waiting(self, tier: Tier) -> int:
-        """Blocks to be copied there."""
-        return self._copies.num_waiting(tier)
+        """Number of blocks waiting to be copied to the tier."""
+        return self._write_behind.num_waiting(tier)
 
     def _check_layout(self, meta: BlockMeta) -> None:
         entry = self.catalog.get(meta.id)
@@ -216,7 +218,7 @@ class Pool:
         if entry is None:
             raise NotFound("no block with this key is here")
         try:
-            found = self.dram.acquire(block)
+            in_dram = self.dram.acquire(block)
         except NotFound:
             self.catalog.touch(block)
         except DataLoss:
@@ -225,11 +227,11 @@ class Pool:
                 raise
         else:
             self.counts.add(Tier.DRAM, "hits")
-            return _loan_of(found)
+            return _loan_of(in_dram)
         record = await self._loader.load(block)
         try:
             return _loan_of(self.dram.acquire(block, use=False))
-        except HalfmoonError:  # there was no room for it
+        except HalfmoonError:  # there was no room in DRAM
             return Loan(record, None)
 
     def _changed(self, change: Change) -> None:
@@ -247,7 +249,7 @@ class Pool:
             self.events.publish(kind, change.block, tuple(sorted(change.tiers)))
 
     def _recover(self, disk: DiskTier) -> None:
-        """What the disk had, where it has the beginning, too; the rest is forgotten."""
+        """Takes over blocks found on disk whose predecessors are there too; forgets the others."""
         for row in disk.recovered():
             meta = row.meta
             if self.catalog.can_add(meta.parent, Tier.DISK):
@@ -256,7 +258,7 @@ class Pool:
                 self.catalog.pin(meta.id, row.pinned)
             else:
                 disk.forget(meta.id)
-        while self.catalog.used_bytes(Tier.DISK) > disk.live_budget_bytes:  # it was given less than before
+        while self.catalog.used_bytes(Tier.DISK) > disk.live_budget_bytes:  # its budget was reduced
             if self.catalog.pop_victim(Tier.DISK) is None:
                 break
 

@@ -1,4 +1,4 @@
-"""The store's control calls: halfmoon.KVStore and halfmoon.KVStoreAdmin. kvstore.proto says what each does."""
+"""The store's control calls, halfmoon.KVStore and halfmoon.KVStoreAdmin. kvstore.proto documents each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.kvstore.movement.shared_memory_put import SharedMemoryPut
 from services.kvstore.pool import Pool
 from services.kvstore.wire import TIERS, checked_ids, info_message, named_layout, place_message, tiers_from
 
-_PART = 4096  # blocks or events in a message, some 200 KB
+_PART = 4096  # blocks or events in one message, about 200 KB
 _DEFAULT_LIMIT = 1000
 
 _KINDS: dict[EventKind, kvstore_pb2.BlockEvent.Kind.ValueType] = {
@@ -43,8 +43,8 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServicer):
         self, request: kvstore_pb2.MatchRequest, context: grpc.aio.ServicerContext
     ) -> kvstore_pb2.MatchResponse:
         """See kvstore.proto."""
-        found = self._pool.match(_ids(request.keys, request.tenant_salt))
-        return kvstore_pb2.MatchResponse(num_matched=len(found), tiers=[TIERS[entry.fastest] for entry in found])
+        entries = self._pool.match(_ids(request.keys, request.tenant_salt))
+        return kvstore_pb2.MatchResponse(num_matched=len(entries), tiers=[TIERS[entry.fastest] for entry in entries])
 
     async def Prefetch(
         self, request: kvstore_pb2.PrefetchRequest, context: grpc.aio.ServicerContext
@@ -57,9 +57,9 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServicer):
         self, request: kvstore_pb2.ReplicateRequest, context: grpc.aio.ServicerContext
     ) -> kvstore_pb2.ReplicateResponse:
         """See kvstore.proto."""
-        _ids(request.keys, request.tenant_salt)  # raises for what is none
+        _ids(request.keys, request.tenant_salt)  # raises for an invalid key
         if not request.source:
-            raise InvalidRequest("from where is missing: host:port of a store", param="source")
+            raise InvalidRequest("the source is missing: host:port of a store", param="source")
         layout = named_layout(request.layout)
         num_coming = self._replicator.request(request.source, request.keys, request.tenant_salt, layout)
         return kvstore_pb2.ReplicateResponse(num_coming=num_coming)
@@ -108,10 +108,10 @@ class KVStoreAdminServicer(kvstore_pb2_grpc.KVStoreAdminServicer):
     ) -> kvstore_pb2.ListResponse:
         """See kvstore.proto."""
         tiers = tiers_from(request.tiers) or set(Tier)
-        found = [entry for entry in self._pool.catalog if entry.meta.id > request.after and tiers & set(entry.tiers)]
-        found.sort(key=lambda entry: entry.meta.id)
+        entries = [entry for entry in self._pool.catalog if entry.meta.id > request.after and tiers & set(entry.tiers)]
+        entries.sort(key=lambda entry: entry.meta.id)
         limit = request.limit or _DEFAULT_LIMIT
-        return kvstore_pb2.ListResponse(blocks=[info_message(entry) for entry in found[:limit]])
+        return kvstore_pb2.ListResponse(blocks=[info_message(entry) for entry in entries[:limit]])
 
     async def Pin(self, request: kvstore_pb2.PinRequest, context: grpc.aio.ServicerContext) -> kvstore_pb2.PinResponse:
         """See kvstore.proto."""
@@ -127,16 +127,16 @@ class KVStoreAdminServicer(kvstore_pb2_grpc.KVStoreAdminServicer):
         self, request: kvstore_pb2.VerifyRequest, context: grpc.aio.ServicerContext
     ) -> kvstore_pb2.VerifyResponse:
         """See kvstore.proto."""
-        found = await self._pool.verify(tiers_from(request.tiers) or {Tier.DRAM, Tier.DISK})
+        results = await self._pool.verify(tiers_from(request.tiers) or {Tier.DRAM, Tier.DISK})
         verdicts = [
             kvstore_pb2.TierVerdict(tier=TIERS[tier], num_blocks=num_blocks, num_damaged=num_damaged)
-            for tier, (num_blocks, num_damaged) in found.items()
+            for tier, (num_blocks, num_damaged) in results.items()
         ]
         return kvstore_pb2.VerifyResponse(tiers=verdicts)
 
 
 def stats_message(pool: Pool) -> kvstore_pb2.StatsResponse:
-    """What is held and what happened."""
+    """Builds the message of what is held and what has happened."""
     counts, catalog = pool.counts, pool.catalog
     tiers = [
         kvstore_pb2.TierStats(

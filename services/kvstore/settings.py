@@ -24,7 +24,7 @@ class KVStoreSettings(StoreConfig, ObservedConfig, BaseSettings):
     metrics_port: int | None = Field(None, ge=0, le=65535, description="serve Prometheus metrics on this port")
 
     def pool_options(self) -> PoolOptions:
-        """Raises InvalidRequest for a codec that there is not."""
+        """Options of the pool. Raises InvalidRequest for an unknown codec."""
         return PoolOptions(
             dram_policy=self.dram_policy,
             disk_policy=self.disk_policy,
@@ -37,7 +37,7 @@ class KVStoreSettings(StoreConfig, ObservedConfig, BaseSettings):
         )
 
     def as_logged(self) -> dict[str, object]:
-        """All of it, but a password in the cold tier's URL."""
+        """All settings for the log, without a password in the cold tier's URL."""
         shown = self.model_dump(mode="json")
         if self.cold_url and "@" in self.cold_url:
             scheme, _, rest = self.cold_url.partition("://")

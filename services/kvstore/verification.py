@@ -1,4 +1,4 @@
-"""Whether what the tiers hold is whole: every block is read, and what is damaged is dropped."""
+"""Verification of the tiers: reads every block and drops damaged ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.kvstore.tiers.dram import DramTier
 
 
 class Verification:
-    """Owns no state: it reads each tier as it is, beside whoever else does."""
+    """Owns no state: it reads each tier as it is, concurrently with other readers."""
 
     def __init__(
         self, catalog: Catalog, dram: DramTier, disk: DiskTier | None, cold: ColdTier | None, counts: Counts
@@ -28,22 +28,22 @@ class Verification:
         self._counts = counts
 
     async def verify(self, tiers: Iterable[Tier]) -> dict[Tier, tuple[int, int]]:
-        """(number read, number damaged) of each tier. Raises what a tier that cannot be read does."""
-        found = {}
+        """(number read, number damaged) by tier. Raises the error of a tier that cannot be read."""
+        results = {}
         for tier in sorted(tiers):
             num_damaged = 0
             held = [entry.meta for entry in self._catalog if tier in entry.tiers]
             for meta in held:
                 num_damaged += not await self._is_whole(meta, tier)
-            found[tier] = len(held), num_damaged
-        return found
+            results[tier] = len(held), num_damaged
+        return results
 
     async def _is_whole(self, meta: BlockMeta, tier: Tier) -> bool:
         try:
             await self._read(meta, tier)
         except (DataLoss, NotFound):
             if tier is not Tier.DRAM and not self._catalog.is_in(meta.id, tier):
-                return True  # it left meanwhile
+                return True  # it left in the meantime
             self._counts.add(tier, "corrupted")
             self._catalog.lose(meta.id, tier)
             return False

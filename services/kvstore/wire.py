@@ -1,4 +1,4 @@
-"""The store's values as protobuf messages and back."""
+"""Converts the store's values to protobuf messages and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIERS: dict[Tier, kvstore_pb2.KVTier.ValueType] = {
 
 
 def tiers_from(values: Iterable[int]) -> set[Tier]:
-    """Raises InvalidRequest for a tier that there is not."""
+    """Parses tiers. Raises InvalidRequest for an unknown one."""
     try:
         return {Tier(value) for value in values}
     except ValueError as err:
@@ -28,27 +28,27 @@ def tiers_from(values: Iterable[int]) -> set[Tier]:
 
 
 def named_layout(message: types_pb2.KVLayout) -> KVLayout:
-    """Raises InvalidRequest if there is none, Incompatible if it is not one."""
+    """Parses a layout. Raises InvalidRequest if it is missing, Incompatible if it is invalid."""
     if message == types_pb2.KVLayout():
         raise InvalidRequest("a Put must name its block's layout", param="layout")
     return layout_from(message)
 
 
 def checked_ids(ids: Iterable[bytes]) -> list[bytes]:
-    """Raises InvalidRequest for what is not an id."""
-    found = list(ids)
-    if any(len(block) != ID_BYTES for block in found):
+    """Checks block ids. Raises InvalidRequest for an invalid one."""
+    checked = list(ids)
+    if any(len(block) != ID_BYTES for block in checked):
         raise InvalidRequest(f"a block id has {ID_BYTES} bytes: 8 of the tenant's tag, 16 of the key", param="ids")
-    return found
+    return checked
 
 
 def place_message(block: bytes, tiers: Iterable[Tier]) -> kvstore_pb2.BlockPlace:
-    """Where a block is."""
+    """Message of the tiers that hold a block."""
     return kvstore_pb2.BlockPlace(key=key_of(block), tenant_tag=tag_of(block), tiers=[TIERS[tier] for tier in tiers])
 
 
 def info_message(entry: Entry) -> kvstore_pb2.BlockInfo:
-    """All that an operator may want to know."""
+    """Message of everything that an operator may want to know of a block."""
     meta = entry.meta
     return kvstore_pb2.BlockInfo(
         id=meta.id,

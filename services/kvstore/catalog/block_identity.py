@@ -1,7 +1,7 @@
-"""Who a block is: its key within its tenant, the block before it, and what making it again would cost.
+"""Identity of a block: its key within its tenant, the block before it, and the cost of computing it again.
 
-Keys are chained over the tokens (`halfmoon.kv.keys`). The store adds a tag of the caller's tenant salt to each, so
-that who does not know a salt can neither name nor probe what was stored under it; the salt itself is not kept.
+Keys are chained over the tokens (`halfmoon.kv.keys`). The store prefixes each with a tag of the caller's tenant salt: a
+caller that does not know a salt can neither name nor probe blocks stored under it. The salt itself is not kept.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ NO_TENANT = bytes(TAG_BYTES)
 class BlockMeta:
     """What is known of a block besides its bytes."""
 
-    id: bytes  # tenant tag, key
-    parent: bytes | None = None  # id of the block before it; None: the first of its prompt, or a chain of its own
+    id: bytes  # tenant tag and key
+    parent: bytes | None = None  # id of the block before it; None for a prompt's first block or an unchained one
     depth: int = 0  # blocks before it in its prompt
-    layout: KVLayout | None = None  # None: known by its name in the cold tier, and not read since
-    recompute_s: float = 0.0  # what computing it took, 0: unknown
+    layout: KVLayout | None = None  # None if known only by its name in the cold tier and not read since
+    recompute_s: float = 0.0  # 0 if unknown
     expires_at_s: float = math.inf  # wall clock
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the block; 0 if its layout is not known."""
+        """Tokens of the block; 0 if its layout is unknown."""
         return 0 if self.layout is None else self.layout.block_tokens
 
 
 def tenant_tag(salt: bytes) -> bytes:
-    """The public name of a tenant: all zeros for the empty salt."""
+    """Public name of a tenant; all zeros for the empty salt."""
     return hashlib.blake2b(salt, digest_size=TAG_BYTES, person=b"halfmoon-tenant").digest() if salt else NO_TENANT
 
 
 def block_id(key: bytes, salt: bytes = b"") -> bytes:
-    """The id of `key` for the tenant who knows `salt`. Raises InvalidRequest if it is not a key."""
+    """Id of `key` for the tenant with this salt. Raises InvalidRequest if `key` is not a key."""
     if len(key) != KEY_BYTES:
         raise InvalidRequest(f"a block key has {KEY_BYTES} bytes, not {len(key)}", param="key")
     return tenant_tag(salt) + key
 
 
 def key_of(block: bytes) -> bytes:
-    """The key in an id."""
+    """Extracts the key from an id."""
     return block[TAG_BYTES:]
 
 
 def tag_of(block: bytes) -> bytes:
-    """The tenant's tag in an id."""
+    """Extracts the tenant's tag from an id."""
     return block[:TAG_BYTES]

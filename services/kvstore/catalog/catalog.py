@@ -1,8 +1,8 @@
-"""Which block is in which tier, in what order blocks go, and the law of prefixes. No bytes, no I/O, no clock.
+"""Which block is in which tier, the order of eviction, and the law of prefixes. No bytes, no I/O, no clock.
 
-The law: **the beginning of every block is held in the same tier or in a slower one.** So each tier survives the loss of
-the faster ones as a set of whole prefixes. It follows that a tier gives up its blocks from the ends of prompts, and
-never the last copy of a block on which others rest; whoever drops a block drops all that follow it.
+The law: **the predecessor of every block is held in the same tier or in a slower one.** So each tier survives the loss
+of the faster ones as a set of whole prefixes. It follows that a tier evicts from the ends of prompts, and never the
+last copy of a block that others follow. Dropping a block drops all that follow it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from services.kvstore.catalog.eviction import EvictionPolicy, Usage
 from services.kvstore.catalog.eviction_queue import Evaluation, EvictionQueue
 from services.kvstore.catalog.known_costs import KnownCosts
 
-_RETRY_S = 1.0  # an expired block that something rests on is looked at again after this
+_RETRY_S = 1.0  # delay until an expired block that others need is checked again
 
 
 class Catalog:
-    """Owns every entry and the order of eviction in each tier. Tells `on_change` what it did."""
+    """Owns every entry and the order of eviction in each tier. Reports changes to `on_change`."""
 
     def __init__(
         self, policies: Mapping[Tier, EvictionPolicy], on_change: Callable[[Change], None] = lambda change: None
@@ -44,64 +44,64 @@ class Catalog:
         return iter(list(self._entries.values()))
 
     def get(self, block: bytes) -> Entry | None:
-        """The entry, whether it has expired or not."""
+        """The block's entry, expired or not."""
         return self._entries.get(block)
 
     def used_bytes(self, tier: Tier) -> int:
-        """Bytes of all blocks there."""
+        """Bytes of all blocks in the tier."""
         return self._used_bytes.get(tier, 0)
 
     def num_blocks(self, tier: Tier) -> int:
-        """Blocks there."""
+        """Number of blocks in the tier."""
         return self._num_held.get(tier, 0)
 
     def is_in(self, block: bytes, tier: Tier) -> bool:
-        """Whether the tier has the block."""
+        """Whether the tier holds the block."""
         entry = self._entries.get(block)
         return entry is not None and tier in entry.tiers
 
     def live(self, block: bytes, now_s: float) -> Entry | None:
-        """The entry, unless it has expired."""
+        """The block's entry, unless it has expired."""
         entry = self._entries.get(block)
         return None if entry is None or (entry.meta.expires_at_s <= now_s and not entry.pinned) else entry
 
     def match(self, blocks: Sequence[bytes], now_s: float) -> list[Entry]:
-        """The entries of the leading blocks that are here. A use of them, last to first: heads outlive tails."""
-        found = []
+        """Entries of the leading blocks that are here. Counts as a use, last block first, so heads outlive tails."""
+        entries = []
         for block in blocks:
             entry = self.live(block, now_s)
             if entry is None:
                 break
-            found.append(entry)
-        for entry in reversed(found):
+            entries.append(entry)
+        for entry in reversed(entries):
             self._touch(entry)
-        return found
+        return entries
 
     def goes_on(self, block: bytes, num_blocks: int) -> bool:
-        """Whether some prompt has at least `num_blocks` known blocks behind this one."""
+        """Whether some prompt has at least `num_blocks` known blocks after this one."""
         entry = self._entries.get(block)
         if entry is None or num_blocks == 0:
             return entry is not None
         return any(self.goes_on(child, num_blocks - 1) for child in entry.children)
 
     def before(self, block: bytes, num_blocks: int) -> bytes | None:
-        """The block that is `num_blocks` before this one in its prompt; None if there is none."""
-        found: bytes | None = block
+        """The block `num_blocks` before this one in its prompt; None if there is none."""
+        ancestor: bytes | None = block
         for _ in range(num_blocks):
-            entry = self._entries.get(found) if found is not None else None
-            found = None if entry is None else entry.meta.parent
-        return found
+            entry = self._entries.get(ancestor) if ancestor is not None else None
+            ancestor = None if entry is None else entry.meta.parent
+        return ancestor
 
     def can_add(self, parent: bytes | None, tier: Tier) -> bool:
-        """Whether the law lets a block that follows `parent` into the tier."""
+        """Whether the law allows a block that follows `parent` in the tier."""
         if parent is None:
             return True
         entry = self._entries.get(parent)
         return entry is not None and max(entry.tiers) >= tier
 
     def add(self, meta: BlockMeta, tier: Tier, num_bytes: int) -> None:
-        """The block is in the tier now, and used; whatever the tier had of it is replaced. Needs `can_add`."""
-        assert self.can_add(meta.parent, tier), "a block without its beginning"
+        """Adds a block to the tier as used now, replacing an earlier copy there. Requires `can_add`."""
+        assert self.can_add(meta.parent, tier), "a block without its predecessor"
         entry = self._entries.get(meta.id)
         first = entry is None
         if entry is None:
@@ -121,21 +121,21 @@ class Catalog:
         self._on_change(Change(entry.meta, tier, True, tuple(entry.tiers), first=first))
 
     def reject(self, meta: BlockMeta, tier: Tier) -> None:
-        """The tier has a copy that does not enter: nobody wants the block any more, or its beginning is not there."""
+        """Reports a copy that the tier has but does not admit: the block was dropped or its predecessor is missing."""
         tiers = tuple(self._entries[meta.id].tiers) if meta.id in self._entries else ()
         if tier not in tiers:
             self._on_change(Change(meta, tier, False, tiers, rejected=True))
 
     def touch(self, block: bytes) -> None:
-        """A use of the block, if it is here."""
+        """Counts a use of the block if it is here."""
         entry = self._entries.get(block)
         if entry is not None:
             self._touch(entry)
 
     def pop_victim(self, tier: Tier) -> bytes | None:
-        """Removes from the tier the block that its policy ranks lowest; None if none may go."""
+        """Removes and returns the block that the tier's policy ranks lowest; None if none may be evicted."""
         queue = self._queues[tier]
-        block = queue.pop(lambda candidate: self._judge(candidate, tier))
+        block = queue.pop(lambda candidate: self._evaluate(candidate, tier))
         if block is not None:
             entry = self._entries[block]
             self._policies[tier].evicted(entry.tiers[tier].rank)
@@ -144,7 +144,7 @@ class Catalog:
         return block
 
     def lose(self, block: bytes, tier: Tier) -> None:
-        """The tier's copy turned out to be damaged or missing. What rested on it alone goes, too."""
+        """Removes the tier's copy, which is damaged or missing, and the blocks that depended on it alone."""
         entry = self._entries.get(block)
         if entry is None or tier not in entry.tiers:
             return
@@ -153,7 +153,7 @@ class Catalog:
         self._leave(entry, tier)
 
     def drop(self, block: bytes) -> int:
-        """Removes a block and all that follow it from every tier; gives how many. Pins and holds do not prevent it."""
+        """Removes a block and all that follow it from every tier, even pinned and held ones; returns how many."""
         chain = self._descendants(block)
         for entry in reversed(chain):
             for tier in sorted(entry.tiers):
@@ -161,7 +161,7 @@ class Catalog:
         return len(chain)
 
     def expire(self, now_s: float) -> int:
-        """Drops what has expired, unless something that is pinned or held rests on it; gives how many went."""
+        """Drops expired blocks unless a pinned or held block follows; returns how many were dropped."""
         num_dropped = 0
         while self._expiries and self._expiries[0][0] <= now_s:
             _, block = heapq.heappop(self._expiries)
@@ -175,7 +175,7 @@ class Catalog:
         return num_dropped
 
     def pin(self, block: bytes, pinned: bool) -> bool:
-        """A pinned block, and so all before it, is neither evicted nor expires. False if it is not here."""
+        """Pins or unpins a block. A pinned block and all before it stay and do not expire. False if not here."""
         entry = self._entries.get(block)
         if entry is None:
             return False
@@ -185,11 +185,11 @@ class Catalog:
         return True
 
     def hold(self, block: bytes) -> None:
-        """As `pin`, for as long as some work needs it; counted, and forgotten with the block."""
+        """Pins the block while some work needs it. Holds are counted, and forgotten with the block."""
         self._entries[block].num_holds += 1
 
     def release(self, block: bytes) -> None:
-        """Ends one `hold`."""
+        """Ends one hold."""
         entry = self._entries.get(block)
         if entry is not None and entry.num_holds:
             entry.num_holds -= 1
@@ -202,7 +202,7 @@ class Catalog:
             holding.rank = self._policies[tier].rank(entry.usage, holding.num_bytes)
 
     def _learn(self, entry: Entry, meta: BlockMeta, first: bool) -> None:
-        """What a later copy knows better than an earlier one."""
+        """Merges what a later copy of a block knows better than an earlier one."""
         if first or not entry.meta.recompute_s:
             self._costs.note(meta)
         entry.meta = replace(
@@ -219,14 +219,14 @@ class Catalog:
         if not entry.num_children_in[tier] and not entry.pinned:
             self._queues[tier].offer(entry.meta.id, entry.tiers[tier].rank)
 
-    def _judge(self, block: bytes, tier: Tier) -> Evaluation:
+    def _evaluate(self, block: bytes, tier: Tier) -> Evaluation:
         entry = self._entries.get(block)
         if entry is None or tier not in entry.tiers or entry.num_children_in[tier] or entry.pinned:
             return "kept"
         return "blocked" if entry.num_holds or self._supports_alone(entry, tier) else entry.tiers[tier].rank
 
     def _supports_alone(self, entry: Entry, tier: Tier) -> bool:
-        """Whether blocks in faster tiers rest on this copy and on no other."""
+        """Whether blocks in faster tiers depend on this copy alone."""
         others = [other for other in entry.tiers if other != tier]
         slowest = max(others, default=-1)
         return any(num and slowest < child for child, num in entry.num_children_in.items() if child <= tier)
@@ -241,7 +241,7 @@ class Catalog:
         self._num_held[tier] -= 1
         self._count_child(entry, tier, -1)
         if not entry.tiers:
-            assert not entry.children, "a block without its beginning"
+            assert not entry.children, "a block without its predecessor"
             del self._entries[entry.meta.id]
             if entry.meta.parent is not None:
                 self._entries[entry.meta.parent].children.discard(entry.meta.id)
@@ -255,17 +255,17 @@ class Catalog:
                 self._offer(parent, tier)
 
     def _descendants(self, block: bytes) -> list[Entry]:
-        """The block's entry and those of all that follow it, each after its parent."""
-        found: list[Entry] = []
+        """Entries of the block and all that follow it, each after its parent."""
+        entries: list[Entry] = []
         todo: list[bytes] = [block] if block in self._entries else []
         while todo:
             entry = self._entries[todo.pop()]
-            found.append(entry)
+            entries.append(entry)
             todo.extend(entry.children)
-        return found
+        return entries
 
     def check_integrity(self) -> None:
-        """Asserts the law and the counts. For tests; costs a walk over everything."""
+        """Asserts the law and the counts. For tests; walks over everything."""
         for tier in self._policies:
             held = [entry for entry in self._entries.values() if tier in entry.tiers]
             assert self._num_held[tier] == len(held)

@@ -1,4 +1,4 @@
-"""What the catalog knows of one block, and what it tells of a change."""
+"""The catalog's entry of one block, and the change that it reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.kvstore.catalog.eviction import Rank, Usage
 
 
 class Tier(IntEnum):
-    """From fast to slow; a slower tier outlives the faster ones."""
+    """Tiers from fast to slow; a slower tier outlives the faster ones."""
 
     DRAM = 0
     DISK = 1
@@ -19,30 +19,30 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A block came into a tier (`held`), or left it."""
+    """A block entered a tier (`held`) or left it."""
 
     meta: BlockMeta
     tier: Tier
     held: bool
-    tiers: tuple[Tier, ...]  # where it is after the change
-    evicted: bool = False  # it made room
-    first: bool = False  # no tier had it before
-    rejected: bool = False  # it never was in the tier, as far as others know
+    tiers: tuple[Tier, ...]  # tiers that hold it after the change
+    evicted: bool = False  # it was removed to make room
+    first: bool = False  # no tier held it before
+    rejected: bool = False  # the tier never admitted it, as far as others know
 
     @property
     def block(self) -> bytes:
-        """Its id."""
+        """Id of the block."""
         return self.meta.id
 
     @property
     def gone(self) -> bool:
-        """Whether no tier has it any more."""
+        """Whether no tier holds it any more."""
         return not self.tiers
 
 
 @dataclass(slots=True)
 class Holding:
-    """A tier's copy."""
+    """One tier's copy."""
 
     num_bytes: int
     rank: Rank
@@ -62,5 +62,5 @@ class Entry:
 
     @property
     def fastest(self) -> Tier:
-        """The best place to read it from."""
+        """The fastest tier that holds it."""
         return min(self.tiers)

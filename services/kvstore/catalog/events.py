@@ -1,4 +1,4 @@
-"""What happened to blocks, numbered without gaps, for readers who must not slow the store down. No I/O."""
+"""Numbered events of blocks, without gaps, for readers that must not slow the store down. No I/O."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Literal
 from services.kvstore.catalog.entry import Tier
 
 EventKind = Literal["stored", "moved", "evicted"]
-MAX_BEHIND = 10_000  # events that wait for one reader; then it gets a snapshot instead
+MAX_BEHIND = 10_000  # events queued for one reader; beyond it the reader gets a snapshot instead
 
 
 @dataclass(frozen=True, slots=True)
 class BlockEvent:
-    """`tiers`: where the block is after it, none of them if it was evicted."""
+    """One change. `tiers` are those that hold the block afterwards; empty if it was evicted."""
 
-    sequence: int  # from 1; a snapshot bears the number of the last event that it contains
+    sequence: int  # from 1; a snapshot has the number of the last event it contains
     kind: EventKind
     block: bytes
     tiers: tuple[Tier, ...]
@@ -26,14 +26,14 @@ class BlockEvent:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything that is held as of `sequence`."""
+    """All blocks held as of `sequence`."""
 
     sequence: int
     blocks: list[tuple[bytes, tuple[Tier, ...]]]
 
 
 class EventLog:
-    """Owns the numbering and the readers' queues. `state` gives everything that is held now."""
+    """Owns the numbering and the readers' queues. `state` lists all blocks held now."""
 
     def __init__(self, state: Callable[[], Iterable[tuple[bytes, tuple[Tier, ...]]]]) -> None:
         self._state = state
@@ -48,22 +48,22 @@ class EventLog:
             reader.push(event)
 
     def subscribe(self) -> EventReader:
-        """A reader whose first item is a snapshot. Its owner closes it."""
+        """Creates a reader whose first item is a snapshot. Its owner closes it."""
         reader = EventReader(self)
         self._readers.add(reader)
         return reader
 
     def snapshot(self) -> Snapshot:
-        """As of now."""
+        """Takes a snapshot."""
         return Snapshot(self.sequence, list(self._state()))
 
     def leave(self, reader: EventReader) -> None:
-        """The reader wants no more."""
+        """Removes a reader."""
         self._readers.discard(reader)
 
 
 class EventReader:
-    """Owns what one subscriber has not read yet."""
+    """Owns the events that one subscriber has not read yet."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
@@ -73,7 +73,7 @@ class EventReader:
         self._has_some.set()
 
     def push(self, event: BlockEvent) -> None:
-        """One more; too many become a snapshot, taken when the reader comes."""
+        """Queues an event. Too many are replaced by a snapshot, taken when the reader asks."""
         if self._needs_snapshot:
             return
         self._events.append(event)
@@ -83,7 +83,7 @@ class EventReader:
         self._has_some.set()
 
     async def next(self) -> Snapshot | list[BlockEvent]:
-        """What is new; waits until something is."""
+        """Waits for and returns what is new."""
         await self._has_some.wait()
         self._has_some.clear()
         if self._needs_snapshot:
@@ -93,5 +93,5 @@ class EventReader:
         return events
 
     def close(self) -> None:
-        """No more."""
+        """Ends the subscription."""
         self._log.leave(self)

@@ -1,10 +1,10 @@
-"""Which block of a tier goes first. A policy ranks; that prefixes go from their ends is the catalog's law, not theirs.
+"""Eviction policies, which rank the blocks of a tier. The catalog ensures that prefixes are evicted from their ends.
 
 lru           the longest unused
 lfu           the least often used, then the longest unused
 length-aware  the least often used, then the latest in its prompt (Mooncake, arXiv 2407.00079, table 1)
-cost-aware    the fewest seconds of recompute saved per byte, times its uses, aged (GreedyDual-Size-Frequency:
-              Cherkasova 1998; the rank counts from the rank of what went last, so that old fame fades)
+cost-aware    the fewest seconds of recompute saved per byte, times its uses, aged (GreedyDual-Size-Frequency,
+              Cherkasova 1998; ranks count from the rank of the last evicted block, so that old popularity fades)
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from typing import Protocol
 
 from halfmoon.config.stores import PolicyName
 
-Rank = tuple[float, ...]  # the lowest goes first; of one block it never falls while it is used
+Rank = tuple[float, ...]  # lowest is evicted first; a block's rank never falls while it is used
 
-ASSUMED_S_PER_TOKEN = 1e-3  # where no worker said what a block of the layout costs; only the ratio to others matters
+ASSUMED_S_PER_TOKEN = 1e-3  # assumed when no worker reported a cost for the layout; only ratios to other blocks matter
 
 
 @dataclass(slots=True)
 class Usage:
     """What a policy may know of a block."""
 
-    last_used: int  # counts uses of any block
+    last_used: int  # counter over uses of all blocks
     num_uses: int
     depth: int  # blocks before it in its prompt
     num_tokens: int
-    recompute_s: float  # of blocks of its layout, where its own is unknown; 0: of those, too
+    recompute_s: float  # mean of its layout if its own cost is unknown; 0 if that is unknown too
 
 
 class EvictionPolicy(Protocol):
     """Ranks the blocks of one tier."""
 
     def rank(self, usage: Usage, num_bytes: int) -> Rank:
-        """The block's rank as of now; asked at each use."""
+        """Current rank of the block; called at each use."""
         ...
 
     def evicted(self, rank: Rank) -> None:
-        """A block of this rank had to go."""
+        """Learns that a block of this rank was evicted."""
         ...
 
 
@@ -49,7 +49,7 @@ class LRU:
         return (usage.last_used,)
 
     def evicted(self, rank: Rank) -> None:
-        """Nothing is learnt from it."""
+        """Learns nothing."""
 
 
 class LFU(LRU):
@@ -67,7 +67,7 @@ class LengthAware(LRU):
 
 
 class CostAware:
-    """Owns the age of the tier: the highest rank that had to go. See the module."""
+    """Owns the age of the tier: the highest rank evicted so far. See the module."""
 
     def __init__(self) -> None:
         self._age = 0.0
@@ -81,7 +81,7 @@ class CostAware:
 
 
 def policy_named(name: PolicyName) -> EvictionPolicy:
-    """A new policy of that name."""
+    """Creates a policy by name."""
     policies: dict[PolicyName, type[EvictionPolicy]] = {
         "lru": LRU,
         "lfu": LFU,

@@ -1,4 +1,4 @@
-"""The blocks of one tier that may go, lowest rank first: a heap whose entries are checked when they come up."""
+"""Eviction candidates of one tier, lowest rank first: a heap whose entries are checked when they come up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from services.kvstore.catalog.eviction import Rank
 
-Evaluation = Rank | Literal["kept", "blocked"]  # the rank as of now; not to be evicted; not now
+Evaluation = Rank | Literal["kept", "blocked"]  # current rank; "kept": not to be evicted; "blocked": not now
 
 
 class EvictionQueue:
@@ -19,31 +19,34 @@ class EvictionQueue:
         self._queued: set[bytes] = set()
 
     def offer(self, block: bytes, rank: Rank) -> None:
-        """The block may go now, as far as the caller can see."""
+        """Adds a block that may be evicted now, as far as the caller can see."""
         if block not in self._queued:
             self._queued.add(block)
             heapq.heappush(self._heap, (rank, block))
 
-    def pop(self, judge: Callable[[bytes], Evaluation]) -> bytes | None:
-        """The block to evict. `kept` ones leave the queue until they are offered again, `blocked` ones stay."""
+    def pop(self, evaluate: Callable[[bytes], Evaluation]) -> bytes | None:
+        """Removes and returns the block to evict.
+
+        `kept` ones leave the queue until offered again; `blocked` ones stay.
+        """
         blocked: list[tuple[Rank, bytes]] = []
-        found = None
-        while self._heap and found is None:
+        victim = None
+        while self._heap and victim is None:
             rank, block = heapq.heappop(self._heap)
-            verdict = judge(block)
-            if verdict == "blocked":
+            evaluation = evaluate(block)
+            if evaluation == "blocked":
                 blocked.append((rank, block))
-            elif verdict == "kept":
+            elif evaluation == "kept":
                 self._queued.discard(block)
-            elif verdict != rank:
-                assert isinstance(verdict, tuple)
-                heapq.heappush(self._heap, (verdict, block))
+            elif evaluation != rank:
+                assert isinstance(evaluation, tuple)
+                heapq.heappush(self._heap, (evaluation, block))
             else:
                 self._queued.discard(block)
-                found = block
+                victim = block
         for entry in blocked:
             heapq.heappush(self._heap, entry)
-        return found
+        return victim
 
     def prune(self, is_held: Callable[[bytes], bool], num_held: int) -> None:
         """Forgets entries of blocks that left in another way, once they are most of the heap."""

@@ -1,22 +1,22 @@
-"""What computing a block takes, where who stored it could not say: a decode worker, or another store. No I/O."""
+"""Compute cost of blocks whose sender did not know it: a decode worker or another store. No I/O."""
 
 from __future__ import annotations
 
 from halfmoon.kv.kv_layout import KVLayout
 from services.kvstore.catalog.block_identity import BlockMeta
 
-_NUM_COUNTED = 1024  # blocks that the mean goes back to, or it would never follow workers that became faster
+_NUM_COUNTED = 1024  # blocks that the mean covers, so that it follows workers that became faster
 
 
 class KnownCosts:
-    """Owns, for each layout, the mean of what its blocks are known to have taken."""
+    """Owns the mean compute cost of blocks of each layout."""
 
     def __init__(self) -> None:
         self._means_s: dict[KVLayout, float] = {}
         self._nums: dict[KVLayout, int] = {}
 
     def note(self, meta: BlockMeta) -> None:
-        """One more block, whether its cost is known or not."""
+        """Adds one block to the mean if its cost is known."""
         layout = meta.layout
         if layout is None or not meta.recompute_s:
             return
@@ -25,7 +25,7 @@ class KnownCosts:
         self._means_s[layout] = mean_s + (meta.recompute_s - mean_s) / num
 
     def recompute_s(self, meta: BlockMeta) -> float:
-        """What the block took, or else what blocks of its layout take; 0 where nothing is known of any."""
+        """Seconds to compute the block, else the mean of its layout; 0 if neither is known."""
         if meta.recompute_s or meta.layout is None:
             return meta.recompute_s
         return self._means_s.get(meta.layout, 0.0)

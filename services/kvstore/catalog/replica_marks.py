@@ -1,4 +1,4 @@
-"""Which blocks are copies of another store's blocks, and for how long nobody has used them. No I/O, no clock."""
+"""Marks of replicas (blocks copied from other stores) and how long they have been unused. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from services.kvstore.catalog.entry import Tier
 
 @dataclass(slots=True)
 class _Mark:
-    num_uses: int  # when it was looked at last
+    num_uses: int  # at the last check
     used_at_s: float
 
 
 class ReplicaMarks:
-    """Owns the marks. A block that is stored here in its own right, pinned, or in a slower tier is no surplus."""
+    """Owns the marks. A block that this store owns, that is pinned or that is in a slower tier is not a replica."""
 
     def __init__(self) -> None:
         self._marks: dict[bytes, _Mark] = {}
@@ -24,15 +24,15 @@ class ReplicaMarks:
         return len(self._marks)
 
     def mark(self, block: bytes, num_uses: int, now_s: float) -> None:
-        """It has just been copied here."""
+        """Marks a block that has just been copied here."""
         self._marks[block] = _Mark(num_uses, now_s)
 
     def unmark(self, block: bytes) -> bool:
-        """It is this store's own. Whether it was not."""
+        """Makes the block this store's own; returns whether it was marked."""
         return self._marks.pop(block, None) is not None
 
     def cooled(self, catalog: Catalog, now_s: float, cool_s: float) -> list[bytes]:
-        """Those that nobody has used for `cool_s` and nothing rests on; to be asked again when they are gone."""
+        """Unmarked leaves unused for `cool_s` that can be dropped. Ask again when they are gone."""
         found = []
         for block, mark in list(self._marks.items()):
             entry = catalog.get(block)

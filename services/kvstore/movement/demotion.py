@@ -1,8 +1,8 @@
-"""Copies of new blocks to a slower tier, behind the requests that brought them.
+"""Copies new blocks to a slower tier, in the background of the requests that brought them.
 
-A slower tier holds what the faster ones hold, as far as it keeps up: eviction from DRAM is then just forgetting, and a
-restart finds what was there. The queue holds ids, not bytes; what is over its bound, or evicted before its turn, is
-not copied, and counted.
+A slower tier holds what the faster ones hold, as far as it keeps up. Eviction from DRAM is then just forgetting, and a
+restart finds the blocks again. The queue holds ids, not bytes. Blocks beyond its bound, or evicted before their turn,
+are counted and not copied.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def _nowhere(block: bytes) -> Record | None:
 
 
 class Demoter:
-    """Owns the blocks that wait for one tier. Runs as one task, so that the tier sees one batch at a time."""
+    """Owns the blocks that wait for one tier. Runs as one task, so that the tier gets one batch at a time."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class Demoter:
         counts: Counts,
         fetch: Fetch = _nowhere,
     ) -> None:
-        """store: brings records to the tier, gives those that are there; raises OSError or Unavailable if none is.
+        """store: writes records to the tier and returns those stored; raises OSError or Unavailable if none was.
 
-        fetch: a record from a tier between DRAM and this one.
+        fetch: reads a record from a tier between DRAM and this one.
         """
         self._tier = tier
         self.codec = codec
@@ -68,25 +68,25 @@ class Demoter:
         self._counts = counts
         self._fetch = fetch
         self._batch_bytes = min(BATCH_BYTES, budget_bytes // 4)
-        self._waiting: OrderedDict[bytes, bool] = OrderedDict()  # True: to be written even if the tier has it
+        self._waiting: OrderedDict[bytes, bool] = OrderedDict()  # True: write it even if the tier has it
         self._has_some = asyncio.Event()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
     @property
     def num_waiting(self) -> int:
-        """Blocks in the queue."""
+        """Number of blocks in the queue."""
         return len(self._waiting)
 
     def enqueue(self, block: bytes) -> None:
-        """The block should be in the tier, too."""
+        """Queues a block that the tier should hold too."""
         if self._catalog.is_in(block, self._tier) or block in self._waiting:
             return
         if self._has_room():
             self._wait_for(block, anew=False)
 
     def renew(self, block: bytes) -> None:
-        """The tier's copy, if it has one, is to be replaced: its codec would be another one now."""
+        """Queues a replacement of the tier's copy, if it has one, because its codec would be different now."""
         if self._catalog.is_in(block, self._tier) and block not in self._waiting and self._has_room():
             self._wait_for(block, anew=True)
 
@@ -95,7 +95,7 @@ class Demoter:
         await self._is_idle.wait()
 
     async def run(self) -> None:
-        """Copies until it is cancelled."""
+        """Copies until cancelled."""
         while True:
             await self._has_some.wait()
             await asyncio.sleep(self._breaker.wait_s(time.monotonic()))
@@ -134,11 +134,11 @@ class Demoter:
         finally:
             for block in parents:
                 self._catalog.release(block)
-            for found in acquired:
-                self._dram.release(found)
+            for block in acquired:
+                self._dram.release(block)
 
     async def _gather(self) -> tuple[dict[bytes, bool], list[Block], list[Write]]:
-        """What to write next, each block after its parent, and the blocks whose rooms the records lie in."""
+        """Collects the next records to write, each after its parent, with the blocks whose rooms they lie in."""
         taken: dict[bytes, bool] = {}
         acquired: list[Block] = []
         records: dict[bytes, Write] = {}
@@ -155,13 +155,13 @@ class Demoter:
                     records[wanted] = write
                     num_bytes += memoryview(write[1][1]).nbytes
         except BaseException:
-            for found in acquired:
-                self._dram.release(found)
+            for held in acquired:
+                self._dram.release(held)
             raise
         return taken, acquired, list(records.values())
 
     def _chain(self, block: bytes, records: dict[bytes, Write]) -> list[bytes]:
-        """The block and those before it that the tier lacks, first to last; empty if there is nothing to do."""
+        """The block and its predecessors that the tier lacks, first to last; empty if there is nothing to do."""
         chain: list[bytes] = []
         entry = self._catalog.get(block)
         while entry is not None and self._tier not in entry.tiers and entry.meta.id not in records:
@@ -171,14 +171,14 @@ class Demoter:
 
     async def _record(self, block: bytes, acquired: list[Block]) -> Write | None:
         try:
-            found = self._dram.acquire(block, use=False)
+            in_dram = self._dram.acquire(block, use=False)
         except HalfmoonError:
             record = await self._fetch(block)
             if record is None:
                 return None
         else:
-            acquired.append(found)
-            record = Record(found.meta, found.codec, found.room.view)
+            acquired.append(in_dram)
+            record = Record(in_dram.meta, in_dram.codec, in_dram.room.view)
         codec = codec_for(self.codec, record.meta, self._catalog)
         try:
             payload = record.payload
@@ -196,7 +196,7 @@ class Demoter:
         return True
 
     def _enter(self, stored: Sequence[tuple[BlockMeta, int]]) -> None:
-        """What is in the tier now becomes visible there, if it is still wanted and its beginning is there, too."""
+        """Makes stored records visible in the tier if their blocks still exist and their predecessors are there too."""
         for meta, num_bytes in stored:
             parent_is_there = meta.parent is None or self._catalog.is_in(meta.parent, self._tier)
             if meta.id in self._catalog and parent_is_there:

@@ -1,4 +1,4 @@
-"""Runs of successive blocks on their way into the pool, each block brought by one sender at a time."""
+"""Runs of successive blocks arriving in the pool; only one sender brings a block at a time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from services.kvstore.catalog.block_identity import BlockMeta, block_id
 from services.kvstore.pool import Pool
 from services.kvstore.tiers.dram import Draft
 
-MAX_BLOCKS = 1024  # of one run
+MAX_BLOCKS = 1024  # in one run
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Successive blocks of a prompt that somebody offers. Raises InvalidRequest for what cannot be one."""
+    """Successive blocks of a prompt that a sender offers. Raises InvalidRequest if they cannot be a run."""
 
     metas: Sequence[BlockMeta]
-    ttl_s: float  # 0: the store's own
+    ttl_s: float  # 0 means the store's own
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.metas) <= MAX_BLOCKS:
@@ -35,7 +35,7 @@ class Run:
 def run_metas(
     keys: Sequence[bytes], parent: bytes, depth: int, salt: bytes, layout: KVLayout, recompute_s: float
 ) -> list[BlockMeta]:
-    """Of blocks that follow `parent` (a key; empty: none). Raises InvalidRequest for what is not a key."""
+    """Metadata of blocks that follow `parent` (a key, empty for none). Raises InvalidRequest for an invalid key."""
     before = block_id(parent, salt) if parent else None
     metas = []
     for index, key in enumerate(keys):
@@ -46,14 +46,14 @@ def run_metas(
 
 @dataclass(slots=True)
 class Arrival:
-    """Room for the blocks of a run that are not here: for the first `drafts` of them, and `refused` why not for all."""
+    """Room for a run's missing blocks: the first `drafts`, and in `refused` why the others got none."""
 
     num_here: int
     drafts: Sequence[Draft]
     refused: HalfmoonError | None = None
 
     def check_whole(self) -> None:
-        """Raises AlreadyHere if the first block is here, or what the rest was refused with."""
+        """Raises AlreadyHere if the first block is here, or the error with which the rest was refused."""
         if self.num_here:
             raise AlreadyHere(f"{self.num_here} of the blocks are here")
         if self.refused is not None:
@@ -61,7 +61,7 @@ class Arrival:
 
 
 class Arrivals:
-    """Owns which blocks somebody brings just now."""
+    """Owns which blocks are arriving."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -69,9 +69,10 @@ class Arrivals:
 
     @asynccontextmanager
     async def expecting(self, run: Run) -> AsyncIterator[Arrival]:
-        """Room for a run, until the block ends; nobody else brings these blocks meanwhile.
+        """Reserves room for a run while inside. Nobody else can bring these blocks in the meantime.
 
-        Waits for those who do: block after block in the order of their ids, so that no two wait for each other.
+        Waits for other senders of these blocks, block after block in the order of their ids, so that no two senders
+        wait for each other.
         """
         async with AsyncExitStack() as stack:
             for block in sorted(meta.id for meta in run.metas):

@@ -1,4 +1,4 @@
-"""Blocks from the slower tiers: one load for all who want a block, a bounded number at once, into DRAM on the way."""
+"""Loads from the slower tiers: one load per block for all its readers, a bounded number at once, into DRAM."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from services.kvstore.tiers.residual import codec_for
 log = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 8
-MAX_WAITING = 1024  # loads that nobody waits for yet are refused beyond it
+MAX_WAITING = 1024  # prefetches beyond it are refused
 
 
 class Loader:
-    """Owns the loads under way."""
+    """Owns the loads in progress."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class Loader:
         )
 
     async def load(self, block: bytes) -> Record:
-        """The block, from the fastest tier that gives it whole. Raises NotFound, DataLoss or Unavailable."""
+        """Loads the block from the fastest tier that delivers it intact. Raises NotFound, DataLoss or Unavailable."""
         return await asyncio.shield(self._task(block))
 
     def prefetch(self, blocks: Sequence[bytes]) -> int:
-        """Begins to bring blocks to DRAM, in their order; gives how many will come or are there."""
+        """Starts loading blocks into DRAM, in order; returns how many will come or are there."""
         num_coming = 0
         for block in blocks:
             entry = self._catalog.get(block)
@@ -74,7 +74,7 @@ class Loader:
         return num_coming
 
     async def close(self) -> None:
-        """Gives all loads up."""
+        """Cancels all loads."""
         for task in self._loads.values():
             task.cancel()
         await asyncio.gather(*self._loads.values(), return_exceptions=True)
@@ -121,7 +121,7 @@ class Loader:
             return await self._cold.get(entry.meta)
         assert self._disk is not None
         if not self._disk_breaker.allows(time.monotonic()):
-            raise Unavailable("the disk is left alone for a while: it keeps failing")
+            raise Unavailable("the disk is not used for a while: it keeps failing")
         try:
             record = await self._disk.read(entry.meta.id)
         except OSError:
@@ -134,7 +134,7 @@ class Loader:
         return record
 
     async def _promote(self, record: Record) -> None:
-        """A copy in DRAM, if there is room for it and the block is still wanted."""
+        """Copies the block into DRAM if there is room for it and it was not dropped."""
         payload, codec = record.payload, codec_for(self._dram_codec, record.meta, self._catalog)
         if record.codec != codec:
             payload = await asyncio.to_thread(_recoded, record, codec)

@@ -1,4 +1,4 @@
-"""What has to be done now and then: expiry, deletions behind the callers' backs, looking at what others stored."""
+"""Periodic work: expiry, background deletions, and learning what other stores put into the cold tier."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Maintenance:
         self._now_s = now_s
 
     async def sweep(self) -> None:
-        """Expiry, and what was removed behind the callers' backs."""
+        """Expires blocks and completes background deletions."""
         while True:
             await asyncio.sleep(self._options.sweep_s)
             self._counts.num_expired += self._catalog.expire(self._now_s())
@@ -54,12 +54,12 @@ class Maintenance:
                     await self._cold.sweep()
 
     def drop_cooled(self) -> None:
-        """Copies of other stores' blocks that nobody used, from the ends of prompts, as far as it goes."""
+        """Drops unused replicas from the ends of prompts, as far as possible."""
         while cooled := self._replicas.cooled(self._catalog, self._now_s(), self._options.replica_cool_s):
             self._counts.num_cooled += sum(self._catalog.drop(block) for block in cooled)
 
     async def flush(self, pins: Sequence[tuple[bytes, bool]] = ()) -> None:
-        """Removals and pins to the disk's index; where that fails they wait for its next write."""
+        """Writes removals and pins to the disk's index. If that fails, they wait for its next write."""
         if self._disk is None:
             return
         try:
@@ -69,7 +69,7 @@ class Maintenance:
             log.warning("disk.flush_failed", extra={"reason": str(err)})
 
     async def list_cold(self, cold: ColdTier) -> None:
-        """Learns what the cold tier has: at the start, and what other stores brought later."""
+        """Learns what the cold tier holds: at the start, and later what other stores added."""
         while True:
             try:
                 for meta, num_bytes in await cold.list(self._options.cold_list_s):

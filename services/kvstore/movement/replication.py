@@ -1,6 +1,7 @@
-"""Copies of blocks from another store: hot prefixes come to where they are wanted (Mooncake, section 6.2).
+"""Replication: copies hot prefixes from another store to where they are needed (Mooncake, section 6.2).
 
-Bounded: so many prompts wait, and one is copied at a time, block after block from its first, until one cannot be had.
+Bounded: at most `MAX_WAITING` prompts wait, and one is copied at a time, block after block from its first, until one
+cannot be loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _RETRY_AFTER_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Replication:
     source: str
     keys: Sequence[bytes]
     salt: bytes
@@ -34,15 +35,15 @@ class _Wanted:
 
 
 class Replicator:
-    """Owns the prompts that wait. Runs as one task."""
+    """Owns the waiting prompts. Runs as one task."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._waiting: asyncio.Queue[_Wanted] = asyncio.Queue(MAX_WAITING)
+        self._waiting: asyncio.Queue[_Replication] = asyncio.Queue(MAX_WAITING)
 
     def request(self, source: str, keys: Sequence[bytes], salt: bytes, layout: KVLayout) -> int:
-        """Has a prompt's blocks copied behind the caller; gives how many are missing. Raises NoCapacity."""
-        wanted = _Wanted(source, keys, salt, layout)
+        """Queues a prompt's blocks for copying; returns how many are missing. Raises NoCapacity."""
+        wanted = _Replication(source, keys, salt, layout)
         num_missing = self._num_missing(wanted)
         if num_missing:
             try:
@@ -54,7 +55,7 @@ class Replicator:
         return num_missing
 
     async def run(self) -> None:
-        """Copies until it is cancelled."""
+        """Copies until cancelled."""
         while True:
             wanted = await self._waiting.get()
             client = KVStoreClient(wanted.source, wanted.salt)
@@ -62,7 +63,7 @@ class Replicator:
                 await self._copy(client, wanted)
             except HalfmoonError as error:
                 log.info("replication.ended", extra={"reason": error.message})
-            except Exception as error:  # nothing that another store sends may end this one
+            except Exception as error:  # nothing that another store sends may end this task
                 log.error("replication.failed", exc_info=error)
             finally:
                 self._pool.counts.num_unreplicated += self._num_missing(wanted)
@@ -70,13 +71,13 @@ class Replicator:
                 self._waiting.task_done()
 
     async def settled(self) -> None:
-        """Returns when nothing waits. For tests."""
+        """Returns when no prompt waits. For tests."""
         await self._waiting.join()
 
-    def _num_missing(self, wanted: _Wanted) -> int:
+    def _num_missing(self, wanted: _Replication) -> int:
         return sum(block_id(key, wanted.salt) not in self._pool.catalog for key in wanted.keys)
 
-    async def _copy(self, client: KVStoreClient, wanted: _Wanted) -> None:
+    async def _copy(self, client: KVStoreClient, wanted: _Replication) -> None:
         first = len(wanted.keys) - self._num_missing(wanted)  # no block is here without those before it
         missing = wanted.keys[first:]
         if not missing:
@@ -88,11 +89,11 @@ class Replicator:
                 await self._enter(wanted, depth, cells)
                 depth += 1
 
-    async def _enter(self, wanted: _Wanted, depth: int, cells: KVBytes) -> None:
+    async def _enter(self, wanted: _Replication, depth: int, cells: KVBytes) -> None:
         layout = wanted.layout
         parent = block_id(wanted.keys[depth - 1], wanted.salt) if depth else None
         meta = BlockMeta(block_id(wanted.keys[depth], wanted.salt), parent, depth, layout)
-        if meta.id in self._pool.catalog:  # a worker brought it meanwhile
+        if meta.id in self._pool.catalog:  # a worker brought it in the meantime
             return
         draft = self._pool.reserve(meta)
         try:

@@ -1,8 +1,8 @@
-"""Blocks read where they lie, by processes of the same host.
+"""Lends blocks in shared memory to processes on the same host.
 
-A loan keeps its blocks' rooms as they are until the reader ends its side of the call, dies, or is silent for
-`lease_s`. Only the store's last message tells the reader that this held to the end: without it, what was read may
-have been overwritten meanwhile, and is nothing.
+A loan keeps its blocks in place until the reader ends its side of the call, dies, or is silent for `lease_s`. Only the
+store's last message confirms that the loan held to the end. Without it, the bytes may have been overwritten while they
+were read, and the reader must discard them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MAX_BLOCKS = 4096
 
 
 class SharedMemoryGet:
-    """Owns nothing but the segment's name; a loan lives in its call."""
+    """Owns only the segment's name; a loan lives in its call."""
 
     def __init__(self, pool: Pool, lease_s: float, segment: str | None) -> None:
-        """segment: `<host id>/<name>` of the arena, None if it is not shared."""
+        """segment: `<host id>/<name>` of the arena; None if it is not shared."""
         self._pool = pool
         self._lease_s = lease_s
         self._segment = segment
@@ -31,7 +31,7 @@ class SharedMemoryGet:
     async def lend(
         self, requests: AsyncIterator[kvstore_pb2.BorrowRequest]
     ) -> AsyncIterator[kvstore_pb2.BorrowResponse]:
-        """One loan. Raises Incompatible if the memory is not shared, DeadlineExceeded if the lease ends it."""
+        """Serves one loan. Raises Incompatible if the memory is not shared, DeadlineExceeded if the lease ends it."""
         if self._segment is None:
             raise Incompatible("this store's memory is not shared")
         request = await next_message(requests, self._lease_s)
@@ -52,7 +52,7 @@ class SharedMemoryGet:
                 self._pool.give_back(loan)
 
     async def _take(self, blocks: list[bytes], loans: list[Loan]) -> None:
-        """The leading blocks that are in the arena, or can be brought there."""
+        """Acquires the leading blocks that are in the arena or can be loaded there."""
         num_here = self._pool.prefetch(blocks)
         for block in blocks[:num_here]:
             try:

@@ -1,4 +1,4 @@
-"""Blocks taken out of their writer's memory, by a call without a byte of them."""
+"""Copies blocks out of the writer's shared memory; the call itself carries no KV."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class SharedMemoryPut:
         self._segments = MappedSegments()
 
     async def take(self, request: kvstore_pb2.TakeRequest) -> kvstore_pb2.TakeResponse:
-        """One run: how many of its leading blocks are here now, and how many of them are new.
+        """Takes one run; returns how many of its leading blocks are here now and how many of them are new.
 
-        Raises why there is none: Incompatible if the writer's memory cannot be had here (`param` is `segment`),
-        DataLoss if a block is not what its digest says, else as `Pool.reserve` and `Pool.commit` do.
+        Raises if it can take none: Incompatible if the writer's memory cannot be mapped here (`param` is `segment`),
+        DataLoss if a block does not match its digest, and whatever `Pool.reserve` and `Pool.commit` raise.
         """
         layout = named_layout(request.layout)
         blocks = request.blocks
@@ -49,7 +49,7 @@ class SharedMemoryPut:
             raise Incompatible(error.message, param="segment") from error
 
     def close(self) -> None:
-        """Lets go of the writers' memory."""
+        """Unmaps the writers' memory."""
         self._segments.close()
 
     async def _taken(
@@ -72,21 +72,21 @@ class SharedMemoryPut:
 
 
 async def _to_the_end(copy: Callable[..., int], *given: object) -> int:
-    """Runs it on a thread, which cannot be stopped: who is cancelled meanwhile goes on when it has ended."""
+    """Runs `copy` on a thread to its end, since a thread cannot be stopped; a cancelled caller waits for it."""
     copying = asyncio.ensure_future(asyncio.to_thread(copy, *given))
     try:
         return await asyncio.shield(copying)
     finally:
         while not copying.done():
-            with suppress(asyncio.CancelledError):  # what is on its way already is raised behind this
+            with suppress(asyncio.CancelledError):  # a cancellation is raised again after this
                 await asyncio.wait([copying])
 
 
 def _copied(drafts: Sequence[Draft], memory: memoryview, blocks: Sequence[kvstore_pb2.OfferedBlock]) -> int:
-    """How many leading drafts hold what their digests say. Any thread: nobody else looks at a draft."""
+    """Copies blocks; returns how many leading drafts match their digests. Runs on any thread, the only user of them."""
     for index, (draft, block) in enumerate(zip(drafts, blocks, strict=False)):
         source = memory[block.offset : block.offset + draft.room.view.nbytes]
-        np.copyto(np.frombuffer(draft.room.view, np.uint8), np.frombuffer(source, np.uint8))  # not holding the GIL
+        np.copyto(np.frombuffer(draft.room.view, np.uint8), np.frombuffer(source, np.uint8))  # releases the GIL
         if digest(draft.room.view) != block.digest:
             return index
     return len(drafts)

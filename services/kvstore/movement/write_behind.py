@@ -1,4 +1,4 @@
-"""Where copies of new blocks go: a demoter for each slower tier, and how a batch reaches the tier."""
+"""Write-behind: one demoter per slower tier, and how a batch reaches the tier."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from services.kvstore.tiers.residual import left_behind
 
 
 class WriteBehind:
-    """Owns the queues to the slower tiers, those that there are."""
+    """Owns the queues to the slower tiers that exist."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class WriteBehind:
         self._demoters = self._make_demoters()
 
     def enqueue(self, newest: BlockMeta) -> None:
-        """A new block is in DRAM."""
+        """Queues copies of a new block that is in DRAM."""
         for demoter in self._demoters.values():
             demoter.enqueue(newest.id)
             behind = left_behind(demoter.codec, newest, self._catalog)
@@ -54,7 +54,7 @@ class WriteBehind:
                 demoter.renew(behind)
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
-        """What has to run."""
+        """Coroutines that have to run."""
         return [demoter.run() for demoter in self._demoters.values()]
 
     async def settled(self) -> None:
@@ -63,7 +63,7 @@ class WriteBehind:
             await demoter.idle()
 
     def num_waiting(self, tier: Tier) -> int:
-        """Blocks to be copied there."""
+        """Number of blocks waiting to be copied to the tier."""
         return self._demoters[tier].num_waiting if tier in self._demoters else 0
 
     def _make_demoters(self) -> dict[Tier, Demoter]:
@@ -83,13 +83,13 @@ class WriteBehind:
     async def _store_on_disk(self, records: Sequence[Write]) -> list[tuple[BlockMeta, int]]:
         assert self._disk is not None
         if not self._disk_breaker.allows(time.monotonic()):
-            raise Unavailable("the disk is left alone for a while: it keeps failing")
+            raise Unavailable("the disk is not used for a while: it keeps failing")
         try:
             num_bytes = sum(len(head) + memoryview(body).nbytes for _, (head, body) in records)
             for block in await self._disk.compact(num_bytes):
                 self._counts.add(Tier.DISK, "corrupted")
                 self._catalog.lose(block, Tier.DISK)
-            wanted = [record for record in records if record[0].id in self._catalog]  # else a drop would not last
+            wanted = [record for record in records if record[0].id in self._catalog]  # otherwise a drop would not last
             stored = await self._disk.write(wanted)
             pins = [(meta.id, True) for meta, _ in stored if self._is_pinned(meta.id)]
             if pins:
@@ -104,7 +104,7 @@ class WriteBehind:
         assert self._cold is not None
         if self._cold.breaker.state == "closed":
             return await self._put_in_cold(records)
-        # It may be down still: one record alone decides, or the breaker would refuse all others of the batch.
+        # The tier may still be down: one record alone decides, or the breaker would refuse the rest of the batch.
         return [*await self._put_in_cold(records[:1]), *await self._put_in_cold(records[1:])]
 
     async def _put_in_cold(self, records: Sequence[Write]) -> list[tuple[BlockMeta, int]]:

@@ -1,1 +1,1 @@
-"""Tiers."""
+"""Where the bytes of blocks lie: DRAM, disk and cold storage, with their allocators, files and codecs."""

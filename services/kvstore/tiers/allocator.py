@@ -1,7 +1,7 @@
-"""Which bytes of an arena are free: best fit, neighbours coalesced at once. Offsets only, no memory.
+"""Allocates byte ranges of an arena: best fit, neighbours coalesced at once. Offsets only, no memory.
 
-Best fit suits a pool: blocks of one model are all of one size, so freed runs fit exactly and nothing crumbles; with
-several models or codecs the smallest run that fits leaves the large ones whole.
+Best fit suits a pool. Blocks of one model all have one size, so freed runs fit exactly and nothing fragments. With
+several models or codecs, taking the smallest run that fits keeps large runs whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ ALIGNMENT_BYTES = 64  # a cache line, and enough for vector loads from a mapping
 
 
 class Allocator:
-    """Owns the free runs of `capacity_bytes` and the runs that were given out. Knows nothing of their content."""
+    """Owns the free and the allocated runs of `capacity_bytes`. Knows nothing of their content."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes - capacity_bytes % ALIGNMENT_BYTES
@@ -26,24 +26,24 @@ class Allocator:
 
     @property
     def largest_free_bytes(self) -> int:
-        """The most that one allocation can get now."""
+        """Largest possible allocation now."""
         return self._by_size[-1][0] if self._by_size else 0
 
     def allocate(self, num_bytes: int) -> int | None:
-        """The offset of a run of at least `num_bytes`, aligned; None if no free run is as long."""
+        """Offset of an aligned run of at least `num_bytes`; None if no free run is long enough."""
         size = rounded_bytes(num_bytes)
         place = bisect_left(self._by_size, (size, 0))
         if place == len(self._by_size):
             return None
-        found, offset = self._by_size[place]
-        self._remove_free(offset, found)
-        if found > size:
-            self._add_free(offset + size, found - size)
+        run_bytes, offset = self._by_size[place]
+        self._remove_free(offset, run_bytes)
+        if run_bytes > size:
+            self._add_free(offset + size, run_bytes - size)
         self._used[offset] = size
         return offset
 
     def free(self, offset: int) -> None:
-        """Takes a run back."""
+        """Frees a run."""
         size = self._used.pop(offset)
         after = self._free.get(offset + size)
         if after is not None:
@@ -57,7 +57,7 @@ class Allocator:
         self._add_free(offset, size)
 
     def check_integrity(self) -> None:
-        """Asserts that used and free runs tile the arena, and that no two free runs touch. For tests."""
+        """Asserts that used and free runs tile the arena and that no two free runs touch. For tests."""
         runs = sorted([(o, s, "used") for o, s in self._used.items()] + [(o, s, "free") for o, s in self._free.items()])
         at, before = 0, "used"
         for offset, size, kind in runs:
@@ -84,5 +84,5 @@ class Allocator:
 
 
 def rounded_bytes(num_bytes: int) -> int:
-    """What an allocation of `num_bytes` takes."""
+    """Bytes that an allocation of `num_bytes` takes."""
     return max(1, -(-num_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES

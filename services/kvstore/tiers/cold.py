@@ -1,8 +1,8 @@
-"""The cold tier: whole records in a store of objects that outlives this host, and that other stores may share.
+"""The cold tier: whole records in an object store that outlives this host and may be shared with other stores.
 
-An object's name says which block it is and which one comes before it, so listing is enough to know what is there. Every
-operation has a time limit, at most a few run at once, and a breaker leaves a store alone that keeps failing: serving
-never waits for it longer than that, and goes on without it.
+An object's name contains the block's id and its predecessor's, so a listing suffices to know what is there. Every
+operation has a time limit, and at most a few run at once. A breaker pauses the use of a store that keeps failing:
+serving never waits longer than that, and goes on without it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from services.kvstore.tiers.record import Record, decode_record
 log = logging.getLogger(__name__)
 
 PREFIX = "halfmoon-kv-v1/"
-_MAX_FORGOTTEN = 65_536  # ids to be deleted; what is over that stays until somebody lists
+_MAX_FORGOTTEN = 65_536  # ids to be deleted; blocks beyond it stay until the next listing
 _MAX_AT_ONCE = 8
 _ROOT = "first"
 
@@ -29,31 +29,31 @@ Result = TypeVar("Result")
 
 
 class ColdClient(Protocol):
-    """A store of objects. Raises NotFound for what is absent, and anything else for what fails."""
+    """An object store. Raises NotFound for an absent object, any other exception for a failure."""
 
     async def put(self, name: str, data: bytes) -> None:
-        """Stores an object, as a whole or not at all."""
+        """Stores an object as a whole or not at all."""
         ...
 
     async def get(self, name: str) -> bytes:
-        """The object."""
+        """Reads the object."""
         ...
 
     async def delete(self, name: str) -> None:
-        """Deletes it; an absent one is no error."""
+        """Deletes the object if it exists."""
         ...
 
     def list(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
-        """(name, bytes) of every object whose name begins with `prefix`."""
+        """Yields (name, bytes) of every object whose name begins with `prefix`."""
         ...
 
     async def close(self) -> None:
-        """Ends its connections."""
+        """Closes the connections."""
         ...
 
 
 class ColdTier:
-    """Owns how the object store is used. Which block goes when is the catalog's."""
+    """Owns how the object store is used. The catalog decides which block is evicted when."""
 
     def __init__(self, client: ColdClient, budget_bytes: int, timeout_s: float, breaker: CircuitBreaker) -> None:
         self._client = client
@@ -62,10 +62,10 @@ class ColdTier:
         self.breaker = breaker
         self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
         self._forgotten: dict[str, None] = {}
-        self._deleting = ""  # the one name whose deletion is under way
+        self._deleting = ""  # name whose deletion is in progress
         self._deletion = asyncio.Lock()
         self._is_listing = False
-        self._deleted_of_late: set[str] = set()  # since the list under way began, which may name them
+        self._deleted_of_late: set[str] = set()  # deleted during the present listing, which may still name them
         self.num_failures = 0
 
     async def put(self, meta: BlockMeta, data: bytes) -> None:
@@ -75,7 +75,7 @@ class ColdTier:
         self._forgotten.pop(name, None)
         if name == self._deleting:
             async with self._deletion:
-                pass  # it must not arrive after this
+                pass  # the deletion must not arrive after this put
         try:
             await self._run(self._client.put(name, data))
         except BaseException:
@@ -84,16 +84,16 @@ class ColdTier:
             raise
 
     async def get(self, meta: BlockMeta) -> Record:
-        """Raises NotFound, Unavailable, or DataLoss if what is there is not that block."""
+        """Reads a record. Raises NotFound, Unavailable, or DataLoss if the object is not of this block."""
         return decode_record(await self._run(self._client.get(object_name(meta))), meta.id)
 
     def forget(self, meta: BlockMeta) -> None:
-        """The catalog says that the block has left this tier; `sweep` deletes it."""
+        """Notes that the block has left this tier according to the catalog; `sweep` deletes it."""
         if len(self._forgotten) < _MAX_FORGOTTEN:
             self._forgotten[object_name(meta)] = None
 
     async def sweep(self) -> None:
-        """Deletes what was forgotten. Raises Unavailable; the rest is tried again next time."""
+        """Deletes forgotten blocks. Raises Unavailable; the rest is tried again next time."""
         while self._forgotten:
             async with self._deletion:
                 self._deleting = name = next(iter(self._forgotten))
@@ -109,32 +109,32 @@ class ColdTier:
                     self._deleting = ""
 
     async def list(self, max_s: float) -> list[tuple[BlockMeta, int]]:
-        """Every block there with its size, each after its parent. Raises Unavailable; stops listing after `max_s`."""
-        found: list[tuple[BlockMeta, int]] = []
+        """All blocks there with their sizes, each after its parent. Raises Unavailable; stops after `max_s`."""
+        blocks: list[tuple[BlockMeta, int]] = []
         self._is_listing = True
 
         async def collect() -> None:
             async for name, num_bytes in self._client.list(PREFIX):
                 meta = parse_name(name)
                 if meta is not None:
-                    found.append((meta, num_bytes))
+                    blocks.append((meta, num_bytes))
 
         try:
             await self._run(collect(), max_s)
         finally:
             gone = self._deleted_of_late | set(self._forgotten) | {self._deleting}
             self._is_listing, self._deleted_of_late = False, set()
-        return sorted((item for item in found if object_name(item[0]) not in gone), key=lambda item: item[0].depth)
+        return sorted((item for item in blocks if object_name(item[0]) not in gone), key=lambda item: item[0].depth)
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         await self._client.close()
 
     async def _run(self, work: Awaitable[Result], timeout_s: float | None = None) -> Result:
-        """The one way to the client: raises NotFound for what is absent and Unavailable for every failure."""
+        """The only path to the client: raises NotFound for absent objects and Unavailable for every failure."""
         if not self.breaker.allows(time.monotonic()):
             _discard(work)
-            raise Unavailable("the cold tier is left alone for a while: it keeps failing")
+            raise Unavailable("the cold tier is not used for a while: it keeps failing")
         try:
             async with asyncio.timeout(timeout_s or self._timeout_s):
                 async with self._slots:
@@ -142,14 +142,14 @@ class ColdTier:
         except NotFound:
             self.breaker.succeeded()
             raise
-        except Exception as err:  # a client's errors have no common root
+        except Exception as err:  # the clients' errors have no common base
             self.num_failures += 1
             self.breaker.failed(time.monotonic())
             if self.breaker.state == "open":
                 log.warning("cold.failing", extra={"reason": f"{type(err).__name__}: {err}"[:300]})
             raise Unavailable(f"the cold tier failed: {type(err).__name__}") from err
         except BaseException:
-            if self.breaker.state == "trying":  # cancelled before it could tell
+            if self.breaker.state == "trying":  # cancelled before the outcome was known
                 self.breaker.failed(time.monotonic())
             raise
         finally:
@@ -159,13 +159,13 @@ class ColdTier:
 
 
 def object_name(meta: BlockMeta) -> str:
-    """Where the record of a block is."""
+    """Object name of a block's record."""
     parent = _ROOT if meta.parent is None else meta.parent[TAG_BYTES:].hex()
     return f"{PREFIX}{meta.id[:TAG_BYTES].hex()}/{meta.id[TAG_BYTES:].hex()}-{parent}-{meta.depth}"
 
 
 def parse_name(name: str) -> BlockMeta | None:
-    """The block that a name is of; None if it is not one of ours."""
+    """Block that an object name stands for; None if the name is not one of ours."""
     try:
         tag, rest = name.removeprefix(PREFIX).split("/")
         key, parent, depth = rest.split("-")
@@ -178,6 +178,6 @@ def parse_name(name: str) -> BlockMeta | None:
 
 
 def _discard(work: object) -> None:
-    close = getattr(work, "close", None)  # a coroutine that was never awaited would warn
+    close = getattr(work, "close", None)  # closes a coroutine that was never awaited, which would warn
     if close is not None:
         close()

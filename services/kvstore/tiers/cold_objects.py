@@ -1,4 +1,4 @@
-"""The cold tier in an object store or a shared folder, through obstore: S3 and what speaks it, GCS, Azure, file://."""
+"""The cold tier in an object store or shared folder, through obstore: S3 and compatible, GCS, Azure, file://."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ObjectStoreClient:
     """Owns a connection pool. Credentials and endpoints come from the environment (AWS_ENDPOINT_URL and the like)."""
 
     def __init__(self, url: str, **config: Any) -> None:
-        """Raises InvalidRequest if the URL names no store."""
+        """Opens the store. Raises InvalidRequest if the URL names none."""
         try:
             if urlsplit(url).scheme == "file":
                 directory = Path(unquote(urlsplit(url).path))
@@ -55,7 +55,7 @@ class ObjectStoreClient:
                 yield item["path"], item["size"]
 
     async def close(self) -> None:
-        """obstore closes its connections itself."""
+        """Does nothing: obstore closes its connections itself."""
 
 
 _NO_RETRIES: Any = {"max_retries": 0}  # the breaker decides when to try again

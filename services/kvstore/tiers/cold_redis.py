@@ -1,4 +1,4 @@
-"""The cold tier in Redis or Valkey: one string for each block."""
+"""The cold tier in Redis or Valkey: one string per block."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from halfmoon.errors import InvalidRequest, NotFound
 
 
 class RedisClient:
-    """Owns a connection pool. A server that evicts keys itself is no harm: what is missing is a miss."""
+    """Owns a connection pool. A server that evicts keys itself does no harm: a missing block is a miss."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """url: redis:// or rediss://. Raises InvalidRequest if it is something else."""
+        """url: redis:// or rediss://. Raises InvalidRequest for other schemes."""
         address = url.replace("valkey", "redis", 1) if url.startswith("valkey") else url
         try:
             self._redis: Any = Redis.from_url(
@@ -44,7 +44,7 @@ class RedisClient:
         await self._redis.unlink(name)
 
     async def list(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
-        """See ColdClient. SCAN may name a key twice."""
+        """See ColdClient. SCAN may return a key twice."""
         seen: set[bytes] = set()
         async for key in self._redis.scan_iter(match=f"{prefix}*", count=1000):
             if key not in seen:

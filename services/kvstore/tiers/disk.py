@@ -1,8 +1,8 @@
-"""The disk tier: records in segment files, found through an index in SQLite; all of its I/O off the event loop.
+"""The disk tier: records in segment files, indexed in SQLite; all of its I/O is off the event loop.
 
-One thread writes: records, then their rows, then compaction, so the device sees long sequential runs and nothing needs
-a lock. Two threads read. What the files hold beyond living records is bounded: when the budget would be
-passed, the file with the most dead bytes is copied and removed.
+One thread writes: records, then their rows, then compaction. So the device sees long sequential runs and nothing needs
+a lock. Two threads read. The dead bytes in the files are bounded: before the budget is exceeded, the live records of
+the file with the most dead bytes are copied and the file is removed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from services.kvstore.tiers.segments import Location, SegmentFiles
 
 log = logging.getLogger(__name__)
 
-LIVE_SHARE = 0.75  # of the budget is for living records; the rest keeps compaction from copying much to gain little
+LIVE_SHARE = 0.75  # share of the budget for live records; the rest keeps compaction from copying much to gain little
 _SEGMENTS_IN_BUDGET = 16
 _NUM_READERS = 2
 _COPY_BYTES = 16 << 20  # held in memory while a file is copied
@@ -36,7 +36,7 @@ Write = tuple[BlockMeta, tuple[KVBytes, KVBytes]]  # a record as (header, payloa
 
 @dataclass(slots=True)
 class _Compacted:
-    """What copying one segment did."""
+    """Result of copying one segment."""
 
     segment: int
     moved: list[tuple[bytes, Location, Location]]
@@ -44,33 +44,34 @@ class _Compacted:
 
 
 class DiskTier:
-    """Owns the files, their index and where each block lies. Which block goes when is the catalog's."""
+    """Owns the files, their index and the location of each block. The catalog decides what is evicted when."""
 
     def __init__(self, directory: Path, budget_bytes: int) -> None:
         self._directory = directory
         self.budget_bytes = budget_bytes
-        self._limit_bytes = budget_bytes - budget_bytes // _SEGMENTS_IN_BUDGET  # a copy lies beside its original
+        self._limit_bytes = budget_bytes - budget_bytes // _SEGMENTS_IN_BUDGET  # room to copy a file
         self.live_budget_bytes = int(budget_bytes * LIVE_SHARE)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvstore-disk-write")
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="kvstore-disk-read")
         self._places: dict[bytes, Location] = {}
-        self._removed: set[bytes] = set()  # left the catalog; their rows go with the next write
+        self._removed: set[bytes] = set()  # left the catalog; their rows are removed by the next write
         self._files, self._index, self._recovered = self._open()
         self.file_bytes = sum(self._files.sizes().values())
         self.num_compacted = 0
 
     def recovered(self) -> list[IndexedBlock]:
-        """What was there at the start, each block after its parent. Hand every row to `admit` or `forget`."""
+        """Blocks found at the start, each after its parent. Pass every row to `admit` or `forget`."""
         rows, self._recovered = self._recovered, []
         return rows
 
     def admit(self, row: IndexedBlock) -> None:
-        """The catalog took a recovered block."""
+        """Admits a recovered block that the catalog took."""
         self._places[row.meta.id] = row.place
 
     async def write(self, records: Sequence[Write]) -> list[tuple[BlockMeta, int]]:
-        """Brings records to the device; gives them with their sizes. Raises OSError (the disk is full, gone or broken):
-        then none of them is there.
+        """Writes records to the device; returns them with their sizes.
+
+        Raises OSError (the disk is full, gone or broken); then none of them was stored.
         """
         removed, self._removed = self._removed, set()
         try:
@@ -84,7 +85,7 @@ class DiskTier:
         return [(meta, place.num_bytes) for (meta, _), place in zip(records, places, strict=True)]
 
     async def read(self, block: bytes) -> Record:
-        """Raises NotFound if it is not here, DataLoss if it is damaged, OSError if the disk is."""
+        """Reads a record. Raises NotFound if it is not here, DataLoss if it is damaged, OSError if the disk fails."""
         place = self._places.get(block)
         while place is not None:
             try:
@@ -94,16 +95,16 @@ class DiskTier:
                     raise DataLoss("the file of a stored block is missing") from None
             else:
                 return decode_record(data, block)
-            place = self._places.get(block)  # compaction has moved it meanwhile
+            place = self._places.get(block)  # compaction has moved it in the meantime
         raise NotFound("the disk has no such block")
 
     def forget(self, block: bytes) -> None:
-        """The catalog says that the block has left this tier; its row goes with the next write or `flush`."""
+        """Notes that the block has left this tier; its row is removed by the next write or `flush`."""
         self._places.pop(block, None)
         self._removed.add(block)
 
     async def flush(self, pins: Sequence[tuple[bytes, bool]] = ()) -> None:
-        """Makes removals and pins last beyond a restart. Raises OSError."""
+        """Makes removals and pins durable. Raises OSError."""
         if not self._removed and not pins:
             return
         removed, self._removed = self._removed, set()
@@ -114,7 +115,7 @@ class DiskTier:
             raise
 
     async def compact(self, num_bytes: int) -> list[bytes]:
-        """Makes sure that `num_bytes` more fit in the budget, if dead bytes allow it; gives blocks found damaged."""
+        """Makes room for `num_bytes` more in the budget if dead bytes allow; returns blocks found damaged."""
         damaged: list[bytes] = []
         while self.file_bytes + num_bytes > self._limit_bytes:
             await self.flush()
@@ -141,7 +142,7 @@ class DiskTier:
         self._readers.shutdown()
 
     async def _write(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` in the writing thread, to its end even if the caller is cancelled."""
+        """Runs `work` on the writing thread, to its end even if the caller is cancelled."""
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._writer, work))
 
     def _open(self) -> tuple[SegmentFiles, DiskIndex, list[IndexedBlock]]:
@@ -169,7 +170,7 @@ class DiskTier:
         return places
 
     def _copy_deadest(self) -> _Compacted | None:
-        """Copies what lives in the file with the most dead bytes to the active one; None if no file has any."""
+        """Copies the live records of the file with the most dead bytes to the active one; None if there are none."""
         live = self._index.live_bytes()
         dead = {segment: size - live.get(segment, 0) for segment, size in self._files.sizes().items()}
         segment = max(dead, key=lambda number: dead[number], default=0)

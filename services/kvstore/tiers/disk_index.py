@@ -1,6 +1,6 @@
-"""The disk tier's index: which record lies where, in SQLite. Blocking calls, all from one thread.
+"""The disk tier's index: the location of each record, in SQLite. Blocking calls, all from one thread.
 
-A row is committed after its record is on the device, and a file is removed after no row names it: so whenever the
+A row is committed after its record is on the device, and a file is removed after no row names it. So whenever the
 process is killed, every row names a whole record.
 """
 
@@ -25,7 +25,7 @@ _BATCH = 500
 
 
 class _Tables(DeclarativeBase):
-    """This index's metadata."""
+    """Metadata of this index."""
 
 
 class BlockRow(_Tables):
@@ -42,7 +42,7 @@ class BlockRow(_Tables):
     dtype: Mapped[str]
     block_tokens: Mapped[int]
     recompute_s: Mapped[float]
-    expires_at_s: Mapped[float | None]  # NULL: never
+    expires_at_s: Mapped[float | None]  # NULL: never expires
     pinned: Mapped[bool]
     segment: Mapped[int] = mapped_column(index=True)
     offset: Mapped[int]
@@ -59,14 +59,14 @@ class IndexedBlock:
 
 
 class DiskIndex:
-    """Owns the SQLite file. Raises OSError for whatever SQLite cannot do, a full disk above all."""
+    """Owns the SQLite file. Raises OSError for every failure of SQLite, above all a full disk."""
 
     def __init__(self, path: Path) -> None:
         self._engine: Engine = create_engine(f"sqlite:///{path}")
         event.listen(self._engine, "connect", _on_connect)
         try:
             _Tables.metadata.create_all(self._engine)
-        except DatabaseError as err:  # a damaged index: the blocks are a cache, and begin anew
+        except DatabaseError as err:  # the index is damaged; its blocks are a cache, so start empty
             self._engine.dispose()
             if "malformed" not in str(err) and "not a database" not in str(err):
                 raise OSError(f"the disk tier's index cannot be opened: {err.orig}") from err
@@ -75,19 +75,19 @@ class DiskIndex:
             _Tables.metadata.create_all(self._engine)
 
     def load(self) -> list[IndexedBlock]:
-        """Every row, each after its parent's."""
+        """All rows, each after its parent's."""
         with self._begin() as connection:
             rows = connection.execute(select(BlockRow.__table__).order_by(BlockRow.depth)).mappings()
             return [_read(row) for row in rows]
 
     def in_segment(self, segment: int) -> list[IndexedBlock]:
-        """The rows whose records lie in one file, in the order of the file."""
+        """Rows whose records lie in one file, in file order."""
         query = select(BlockRow.__table__).where(BlockRow.segment == segment).order_by(BlockRow.offset)
         with self._begin() as connection:
             return [_read(row) for row in connection.execute(query).mappings()]
 
     def live_bytes(self) -> dict[int, int]:
-        """Bytes of all records of each file that a row names."""
+        """Total bytes of the records that rows name, by file."""
         query = select(BlockRow.segment, func.sum(BlockRow.num_bytes)).group_by(BlockRow.segment)
         with self._begin() as connection:
             return {segment: int(num_bytes) for segment, num_bytes in connection.execute(query)}
@@ -99,7 +99,7 @@ class DiskIndex:
         moved: Iterable[tuple[bytes, Location]] = (),
         pinned: Iterable[tuple[bytes, bool]] = (),
     ) -> None:
-        """All of it, or nothing: first what was removed, then the rest."""
+        """Applies everything or nothing: first the removals, then the rest."""
         ids = list(removed)
         with self._begin() as connection:
             for start in range(0, len(ids), _BATCH):
@@ -126,7 +126,7 @@ class DiskIndex:
 
 
 class _Transaction:
-    """`engine.begin()` whose failures are OSErrors."""
+    """`engine.begin()` that turns failures into OSError."""
 
     def __init__(self, engine: Engine) -> None:
         self._context = engine.begin()
@@ -182,5 +182,5 @@ def _read(row: Any) -> IndexedBlock:
 
 
 def whole_rows(rows: Sequence[IndexedBlock], sizes: dict[int, int]) -> list[IndexedBlock]:
-    """Those whose record can be in its file, by the files' sizes."""
+    """Rows whose record fits into its file, given the files' sizes."""
     return [row for row in rows if row.place.offset + row.place.num_bytes <= sizes.get(row.place.segment, 0)]

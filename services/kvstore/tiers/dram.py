@@ -1,7 +1,7 @@
-"""The DRAM tier: rooms of one arena for whole blocks and for those still arriving. No I/O, no clock.
+"""The DRAM tier: rooms of one arena for whole and for arriving blocks. No I/O, no clock.
 
-A block is visible from `commit` on and never before. Rooms have users: the tier itself, and every reader; so what a
-reader sees stays as it is whatever is evicted, dropped or replaced meanwhile.
+A block is visible from `commit` on and never before. Rooms have users: the tier itself and every reader. So a reader's
+bytes stay unchanged even if the block is evicted, dropped or replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """One whole block in the arena. Who got it from `acquire` gives it back with `release`."""
+    """One whole block in the arena. Callers of `acquire` return it with `release`."""
 
     meta: BlockMeta
     codec: EntryCodec
@@ -40,21 +40,21 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """A block on its way in, raw. Its owner ends it with `commit` or `discard`."""
+    """An arriving block, raw. Its owner ends it with `commit` or `discard`."""
 
     meta: BlockMeta
     layout: KVLayout
     room: Room
-    held: bytes | None  # the block before it, unless that is on its way, too
+    held: bytes | None  # the predecessor, unless that is still arriving too
 
     def write(self, part: KVRange, payload: Buffer) -> None:
-        """Puts `payload` (canonical order) at `part`, which counts tokens from the block's first."""
+        """Writes `payload` (canonical order) at `part`, whose tokens count from the block's first."""
         into = cells(self.room.view, self.layout, part)
         into[...] = np.frombuffer(memoryview(payload), dtype=np.uint8).reshape(into.shape)
 
 
 class DramTier:
-    """Owns the rooms of blocks and drafts. Which block goes when is the catalog's."""
+    """Owns the rooms of blocks and drafts. The catalog decides which block is evicted when."""
 
     def __init__(self, memory: memoryview, catalog: Catalog) -> None:
         self._arena = Arena(memory)
@@ -65,15 +65,15 @@ class DramTier:
 
     @property
     def capacity_bytes(self) -> int:
-        """The whole arena."""
+        """Size of the whole arena."""
         return self._arena.capacity_bytes
 
     def reserve(self, meta: BlockMeta, after: Draft | None = None) -> Draft:
-        """Makes room for one block, evicting others if it must; what comes before it is held until the draft ends.
+        """Reserves room for one block, evicting others if needed; holds its predecessor until the draft ends.
 
-        Where that is still on its way it is `after`, and has to be committed first. Raises NotFound if it is not here,
-        NoCapacity: for ever when the block is larger than the arena, else until drafts and readers end, with
-        `retry_after_ms`.
+        A predecessor that is still arriving is passed as `after` and must be committed first. Raises NotFound if the
+        predecessor is not here. Raises NoCapacity: for good if the block is larger than the arena, otherwise with
+        `retry_after_ms`, until drafts and readers end.
         """
         assert meta.layout is not None
         assert after is None or after.meta.id == meta.parent
@@ -94,9 +94,9 @@ class DramTier:
         return draft
 
     def commit(self, draft: Draft, known_digest: int | None = None) -> None:
-        """Makes the block visible, as the most recently used. Raises NotFound if what comes before it has gone.
+        """Makes the block visible as the most recently used. Raises NotFound if its predecessor is gone.
 
-        known_digest: of the draft's bytes, where somebody has checked it.
+        known_digest: digest of the draft's bytes if it has been checked.
         """
         self._check_parent(draft.meta)
         self._arena.retain(draft.room)
@@ -104,13 +104,13 @@ class DramTier:
         self._enter(draft.meta, EntryCodec(), draft.room, known_digest)
 
     def commit_encoded(self, draft: Draft, codec: EntryCodec, payload: KVBytes) -> None:
-        """As `commit`, in other bytes than arrived."""
+        """Commits a block whose encoded bytes differ from those that arrived."""
         self._check_parent(draft.meta)
         self.discard(draft)
         self.insert(draft.meta, codec, payload)
 
     def insert(self, meta: BlockMeta, codec: EntryCodec, payload: KVBytes) -> None:
-        """A whole block at once. Raises as `reserve` does."""
+        """Inserts a whole block at once. Raises the errors of `reserve`."""
         self._check_parent(meta)
         if meta.parent is not None:
             self._catalog.hold(meta.parent)
@@ -130,21 +130,21 @@ class DramTier:
                 self._catalog.release(draft.held)
 
     def acquire(self, block: bytes, use: bool = True) -> Block:
-        """The block, held, and used unless the store itself reads it.
+        """Gives the block to a reader and holds it. `use` is False when the store itself reads it.
 
-        Raises NotFound; DataLoss if it went bad, and then it is no more in this tier.
+        Raises NotFound; DataLoss if the block is damaged, after removing it from this tier.
         """
-        found = self._blocks.get(block)
-        if found is None:
+        stored = self._blocks.get(block)
+        if stored is None:
             raise NotFound("no block with this key is here")
-        if digest(found.room.view) != found.digest:
+        if digest(stored.room.view) != stored.digest:
             self._catalog.lose(block, Tier.DRAM)
             raise DataLoss("a stored block's digest did not match; it was dropped")
-        self._arena.retain(found.room)
+        self._arena.retain(stored.room)
         self._catalog.hold(block)
         if use:
             self._catalog.touch(block)
-        return found
+        return stored
 
     def release(self, block: Block) -> None:
         """Ends one use."""
@@ -152,11 +152,11 @@ class DramTier:
         self._catalog.release(block.meta.id)
 
     def forget(self, block: bytes) -> None:
-        """The catalog says that the block has left this tier."""
+        """Notes that the block has left this tier according to the catalog."""
         self._arena.release(self._blocks.pop(block).room)
 
     def check_integrity(self) -> None:
-        """For tests, when nobody reads."""
+        """Asserts the invariants. For tests, while nobody reads."""
         self._arena.check_integrity()
         rooms = [block.room for block in self._blocks.values()] + [draft.room for draft in self._drafts.values()]
         assert sum(rounded_bytes(room.view.nbytes) for room in rooms) == self.capacity_bytes - self._arena.free_bytes
@@ -189,7 +189,7 @@ class DramTier:
 
 
 def cells(view: memoryview, layout: KVLayout, part: KVRange) -> Bytes:
-    """The named cells of one raw block, `part` counting tokens from its first."""
+    """Selects cells of one raw block; `part` counts tokens from the block's first."""
     shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim * layout.item_bytes)
     tokens = slice(part.token_start, part.token_start + part.num_tokens)
     whole = np.frombuffer(view, np.uint8).reshape(shape)
@@ -197,5 +197,5 @@ def cells(view: memoryview, layout: KVLayout, part: KVRange) -> Bytes:
 
 
 def digest(view: KVBytes) -> int:
-    """xxh3-64."""
+    """xxh3-64 of the bytes."""
     return xxhash.xxh3_64_intdigest(view)

@@ -1,4 +1,4 @@
-"""In which bytes blocks lie in DRAM: the tier's codec, but for the end of a prompt, which keeps its precision."""
+"""Encodes blocks for DRAM in the tier's codec, except the end of a prompt, which keeps its precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.kvstore.tiers.residual import codec_for, left_behind
 
 
 class DramEncoder:
-    """Owns no state: it encodes beside the event loop, and what the catalog says may be another thing afterwards."""
+    """Owns no state. Encodes off the event loop, so the catalog may have changed afterwards."""
 
     def __init__(self, codec: EntryCodec, dram: DramTier, catalog: Catalog) -> None:
         self._codec = codec
@@ -24,7 +24,7 @@ class DramEncoder:
         self._catalog = catalog
 
     async def commit(self, draft: Draft, known_digest: int | None = None) -> bool:
-        """As `DramTier.commit`, which is the last thing it does. Whether the block was visible before."""
+        """Encodes, then commits as `DramTier.commit`. Returns whether the block was visible before."""
         codec = codec_for(self._codec, draft.meta, self._catalog)
         payload = None if codec.is_plain else await asyncio.to_thread(codec.encode, draft.room.view, draft.layout)
         was_here = draft.meta.id in self._catalog
@@ -35,20 +35,20 @@ class DramEncoder:
         return was_here
 
     async def encode_left_behind(self, newest: BlockMeta) -> None:
-        """The prompt has gone on to `newest`: the block that is not near its end any more gets the tier's codec.
+        """Encodes the block that is no longer near the end of its prompt, now that `newest` follows.
 
-        Nothing happens where there is none, or no room for both of its forms for a moment.
+        Does nothing if there is no such block, or no room for both of its forms at once.
         """
         block = left_behind(self._codec, newest, self._catalog)
         if block is None:
             return
         with contextlib.suppress(NotFound, DataLoss, NoCapacity):
-            found = self._dram.acquire(block, use=False)
+            original = self._dram.acquire(block, use=False)
             try:
-                if found.codec != self._codec and found.meta.layout is not None:
-                    cells = Record(found.meta, found.codec, found.room.view).cells()
-                    payload = await asyncio.to_thread(self._codec.encode, cells, found.meta.layout)
-                    if self._catalog.is_in(block, Tier.DRAM):  # it may have been dropped meanwhile
-                        self._dram.insert(found.meta, self._codec, payload)
+                if original.codec != self._codec and original.meta.layout is not None:
+                    cells = Record(original.meta, original.codec, original.room.view).cells()
+                    payload = await asyncio.to_thread(self._codec.encode, cells, original.meta.layout)
+                    if self._catalog.is_in(block, Tier.DRAM):  # it may have been dropped in the meantime
+                        self._dram.insert(original.meta, self._codec, payload)
             finally:
-                self._dram.release(found)
+                self._dram.release(original)

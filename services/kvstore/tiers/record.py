@@ -38,12 +38,12 @@ _DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 class Record:
     """A whole block, read and checked."""
 
-    meta: BlockMeta  # with its layout
+    meta: BlockMeta  # includes the layout
     codec: EntryCodec
     payload: KVBytes
 
     def cells(self) -> memoryview:
-        """The raw block. Raises DataLoss if the payload is not one."""
+        """Decodes the raw block. Raises DataLoss if the payload is damaged."""
         assert self.meta.layout is not None
         try:
             return self.codec.decode(self.payload, self.meta.layout)
@@ -52,7 +52,7 @@ class Record:
 
 
 def encode_record(meta: BlockMeta, codec: EntryCodec, payload: KVBytes) -> tuple[bytes, memoryview]:
-    """(header, payload): write one after the other."""
+    """Encodes a block as (header, payload), to be written one after the other."""
     layout = meta.layout
     assert layout is not None
     view = memoryview(payload).cast("B")
@@ -65,15 +65,15 @@ def encode_record(meta: BlockMeta, codec: EntryCodec, payload: KVBytes) -> tuple
 
 
 def decode_record(data: KVBytes, expected_id: bytes) -> Record:
-    """Raises DataLoss unless `data` is one whole, undamaged record of that block."""
+    """Parses a record. Raises DataLoss unless `data` is one whole, undamaged record of that block."""
     view = memoryview(data).cast("B")
     if view.nbytes < HEADER_BYTES:
         raise DataLoss("a stored block is shorter than its header")
     head, payload = view[: _FIELDS.size], view[HEADER_BYTES:]
-    (magic, version, quantiser, lossless, dtype, found, parent, has_parent, layers, heads, head_dim, tokens, depth,
+    (magic, version, quantiser, lossless, dtype, block_id, parent, has_parent, layers, heads, head_dim, tokens, depth,
      recompute_s, expires_at_s, payload_bytes) = _FIELDS.unpack(head)  # fmt: skip
-    if (magic, version, found, payload_bytes) != (_MAGIC, VERSION, expected_id, payload.nbytes):
-        raise DataLoss("what is stored is not the block that it should be")
+    if (magic, version, block_id, payload_bytes) != (_MAGIC, VERSION, expected_id, payload.nbytes):
+        raise DataLoss("the stored record is not of the requested block")
     if _DIGEST.unpack_from(view, _FIELDS.size)[0] != _digest(head, payload):
         raise DataLoss("a stored block's digest did not match")
     try:
@@ -81,7 +81,7 @@ def decode_record(data: KVBytes, expected_id: bytes) -> Record:
         codec = EntryCodec(Codec(quantiser), Lossless(lossless))
     except (HalfmoonError, ValueError, IndexError) as err:
         raise DataLoss(f"a stored block is of a kind unknown here: {err}") from err
-    meta = BlockMeta(found, parent if has_parent else None, depth, layout, recompute_s, expires_at_s)
+    meta = BlockMeta(block_id, parent if has_parent else None, depth, layout, recompute_s, expires_at_s)
     return Record(meta, codec, payload)
 
 

@@ -1,8 +1,8 @@
-"""Which codec a block gets where the tier's own is too coarse for the end of a prompt (KIVI's residual window).
+"""Codec of a block when the tier's own is too coarse for the end of a prompt (KIVI's residual window).
 
-How far a block is from the end is what the catalog knows when the block is encoded: a block with fewer than
-`residual_tokens` known behind it keeps its full precision, and is encoded anew when the prompt has gone on for that
-long. A prompt that leaves a longer one within its coarse part reads coarse values near its own end.
+When a block is encoded, the catalog knows how far it is from the end. A block with fewer than `residual_tokens` known
+after it keeps its full precision. It is encoded again once the prompt has grown by that many. A prompt that branches
+off within the coarse part of a longer one reads coarse values near its own end.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from services.kvstore.catalog.catalog import Catalog
 
 
 def codec_for(codec: EntryCodec, meta: BlockMeta, catalog: Catalog) -> EntryCodec:
-    """What a tier of `codec` stores this block in now."""
+    """Codec in which a tier with `codec` stores this block now."""
     if not codec.residual_tokens or catalog.goes_on(meta.id, _window_blocks(codec, meta.layout)):
         return codec
     return codec.of_residual()
 
 
 def left_behind(codec: EntryCodec, newest: BlockMeta, catalog: Catalog) -> bytes | None:
-    """The block that the window moved away from when `newest` came; None if there is none."""
+    """The block that left the window when `newest` arrived; None if there is none."""
     if not codec.residual_tokens:
         return None
     return catalog.before(newest.id, _window_blocks(codec, newest.layout))

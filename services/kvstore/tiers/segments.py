@@ -1,4 +1,4 @@
-"""Append-only files of records. Blocking calls: for one writing thread, and any number that read."""
+"""Append-only files of records. Blocking calls: for one writing thread and any number of readers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SUFFIX = ".blocks"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Location:
-    """Where a record lies."""
+    """Location of a record."""
 
     segment: int
     offset: int
@@ -22,10 +22,9 @@ class Location:
 
 
 class SegmentFiles:
-    """Owns the files of a directory and their sizes. Knows nothing of what is in them, or whether it is of use.
+    """Owns the files of a directory and their sizes. Knows nothing of their content or its use.
 
-    A file is appended to by the process that began it, and never again: what a killed process left behind its last
-    known record is cut off.
+    Only the process that began a file appends to it. What a killed process left after its last known record is cut off.
     """
 
     def __init__(self, directory: Path, segment_bytes: int) -> None:
@@ -35,19 +34,19 @@ class SegmentFiles:
         self._segment_bytes = segment_bytes
         self._sizes = {int(path.stem): path.stat().st_size for path in directory.glob(f"*{_SUFFIX}")}
         self._active = max(self._sizes, default=0) + 1
-        self._file = -1  # of the active segment, once it was begun
+        self._file = -1  # descriptor of the active segment, once begun
 
     def sizes(self) -> dict[int, int]:
-        """Bytes of each file by its number, the active one included."""
+        """Bytes of each file by its number, including the active one."""
         return dict(self._sizes)
 
     @property
     def active(self) -> int:
-        """The number of the file that is appended to."""
+        """Number of the file that is appended to."""
         return self._active
 
     def append(self, records: Sequence[Sequence[KVBytes]]) -> list[Location]:
-        """Writes records, each given in parts, and has them on the device. All or none: raises OSError then."""
+        """Writes records, each given in parts, and syncs them to the device: all, or none and raises OSError."""
         if not records:
             return []
         begun: list[tuple[int, int]] = [(self._active, self._sizes.get(self._active, 0))]
@@ -65,7 +64,7 @@ class SegmentFiles:
         return places
 
     def read(self, place: Location) -> bytes:
-        """The bytes there; fewer if the file is shorter. Raises OSError, FileNotFoundError of a removed file."""
+        """Reads the bytes there; fewer if the file is shorter. Raises OSError, FileNotFoundError for a removed file."""
         file = os.open(self._path(place.segment), os.O_RDONLY | os.O_CLOEXEC)
         try:
             return os.pread(file, place.num_bytes, place.offset)
@@ -73,12 +72,12 @@ class SegmentFiles:
             os.close(file)
 
     def truncate(self, segment: int, num_bytes: int) -> None:
-        """Cuts off what lies behind the last record of a file that is not appended to."""
+        """Cuts off what lies after the last record of a file that is not appended to."""
         os.truncate(self._path(segment), num_bytes)
         self._sizes[segment] = num_bytes
 
     def remove(self, segment: int) -> None:
-        """Deletes a file; who reads it at the moment still can."""
+        """Deletes a file; readers that have it open can finish."""
         if segment == self._active:
             self._seal()
         self._path(segment).unlink(missing_ok=True)
@@ -119,7 +118,7 @@ class SegmentFiles:
             else:
                 self._path(segment).unlink(missing_ok=True)
                 self._sizes.pop(segment, None)
-        self._active += 1  # a number is never used twice: somebody may still be about to read the file that had it
+        self._active += 1  # numbers are never reused: a reader may be about to open the file that had it
 
     def _path(self, segment: int) -> Path:
         return self._directory / f"{segment:08}{_SUFFIX}"

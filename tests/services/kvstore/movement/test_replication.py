@@ -120,15 +120,15 @@ async def test_copies_that_nobody_uses_are_dropped_and_others_are_not(tmp_path: 
         assert not any(near.pool.catalog.is_in(block, Tier.DISK) for block in ids)  # the other store has them
         await put(near.pool, meta(ids[1], ids[0], 1))  # a worker beside this store has computed it, too
         await near.pool.settled()
-        near.pool._upkeep.drop_cooled()
+        near.pool._maintenance.drop_cooled()
         near.clock.now_s += 59
         await near.client.match(KEYS[:4], deadline_s=10)  # a use
-        near.pool._upkeep.drop_cooled()
+        near.pool._maintenance.drop_cooled()
         near.clock.now_s += 59
-        near.pool._upkeep.drop_cooled()
+        near.pool._maintenance.drop_cooled()
         assert [block in near.pool.catalog for block in ids] == [True] * 4 + [False] * 2
         near.clock.now_s += 2
-        near.pool._upkeep.drop_cooled()
+        near.pool._maintenance.drop_cooled()
         assert [block in near.pool.catalog for block in ids] == [True] * 2 + [False] * 4
         assert (await near.client.stats(deadline_s=10)).num_cooled_total == 4
 
@@ -153,7 +153,7 @@ async def test_what_a_worker_brings_while_its_copy_is_encoded_is_no_copy(monkeyp
         await near.replicator.settled()
         assert (len(near.pool.replicas), near.pool.counts.num_replicated) == (0, 0)
         near.clock.now_s += 61
-        near.pool._upkeep.drop_cooled()
+        near.pool._maintenance.drop_cooled()
         assert block in near.pool.catalog
 
 
@@ -193,7 +193,7 @@ async def test_an_error_of_ours_ends_one_copy_alone(monkeypatch: pytest.MonkeyPa
 
 async def test_what_is_asked_is_bounded_and_checked() -> None:
     async with store() as origin, store(copying=False) as near:
-        with pytest.raises(InvalidRequest, match="from where"):
+        with pytest.raises(InvalidRequest, match="the source is missing"):
             await near.client.replicate("", KEYS, LAYOUT, deadline_s=10)
         for _ in range(MAX_WAITING):
             await near.client.replicate(origin.address, KEYS, LAYOUT, deadline_s=10)
