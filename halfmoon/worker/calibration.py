@@ -161,8 +161,8 @@ def _load(file: Path, kind: str) -> Profile | None:
         stored: Mapping[str, Any] = json.loads(file.read_text())
         if stored["kind"] != kind:
             return None
-        prefills = [PrefillSample(*map(float, one.values())) for one in stored["prefill"]]
-        steps = [StepSample(*map(float, one.values())) for one in stored["step"]]
+        prefills = [PrefillSample(*map(float, sample.values())) for sample in stored["prefill"]]
+        steps = [StepSample(*map(float, sample.values())) for sample in stored["step"]]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,1 +1,1 @@
-"""KV -> tokens."""
+"""The decode service: from KV to tokens. The worker itself is halfmoon/worker."""

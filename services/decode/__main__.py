@@ -1,4 +1,4 @@
-"""`python -m services.decode`: a worker that writes answers, unless told another role."""
+"""`python -m services.decode`: a worker whose default role is decode."""
 
 from halfmoon.rpc.service import service_main
 from halfmoon.worker.main import serve

@@ -8,7 +8,7 @@ from halfmoon.worker.settings import WorkerSettings
 
 
 class DecodeSettings(WorkerSettings):
-    """A worker's settings; inherited, against the rule, because the two services are one program in two roles."""
+    """A worker's settings. Inherited, against the house rule, because the two services are one program in two roles."""
 
     model_config = service_config("decode")
 

@@ -1,1 +1,4 @@
-"""Which configuration to run: what fits in memory, the search for a layout, simulations, and plans of before."""
+"""The planner: what fits in memory, the search for a cluster layout, simulations, and plans made earlier.
+
+Read in this order: servicer, jobs, turns, job, job_process, fleet, kept_plans.
+"""

@@ -17,7 +17,7 @@ from services.planner.turns import Turns
 
 
 async def serve(settings: PlannerSettings) -> None:
-    """Runs the planner until it is told to stop. Raises InvalidRequest if it cannot listen."""
+    """Runs the planner until told to stop. Raises InvalidRequest if it cannot listen."""
     token = OperatorToken(settings.operator_token, settings.host)
     jobs = Jobs(Turns(settings.max_running, settings.max_waiting), settings.deadline_s, run_job)
     async with open_ledger(settings.ledger, may_be_away=True) as ledger:

@@ -1,6 +1,6 @@
 """What fits in a device's memory: weights, KV blocks, and how many sequences of a given length run at once.
 
-Arithmetic only. What the runtime and activations take is the caller's `reserved_share`, not a measurement.
+Arithmetic only. The memory for the runtime and activations is the caller's `reserved_share`, not a measurement.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CapacityQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The answer; bytes are of one device, and every device of the group holds the same."""
+    """The answer. Bytes count one device; every device of the group holds the same."""
 
     weight_bytes: int
     kv_block_bytes: int
@@ -45,7 +45,7 @@ class Capacity:
 
 
 def capacity(config: ModelConfig, question: CapacityQuestion) -> Capacity:
-    """Raises InvalidRequest, with `param`, for a question that makes no sense for this model."""
+    """Computes what fits. Raises InvalidRequest, with `param`, for a question that makes no sense for this model."""
     _check(config, question)
     share = device_share(config, question.num_devices)
     dtype = cast(KVDtype, question.dtype)

@@ -1,4 +1,4 @@
-"""The workers that run here, where `halfmoon up` lets the planner change them."""
+"""The running workers, if `halfmoon up` lets the planner change them."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.peer import Peer
 
 _LOOK_S = 30.0  # the model's config is read
-_CHANGE_S = 3600.0  # loading weights, and requests that end
+_CHANGE_S = 3600.0  # loads weights and waits for running requests
 
 
 class Fleet:
-    """Knows where workers are changed, if anywhere. Owns nothing. Raises Incompatible where they are not."""
+    """Owns nothing. Passes changes to the process that runs the workers. Raises Incompatible if there is none."""
 
     def __init__(self, address: str | None) -> None:
         self._address = address
 
     @property
     def can_change(self) -> bool:
-        """There is somebody to ask."""
+        """Whether workers can be changed here."""
         return self._address is not None
 
     async def preview(self, plan_yaml: str) -> planner_pb2.WorkerChange:
-        """What the plan would change."""
+        """Asks which workers the plan would change."""
         async with self._peer() as peer:
             request = planner_pb2.FleetRequest(plan_yaml=plan_yaml)
             stub = planner_pb2_grpc.FleetStub(peer.channel)
-            found: planner_pb2.WorkerChange = await peer.call(stub.Preview, request, deadline_s=_LOOK_S)
-            return found
+            change: planner_pb2.WorkerChange = await peer.call(stub.Preview, request, deadline_s=_LOOK_S)
+            return change
 
     async def change(self, plan_yaml: str, stop_first: bool) -> AsyncGenerator[planner_pb2.ApplyUpdate, None]:
-        """What is said of the change, to its end."""
+        """Applies a plan; yields updates until it is done."""
         async with self._peer() as peer:
             request = planner_pb2.FleetRequest(plan_yaml=plan_yaml, stop_first=stop_first)
             stub = planner_pb2_grpc.FleetStub(peer.channel)

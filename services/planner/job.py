@@ -1,7 +1,7 @@
-"""A job: what a process of its own computes, and what it says meanwhile. Plain values, one JSON object a line.
+"""Jobs: what a separate process computes, and its messages. Plain values, one JSON object a line.
 
-The process gets one line, `{"kind": ..., "request": {...}, ...}`, and says any number of `{"progress": [what, done,
-total]}` and then one `{"result": {...}}` or `{"error": {"message": ..., "param": ...}}`. The end of its stdin ends it.
+The process gets one line, `{"kind": ..., "request": {...}, ...}`. It sends any number of `{"progress": [what, done,
+total]}`, then one `{"result": {...}}` or `{"error": {"message": ..., "param": ...}}`. The end of its stdin ends it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from halfmoon.sim.point import PointRequest
 
 @dataclass(frozen=True, slots=True)
 class PlanJob:
-    """A search."""
+    """A search for a plan."""
 
     request: PlanRequest
     num_processes: int
@@ -25,7 +25,7 @@ class PlanJob:
 
 @dataclass(frozen=True, slots=True)
 class PointJob:
-    """A simulation."""
+    """A simulation of one cluster."""
 
     request: PointRequest
     with_requests: bool
@@ -37,7 +37,7 @@ Job: TypeAlias = PlanJob | PointJob
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """So much of so much is done."""
+    """`done` of `total` steps of the stage `what` are done."""
 
     what: str
     done: int
@@ -46,18 +46,18 @@ class JobProgress:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """The end of a job that went well."""
+    """The result of a successful job."""
 
-    found: dict[str, Any]
+    result: dict[str, Any]
 
 
 def job_line(job: Job) -> dict[str, Any]:
-    """What the process is told."""
+    """Converts a job to the process's input."""
     return asdict(job)
 
 
 def job_from(line: dict[str, Any]) -> Job:
-    """What `job_line` made."""
+    """Parses the output of `job_line`."""
     if line["kind"] == "plan":
         return PlanJob(PlanRequest(**line["request"]), line["num_processes"], line["with_curves"])
     return PointJob(PointRequest(**line["request"]), line["with_requests"])

@@ -16,52 +16,52 @@ from halfmoon.plan.summary import summary_of
 from halfmoon.sim.point import simulate_point
 from services.planner.job import Job, PlanJob, job_from
 
-_NICE = 5  # what is served on the same host goes first
-_SAID_EVERY_S = 0.1
+_NICE = 5  # services on the same host have precedence
+_PROGRESS_INTERVAL_S = 0.1
 
 
-class _Voice:
+class _Messages:
     """Owns the pipe to the planner."""
 
     def __init__(self, pipe: TextIO) -> None:
         self._pipe = pipe
-        self._said_s = 0.0
+        self._sent_s = 0.0
 
-    def say(self, event: dict[str, Any]) -> None:
+    def send(self, event: dict[str, Any]) -> None:
         self._pipe.write(json.dumps(event) + "\n")
         self._pipe.flush()
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Not more often than somebody reads."""
+        """Sends progress, but not more often than anyone reads it."""
         now_s = time.monotonic()
-        if done >= total or now_s - self._said_s >= _SAID_EVERY_S:
-            self._said_s = now_s
-            self.say({"progress": [what, done, total]})
+        if done >= total or now_s - self._sent_s >= _PROGRESS_INTERVAL_S:
+            self._sent_s = now_s
+            self.send({"progress": [what, done, total]})
 
 
 def main() -> None:
-    """Runs the job that stdin names."""
+    """Runs the job named on stdin."""
     os.nice(_NICE)
-    voice = _Voice(os.fdopen(os.dup(sys.stdout.fileno()), "w"))
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whoever prints does not print there
+    messages = _Messages(os.fdopen(os.dup(sys.stdout.fileno()), "w"))
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps prints out of the pipe
     job = job_from(json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
-        voice.say({"result": _done(job, voice)})
+        messages.send({"result": _done(job, messages)})
     except InvalidRequest as error:
-        voice.say({"error": {"message": error.message, "param": error.param}})
+        messages.send({"error": {"message": error.message, "param": error.param}})
 
 
-def _done(job: Job, voice: _Voice) -> dict[str, Any]:
+def _done(job: Job, messages: _Messages) -> dict[str, Any]:
     if isinstance(job, PlanJob):
-        found = make_plan(job.request, job.num_processes, voice.progress, with_curves=job.with_curves)
-        return {"summary": summary_of(found), "plan_yaml": found.file_text}
-    point = simulate_point(job.request, lambda done, total: voice.progress("requests", done, total))
+        plan = make_plan(job.request, job.num_processes, messages.progress, with_curves=job.with_curves)
+        return {"summary": summary_of(plan), "plan_yaml": plan.file_text}
+    point = simulate_point(job.request, lambda done, total: messages.progress("requests", done, total))
     return point.summary(with_requests=job.with_requests)
 
 
 def _end_with_stdin() -> None:
-    """The planner is gone, or wants no more: this process and those that it started end."""
+    """Ends this process and its children when the planner is gone or wants no more."""
     sys.stdin.read()
     os.killpg(0, signal.SIGKILL)
 

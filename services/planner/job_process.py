@@ -1,4 +1,4 @@
-"""One job in a process of its own, in a directory of its own that has the files of its request."""
+"""Runs one job in a process and a directory of its own; the directory holds the request's files."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from typing import Any
 from halfmoon.errors import InvalidRequest, ServiceFailed
 from services.planner.job import Job, JobProgress, JobResult, job_line
 
-_MOST_LINE_BYTES = 256 << 20  # of a result with every request's times
+_MOST_LINE_BYTES = 256 << 20  # for a result with the times of every request
 
 
 async def run_job(job: Job, files: Mapping[str, bytes]) -> AsyncGenerator[JobProgress | JobResult, None]:
-    """What the job says; its result is the last. Leaving the iteration ends the process and all that it started.
+    """Yields the job's messages, its result last. Leaving the iteration ends the process and all that it started.
 
-    Raises InvalidRequest as the job does, and ServiceFailed for a process that ends without a word.
+    Raises the job's InvalidRequest, and ServiceFailed for a process that ends without a result.
     """
     with TemporaryDirectory(prefix="halfmoon-planner-") as name:
         for file, content in files.items():
             (Path(name) / file).write_bytes(content)
         process = await asyncio.create_subprocess_exec(
-            # -P: files that came with the request are no modules
+            # -P: the request's files cannot be imported as modules
             *(sys.executable, "-P", "-m", "services.planner.job_main"),
             cwd=name,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
             limit=_MOST_LINE_BYTES,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(one for one in sys.path if one)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         try:
             assert process.stdin is not None
@@ -51,7 +51,7 @@ async def run_job(job: Job, files: Mapping[str, bytes]) -> AsyncGenerator[JobPro
             await process.wait()
 
 
-def _event(said: dict[str, Any]) -> JobProgress | JobResult:
-    if "error" in said:
-        raise InvalidRequest(said["error"]["message"], param=said["error"]["param"])
-    return JobProgress(*said["progress"]) if "progress" in said else JobResult(said["result"])
+def _event(message: dict[str, Any]) -> JobProgress | JobResult:
+    if "error" in message:
+        raise InvalidRequest(message["error"]["message"], param=message["error"]["param"])
+    return JobProgress(*message["progress"]) if "progress" in message else JobResult(message["result"])

@@ -1,4 +1,4 @@
-"""Jobs from the moment they are asked for: their turn, then their process, within one deadline."""
+"""Jobs from request to result: their turn, then their process, within one deadline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.planner.turns import Turns
 
 @dataclass(frozen=True, slots=True)
 class JobWaits:
-    """Others are before it."""
+    """A job waits for `num_ahead` others."""
 
     num_ahead: int
 
@@ -26,7 +26,7 @@ RunJob: TypeAlias = Callable[[Job, Mapping[str, bytes]], AsyncGenerator[JobProgr
 
 
 class Jobs:
-    """Owns the line of jobs. `run` is what a job does when it is its turn; it ends when its iteration is left."""
+    """Owns the queue of jobs. `run` executes a job at its turn and ends when its iteration is left."""
 
     def __init__(self, turns: Turns, deadline_s: float, run: RunJob) -> None:
         self._turns = turns
@@ -34,9 +34,9 @@ class Jobs:
         self._run = run
 
     async def updates(self, job: Job, files: Mapping[str, bytes]) -> AsyncGenerator[JobUpdate, None]:
-        """All that is said of a job, its result last; leaving the iteration ends it.
+        """Yields a job's updates, its result last; leaving the iteration ends the job.
 
-        Raises NoCapacity, DeadlineExceeded, and what the job raises.
+        Raises NoCapacity, DeadlineExceeded, and the job's errors.
         """
         deadline_s = bounded_deadline_s(self._deadline_s)
         deadline_at_s = asyncio.get_running_loop().time() + deadline_s

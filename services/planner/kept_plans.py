@@ -1,4 +1,4 @@
-"""Plans in a ledger that may have been away when the planner started."""
+"""Plans in a ledger that may have been unavailable when the planner started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from halfmoon.ledger.plans import NewPlan, StoredPlan
 
 
 class KeptPlans(Protocol):
-    """Where plans are kept. Raises Unavailable while that does not answer."""
+    """Storage of plans. Raises Unavailable while it does not answer."""
 
     async def add(self, plan: NewPlan) -> StoredPlan: ...
 
@@ -20,22 +20,22 @@ class KeptPlans(Protocol):
 
 
 class PlansOfLedger:
-    """The ledger's table, joined at the first use that it answers."""
+    """The ledger's table, joined when the ledger first answers."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     async def add(self, plan: NewPlan) -> StoredPlan:
-        """Keeps a plan that was made now."""
+        """Stores a new plan."""
         await self._ledger.join()
         return await self._ledger.plans.add(plan)
 
     async def newest(self, limit: int) -> Sequence[StoredPlan]:
-        """Newest first."""
+        """Lists plans, newest first."""
         await self._ledger.join()
         return await self._ledger.plans.newest(limit)
 
     async def of_id(self, plan_id: int) -> StoredPlan:
-        """Raises NotFound."""
+        """Reads one plan. Raises NotFound."""
         await self._ledger.join()
         return await self._ledger.plans.of_id(plan_id)

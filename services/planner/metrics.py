@@ -1,4 +1,4 @@
-"""Every metric of the planner: so far what its RPCs did."""
+"""All metrics of the planner: so far those of its RPCs."""
 
 from __future__ import annotations
 

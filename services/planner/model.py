@@ -1,4 +1,4 @@
-"""A model's configuration without its weights."""
+"""Reads a model's configuration without its weights."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from halfmoon.errors import UnknownModel
 
 
 def read_model_config(model: str) -> ModelConfig:
-    """Of `demo`, a directory, a `.gguf` file or a Hugging Face id, of which only `config.json` is fetched. Blocks.
+    """Reads the configuration of a model; blocks.
 
-    Raises UnknownModel or InvalidRequest where there is no such model, Incompatible where we cannot serve it.
+    model: `demo`, a directory, a `.gguf` file or a Hugging Face id, of which only `config.json` is fetched. Raises
+    UnknownModel or InvalidRequest if there is no such model, Incompatible if we cannot serve it.
     """
     path = Path(model).expanduser()
     if model == DEMO_MODEL or path.is_dir() or path.suffix == ".gguf":
         return prepare_checkpoint(model).model_config
     try:
         file = hf_hub_download(model, "config.json")
-    except (OSError, ValueError, RuntimeError) as err:  # offline, absent, gated, not an id
+    except (OSError, ValueError, RuntimeError) as err:  # offline, absent, gated, or not an id
         raise UnknownModel(
-            f"{model!r} is no directory or .gguf file on the planner's host, and Hugging Face did not give its "
+            f"{model!r} is not a directory or .gguf file on the planner's host, and Hugging Face did not give its "
             f"config.json ({type(err).__name__})",
             param="model",
         ) from err

@@ -1,4 +1,4 @@
-"""halfmoon.Planner on the wire: protobuf in and out of `capacity`, of jobs and of the plans that are kept."""
+"""halfmoon.Planner on the wire: protobuf in and out of `capacity`, jobs and stored plans."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 _DEFAULT_BLOCK_TOKENS = 64
 _DEFAULT_RESERVED_SHARE = 0.1
 _MOST_LISTED = 100
-MAX_REQUEST_BYTES = 64 << 20  # with its files: traces have tens of megabytes
+MAX_REQUEST_BYTES = 64 << 20  # including its files: traces have tens of megabytes
 
 
 class PlannerServicer(planner_pb2_grpc.PlannerServicer):
-    """Knows how to get a model's configuration (`read_config`, which may block). Owns nothing."""
+    """Owns nothing. `read_config` gets a model's configuration and may block."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
         """See planner.proto."""
         self._check_operator(context)
         if not request.model:
-            raise InvalidRequest("which model?", param="model")
+            raise InvalidRequest("a capacity question needs model", param="model")
         config = await asyncio.to_thread(self._read_config, request.model)
         answer = capacity(config, _question(request))
         return planner_pb2.CapacityResponse(
@@ -81,8 +81,8 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
     ) -> AsyncIterator[planner_pb2.PlanUpdate]:
         """See planner.proto."""
         self._check_operator(context)
-        asked, files = plan_request(request), files_of(request.files)
-        job = PlanJob(asked, self._num_processes, request.with_curves)
+        plan, files = plan_request(request), files_of(request.files)
+        job = PlanJob(plan, self._num_processes, request.with_curves)
         async with aclosing(self._jobs.updates(job, files)) as updates:
             async for update in updates:
                 if isinstance(update, JobWaits):
@@ -90,8 +90,10 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
                 elif isinstance(update, JobProgress):
                     yield planner_pb2.PlanUpdate(progress=_progress(update))
                 else:
-                    found = update.found
-                    new = NewPlan(asked.model, set_fields(request), {"plan_yaml": found["plan_yaml"]}, found["summary"])
+                    result = update.result
+                    new = NewPlan(
+                        plan.model, set_fields(request), {"plan_yaml": result["plan_yaml"]}, result["summary"]
+                    )
                     yield planner_pb2.PlanUpdate(plan=stored_plan(await self._kept(new)))
 
     async def Simulate(
@@ -99,15 +101,15 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
     ) -> AsyncIterator[planner_pb2.SimulateUpdate]:
         """See planner.proto."""
         self._check_operator(context)
-        asked, files = point_request(request), files_of([request.cluster, *request.files])
-        async with aclosing(self._jobs.updates(PointJob(asked, request.with_requests), files)) as updates:
+        point, files = point_request(request), files_of([request.cluster, *request.files])
+        async with aclosing(self._jobs.updates(PointJob(point, request.with_requests), files)) as updates:
             async for update in updates:
                 if isinstance(update, JobWaits):
                     yield planner_pb2.SimulateUpdate(waiting=_waiting(update))
                 elif isinstance(update, JobProgress):
                     yield planner_pb2.SimulateUpdate(progress=_progress(update))
                 else:
-                    yield planner_pb2.SimulateUpdate(result_json=json.dumps(update.found))
+                    yield planner_pb2.SimulateUpdate(result_json=json.dumps(update.result))
 
     async def ListPlans(
         self, request: planner_pb2.ListPlansRequest, context: grpc.aio.ServicerContext
@@ -148,7 +150,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
         return plan_yaml(await self._plans.of_id(request.plan_id)) if self._fleet.can_change else ""
 
     async def _kept(self, plan: NewPlan) -> StoredPlan:
-        """In the ledger; where that does not answer the plan is told all the same, without a number."""
+        """Stores a plan in the ledger; if that is unavailable, the plan is returned all the same, without a number."""
         try:
             return await self._plans.add(plan)
         except Unavailable as error:

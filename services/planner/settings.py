@@ -23,18 +23,19 @@ class PlannerSettings(PlannerConfig, StateConfig, ObservedConfig, BaseSettings):
     advertise: str | None = Field(None, description="host:port where others reach the planner, if not --listen")
     metrics_port: int | None = Field(None, ge=0, le=65535, description="serve Prometheus metrics on this port")
     operator_token: str | None = Field(
-        None, description="what every call asks for; None: nothing on a loopback host, and no calls elsewhere"
+        None, description="token that every call must send; without one, only a loopback host accepts calls"
     )
     fleet: str | None = Field(
-        None, description="where `halfmoon up` changes its workers: unix:PATH; None: plans cannot be applied"
+        None,
+        description="address at which `halfmoon up` changes its workers, unix:PATH; default: plans cannot be applied",
     )
 
     @property
     def host(self) -> str:
-        """That the planner listens on."""
+        """Host part of `listen`."""
         return self.listen.rpartition(":")[0].strip("[]")
 
     def as_logged(self) -> dict[str, Any]:
-        """Every setting, without the ledger's password and the token."""
+        """All settings for the log, without the ledger's password and the token."""
         token = None if self.operator_token is None else "***"
         return {**self.model_dump(mode="json"), "ledger_url": mask_password(self.ledger), "operator_token": token}

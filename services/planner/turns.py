@@ -1,4 +1,4 @@
-"""Whose turn it is: a few jobs run, a few wait in the order of coming, more are refused."""
+"""The queue of jobs: a few run, a few wait in order of arrival, more are refused."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _RETRY_AFTER_MS = 10_000
 
 
 class Ticket:
-    """One job's place in the line."""
+    """One job's place in the queue."""
 
     def __init__(self) -> None:
-        self.moved = asyncio.Event()  # the line has, since this was cleared
+        self.moved = asyncio.Event()  # set when the queue has moved
 
 
 class Turns:
-    """Owns the line. The first `most_running` of it run."""
+    """Owns the queue. Its first `most_running` jobs run."""
 
     def __init__(self, most_running: int, most_waiting: int) -> None:
         self._most_running = most_running
@@ -28,7 +28,7 @@ class Turns:
 
     @contextmanager
     def ticket(self) -> Iterator[Ticket]:
-        """A place as long as the block lasts. Raises NoCapacity where too many wait already."""
+        """Holds a place while inside. Raises NoCapacity if too many jobs are waiting."""
         if len(self._line) >= self._most_running + self._most_waiting:
             raise NoCapacity(
                 f"{self._most_running} running and {self._most_waiting} waiting is all that this planner takes: "
@@ -41,9 +41,9 @@ class Turns:
             yield ticket
         finally:
             self._line.remove(ticket)
-            for one in self._line:
-                one.moved.set()
+            for waiting in self._line:
+                waiting.moved.set()
 
     def num_ahead(self, ticket: Ticket) -> int:
-        """Jobs that have to end first; 0: it is this one's turn, and stays so."""
+        """Number of jobs that have to end first; 0 from the job's turn on."""
         return max(self._line.index(ticket) + 1 - self._most_running, 0)

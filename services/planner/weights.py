@@ -1,7 +1,7 @@
-"""How many parameters one device of a tensor-parallel group holds, from the model's configuration alone.
+"""Parameters on one device of a tensor-parallel group, from the model's configuration alone.
 
-Split over the group: query heads, the feed-forward width and the vocabulary, as Megatron-LM does (Shoeybi et al. 2019,
-section 3). Every device holds all of: norms, position embeddings, biases added after a reduction, and embedding
+Split over the group: query heads, the feed-forward width and the vocabulary, as in Megatron-LM (Shoeybi et al. 2019,
+section 3). Replicated on every device: norms, position embeddings, biases added after a reduction, and embedding
 projections. With one device the count is that of the checkpoint.
 """
 
@@ -18,7 +18,7 @@ _OPT_POSITION_OFFSET = 2  # OPT's position table starts two rows early
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """What one device of the group holds of each split dimension."""
+    """One device's part of each split dimension."""
 
     q_heads: int
     kv_heads: int
@@ -27,10 +27,10 @@ class DeviceShare:
 
 
 def device_share(config: ModelConfig, num_devices: int) -> DeviceShare:
-    """The share of the fullest device. Raises InvalidRequest if query heads do not divide.
+    """Share of the fullest device. Raises InvalidRequest if the query heads cannot be divided.
 
-    KV heads divide if they can. With a multiple of KV heads as devices, each holds one, which others hold too;
-    otherwise every device holds all of them.
+    KV heads are divided if possible. If the number of devices is a multiple of the KV heads, each device holds one
+    head, which others hold too. Otherwise every device holds all of them.
     """
     if config.num_heads % num_devices:
         raise InvalidRequest(

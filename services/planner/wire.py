@@ -1,4 +1,4 @@
-"""Requests for jobs as they come, checked, and what jobs say as it goes out."""
+"""Parses and checks incoming requests for jobs, and converts plans for the wire."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from halfmoon.pb import planner_pb2
 from halfmoon.plan.request import PlanRequest
 from halfmoon.sim.point import PointRequest
 
-MOST_REQUESTS = 20_000  # simulated at a time
+MOST_REQUESTS = 20_000  # limit on one simulation
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}\.(json|jsonl|csv|yaml)")
-_NAMES = ("model", "workload", "latency")  # that may be files
+_NAMES = ("model", "workload", "latency")  # fields that may name files
 _Request = TypeVar("_Request", PlanRequest, PointRequest)
 
 
 def plan_request(message: planner_pb2.PlanRequest) -> PlanRequest:
-    """Raises InvalidRequest, naming the field."""
+    """Parses a plan request. Raises InvalidRequest that names the field."""
     for name in ("model", "gpu", "workload", "ttft_s", "tpot_s"):
         if not getattr(message, name):
             raise InvalidRequest(f"a plan needs {name}", param=name)
@@ -33,7 +33,7 @@ def plan_request(message: planner_pb2.PlanRequest) -> PlanRequest:
 
 
 def point_request(message: planner_pb2.SimulateRequest) -> PointRequest:
-    """Raises InvalidRequest, naming the field."""
+    """Parses a simulation request. Raises InvalidRequest that names the field."""
     if not message.cluster.name or not message.workload:
         missing = "workload" if message.cluster.name else "cluster"
         raise InvalidRequest(f"a simulation needs a {missing}", param=missing)
@@ -42,23 +42,23 @@ def point_request(message: planner_pb2.SimulateRequest) -> PointRequest:
 
 
 def files_of(messages: Sequence[planner_pb2.File]) -> dict[str, bytes]:
-    """By name. Raises InvalidRequest for a name that is none of a file of ours."""
-    for one in messages:
-        if not _FILE_NAME.fullmatch(one.name):
+    """Files by name. Raises InvalidRequest for an unacceptable name."""
+    for file in messages:
+        if not _FILE_NAME.fullmatch(file.name):
             raise InvalidRequest(
-                f"a file's name has letters, digits, ._- and ends in .json, .jsonl, .csv or .yaml, not {one.name!r}",
+                f"a file's name has letters, digits, ._- and ends in .json, .jsonl, .csv or .yaml, not {file.name!r}",
                 param="files",
             )
-    return {one.name: one.content for one in messages}
+    return {file.name: file.content for file in messages}
 
 
 def set_fields(message: Message) -> dict[str, Any]:
-    """Those of plain values that were set."""
+    """The fields with plain values that were set."""
     return {field.name: value for field, value in message.ListFields() if isinstance(value, str | float | int)}
 
 
 def stored_plan(stored: StoredPlan) -> planner_pb2.StoredPlan:
-    """As it is told."""
+    """Converts a stored plan to its message."""
     plan = stored.plan
     return planner_pb2.StoredPlan(
         id=stored.id,
@@ -71,20 +71,20 @@ def stored_plan(stored: StoredPlan) -> planner_pb2.StoredPlan:
 
 
 def plan_yaml(stored: StoredPlan) -> str:
-    """The file's text; empty for a plan that was kept without it."""
+    """Text of the plan's file; empty for a plan stored without it."""
     return str(stored.plan.layout.get("plan_yaml", ""))
 
 
 def _check_cluster(content: bytes) -> None:
-    """What its latencies name; all else is the simulator's to check."""
+    """Checks the latencies of a cluster file; the simulator checks everything else."""
     try:
-        found = yaml.safe_load(content)
+        cluster = yaml.safe_load(content)
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise InvalidRequest(f"the cluster cannot be read: {error}", param="cluster") from error
-    workers = found.get("workers") if isinstance(found, dict) else None
-    for one in (found, *(workers if isinstance(workers, list) else ())):
-        if isinstance(one, dict):
-            _check_no_path("latency", one.get("latency"))
+    workers = cluster.get("workers") if isinstance(cluster, dict) else None
+    for entry in (cluster, *(workers if isinstance(workers, list) else ())):
+        if isinstance(entry, dict):
+            _check_no_path("latency", entry.get("latency"))
 
 
 def _check_no_path(name: str, value: object) -> None:

@@ -1,1 +1,1 @@
-"""Prompt -> KV + first token."""
+"""The prefill service: from a prompt to its KV and first token. The worker itself is halfmoon/worker."""

@@ -1,4 +1,4 @@
-"""`python -m services.prefill`: a worker that reads prompts, unless told another role."""
+"""`python -m services.prefill`: a worker whose default role is prefill."""
 
 from halfmoon.rpc.service import service_main
 from halfmoon.worker.main import serve

@@ -1,4 +1,4 @@
-"""`python -m services.simulation`: simulated workers of one or more gateways."""
+"""`python -m services.simulation`: simulated workers for one or more gateways."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from services.simulation.settings import SimulationSettings
 
 log = logging.getLogger(__name__)
 
-_REPORT_S = 1.0  # in the workers' own time: what a gateway knows of them is as old as it would be of real ones
+_REPORT_S = 1.0  # in the workers' own time, so that gateways see reports as old as those of real workers
 _LEAST_REPORT_S = 0.1
 
 
 async def serve(settings: SimulationSettings) -> None:
-    """Runs the workers until told to stop. Raises InvalidRequest for none at all, or an unknown profile."""
+    """Runs the workers until told to stop. Raises InvalidRequest for no workers or an unknown profile."""
     counts: dict[RoleName, int] = {"prefill": settings.prefill, "decode": settings.decode, "both": settings.both}
     if not any(counts.values()):
         raise InvalidRequest("nothing is simulated: give --prefill, --decode or --both a number")
