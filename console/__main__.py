@@ -1,6 +1,6 @@
-"""`python -m console [--server.port=8501 …]`: Streamlit's server, which loads what pages need before somebody comes.
+"""`python -m console [--server.port=8501 …]`: Streamlit's server, preloading what pages need.
 
-Its flags are those of `streamlit run`. Without this the first visitor waits for a second of imports.
+Its flags are those of `streamlit run`. Without preloading, the first visitor would wait for a second of imports.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NEEDED = ("pandas", "pyarrow", "console.app")  # Streamlit imports the first tw
 
 
 def main() -> None:
-    """Serves until it is told to stop."""
+    """Serves until told to stop."""
     threading.Thread(target=_load, name="load", daemon=True).start()
     sys.exit(cli.main(["run", str(Path(__file__).with_name("asgi.py")), *sys.argv[1:]], prog_name="python -m console"))
 

@@ -1,4 +1,4 @@
-"""How requests that would miss their targets are met: the admission mode of all gateways, and how it came to be."""
+"""The admission card: how requests that would miss their targets are treated, and the history of that mode."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ from console.plain_text import plain
 _SHOWN = 8
 _OWN = "own"
 _MEANINGS = {
-    "off": "Nobody is refused for a target; who comes waits.",
-    "load": "Who would miss a target by the load of now is refused at once.",
-    "predicted": "Who would miss a target by the load that is predicted for when its prefill ends is refused at once.",
-    _OWN: "Each gateway does as it was started (`--admission`).",
+    "off": "Requests are never refused for a target; they wait.",
+    "load": "A request that would miss a target under the present load is refused at once.",
+    "predicted": "A request that would miss a target under the load at the end of its prefill is refused at once.",
+    _OWN: "Each gateway uses its own option (`--admission`).",
 }
 
 
 def draw_admission(api: GatewayApi) -> None:
-    """The card; an edit counts from the next request on."""
+    """Draws the card; an edit applies from the next request on."""
     try:
-        found = api.admission()
+        admission = api.admission()
     except GatewayError as error:
         st.error(plain(str(error)), icon=":material/cloud_off:")
         return
     with st.container(border=True):
         left, right = st.columns([3, 2], gap="large", vertical_alignment="center")
         with left:
-            _edit(api, found)
+            _edit(api, admission)
         with right:
-            _history(api, found)
+            _history(api, admission)
 
 
 def edit_line(edit: Mapping[str, Any]) -> str:
-    """One edit in a line."""
+    """One edit as a line."""
     when = datetime.fromisoformat(edit["edited_at"]).astimezone().strftime("%d %b %H:%M:%S")
     return f"**{edit['mode'] or _OWN}** v{edit['version']}  \n:small[:gray[{when}]]"
 
 
-def _edit(api: GatewayApi, found: Mapping[str, Any]) -> None:
-    present, version = found["set"] or _OWN, found["version"]
+def _edit(api: GatewayApi, admission: Mapping[str, Any]) -> None:
+    present, version = admission["set"] or _OWN, admission["version"]
     mode = st.segmented_control(
         "Admission", list(_MEANINGS), default=present, required=True, key=f"admission-{version}",
-        format_func=lambda one: f"as started ({found['own']})" if one == _OWN else one,
+        format_func=lambda mode: f"as started ({admission['own']})" if mode == _OWN else mode,
     )  # fmt: skip
     st.caption(_MEANINGS[mode or present])
     if st.button("Save mode", type="primary", disabled=mode == present, key=f"save-admission-{version}"):
         _save(api, None if mode == _OWN else mode, version)
 
 
-def _history(api: GatewayApi, found: Mapping[str, Any]) -> None:
-    edits = found["edits"]
+def _history(api: GatewayApi, admission: Mapping[str, Any]) -> None:
+    edits = admission["edits"]
     if not edits:
-        st.caption("Nobody has set it: every gateway does as it was started.")
+        st.caption("Not set yet: every gateway uses its own option.")
         return
-    with st.popover(f"History ({found['version']})"):
+    with st.popover(f"History ({admission['version']})"):
         for at, edit in enumerate(edits[:_SHOWN]):
             text, button = st.columns([3, 1], vertical_alignment="center")
             text.markdown(edit_line(edit))
-            is_present = at == 0 or edit["mode"] == found["set"]
-            if button.button("Put back", disabled=is_present, key=f"put-back-{edit['version']}"):
-                _save(api, edit["mode"], found["version"])
+            is_present = at == 0 or edit["mode"] == admission["set"]
+            if button.button("Restore", disabled=is_present, key=f"put-back-{edit['version']}"):
+                _save(api, edit["mode"], admission["version"])
 
 
 def _save(api: GatewayApi, mode: str | None, version: int) -> None:
@@ -74,4 +74,4 @@ def _save(api: GatewayApi, mode: str | None, version: int) -> None:
     except GatewayError as error:
         st.error(plain(str(error)))
         return
-    done(f"Admission is {saved['mode']} here, by version {saved['version']}.")
+    done(f"Admission is {saved['mode']} here since version {saved['version']}.")

@@ -29,12 +29,19 @@ class _Page(NamedTuple):
 
 
 PAGES = (
-    _Page(lambda them: overview_page.render(them.gateway), "Overview", ":material/hub:", "overview"),
-    _Page(lambda them: placements_page.render(them.gateway), "Placements", ":material/alt_route:", "placements"),
-    _Page(lambda them: cache_page.render(them.gateway), "Cache", ":material/layers:", "cache"),
-    _Page(lambda them: slo_page.render(them.gateway), "SLO", ":material/speed:", "slo"),
-    _Page(lambda them: planner_page.render(them.gateway, them.planner), "Planner", ":material/query_stats:", "planner"),
-    _Page(lambda them: try_page.render(them.gateway), "Try it", ":material/chat:", "try"),
+    _Page(lambda services: overview_page.render(services.gateway), "Overview", ":material/hub:", "overview"),
+    _Page(
+        lambda services: placements_page.render(services.gateway), "Placements", ":material/alt_route:", "placements"
+    ),
+    _Page(lambda services: cache_page.render(services.gateway), "Cache", ":material/layers:", "cache"),
+    _Page(lambda services: slo_page.render(services.gateway), "SLO", ":material/speed:", "slo"),
+    _Page(
+        lambda services: planner_page.render(services.gateway, services.planner),
+        "Planner",
+        ":material/query_stats:",
+        "planner",
+    ),
+    _Page(lambda services: try_page.render(services.gateway), "Try it", ":material/chat:", "try"),
 )
 
 
@@ -54,7 +61,7 @@ def main() -> None:
         )
         for number, page in enumerate(PAGES)
     ]
-    chosen = st.navigation(pages)  # before the entrance, behind which a page's address leads to that page
+    chosen = st.navigation(pages)  # before the entrance, so that a page's address leads to that page after it
     if not may_enter(st.get_option("server.address"), operator_token()):
         return
     st.sidebar.caption(f"Gateway  \n{services.gateway.url}")
@@ -62,13 +69,13 @@ def main() -> None:
 
 
 def _services(arguments: Sequence[str]) -> _Services:
-    """Raises ValueError for arguments that it does not know."""
+    """Clients of the services. Raises ValueError for unknown arguments."""
     token, planner = operator_token(), planner_address(arguments)
     gateway = GatewayApi(gateway_url(arguments), api_key(), token)
     return _Services(gateway, None if planner is None else PlannerApi(planner, token))
 
 
-# What is being refreshed stays as it is until the new is there, and pages begin further up.
+# Parts being refreshed stay visible until replaced, and pages begin further up.
 _STYLE = """<style>
 [data-stale="true"] { opacity: 1 !important; transition: none !important; }
 [data-testid="stExpander"] summary { color: inherit !important; }

@@ -1,4 +1,4 @@
-"""A plan that is put to work: the planner's side of it, as the console follows it."""
+"""Applying a plan, as the console follows it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfmoon.pb import planner_pb2
 
 @dataclass(slots=True)
 class ApplyState:
-    """Where it is. Written by its thread alone; each assignment is whole."""
+    """State of the change. Written by its thread alone; each assignment is complete."""
 
     progress: planner_pb2.Progress | None = None
     applied: planner_pb2.WorkerChange | None = None
@@ -21,7 +21,7 @@ class ApplyState:
 
 
 class Applying:
-    """Follows one change of the workers, which goes on when nobody looks any more."""
+    """Follows one change of the workers, which continues even if the page is closed."""
 
     def __init__(self, updates: Iterable[planner_pb2.ApplyUpdate]) -> None:
         self.state = ApplyState()

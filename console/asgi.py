@@ -1,6 +1,6 @@
-"""What `streamlit run` serves: the pages, and an index that says where the server is.
+"""The application that `streamlit run` serves: the pages, and an index that contains the server's address.
 
-At an address like /planner Streamlit's front end would ask /planner/_stcore first, and log that there is nothing.
+At an address like /planner, Streamlit's front end would first request /planner/_stcore and log that it is missing.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _BEFORE = b"<script"
-_TOLD = b"<script>window.__streamlit = { BACKEND_BASE_URL: window.location.origin }</script>"
+_BACKEND = b"<script>window.__streamlit = { BACKEND_BASE_URL: window.location.origin }</script>"
 
 
-class ToldIndex:
-    """Middleware: adds to each HTML page, before its first script, where the server is."""
+class BackendIndex:
+    """Middleware: adds the server's address to each HTML page, before its first script."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Handles one ASGI connection."""
         if scope["type"] != "http" or scope["method"] != "GET" or "." in scope["path"]:
             await self._app(scope, receive, send)
             return
         headers = [(name, value) for name, value in scope["headers"] if name != b"accept-encoding"]
-        await self._app({**scope, "headers": headers}, receive, _told(send))
+        await self._app({**scope, "headers": headers}, receive, _with_backend(send))
 
 
-def _told(send: Send) -> Send:
-    """Passes a response on; of HTML it waits for the whole."""
+def _with_backend(send: Send) -> Send:
+    """Wraps `send`; an HTML response is held until it is complete."""
     held: list[Message] = []
 
     async def pass_on(message: Message) -> None:
@@ -49,26 +49,26 @@ def _told(send: Send) -> Send:
             return
         held.append(message)
         if not message.get("more_body"):
-            await _send_told(held, send)
+            await _send_with_backend(held, send)
 
     return pass_on
 
 
-async def _send_told(held: list[Message], send: Send) -> None:
+async def _send_with_backend(held: list[Message], send: Send) -> None:
     start, *parts = held
-    body = b"".join(part.get("body", b"") for part in parts).replace(_BEFORE, _TOLD + _BEFORE, 1)
+    body = b"".join(part.get("body", b"") for part in parts).replace(_BEFORE, _BACKEND + _BEFORE, 1)
     MutableHeaders(raw=start["headers"])["content-length"] = str(len(body))
     await send(start)
     await send({"type": "http.response.body", "body": body})
 
 
 async def _first_page(request: Request) -> RedirectResponse:
-    """Streamlit knows its first page by no name."""
+    """Redirects /overview, since Streamlit gives its first page no name."""
     return RedirectResponse("/")
 
 
 app = st.App(
     Path(__file__).with_name("app.py"),
     routes=[Route("/overview", _first_page)],
-    middleware=[Middleware(ToldIndex)],
+    middleware=[Middleware(BackendIndex)],
 )

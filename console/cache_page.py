@@ -1,4 +1,4 @@
-"""Cache: what need not be computed again, where it lies, and what of it is asked for."""
+"""The Cache page: which KV need not be computed again, where it lies, and how much of it is used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORKERS_SHOWN = 12
 
 
 class Seen(NamedTuple):
-    """What the page shows."""
+    """Data of the page."""
 
     cache: Mapping[str, Any]
     stores: Sequence[Mapping[str, Any]]
@@ -32,20 +32,20 @@ class Seen(NamedTuple):
 
 
 def render(api: GatewayApi) -> None:
-    """The page."""
+    """Draws the page."""
     st.title("Cache")
     looks = (api.cache, api.stores, partial(api.series, _MINUTES), partial(api.placements, _PLACEMENTS))
     live("cache", lambda: Seen(*at_once(*looks)), _draw)
 
 
 def compression(tier: Mapping[str, Any], block_bytes: int | None) -> float | None:
-    """How many times smaller blocks are there than in a worker; None of nothing."""
+    """How many times smaller blocks are in the tier than on a worker; None if it is empty."""
     used = tier["used_bytes"]
     return tier["num_blocks"] * block_bytes / used if used and block_bytes else None
 
 
 def tier_row(store: Mapping[str, Any], tier: Mapping[str, Any], block_bytes: int | None) -> dict[str, Any]:
-    """One line of the table."""
+    """One row of the table."""
     return {
         "store": store["address"],
         "tier": tier["tier"],
@@ -63,28 +63,35 @@ def tier_row(store: Mapping[str, Any], tier: Mapping[str, Any], block_bytes: int
 
 
 class Restored(NamedTuple):
-    """Prompt tokens by where their KV comes from: the worker itself, the store or another worker, computing."""
+    """Prompt tokens by source: the worker's own cache, a store or another worker, computing."""
 
-    planned: dict[str, int]  # when they were placed
-    measured: dict[str, int]  # what was done in the end
+    planned: dict[str, int]  # predicted at placement
+    measured: dict[str, int]  # what actually happened
 
 
 def restored(placements: Sequence[Mapping[str, Any]]) -> Restored:
-    """Of the requests that have their first token."""
+    """Sums over the requests that have their first token."""
     total = Restored(dict.fromkeys(TOKENS, 0), dict.fromkeys(TOKENS, 0))
-    for one in placements:
-        chosen = next((each for each in one["candidates"] if each["worker_id"] == one["prefill_worker"]), None)
-        measured = one["measured"] or {}
+    for placement in placements:
+        chosen = next(
+            (
+                candidate
+                for candidate in placement["candidates"]
+                if candidate["worker_id"] == placement["prefill_worker"]
+            ),
+            None,
+        )
+        measured = placement["measured"] or {}
         if chosen is None or measured.get("ttft_s") is None:
             continue
-        _add(total.planned, one["prompt_tokens"], chosen["cached_tokens"], chosen["fetched_tokens"])
+        _add(total.planned, placement["prompt_tokens"], chosen["cached_tokens"], chosen["fetched_tokens"])
         loaded = measured["loaded_tokens"]
-        _add(total.measured, one["prompt_tokens"], measured["cached_tokens"] - loaded, loaded)
+        _add(total.measured, placement["prompt_tokens"], measured["cached_tokens"] - loaded, loaded)
     return total
 
 
 def hit_shares(ages_s: Sequence[float], rates: Mapping[str, Sequence[float]]) -> list[float | None]:
-    """At each moment the share of prompt tokens that were not computed again; None where there were none."""
+    """Share of prompt tokens not computed again at each moment; None where there were none."""
     pairs = zip(rates["cached_tokens"], rates["prompt_tokens"], strict=True)
     return [cached / prompt if prompt else None for cached, prompt in pairs][: len(ages_s)]
 
@@ -98,13 +105,13 @@ def _add(total: dict[str, int], num_prompt: int, cached: int, loaded: int) -> No
 def _draw(seen: Seen) -> None:
     cache, series = seen.cache, seen.series
     if not cache["workers"]:
-        empty("No worker has joined", "What workers have cached is shown here as soon as there are some.")
+        empty("No worker has joined", "The caches of workers appear here once they join.")
         return
     _figures(cache, seen.stores, series)
     left, right = st.columns(2)
     with left.container(border=True, height="stretch"):
-        st.markdown("**Prompt tokens that were not computed again**")
-        shares = {"cached": [one and 100 * one for one in hit_shares(series["age_s"], series["rates"])]}
+        st.markdown("**Prompt tokens not computed again**")
+        shares = {"cached": [part and 100 * part for part in hit_shares(series["age_s"], series["rates"])]}
         unit = "% of prompt tokens"
         drawn(time_charts.over_time(series["age_s"], shares, {"cached": GREEN}, unit, _MINUTES), "hit-share")
     with right.container(border=True, height="stretch"):
@@ -124,16 +131,16 @@ def _draw(seen: Seen) -> None:
 def _figures(cache: Mapping[str, Any], stores: Sequence[Mapping[str, Any]], series: Mapping[str, Any]) -> None:
     together = series["together"]
     prompt, saved = together["prompt_tokens"], together["cached_tokens"]
-    blocks = sum(one["cached_blocks"] for one in cache["workers"])
+    blocks = sum(worker["cached_blocks"] for worker in cache["workers"])
     stored = sum(tier["used_bytes"] for _, tier in tiers_of(stores))
     hits = sum(tier_hits(stores).values())
     reads = hits + sum(store.get("num_misses_total", 0) for store in stores)
     tiles = (
         ("Hit rate, by tokens", share(saved / prompt if prompt else None), f"of the last {_MINUTES} minutes' prompts"),
         ("Tokens saved", count(saved), f"in the last {_MINUTES} minutes"),
-        ("Blocks on workers", count(blocks), "whole blocks in the workers' prefix caches"),
+        ("Blocks on workers", count(blocks), "blocks in the workers' prefix caches"),
         ("Bytes in stores", size(stored), "in all tiers"),
-        ("Store hit rate", share(hits / reads if reads else None), "by blocks, of the reads since they began"),
+        ("Store hit rate", share(hits / reads if reads else None), "share of block reads since the stores started"),
     )
     for column, (label, value, note) in zip(st.columns(len(tiles)), tiles, strict=True):
         column.metric(label, value, border=True, help=note)
@@ -144,19 +151,19 @@ def _restores(placements: Sequence[Mapping[str, Any]]) -> None:
     if not any(measured.values()):
         st.caption("No prompt has been computed yet.")
         return
-    told = (("planned", planned), ("done", measured))
-    rows = [{"label": label, "part": name, "value": value} for label, of in told for name, value in of.items()]
+    kinds = (("planned", planned), ("done", measured))
+    rows = [{"label": label, "part": name, "value": value} for label, tokens in kinds for name, value in tokens.items()]
     charts.show(charts.parts(rows, TOKENS, "prompt tokens"), "restores")
     st.caption(
-        f"{count(measured['cached'])} were on the worker already, {count(measured['loaded'])} were loaded, "
-        f"{count(measured['computed'])} computed. Loading and computing go towards each other until they meet, so "
-        "what is done differs from the plan where either was quicker than expected."
+        f"{count(measured['cached'])} were already on the worker, {count(measured['loaded'])} were loaded, "
+        f"{count(measured['computed'])} computed. Loading and computing proceed towards each other until they meet, so "
+        "the outcome differs from the plan if either was faster than expected."
     )
 
 
 def _stores(stores: Sequence[Mapping[str, Any]], block_bytes: int | None) -> None:
     if not stores:
-        st.caption("No worker has a store, nor does the gateway: start them with --kv-store host:port.")
+        st.caption("Neither the workers nor the gateway use a store: start them with --kv-store host:port.")
         return
     for store in stores:
         if store["state"] == "away":
@@ -177,7 +184,7 @@ def _stores(stores: Sequence[Mapping[str, Any]], block_bytes: int | None) -> Non
 
 
 def tier_hits(stores: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Blocks that were read from each kind of tier, of all stores; those of none are left out."""
+    """Blocks read from each kind of tier, over all stores; kinds without reads are left out."""
     hits = Counter[str]()
     for _, tier in tiers_of(stores):
         hits[tier["tier"]] += tier["num_hits_total"]
@@ -185,41 +192,41 @@ def tier_hits(stores: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def tiers_of(stores: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Each with its store; one that is away has none."""
+    """All tiers with their stores; a store that is away has none."""
     return [(store, tier) for store in stores for tier in store.get("tiers", ())]
 
 
 def _prefixes(prefixes: Sequence[Mapping[str, Any]]) -> None:
     if not prefixes:
-        st.caption("No prompt began like an earlier one yet.")
+        st.caption("No prompt has shared a prefix with an earlier one yet.")
         return
     rows = [
         {
-            "prefix": one["key"],
-            "tokens": one["tokens"],
-            "asked for": one["uses"],
-            "tokens saved": one["tokens"] * one["uses"],
-            "replicas": one["replicas"],
-            "last": ago(one["age_s"]),
+            "prefix": prefix["key"],
+            "tokens": prefix["tokens"],
+            "uses": prefix["uses"],
+            "tokens saved": prefix["tokens"] * prefix["uses"],
+            "replicas": prefix["replicas"],
+            "last": ago(prefix["age_s"]),
         }
-        for one in prefixes
+        for prefix in prefixes
     ]
     st.dataframe(rows, hide_index=True, placeholder=NOTHING, key="prefixes")
 
 
 def _workers(workers: Sequence[Mapping[str, Any]]) -> None:
-    """Those that have the most."""
-    ranked = sorted(workers, key=lambda one: -one["cached_blocks"])
+    """Draws the workers with the most cached blocks."""
+    ranked = sorted(workers, key=lambda worker: -worker["cached_blocks"])
     rows = [
         {
-            "worker": one["worker_id"],
-            "cached": one["cached_blocks"] / one["total_blocks"] if one["total_blocks"] else None,
-            "blocks": one["cached_blocks"],
-            "tokens": one["cached_blocks"] * one["block_tokens"],
+            "worker": worker["worker_id"],
+            "cached": worker["cached_blocks"] / worker["total_blocks"] if worker["total_blocks"] else None,
+            "blocks": worker["cached_blocks"],
+            "tokens": worker["cached_blocks"] * worker["block_tokens"],
         }
-        for one in ranked[:_WORKERS_SHOWN]
+        for worker in ranked[:_WORKERS_SHOWN]
     ]
     bar = st.column_config.ProgressColumn("of its memory", format="percent", min_value=0, max_value=1, color=BLUE)
     st.dataframe(rows, column_config={"cached": bar}, hide_index=True, placeholder=NOTHING, key="caches")
     if len(ranked) > _WORKERS_SHOWN:
-        st.caption(f"The first {_WORKERS_SHOWN} of {len(ranked)}.")
+        st.caption(f"The first {_WORKERS_SHOWN} of {len(ranked)} workers.")

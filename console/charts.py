@@ -1,8 +1,8 @@
-"""The charts that pages have in common, as Vega-Lite: rows and a specification. Nothing here asks anybody.
+"""Charts shared by several pages, as Vega-Lite: rows and a specification. Pure functions of their data.
 
-Specifications are plain dictionaries, because Altair takes 100 ms of a core to build one of these and a page with six
-builds them every two seconds. The rows go beside the specification, which stays the same from one look to the next:
-the browser then changes what is drawn, and does not draw it anew.
+Specifications are plain dictionaries: Altair takes 100 ms of a core to build one, and a page with six builds them every
+two seconds. The rows are passed separately from the specification, which stays the same between refreshes; the browser
+then updates the drawing instead of rebuilding it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Spec = dict[str, Any]
 
 
 class Chart(NamedTuple):
-    """What is drawn, and how."""
+    """Rows and their Vega-Lite specification."""
 
     rows: Sequence[Row]
     spec: Spec
 
 
 def show(chart: Chart, key: str) -> None:
-    """Puts it on the page."""
+    """Puts a chart on the page."""
     st.vega_lite_chart([dict(row) for row in chart.rows], chart.spec, key=key, width="stretch")
 
 
 def parts(rows: Sequence[Row], colours: Mapping[str, str], unit: str) -> Chart:
-    """One bar a `label`, in the order of the rows, made of coloured `part`s of some `value`."""
+    """Stacked bars: one per `label`, in the order of the rows, made of coloured `part`s of some `value`."""
     order = list(dict.fromkeys(row["label"] for row in rows))
     ranks = {name: rank for rank, name in enumerate(colours)}
     encoding = {
@@ -47,10 +47,10 @@ def parts(rows: Sequence[Row], colours: Mapping[str, str], unit: str) -> Chart:
 
 
 def spans(rows: Sequence[Row], colours: Mapping[str, str]) -> Chart:
-    """A timeline: `service`, `name`, `start_ms`, `end_ms`, `predicted_ms`, `amount`."""
+    """A timeline of `service`, `name`, `start_ms`, `end_ms`, `predicted_ms` and `amount`."""
     order = list(dict.fromkeys(row["service"] for row in rows))
     encoding = {
-        "x": _quantity("start_ms", "ms since it arrived", axis={"tickCount": 8, "grid": True}),
+        "x": _quantity("start_ms", "ms since arrival", axis={"tickCount": 8, "grid": True}),
         "x2": {"field": "end_ms"},
         "y": _labels("service", order),
         "color": _colour("name", [name for name in colours if any(row["name"] == name for row in rows)], colours),
@@ -62,13 +62,13 @@ def spans(rows: Sequence[Row], colours: Mapping[str, str]) -> Chart:
             _tip("amount"),
         ],
     }
-    told = [{**row, "took_ms": row["end_ms"] - row["start_ms"]} for row in rows]
+    timed = [{**row, "took_ms": row["end_ms"] - row["start_ms"]} for row in rows]
     mark = {"type": "bar", "size": 18, "cornerRadius": 2}
-    return Chart(told, _sized({"mark": mark, "encoding": encoding}, 95 + 30 * len(order)))
+    return Chart(timed, _sized({"mark": mark, "encoding": encoding}, 95 + 30 * len(order)))
 
 
 def against(rows: Sequence[Mapping[str, float]], colour: str) -> Chart:
-    """Predicted against measured seconds, on logarithmic axes; on the diagonal they are equal."""
+    """Predicted against measured seconds on logarithmic axes; on the diagonal they are equal."""
     values = [row[side] for row in rows for side in ("predicted", "measured")]
     domain = [10 ** (_exponent(min(values, default=0.001)) - 1), 10 ** _exponent(max(values, default=1.0))]
     scale = {"type": "log", "domain": domain, "nice": False}
@@ -110,13 +110,13 @@ def _tip(field: str, number: str | None = None, title: str | None = None) -> Spe
 
 
 def _sized(spec: Spec, height_px: int) -> Spec:
-    """The height is that of the whole chart, with its axes and its legend."""
+    """Sets the height of the whole chart, including axes and legend."""
     padding = dict.fromkeys(("top", "bottom", "left", "right"), 4)
     return {**spec, "height": height_px, "config": {"view": {"strokeWidth": 0}}, "padding": padding}
 
 
 def _exponent(value: float) -> int:
-    """Of the power of ten above it."""
+    """Exponent of the next power of ten."""
     exponent = 0
     while 10**exponent < value:
         exponent += 1

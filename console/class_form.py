@@ -25,9 +25,9 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def class_form(api: GatewayApi, stored: Mapping[str, Any] | None) -> None:
-    """The form; `stored` is the class as it is, None for a new one."""
+    """Draws the form. `stored` is the present class, None for a new one."""
     known = {**_DEFAULTS, **(_begun(stored) or {})}
-    key = f"{known.get('name', '')}-{known['version']}"  # another version is another form
+    key = f"{known.get('name', '')}-{known['version']}"  # each version has its own form
     name, body = _fields(known, key, is_new=stored is None)
     if stored is not None and stored["version"] != known["version"]:
         _overtaken(stored, known, is_edited=is_edited(known, body))
@@ -39,36 +39,44 @@ def class_form(api: GatewayApi, stored: Mapping[str, Any] | None) -> None:
         _save(api, name, body)
     if stored is not None:
         with buttons[2].popover("Remove", width="stretch"):
-            st.write(f"Requests of class {plain(name, 64)} will be of another one, or of none.")
+            st.write(f"Requests of class {plain(name, 64)} will belong to another class, or to none.")
             if st.button("Remove it", key=f"remove-{key}"):
                 _remove(api, name, known["version"])
 
 
 def is_edited(known: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
-    """Whether a form says something else than the class that it began with."""
+    """Whether the form differs from the class it began with."""
     return any(not _is_equal(known[name], value) for name, value in body.items() if name in known)
 
 
 def preview_sentence(preview: Mapping[str, int]) -> str:
-    """What a preview says."""
+    """Describes a preview in a sentence."""
     total = preview["num_requests"]
     if not total:
-        return "In the last hour no request of this class came: there is nothing to tell by."
+        return "No request of this class came in the last hour, so there is nothing to preview."
     before, after = preview["num_refused"], preview["num_would_be_refused"]
     change = abs(after - before) / total
-    how = "refused as many" if after == before else f"refused {share(change)} {'more' if after > before else 'less'}"
+    how = (
+        "refused the same number"
+        if after == before
+        else f"refused {share(change)} {'more' if after > before else 'less'}"
+    )
     served = preview["num_served"]
-    met = f" and met {share(preview['num_meeting'] / served)} of those served" if served else " and served none of them"
+    met = (
+        f" and met the targets of {share(preview['num_meeting'] / served)} of those served"
+        if served
+        else " and served none"
+    )
     new = preview["num_newly_admitted"]
-    unknown = f" {new} that were refused would have been let in; how they would have fared is not known." if new else ""
-    undecided = preview.get("num_undecided", 0)  # gateways of before say nothing of them
-    unread = f" {undecided} were refused before anybody read them; whether they would be now is not known."
-    unknown += unread if undecided else ""
+    unknown = f" {new} refused requests would have been admitted; their latencies are unknown." if new else ""
+    undecided = preview.get("num_undecided", 0)  # older gateways do not report it
+    early = f" {undecided} were refused before they were tokenized; whether they would be refused now is unknown."
+    unknown += early if undecided else ""
     return f"Of the last hour's {total} requests this would have {how} ({before} → {after}){met}.{unknown}"
 
 
 def rules_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """The rules that a table says; lines without a value are not meant."""
+    """Rules in a table; rows without a value are ignored."""
     return [
         {"kind": row.get("kind") or "header", "header": row.get("header") or "", "value": row["value"]}
         for row in rows
@@ -77,12 +85,12 @@ def rules_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def seconds_of(milliseconds: float | None) -> float | None:
-    """As the gateway has it; 0 and nothing are no target."""
+    """Converts for the gateway; 0 and empty mean no target."""
     return milliseconds / 1000 if milliseconds else None
 
 
 def _begun(stored: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The class as it was when this form was opened: what is typed stays where somebody else saves meanwhile."""
+    """The class as it was when this form was opened, so that typed values survive others' edits."""
     if stored is None:
         return None
     begun: dict[str, Mapping[str, Any]] = st.session_state.setdefault("class_begun", {})
@@ -90,46 +98,46 @@ def _begun(stored: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def _overtaken(stored: Mapping[str, Any], known: Mapping[str, Any], *, is_edited: bool) -> None:
-    """The class is another one by now: the form follows, at once where nothing was typed."""
-    said = f"Somebody saved version {stored['version']} while version {known['version']} was edited here."
+    """Handles a newer version saved elsewhere: the form follows, at once if nothing was typed."""
+    message = f"Version {stored['version']} was saved elsewhere while version {known['version']} was edited here."
     if is_edited:
-        st.warning(f"{said} What is typed here cannot be saved over it.", icon=":material/group:")
-    if not is_edited or st.button("Take the new version", key=f"take-{stored['name']}-{stored['version']}"):
+        st.warning(f"{message} Your input cannot be saved over it.", icon=":material/group:")
+    if not is_edited or st.button("Load the new version", key=f"take-{stored['name']}-{stored['version']}"):
         st.session_state["class_begun"].pop(stored["name"])
         st.rerun()
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    is_number = isinstance(one, int | float) and isinstance(other, int | float)
-    return math.isclose(one, other) if is_number else bool(one == other)
+def _is_equal(value: Any, other: Any) -> bool:
+    is_number = isinstance(value, int | float) and isinstance(other, int | float)
+    return math.isclose(value, other) if is_number else bool(value == other)
 
 
 def _fields(known: Mapping[str, Any], key: str, *, is_new: bool) -> tuple[str, dict[str, Any]]:
-    """The class's name, and its body as the gateway takes it."""
+    """Draws the fields; returns the class's name and its body for the gateway."""
     name = st.text_input("Name", key=f"name-{key}", max_chars=64) if is_new else str(known["name"])
     first = st.columns(3)
     ttft_ms = first[0].number_input("TTFT target (ms)", 0.0, None, _ms(known["ttft_s"]), 10.0, key=f"ttft-{key}",
-                                    placeholder="none", help="Empty: nothing is promised.")  # fmt: skip
+                                    placeholder="none", help="Empty: no target.")  # fmt: skip
     tbt_ms = first[1].number_input("TBT target (ms)", 0.0, None, _ms(known["tbt_s"]), 1.0, key=f"tbt-{key}",
-                                   placeholder="none", help="Empty: nothing is promised.")  # fmt: skip
+                                   placeholder="none", help="Empty: no target.")  # fmt: skip
     goal = first[2].number_input("Requests in time (%)", 1.0, 100.0, 100 * known["attainment"], 1.0, key=f"goal-{key}")
     second = st.columns(3)
     priority = second[0].number_input("Priority", -1000, 1000, known["priority"], key=f"priority-{key}",
-                                      help="Smaller goes first.")  # fmt: skip
+                                      help="Smaller numbers go first.")  # fmt: skip
     reserved = second[1].number_input("Reserved share (%)", 0.0, 100.0, 100 * known["reserved"], 5.0, key=f"kept-{key}",
-                                      help="Of the decode workers' KV memory; lent out while idle.")  # fmt: skip
+                                      help="Share of the decode workers' KV memory; lent while unused.")  # fmt: skip
     capped = second[2].number_input("Capped output (tokens)", 1, None, known["capped_tokens"], key=f"cap-{key}",
-                                    help="What “cap max tokens” leaves.")  # fmt: skip
+                                    help="Length to which “cap max tokens” shortens answers.")  # fmt: skip
     early_rejection = st.selectbox(
-        "Refused early", tuple(EARLY_REJECTIONS), tuple(EARLY_REJECTIONS).index(known["early_rejection"]),
+        "Early rejection", tuple(EARLY_REJECTIONS), tuple(EARLY_REJECTIONS).index(known["early_rejection"]),
         format_func=EARLY_REJECTIONS.__getitem__, key=f"rejection-{key}",
-        help="The second serves also what takes longer than a target by itself, such as a long prompt on a slow host.",
+        help="The second also serves requests that miss a target even alone, such as a long prompt on a slow host.",
     )  # fmt: skip
     degradation = st.multiselect(
-        "Given up before a refusal, in this order", DEGRADATIONS, known["degradation"],
+        "Degradation before a refusal, in this order", DEGRADATIONS, known["degradation"],
         format_func=lambda step: step.replace("_", " "), key=f"degradation-{key}",
     )  # fmt: skip
-    st.caption("Requests are of this class when one of these holds; the class named “default” takes the others.")
+    st.caption("A request belongs to this class if one of these rules matches; class “default” takes the rest.")
     columns = {
         "kind": st.column_config.SelectboxColumn("by", options=_KINDS, default="header"),
         "header": st.column_config.TextColumn("header"),
@@ -156,11 +164,11 @@ def _fields(known: Mapping[str, Any], key: str, *, is_new: bool) -> tuple[str, d
 def _preview(api: GatewayApi, name: str, body: Mapping[str, Any]) -> None:
     try:
         with st.spinner("Replaying the last hour"):
-            found = api.preview_class(name, body)
+            preview = api.preview_class(name, body)
     except GatewayError as error:
         st.error(plain(error))
         return
-    st.info(preview_sentence(found), icon=":material/history:")
+    st.info(preview_sentence(preview), icon=":material/history:")
 
 
 def _save(api: GatewayApi, name: str, body: Mapping[str, Any]) -> None:
@@ -182,7 +190,7 @@ def _remove(api: GatewayApi, name: str, version: int) -> None:
 
 
 def done(what: str) -> None:
-    """Says so on the page as it is after the edit; forms begin anew."""
+    """Shows a message after the rerun; forms start again."""
     st.session_state["class_begun"] = {}
     st.session_state["class_edit_done"] = what
     st.rerun()

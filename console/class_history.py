@@ -1,4 +1,4 @@
-"""The edits of the classes, and how one is undone: by an edit that puts back what was there before."""
+"""Edits of the classes; undoing one is an edit that restores the state before it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _TITLES = {"ttft_s": "TTFT", "tbt_s": "TBT", "attainment": "goal", "capped_token
 
 
 class Undo(NamedTuple):
-    """What puts a class back; a body of None removes it."""
+    """Restores a class; a body of None removes it."""
 
     name: str
-    version: int  # that it has now, 0 where it is not there
+    version: int  # its present version, 0 if it does not exist
     body: Mapping[str, Any] | None
 
 
 def undo_of(edit: Mapping[str, Any], classes: Sequence[Mapping[str, Any]]) -> Undo | None:
-    """As the classes are now; None where that is how it is already."""
-    present = next((one for one in classes if one["name"] == edit["name"]), None)
+    """Undo of an edit, given the present classes; None if they are already as before it."""
+    present = next((qos_class for qos_class in classes if qos_class["name"] == edit["name"]), None)
     version = present["version"] if present else 0
     before = edit["before"]
     if before is None:
@@ -38,7 +38,7 @@ def undo_of(edit: Mapping[str, Any], classes: Sequence[Mapping[str, Any]]) -> Un
 
 
 def change(edit: Mapping[str, Any]) -> str:
-    """What an edit changed, in a line."""
+    """Describes an edit in one line."""
     before, after = edit["before"], edit["definition"]
     if before is None:
         return "made"
@@ -50,9 +50,9 @@ def change(edit: Mapping[str, Any]) -> str:
 
 
 def draw_history(api: GatewayApi, edits: Sequence[Mapping[str, Any]], classes: Sequence[Mapping[str, Any]]) -> None:
-    """The newest edits, each with a button that undoes it."""
+    """Draws the newest edits, each with a button that undoes it."""
     if not edits:
-        st.caption("Nothing has been edited yet. Every version will be here, and can be put back.")
+        st.caption("No edits yet. Every version will appear here and can be restored.")
         return
     for edit in edits[:_SHOWN]:
         text, button = st.columns([4, 1], vertical_alignment="center")
@@ -62,12 +62,12 @@ def draw_history(api: GatewayApi, edits: Sequence[Mapping[str, Any]], classes: S
         )
         undo = undo_of(edit, classes)
         if button.button("Undo", disabled=undo is None, key=f"undo-{edit['revision']}") and undo is not None:
-            _put_back(api, undo)
+            _restore(api, undo)
     if len(edits) > _SHOWN:
-        st.caption(f"The newest {_SHOWN} of {len(edits)}.")
+        st.caption(f"The newest {_SHOWN} of {len(edits)} edits.")
 
 
-def _put_back(api: GatewayApi, undo: Undo) -> None:
+def _restore(api: GatewayApi, undo: Undo) -> None:
     try:
         if undo.body is None:
             api.delete_class(undo.name, undo.version)
@@ -76,7 +76,7 @@ def _put_back(api: GatewayApi, undo: Undo) -> None:
     except GatewayError as error:
         st.error(plain(error))
         return
-    done(f"Class {plain(undo.name, 64)} is as it was before.")
+    done(f"Class {plain(undo.name, 64)} is restored.")
 
 
 def _value(name: str, value: Any) -> str:

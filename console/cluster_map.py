@@ -1,4 +1,4 @@
-"""The cluster as a drawing: gateway, workers by role, stores, links. Workers are cards while they are few, or cells."""
+"""The cluster as a drawing: gateway, workers by role, stores, links. Few workers are cards, many are cells."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from console.quantities import seconds
 from console.store_cards import store_cards
 from console.svg import Place, bar, drawing, escaped, text, tip
 
-_MAX_CARDS = 6  # of one role; more are cells
-MAX_LINKS = 100  # between cards; of more workers they are not drawn
+_MAX_CARDS = 6  # for one role; more are drawn as cells
+MAX_LINKS = 100  # between cards; beyond it no links are drawn
 _WIDTH = 1000
 _CARD_W, _CARD_H, _CARD_GAP = 310, 72, 14
 _CELL, _CELL_GAP, _CELLS_A_ROW = 24, 5, 11
 _COLUMNS = {"prefill": 245, "decode": 685, "both": 245}
 _GATEWAY_W, _GATEWAY_H = 170, 78
-_CARD_CHARS, _GATEWAY_CHARS = 27, 22  # that fit into them
+_CARD_CHARS, _GATEWAY_CHARS = 27, 22  # limits on characters
 _TOP = 34
 
 Worker = Mapping[str, Any]
 
 
 class Standing(NamedTuple):
-    """What is said of a worker: a word, a colour, and how much of its KV memory is in use."""
+    """A worker's state: a word, a colour, and the share of its KV memory in use."""
 
     word: str
     colour: str
@@ -33,7 +33,7 @@ class Standing(NamedTuple):
 
 
 def standing(worker: Worker, silent_after_s: float) -> Standing:
-    """Of a member, or of one that left."""
+    """State of a member, or of a worker that left."""
     if "left_s_ago" in worker:
         return Standing("gone", RED, 0.0)
     load = worker.get("load") or {}
@@ -47,14 +47,14 @@ def standing(worker: Worker, silent_after_s: float) -> Standing:
 
 
 def all_workers(cluster: Mapping[str, Any]) -> list[Worker]:
-    """The members, and those that left a moment ago."""
+    """The members, and workers that left a moment ago."""
     return [*cluster["workers"], *cluster.get("departed", ())]
 
 
 def draw(cluster: Mapping[str, Any], stores: Sequence[Mapping[str, Any]]) -> str:
-    """One SVG element."""
-    workers = sorted(all_workers(cluster), key=lambda one: _natural(one["worker_id"]))
-    by_role = {role: [one for one in workers if one["role"] == role] for role in ("prefill", "both", "decode")}
+    """Draws the cluster as one SVG element."""
+    workers = sorted(all_workers(cluster), key=lambda worker: _natural(worker["worker_id"]))
+    by_role = {role: [worker for worker in workers if worker["role"] == role] for role in ("prefill", "both", "decode")}
     places: dict[str, Place] = {}
     shapes: list[str] = []
     bottoms = dict.fromkeys(_COLUMNS.values(), float(_TOP))
@@ -80,7 +80,7 @@ def draw(cluster: Mapping[str, Any], stores: Sequence[Mapping[str, Any]]) -> str
 def _group(
     members: Sequence[Worker], x: float, y: float, silent_after_s: float, places: dict[str, Place]
 ) -> tuple[list[str], float]:
-    """The shapes of one role from (x, y) down, and where they end."""
+    """Shapes of one role from (x, y) down, and where they end."""
     shapes = []
     if len(members) <= _MAX_CARDS:
         for number, worker in enumerate(members):
@@ -104,7 +104,7 @@ def _card(worker: Worker, is_: Standing, place: Place) -> str:
     used = bar(Place(x + 16, y + height - 16, width - 28, 6), is_.used, colour)
     return (
         f'<g data-worker="{escaped(worker["worker_id"])}" data-standing="{is_.word}">'
-        f"{tip(_said(worker, is_))}"
+        f"{tip(_description(worker, is_))}"
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" {fill} stroke="{colour}" '
         f'stroke-opacity="0.55"{dash}/><rect x="{x}" y="{y}" width="5" height="{height}" rx="2.5" fill="{colour}"/>'
         + text(x + 16, y + 22, shortened(worker["worker_id"], _CARD_CHARS), 14, weight=600)
@@ -119,17 +119,19 @@ def _card(worker: Worker, is_: Standing, place: Place) -> str:
 def _cell(worker: Worker, is_: Standing, place: Place) -> str:
     x, y, size, _ = place
     colour = ROLES[worker["role"]]
-    told = tip(_said(worker, is_))
+    tooltip = tip(_description(worker, is_))
     frame = f'x="{x}" y="{y}" width="{size}" height="{size}" rx="4"'
     name = f'data-worker="{escaped(worker["worker_id"])}" data-standing="{is_.word}"'
     if is_.word == "gone":
         cross = f"M{x + 7} {y + 7} l{size - 14} {size - 14} M{x + size - 7} {y + 7} l-{size - 14} {size - 14}"
-        return f'<g {name}>{told}<rect {frame} fill="{RED}"/><path d="{cross}" stroke="white" stroke-width="2.5"/></g>'
+        return (
+            f'<g {name}>{tooltip}<rect {frame} fill="{RED}"/><path d="{cross}" stroke="white" stroke-width="2.5"/></g>'
+        )
     stroke = colour if is_.word == "serving" else is_.colour
     dash = ' stroke-dasharray="3 2"' if is_.word == "draining" else ""
     shade = 0.06 + 0.9 * is_.used
     return (
-        f'<g {name}>{told}<rect {frame} fill="{colour}" fill-opacity="{shade:.2f}" stroke="{stroke}" '
+        f'<g {name}>{tooltip}<rect {frame} fill="{colour}" fill-opacity="{shade:.2f}" stroke="{stroke}" '
         f'stroke-width="{1 if is_.word == "serving" else 2.5}" stroke-opacity="0.8"{dash}/></g>'
     )
 
@@ -150,10 +152,13 @@ def _gateway(cluster: Mapping[str, Any], place: Place) -> list[str]:
 
 
 def _spokes(gateway: Place, by_role: Mapping[str, Sequence[Worker]], places: Mapping[str, Place]) -> list[str]:
-    """From the gateway to whom it sends prompts: each card, or the field of cells."""
+    """Curves from the gateway to the workers it sends prompts to: each card, or the field of cells."""
     x1, y1 = gateway.x + gateway.width, gateway.y + gateway.height / 2
     ends = [
-        places[one["worker_id"]] for role in ("prefill", "both") for one in by_role[role] if one["worker_id"] in places
+        places[worker["worker_id"]]
+        for role in ("prefill", "both")
+        for worker in by_role[role]
+        if worker["worker_id"] in places
     ]
     if not ends:
         ends = [Place(_COLUMNS["prefill"] - 6, y1 - 20, 1, 40)]
@@ -161,28 +166,30 @@ def _spokes(gateway: Place, by_role: Mapping[str, Sequence[Worker]], places: Map
 
 
 def _links(workers: Sequence[Worker], places: Mapping[str, Place]) -> list[str]:
-    """From where KV goes to where it goes, where both ends are cards: thick where the link's speed was measured."""
-    decodes = [one for one in workers if one["role"] == "decode" and one["worker_id"] in places]
-    prefills = [one for one in workers if one["role"] == "prefill" and one["worker_id"] in places]
-    return [_link(one, other, places) for one in prefills for other in decodes]
+    """KV links between cards, from prefill to decode; links whose speed was measured are thick."""
+    decodes = [worker for worker in workers if worker["role"] == "decode" and worker["worker_id"] in places]
+    prefills = [worker for worker in workers if worker["role"] == "prefill" and worker["worker_id"] in places]
+    return [_link(prefill, decode, places) for prefill in prefills for decode in decodes]
 
 
 def _link(prefill: Worker, decode: Worker, places: Mapping[str, Place]) -> str:
     start, end = places[prefill["worker_id"]], places[decode["worker_id"]]
     ends = (start.x + start.width, start.y + start.height / 2, end.x, end.y + end.height / 2)
-    links = (one for one in prefill.get("links", ()) if one["address"] == decode.get("address") and one["bytes_per_s"])
+    links = (
+        link for link in prefill.get("links", ()) if link["address"] == decode.get("address") and link["bytes_per_s"]
+    )
     measured = next(links, None)
     if measured is None:
         return _curve(*ends, 1.0, 0.13)
     speed_gb = measured["bytes_per_s"] / 1e9
     pair = f"{prefill['worker_id']} → {decode['worker_id']}"
-    said = f"{pair}: {speed_gb:.2f} GB/s, {seconds(measured['latency_s'])} latency"
-    return _curve(*ends, 1.5 + min(speed_gb, 3.0), 0.35, said)
+    tooltip = f"{pair}: {speed_gb:.2f} GB/s, {seconds(measured['latency_s'])} latency"
+    return _curve(*ends, 1.5 + min(speed_gb, 3.0), 0.35, tooltip)
 
 
 def _store_links(workers: Sequence[Worker], stores: Mapping[str, Place], bottoms: Mapping[int, float]) -> list[str]:
-    """From the workers of a column to the stores that they use."""
-    using = {(_COLUMNS[one["role"]], one["kv_store"]) for one in workers if one.get("kv_store") in stores}
+    """Curves from the workers of a column to the stores they use."""
+    using = {(_COLUMNS[worker["role"]], worker["kv_store"]) for worker in workers if worker.get("kv_store") in stores}
     return [_drop(x + _CARD_W / 2, bottoms[x] - 40, stores[address]) for x, address in sorted(using)]
 
 
@@ -194,12 +201,12 @@ def _drop(x: float, y: float, end: Place) -> str:
     )
 
 
-def _curve(x1: float, y1: float, x2: float, y2: float, width: float, opacity: float, said: str = "") -> str:
+def _curve(x1: float, y1: float, x2: float, y2: float, width: float, opacity: float, tooltip: str = "") -> str:
     middle = (x1 + x2) / 2
     return (
         f'<path d="M{x1:.1f} {y1:.1f} C{middle:.1f} {y1:.1f} {middle:.1f} {y2:.1f} {x2:.1f} {y2:.1f}" fill="none" '
         f'stroke="currentColor" stroke-opacity="{opacity}" stroke-width="{width:.1f}">'
-        f"{tip(said)}</path>"
+        f"{tip(tooltip)}</path>"
     )
 
 
@@ -216,7 +223,7 @@ def _figures(worker: Worker) -> str:
     return " · ".join(parts)
 
 
-def _said(worker: Worker, is_: Standing) -> str:
+def _description(worker: Worker, is_: Standing) -> str:
     used = "" if is_.word == "gone" else f", {100 * is_.used:.0f} % of KV in use"
     return f"{worker['worker_id']} ({worker['role']}): {is_.word}, {_figures(worker)}{used}"
 
@@ -226,6 +233,6 @@ def _mark(word: str) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """worker-2 before worker-10."""
-    parts = "".join(one if one.isdigit() else f" {one} " for one in name).split()
+    """Sort key that puts worker-2 before worker-10."""
+    parts = "".join(char if char.isdigit() else f" {char} " for char in name).split()
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]

@@ -1,4 +1,4 @@
-"""Who may look: anybody where only this machine reaches the console, else those who know the operator token."""
+"""Access to the console: open where only this machine reaches it, otherwise for holders of the operator token."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from halfmoon.rpc.loopback import is_loopback
 
 
 def is_right(given: str, token: str) -> bool:
-    """Compared in a time that says nothing of either."""
+    """Compares in constant time."""
     return hmac.compare_digest(given.encode(), token.encode())
 
 
 def may_enter(address: str | None, token: str | None) -> bool:
-    """True, or what has to be done is on the page. `address` is Streamlit's `server.address`, None for all."""
+    """Whether the visitor may enter; if not, the page shows what to do. `address` is Streamlit's `server.address`."""
     if is_loopback(address) or st.session_state.get("entered"):
         return True
     if token is None:

@@ -11,16 +11,16 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
 
-_LOOK_S = 5.0  # the look-ups are instant on a healthy gateway
+_LOOK_S = 5.0  # look-ups are immediate on a healthy gateway
 _CHAT_SILENCE_S = 120.0  # longest wait for the next token
 
 
 class GatewayError(Exception):
-    """The gateway did not give what was asked for; the text is for the user."""
+    """The gateway failed to answer; the text is for the user."""
 
 
 class GatewayApi:
-    """Knows the gateway's address, and operator token and API key where there are. Every method raises GatewayError."""
+    """Knows the gateway's address, operator token and API key. Every method raises GatewayError."""
 
     def __init__(self, url: str, api_key: str | None = None, operator_token: str | None = None) -> None:
         self.url = url
@@ -28,7 +28,7 @@ class GatewayApi:
         self._operator_token = operator_token or api_key  # on loopback the API key is enough
 
     def cluster(self, max_links: int = 0) -> dict[str, Any]:
-        """The gateway, its model and its workers; their links where there are at most so many."""
+        """The gateway, its model and its workers, with links if there are at most `max_links`."""
         return self._object(f"/halfmoon/v1/cluster?max_links={max_links}", "workers")
 
     def stores(self) -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ class GatewayApi:
         return self._list(f"/halfmoon/v1/requests?limit={limit}")
 
     def request(self, request_id: str) -> dict[str, Any]:
-        """One request: its row, its decision, its timeline."""
+        """One request: its row, decision and timeline."""
         return self._object(f"/halfmoon/v1/requests/{quote(request_id, safe='')}", "timeline")
 
     def series(self, minutes: int) -> dict[str, Any]:
@@ -56,31 +56,31 @@ class GatewayApi:
         return self._object("/halfmoon/v1/cache", "prefixes")
 
     def workload(self, minutes: int) -> dict[str, Any]:
-        """The last minutes' requests, as a simulation takes them."""
+        """The last minutes' requests in the simulator's format."""
         return self._object(f"/halfmoon/v1/workload?minutes={minutes}", "requests")
 
     def classes(self) -> list[dict[str, Any]]:
         """The QoS classes with their versions."""
-        found: list[dict[str, Any]] = self._object("/halfmoon/v1/classes", "classes")["classes"]
-        return found
+        classes: list[dict[str, Any]] = self._object("/halfmoon/v1/classes", "classes")["classes"]
+        return classes
 
     def class_edits(self, limit: int = 50) -> list[dict[str, Any]]:
         """The newest edits of classes, newest first."""
         return self._list(f"/halfmoon/v1/class_edits?limit={limit}")
 
     def admission(self) -> dict[str, Any]:
-        """The admission mode, whose it is, and its edits."""
+        """The admission mode, where it was set, and its edits."""
         return self._object("/halfmoon/v1/admission", "mode")
 
     def put_admission(self, mode: str | None, version: int) -> dict[str, Any]:
-        """Sets the mode over that version; None leaves it to each gateway."""
-        found: dict[str, Any] = self._json("/halfmoon/v1/admission", "PUT", {"mode": mode, "version": version})
-        return found
+        """Sets the mode over that version; None returns to each gateway's own."""
+        saved: dict[str, Any] = self._json("/halfmoon/v1/admission", "PUT", {"mode": mode, "version": version})
+        return saved
 
     def put_class(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Saves a class over the version in `body`."""
-        found: dict[str, Any] = self._json(_class_path(name), "PUT", body)
-        return found
+        saved: dict[str, Any] = self._json(_class_path(name), "PUT", body)
+        return saved
 
     def delete_class(self, name: str, version: int) -> None:
         """Removes that version of a class."""
@@ -88,9 +88,9 @@ class GatewayApi:
             return
 
     def preview_class(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """What a class would have done in the last hour."""
-        found: dict[str, Any] = self._json(f"/halfmoon/v1/class_previews/{quote(name, safe='')}", "POST", body)
-        return found
+        """Previews what a class would have done in the last hour."""
+        preview: dict[str, Any] = self._json(f"/halfmoon/v1/class_previews/{quote(name, safe='')}", "POST", body)
+        return preview
 
     def chat(
         self,
@@ -101,7 +101,7 @@ class GatewayApi:
         request_id: str = "",
         headers: Mapping[str, str] | None = None,
     ) -> Iterator[str]:
-        """Pieces of the reply as they come."""
+        """Streams the pieces of the reply."""
         body = {
             "model": model,
             "messages": list(messages),
@@ -114,16 +114,16 @@ class GatewayApi:
             yield from _deltas(response)
 
     def _object(self, path: str, member: str) -> dict[str, Any]:
-        found = self._json(path)
-        if not isinstance(found, dict) or member not in found:
+        answer = self._json(path)
+        if not isinstance(answer, dict) or member not in answer:
             raise GatewayError(f"{self.url} answered something that is not a {_noun(path)}: is it a Halfmoon gateway?")
-        return found
+        return answer
 
     def _list(self, path: str) -> list[dict[str, Any]]:
-        found = self._json(path)
-        if not isinstance(found, list):
+        answer = self._json(path)
+        if not isinstance(answer, list):
             raise GatewayError(f"{self.url} answered something that is not a list of {_noun(path)}")
-        return found
+        return answer
 
     def _json(self, path: str, method: str = "GET", body: Mapping[str, Any] | None = None) -> Any:
         with self._open(path, _LOOK_S, method, body) as response:
@@ -163,7 +163,7 @@ def _noun(path: str) -> str:
 
 
 def _deltas(lines: Iterator[bytes] | HTTPResponse) -> Iterator[str]:
-    """The text of an SSE chat stream. Raises GatewayError for an error event or an end without [DONE]."""
+    """Text of an SSE chat stream. Raises GatewayError for an error event or an end without [DONE]."""
     for line in lines:
         if not line.startswith(b"data:"):
             continue
@@ -179,9 +179,9 @@ def _deltas(lines: Iterator[bytes] | HTTPResponse) -> Iterator[str]:
 
 
 def _message_of(error: HTTPError) -> str:
-    """What an error response says, in the OpenAI shape or not."""
+    """Message of an error response, in the OpenAI format or not."""
     try:
         message = json.load(error)["error"]["message"]
-    except (ValueError, KeyError, TypeError, OSError, HTTPException):  # the latter two: it broke off
+    except (ValueError, KeyError, TypeError, OSError, HTTPException):  # the last two: the connection broke
         message = error.reason
     return f"the gateway answered {error.code}: {message}"

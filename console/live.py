@@ -1,4 +1,4 @@
-"""A part of a page that keeps itself up to date, and says so when it cannot."""
+"""Parts of a page that refresh themselves, and say so when they cannot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from console.gateway_api import GatewayError
 from console.plain_text import plain
 from console.quantities import ago
 
-Found = TypeVar("Found")
+State = TypeVar("State")
 One = TypeVar("One")
 Two = TypeVar("Two")
 Three = TypeVar("Three")
@@ -23,21 +23,21 @@ REFRESH_S = 2.0
 
 
 def live(
-    key: str, fetch: Callable[[], Found], draw: Callable[[Found], None], every_s: float | None = REFRESH_S
+    key: str, fetch: Callable[[], State], draw: Callable[[State], None], every_s: float | None = REFRESH_S
 ) -> None:
-    """Fetches and draws, again and again. While the gateway is away, what was known last stays, marked as such."""
+    """Fetches and draws repeatedly. While the gateway is away, the last known state stays, marked as stale."""
 
     def now() -> None:
         remembered = st.session_state.setdefault("live", {})
         try:
-            found = fetch()
+            state = fetch()
         except GatewayError as error:
             disconnected(str(error), remembered[key][1] if key in remembered else None)
             if key in remembered:
                 draw(remembered[key][0])
             return
-        remembered[key] = (found, time.monotonic())
-        draw(found)
+        remembered[key] = (state, time.monotonic())
+        draw(state)
 
     st.fragment(now, run_every=every_s)()
 
@@ -53,16 +53,16 @@ def at_once(
     one: Callable[[], One], two: Callable[[], Two], three: Callable[[], Three], four: Callable[[], Four], /
 ) -> tuple[One, Two, Three, Four]: ...
 def at_once(*looks: Callable[[], Any]) -> tuple[Any, ...]:
-    """What the looks find, each in a thread of its own: a page waits for the slowest, not for all of them.
+    """Results of the look-ups, each in its own thread, so that a page waits only for the slowest.
 
-    Raises the first look's GatewayError that failed.
+    Raises the GatewayError of the first look-up that failed.
     """
     with ThreadPoolExecutor(len(looks)) as threads:
         return tuple(threads.map(lambda look: look(), looks))
 
 
 def away(reason: str, look: Callable[[], object]) -> None:
-    """In place of a part that does not live: says why it is not there, and draws the page anew when `look` succeeds."""
+    """Replaces a part that cannot be drawn: gives the reason, and reruns the page when `look` succeeds."""
 
     def again() -> None:
         try:
@@ -76,16 +76,16 @@ def away(reason: str, look: Callable[[], object]) -> None:
 
 
 def disconnected(reason: str, known_s: float | None) -> None:
-    """The banner over what is out of date, or in place of what never came."""
+    """Banner above stale data, or in place of data that never arrived."""
     st.error(plain(reason), icon=":material/cloud_off:")
     if known_s is None:
-        st.caption("Nothing is known yet. This page tries again by itself.")
+        st.caption("No data yet. This page retries by itself.")
     else:
-        st.caption(f"Below is what was known {ago(time.monotonic() - known_s)}. This page tries again by itself.")
+        st.caption(f"The data below is from {ago(time.monotonic() - known_s)}. This page retries by itself.")
 
 
 def empty(title: str, text: str, icon: str = ":material/hourglass_empty:") -> None:
-    """In place of what there is none of yet."""
+    """Placeholder for data that does not exist yet."""
     with st.container(border=True, horizontal_alignment="center"):
         st.markdown(f"#### {icon} {title}", text_alignment="center")
         st.caption(text, text_alignment="center")

@@ -1,4 +1,4 @@
-"""Overview: the cluster as it is, and the last minutes against what was promised."""
+"""The Overview page: the cluster as it is, and the last minutes compared with the targets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MS = 1000
 
 
 class Seen(NamedTuple):
-    """What the page shows."""
+    """Data of the page."""
 
     cluster: Mapping[str, Any]
     stores: Sequence[Mapping[str, Any]]
@@ -35,7 +35,7 @@ class Seen(NamedTuple):
 
 
 def render(api: GatewayApi) -> None:
-    """The page."""
+    """Draws the page."""
     title, choice = st.columns([3, 1], vertical_alignment="bottom")
     title.title("Overview")
     chosen = choice.segmented_control("Last minutes", MINUTES, default=MINUTES[1], format_func=lambda m: f"{m} min")
@@ -45,14 +45,14 @@ def render(api: GatewayApi) -> None:
 
 
 def attainment(together: Mapping[str, Any]) -> float | None:
-    """Of the requests that were to be served, the share that was good: refusals and failures count against it."""
-    counts = [one for name, one in together["classes"].items() if name != "none"]
-    ended = sum(one["ended"] for one in counts)
-    return sum(one["good"] for one in counts) / ended if ended else None
+    """Share of good requests. Refusals and failures count against it; requests without a class are left out."""
+    counts = [outcomes for name, outcomes in together["classes"].items() if name != "none"]
+    ended = sum(outcomes["ended"] for outcomes in counts)
+    return sum(outcomes["good"] for outcomes in counts) / ended if ended else None
 
 
 def outcome_rates(requests: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Requests a second by what became of them; what was whole and not in time is late."""
+    """Requests per second by outcome. Requests that completed too late count as late."""
     good, refused, failed = (requests[name] for name in ("good", "refused", "failed"))
     rows = zip(requests["ended"], good, refused, failed, strict=True)
     late = [max(ended - fine - turned - broken, 0.0) for ended, fine, turned, broken in rows]
@@ -60,12 +60,12 @@ def outcome_rates(requests: Mapping[str, Sequence[float]]) -> dict[str, list[flo
 
 
 def targets(classes: Sequence[Mapping[str, Any]], name: str, factor: float = 1.0) -> dict[str, float]:
-    """The classes' targets of one kind, for lines on a chart."""
-    return {one["name"]: one[name] * factor for one in classes if one.get(name) is not None}
+    """Targets of one kind by class, for lines on a chart."""
+    return {qos_class["name"]: qos_class[name] * factor for qos_class in classes if qos_class.get(name) is not None}
 
 
 def worker_row(worker: Mapping[str, Any], silent_after_s: float) -> dict[str, Any]:
-    """One line of the table."""
+    """One row of the table."""
     load = worker.get("load") or {}
     is_ = cluster_map.standing(worker, silent_after_s)
     return {
@@ -87,7 +87,7 @@ def worker_row(worker: Mapping[str, Any], silent_after_s: float) -> dict[str, An
 
 
 def busiest(workers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those that left first, then by requests."""
+    """Workers that left first, then by number of requests."""
 
     def rank(worker: Mapping[str, Any]) -> tuple[bool, int]:
         load = worker.get("load") or {}
@@ -121,8 +121,8 @@ def _headline(cluster: Mapping[str, Any]) -> None:
 
 def _figures(series: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> None:
     together, rates, requests = series["together"], series["rates"], series["requests"]
-    running = sum((one.get("load") or {}).get("num_running", 0) for one in workers)
-    waiting = sum((one.get("load") or {}).get("num_waiting", 0) for one in workers)
+    running = sum((worker.get("load") or {}).get("num_running", 0) for worker in workers)
+    waiting = sum((worker.get("load") or {}).get("num_waiting", 0) for worker in workers)
     tiles = (
         ("Requests/s", count(_latest(requests["ended"])), f"{running} running, {waiting} waiting"),
         ("Output tokens/s", count(_latest(rates["output_tokens"])), ""),
@@ -138,7 +138,7 @@ def _figures(series: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) ->
 def _charts(seen: Seen) -> None:
     series = seen.series
     if not series["age_s"]:
-        empty("Nothing to draw yet", "The first figures come within seconds.")
+        empty("Nothing to draw yet", "The first data arrives within seconds.")
         return
     left, right = st.columns(2)
     ttft_s, tbt_s = series["ttft_s"], series["tbt_s"]
@@ -153,7 +153,7 @@ def _charts(seen: Seen) -> None:
         _stacked(seen, outcome_rates(series["requests"]), OUTCOMES, "outcomes", "No request ended.")
     with right.container(border=True):
         st.markdown("**Refusals by reason**")
-        _stacked(seen, series["refusals"], _REASONS, "refusals", "Nobody was refused.")
+        _stacked(seen, series["refusals"], _REASONS, "refusals", "No request was refused.")
     with left.container(border=True):
         st.markdown("**Tokens**")
         lines = {"prompt, computed": series["rates"]["prefill_tokens"], "output": series["rates"]["output_tokens"]}
@@ -188,7 +188,7 @@ def _table(workers: Sequence[Mapping[str, Any]], silent_after_s: float) -> None:
     if not workers:
         return
     table = st.expander(
-        f"All {len(workers)} in a table", key="workers-table", on_change="rerun", icon=":material/table_rows:"
+        f"All {len(workers)} workers in a table", key="workers-table", on_change="rerun", icon=":material/table_rows:"
     )
     if not table.open:  # the browser needs half a second for its first table
         return
@@ -199,7 +199,7 @@ def _table(workers: Sequence[Mapping[str, Any]], silent_after_s: float) -> None:
         "heard (s ago)": st.column_config.NumberColumn(format="%.1f"),
     }
     table.dataframe(
-        [worker_row(one, silent_after_s) for one in busiest(workers)],
+        [worker_row(worker, silent_after_s) for worker in busiest(workers)],
         column_config=columns,
         hide_index=True,
         placeholder=NOTHING,

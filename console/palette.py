@@ -1,11 +1,11 @@
-"""What colours mean, on every page: Okabe and Ito's, told apart by people with any kind of colour vision."""
+"""Colours and their meanings on every page: Okabe and Ito's palette, safe for all kinds of colour vision."""
 
 from __future__ import annotations
 
 BLUE = "#0072B2"
 ORANGE = "#E69F00"
 GREEN = "#009E73"
-RED = "#D55E00"  # vermillion; never alone: what is red also has a word or a cross
+RED = "#D55E00"  # vermilion; never the only mark: red elements also have a word or a cross
 SKY = "#56B4E9"
 PURPLE = "#CC79A7"
 GREY = "#8A8F98"
@@ -26,4 +26,4 @@ SPANS = {
 }
 TOKENS = {"cached": GREEN, "loaded": SKY, "computed": BLUE}
 TIERS = {"workers": GREEN, "dram": BLUE, "disk": SKY, "cold": PURPLE}
-SERIES = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY)  # of things that have no meaning of their own, in their order
+SERIES = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY)  # for series without a fixed colour, in order

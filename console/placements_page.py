@@ -1,4 +1,4 @@
-"""Placements: where the latest requests went, and why."""
+"""The Placements page: where the latest requests went, and why."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Placement = Mapping[str, Any]
 
 
 def render(api: GatewayApi) -> None:
-    """The page."""
+    """Draws the page."""
     st.title("Placements")
-    live("placements", lambda: _placements(api), lambda found: _draw(api, found))
+    live("placements", lambda: _placements(api), lambda placements: _draw(api, placements))
 
 
 def placement_row(placement: Placement) -> dict[str, Any]:
-    """One line of the table."""
+    """One row of the table."""
     measured = placement["measured"] or {}
     return {
         "when": ago(placement["age_s"]),
@@ -48,7 +48,7 @@ def placement_row(placement: Placement) -> dict[str, Any]:
 
 
 def outcome(placement: Placement) -> str:
-    """In a word or two."""
+    """Outcome in a word or two."""
     if placement["refusal"]:
         return f"refused: {placement['refusal']}"
     status = (placement["measured"] or {}).get("status", "running")
@@ -56,39 +56,40 @@ def outcome(placement: Placement) -> str:
 
 
 def predicted_ttft_s(placement: Placement) -> float:
-    """From its arrival."""
+    """Predicted TTFT from the request's arrival."""
     return float(placement["waited_s"] + placement["predicted"]["ttft_s"])
 
 
 def candidate_parts(placement: Placement) -> list[dict[str, Any]]:
-    """What the predicted TTFT of each candidate is made of, in milliseconds, the best first."""
+    """Parts of each candidate's predicted TTFT in milliseconds, best candidate first."""
     rows = []
-    for one in sorted(placement["candidates"], key=lambda candidate: candidate["ttft_s"]):
-        mark = " ◀ chosen" if one["worker_id"] == placement["prefill_worker"] else ""
+    for candidate in sorted(placement["candidates"], key=lambda part: part["ttft_s"]):
+        mark = " ◀ chosen" if candidate["worker_id"] == placement["prefill_worker"] else ""
         rows += [
-            {"label": one["worker_id"] + mark, "part": part, "value": one[f"{part}_s"] * _MS} for part in TTFT_PARTS
+            {"label": candidate["worker_id"] + mark, "part": part, "value": candidate[f"{part}_s"] * _MS}
+            for part in TTFT_PARTS
         ]
     return rows
 
 
 def pairs(placements: Sequence[Placement], kind: str) -> list[dict[str, float]]:
-    """Predicted and measured seconds of the requests that have both; `kind` is ttft or tbt."""
-    found = []
-    for one in placements:
-        measured = (one["measured"] or {}).get(f"{kind}_s")
-        predicted = predicted_ttft_s(one) if kind == "ttft" else one["predicted"]["tbt_s"]
-        if measured and predicted and not one["moves"]:
-            found.append({"predicted": predicted, "measured": measured})
-    return found
+    """Predicted and measured seconds of the requests that have both; `kind` is "ttft" or "tbt"."""
+    rows = []
+    for placement in placements:
+        measured = (placement["measured"] or {}).get(f"{kind}_s")
+        predicted = predicted_ttft_s(placement) if kind == "ttft" else placement["predicted"]["tbt_s"]
+        if measured and predicted and not placement["moves"]:
+            rows.append({"predicted": predicted, "measured": measured})
+    return rows
 
 
 def _placements(api: GatewayApi) -> Sequence[Placement]:
-    """What is shown stands still while one of them is looked at: rows would move under the hand."""
+    """The latest placements; frozen while a row is selected, so that rows do not move under the pointer."""
     frozen: list[Placement] | None = st.session_state.get("frozen_placements")
     if _selected() is not None and frozen is not None:
         return frozen
-    st.session_state["frozen_placements"] = found = api.placements(_LIMIT)
-    return found
+    st.session_state["frozen_placements"] = latest = api.placements(_LIMIT)
+    return latest
 
 
 def _selected() -> int | None:
@@ -98,16 +99,16 @@ def _selected() -> int | None:
 
 def _draw(api: GatewayApi, placements: Sequence[Placement]) -> None:
     if not placements:
-        empty("No request has come yet", "Send one on the page “Try it”, or with curl.", ":material/alt_route:")
+        empty("No requests yet", "Send one on the Try it page or with curl.", ":material/alt_route:")
         return
     selected = _selected()
     if selected is None:
-        st.caption(f"The latest {len(placements)}, live. Select a row to see why a request went where it went.")
+        st.caption(f"The latest {len(placements)} requests, live. Select a row to see why it was placed there.")
     else:
-        st.caption("The list stands still while a row is selected.")
+        st.caption("The list is frozen while a row is selected.")
     number = st.column_config.NumberColumn
     st.dataframe(
-        [placement_row(one) for one in placements],
+        [placement_row(placement) for placement in placements],
         column_config={
             name: number(f"{name} (ms)", format="%.1f") for name in ("TTFT predicted", "TTFT", "TBT predicted", "TBT")
         },
@@ -129,11 +130,11 @@ def _draw_errors(placements: Sequence[Placement]) -> None:
     for column, kind, title, colour in ((left, "ttft", "TTFT", BLUE), (right, "tbt", "TBT", ORANGE)):
         with column.container(border=True):
             st.markdown(f"**{title}: predicted and measured**")
-            found = pairs(placements, kind)
-            if found:
-                charts.show(charts.against(found, colour), f"errors-{kind}")
+            rows = pairs(placements, kind)
+            if rows:
+                charts.show(charts.against(rows, colour), f"errors-{kind}")
             else:
-                st.caption("No request has both yet.")
+                st.caption("No request has both values yet.")
 
 
 def _draw_one(api: GatewayApi, placement: Placement) -> None:
@@ -141,14 +142,14 @@ def _draw_one(api: GatewayApi, placement: Placement) -> None:
     _draw_figures(placement)
     left, right = st.columns(2)
     with left.container(border=True):
-        st.markdown("**Candidates for the prefill**, by predicted TTFT")
+        st.markdown("**Prefill candidates**, by predicted TTFT")
         rows = candidate_parts(placement)
         if rows:
             charts.show(charts.parts(rows, TTFT_PARTS, "ms"), "candidates")
         else:
-            st.caption("No worker took prompts then.")
+            st.caption("No worker accepted prompts at that time.")
     with right.container(border=True):
-        st.markdown("**Its way over the services**")
+        st.markdown("**Timeline across services**")
         _draw_timeline(api, placement)
 
 
@@ -168,7 +169,7 @@ def _draw_figures(placement: Placement) -> None:
     for move in placement["moves"]:
         st.caption(
             f"Moved after {seconds(move['after_s'])} to {plain(move['prefill_worker'])} and "
-            f"{plain(move['decode_worker'])}: the workers before failed it."
+            f"{plain(move['decode_worker'])}: the previous workers failed."
         )
 
 
@@ -180,7 +181,7 @@ def _draw_timeline(api: GatewayApi, placement: Placement) -> None:
         disconnected(str(error), None)
         return
     if not spans:
-        st.caption("It has not ended yet, or its row is on the way to the ledger.")
+        st.caption("The request is still running, or its row has not reached the ledger yet.")
         return
     rows = [
         {
@@ -197,7 +198,7 @@ def _draw_timeline(api: GatewayApi, placement: Placement) -> None:
 
 
 def _amount(span: Mapping[str, Any]) -> str | None:
-    """Of tokens or bytes, where the span is of some."""
+    """Tokens or bytes of a span; None if it has neither."""
     if span["num_tokens"] is not None:
         return f"{span['num_tokens']} tokens"
     return None if span["num_bytes"] is None else size(span["num_bytes"])

@@ -1,4 +1,4 @@
-"""Part of the Planner page: putting a plan to work, after a look at what that changes."""
+"""Part of the Planner page: applying a plan after a preview of the changes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from console.quantities import NOTHING
 from halfmoon.pb import planner_pb2
 
 _LOOK_S = 0.5
-_SAID = {"starting": "New workers that have joined", "draining": "Old workers that have finished"}
-_CHOSEN, _RUNNING = "plan_to_apply", "plan_applying"  # a plan's number; its Applying
+_STAGES = {"starting": "New workers that have joined", "draining": "Old workers that have finished"}
+_CHOSEN, _RUNNING = "plan_to_apply", "plan_applying"  # session keys: a plan's number; its Applying
 
 
 def draw_apply_button(plan: Plan) -> None:
-    """Where the planner can; what the ledger did not take has no number to name it by."""
+    """Draws the button. A plan that the ledger did not store has no number and cannot be applied."""
     running: Applying | None = st.session_state.get(_RUNNING)
     is_busy = running is not None and not running.state.is_over
     if plan["id"] and st.button("Apply…", key=f"apply-{plan['id']}", disabled=is_busy, icon=":material/play_arrow:"):
@@ -29,7 +29,7 @@ def draw_apply_button(plan: Plan) -> None:
 
 
 def draw_applying(planner: PlannerApi, plans: Iterable[Plan]) -> None:
-    """What is asked, under way, or came of it."""
+    """Draws the question, the progress or the outcome."""
     running: Applying | None = st.session_state.get(_RUNNING)
     if running is not None:
         _draw_running(running)
@@ -46,55 +46,57 @@ def _draw_question(planner: PlannerApi, plan: Plan) -> None:
     except PlannerError as error:
         st.error(plain(str(error)), icon=":material/block:")
         if st.button("Close", key="apply-close"):
-            _ask_no_more()
+            _close_question()
         return
     _draw_change(change)
     stop_first = False
     if change.needs_stop_first:
         st.warning(plain(change.needs_stop_first), icon=":material/warning:")
-        stop_first = st.checkbox("Stop the old workers first: nothing may be served meanwhile", key="apply-stop-first")
+        stop_first = st.checkbox("Stop the old workers first (serving may be interrupted)", key="apply-stop-first")
     is_ready = stop_first or not change.needs_stop_first
     apply, cancel, _ = st.columns([1, 1, 4])
     if apply.button("Apply", type="primary", key="apply-now", disabled=not is_ready, width="stretch"):
         st.session_state[_RUNNING] = Applying(planner.apply(plan["id"], stop_first))
-        _ask_no_more()
+        _close_question()
     if cancel.button("Cancel", key="apply-cancel", width="stretch"):
-        _ask_no_more()
+        _close_question()
 
 
 def _draw_change(change: planner_pb2.WorkerChange) -> None:
     now, then = st.columns(2)
     for column, name, groups in ((now, "Now", change.now), (then, "Then", change.then)):
         column.caption(name)
-        column.table([{"workers": one.count, "role": one.role, "options": one.options or NOTHING} for one in groups])
+        column.table(
+            [{"workers": group.count, "role": group.role, "options": group.options or NOTHING} for group in groups]
+        )
     st.caption(
-        f"{change.num_kept} stay, {change.num_started} start, and then {change.num_stopped} finish what they have "
-        "accepted and stop. Started again, `halfmoon up` starts what its own options say."
+        f"{change.num_kept} stay, {change.num_started} start, then {change.num_stopped} finish their accepted "
+        "requests and stop. After a restart, `halfmoon up` follows its own options again."
     )
 
 
 def _draw_running(running: Applying) -> None:
-    """Looked at often until it is over."""
+    """Draws the progress, refreshed often until the change is over."""
     was_over = running.state.is_over
 
     def now() -> None:
         state = running.state
         if state.is_over and not was_over:
-            st.rerun()  # the whole page: its buttons work again
+            st.rerun()  # the whole page, so that its buttons work again
         if state.problem is not None:
             st.error(f"The plan was not applied: {plain(state.problem)}", icon=":material/error:")
         elif state.applied is not None:
-            st.success("The plan's workers serve.", icon=":material/check_circle:")
+            st.success("The plan's workers are serving.", icon=":material/check_circle:")
         elif state.progress is not None:
-            one = state.progress
-            share = one.done / one.total if one.total else 1.0
-            st.progress(share, f"{_SAID.get(one.what, one.what)}: {one.done} of {one.total}")
+            progress = state.progress
+            share = progress.done / progress.total if progress.total else 1.0
+            st.progress(share, f"{_STAGES.get(progress.what, progress.what)}: {progress.done} of {progress.total}")
         else:
             st.progress(0.0, "Changing the workers")
 
     st.fragment(now, run_every=None if was_over else _LOOK_S)()
 
 
-def _ask_no_more() -> None:
+def _close_question() -> None:
     del st.session_state[_CHOSEN]
     st.rerun()

@@ -1,4 +1,4 @@
-"""What a plan's curves look like: a line a layout, told apart by colour and by the shape of its points."""
+"""Charts of a plan's curves: one line per layout, told apart by colour and point shape."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from console.charts import Chart, Spec
 from console.palette import GREY, SERIES
 
-_HEIGHT_PX = 280  # and a line of the legend for each layout
+_HEIGHT_PX = 280  # plus a legend line for each layout
 _LEGEND_PX = 20
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right")
 _TITLES = {"attainment": "requests in time", "goodput": "goodput, requests/s"}
@@ -23,7 +23,7 @@ def curve_rows(name: str, curve: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def over_rate(rows: Sequence[Mapping[str, Any]], figure: Figure, goal: float, rate_per_s: float | None) -> Chart:
-    """Over the rate of the whole layout; dashed: the share that is asked for, and the rate."""
+    """Chart over the rate of the whole layout; the goal and the requested rate are dashed."""
     names = list(dict.fromkeys(row["layout"] for row in rows))
     encoding = {
         "x": {"field": "rate", "type": "quantitative", "title": "requests/s", "scale": {"domainMin": 0}},
@@ -55,7 +55,7 @@ def over_rate(rows: Sequence[Mapping[str, Any]], figure: Figure, goal: float, ra
 
 
 def _series(names: Sequence[str], values: Sequence[str]) -> Spec:
-    """Colour and shape have one legend."""
+    """Encoding shared by colour and shape, so that they have one legend."""
     legend = {"title": None, "orient": "bottom", "columns": 1, "labelLimit": 420}
     scale = {"domain": list(names), "range": [values[at % len(values)] for at in range(len(names))]}
     return {"field": "layout", "type": "nominal", "sort": list(names), "scale": scale, "legend": legend}

@@ -1,4 +1,4 @@
-"""One plan, and several beside each other: figures, curves, what if, and the file to start from."""
+"""One plan, or several side by side: figures, curves, sensitivity, and the file to start from."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from console.quantities import NOTHING, seconds, share
 
 
 def title(plan: Plan) -> str:
-    """A plan in a line."""
+    """A plan's title in one line."""
     number = f"#{plan['id']} " if plan["id"] else ""
     return f"{number}{plan['model']} on {plan['summary']['gpu']}: {plan['summary']['layouts'][0]['layout']}"
 
 
 def plan_row(plan: Plan) -> dict[str, Any]:
-    """One line of the table of plans."""
+    """One row of the table of plans."""
     summary, best = plan["summary"], plan["summary"]["layouts"][0]
     return {
         "plan": plan["id"],
@@ -32,83 +32,83 @@ def plan_row(plan: Plan) -> dict[str, Any]:
         "workload": plan["request"].get("workload", NOTHING),
         "TTFT / TPOT": " / ".join(seconds(summary["targets"][name]) for name in ("ttft_s", "tpot_s")),
         "in time": share(summary["attainment_asked"]),
-        "asked (req/s)": summary["rate_asked_per_s"],
+        "requested (req/s)": summary["rate_asked_per_s"],
         **_figures(best),
     }
 
 
-def layout_row(one: Mapping[str, Any], criterion: str) -> dict[str, Any]:
-    """One line of a plan's table."""
+def layout_row(layout: Mapping[str, Any], criterion: str) -> dict[str, Any]:
+    """One row of a plan's table of layouts."""
     return {
-        **_figures(one),
-        "for $1": round(one["goodput_per_dollar"]) if one["price_per_hour"] else None,
-        "in time": _in_time(one, criterion),
-        "TTFT met": one["attainment_ttft"],
-        "TPOT met": one["attainment_tpot"],
-        "TTFT p90": seconds(one["ttft_s"]["p90"]),
-        "TPOT p90": seconds(one["tpot_s"]["p90"]),
+        **_figures(layout),
+        "for $1": round(layout["goodput_per_dollar"]) if layout["price_per_hour"] else None,
+        "in time": _in_time(layout, criterion),
+        "TTFT met": layout["attainment_ttft"],
+        "TPOT met": layout["attainment_tpot"],
+        "TTFT p90": seconds(layout["ttft_s"]["p90"]),
+        "TPOT p90": seconds(layout["tpot_s"]["p90"]),
     }
 
 
 def compared_to_colocated(summary: Mapping[str, Any]) -> str:
-    """How the best stands to the best layout of workers that do both."""
+    """Compares the best layout with the best colocated one."""
     colocated, best = summary["colocated"], summary["layouts"][0]
     if colocated is None:
-        return "No layout of workers that do both meets the targets."
+        return "No colocated layout meets the targets."
     if best["layout"] == colocated["layout"]:
         other = summary["disaggregated"]
         better = "" if other is None else (
             f", {best['goodput_per_s_per_gpu'] / other['goodput_per_s_per_gpu']:.2f} times "
-            f"the best with prefill and decode apart, {other['layout']}"
+            f"the best disaggregated one, {other['layout']}"
         )  # fmt: skip
-        return f"Workers that do both are best here{better}."
+        return f"A colocated layout is best here{better}."
     return (
-        f"{summary['over_colocated']:.2f} times the goodput for each GPU of the best colocated, {colocated['layout']}."
+        f"{summary['over_colocated']:.2f} times the goodput per GPU of the best colocated one, {colocated['layout']}."
     )
 
 
 def draw_plan(plan: Plan, key: str) -> None:
-    """All of one."""
+    """Draws everything about one plan."""
     summary, best = plan["summary"], plan["summary"]["layouts"][0]
     st.markdown(f"**{plain(title(plan))}**")
     price = f"${best['price_per_hour']:.2f}/h" if best["price_per_hour"] else NOTHING
     tiles = (
-        ("GPUs", str(best["num_gpus"]), "of all workers"),
+        ("GPUs", str(best["num_gpus"]), "over all workers"),
         ("Costs", price, "by the catalogue's prices, which differ by a factor of two"),
-        ("Holds", f"{best['goodput_per_s']:.3g} req/s", "the highest rate at which enough requests are in time"),
+        ("Sustains", f"{best['goodput_per_s']:.3g} req/s", "the highest rate at which enough requests are in time"),
         (
             "In time",
             share(_in_time(best, summary["criterion"])),
-            f"of the requests, at {best['rate_per_s']:.3g} a second",
+            f"share of requests, at {best['rate_per_s']:.3g} per second",
         ),
-        ("Each GPU", f"{best['goodput_per_s_per_gpu']:.3g} req/s", "of what the layout holds"),
+        ("Per GPU", f"{best['goodput_per_s_per_gpu']:.3g} req/s", "share of the sustained rate"),
     )
     for column, (label, value, note) in zip(st.columns(len(tiles)), tiles, strict=True):
         column.metric(label, value, border=True, help=note)
-    said = f"{compared_to_colocated(summary)} {_targets(summary)}. Times: {_sources(summary['latency'])}."
-    st.caption(plain(said))
+    caption = f"{compared_to_colocated(summary)} {_targets(summary)}. Times: {_sources(summary['latency'])}."
+    st.caption(plain(caption))
     for note in summary["notes"]:
         st.caption(f":material/info: {plain(note)}")
-    rows = [layout_row(one, summary["criterion"]) for one in summary["layouts"]]
+    rows = [layout_row(layout, summary["criterion"]) for layout in summary["layouts"]]
     st.dataframe(rows, column_config=_percent("in time", "TTFT met", "TPOT met"), hide_index=True, key=f"layouts-{key}")
     points = [row for curve in summary["curves"] for row in curve_rows(curve["layout"], curve)]
     draw_curves(points, summary, key)
-    st.markdown("**What if** the best had to bear more")
+    st.markdown("**What if** the best layout had more load")
     what_if = [
         {
             "what": name,
-            "req/s": one["rate_per_s"],
-            "in time": _in_time(one, summary["criterion"]),
-            "TTFT p90": seconds(one["ttft_s"]["p90"]),
-            "TPOT p90": seconds(one["tpot_s"]["p90"]),
+            "req/s": result["rate_per_s"],
+            "in time": _in_time(result, summary["criterion"]),
+            "TTFT p90": seconds(result["ttft_s"]["p90"]),
+            "TPOT p90": seconds(result["tpot_s"]["p90"]),
         }
-        for name, one in {"as planned": best, **summary["sensitivity"]}.items()
+        for name, result in {"as planned": best, **summary["sensitivity"]}.items()
     ]
     st.dataframe(what_if, column_config=_percent("in time"), hide_index=True, key=f"what-if-{key}")
 
 
 def draw_comparison(plans: Sequence[Plan]) -> None:
-    """The best layout of each."""
+    """Compares the best layouts of several plans."""
     points = [
         row
         for plan in plans
@@ -116,7 +116,7 @@ def draw_comparison(plans: Sequence[Plan]) -> None:
         for row in curve_rows(title(plan), curve)
     ]  # fmt: skip
     draw_curves(points, plans[0]["summary"], "compared")
-    st.caption("The dashed share is that of the first plan. Each was simulated with its own requests and targets.")
+    st.caption("The dashed line is the first plan's goal. Each plan was simulated with its own requests and targets.")
 
 
 def draw_curves(points: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], key: str) -> None:
@@ -134,21 +134,21 @@ def draw_curves(points: Sequence[Mapping[str, Any]], summary: Mapping[str, Any],
         charts.show(over_rate(points, "goodput", goal, rate), f"goodput-{key}")
 
 
-def _figures(one: Mapping[str, Any]) -> dict[str, Any]:
+def _figures(layout: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "layout": " = ".join([one["layout"], *one.get("same_as", ())]),
-        "GPUs": one["num_gpus"],
-        "$/h": round(one["price_per_hour"], 2),
-        "holds (req/s)": round(one["goodput_per_s"], 2),
-        "each GPU": round(one["goodput_per_s_per_gpu"], 3),
+        "layout": " = ".join([layout["layout"], *layout.get("same_as", ())]),
+        "GPUs": layout["num_gpus"],
+        "$/h": round(layout["price_per_hour"], 2),
+        "sustains (req/s)": round(layout["goodput_per_s"], 2),
+        "per GPU": round(layout["goodput_per_s_per_gpu"], 3),
     }
 
 
-def _in_time(one: Mapping[str, Any], criterion: str) -> float:
-    """The share that counts."""
+def _in_time(result: Mapping[str, Any], criterion: str) -> float:
+    """Attainment by the plan's criterion."""
     if criterion == "joint":
-        return float(one["attainment_joint"])
-    return min(float(one["attainment_ttft"]), float(one["attainment_tpot"]))
+        return float(result["attainment_joint"])
+    return min(float(result["attainment_ttft"]), float(result["attainment_tpot"]))
 
 
 def _targets(summary: Mapping[str, Any]) -> str:
@@ -160,11 +160,11 @@ def _targets(summary: Mapping[str, Any]) -> str:
 
 
 def _sources(latency: Sequence[Mapping[str, Any]]) -> str:
-    """Where times are from, and how well they fit what was measured."""
+    """Sources of latencies, and how well they fit measurements."""
     return "; ".join(
-        one["source"]
-        + (f" (median error {share(one['error_prefill'])} / {share(one['error_step'])})" if one["error_step"] else "")
-        for one in latency
+        fit["source"]
+        + (f" (median error {share(fit['error_prefill'])} / {share(fit['error_step'])})" if fit["error_step"] else "")
+        for fit in latency
     )
 
 

@@ -1,4 +1,4 @@
-"""The planner service as the console uses it. Every call has a time limit; a search that nobody looks at ends."""
+"""The planner service as the console uses it. Every call has a time limit; an abandoned search ends."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from halfmoon.rpc.status import is_told
 _LOOK_S = 5.0
 _SEARCH_S = 900.0
 _PREVIEW_S = 30.0
-_APPLY_S = 3600.0  # loading weights, and requests that end
+_APPLY_S = 3600.0  # loads weights and waits for running requests
 
 Plan = dict[str, Any]
 
 
 class PlannerError(GatewayError):
-    """The planner, and not the gateway, did not give what was asked for; the text is for the user."""
+    """The planner, not the gateway, failed to answer; the text is for the user."""
 
 
 class SearchCancelled(PlannerError):
-    """It ended because somebody wanted it to."""
+    """The search was cancelled by the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """What a search may name."""
+    """Names that a search may use."""
 
     gpus: tuple[str, ...]
     models: tuple[str, ...]
     workloads: tuple[str, ...]
-    can_apply: bool  # a plan, to the workers that run here
+    can_apply: bool  # whether plans can be applied to the workers running here
 
 
 class PlannerApi:
-    """Owns a connection to the planner, with the operator token where there is one. Methods raise PlannerError."""
+    """Owns a connection to the planner, with the operator token if there is one. Methods raise PlannerError."""
 
     def __init__(self, address: str, operator_token: str | None = None) -> None:
         self.address = address
@@ -53,48 +53,48 @@ class PlannerApi:
         self._metadata = ((AUTHORIZATION_KEY, f"Bearer {operator_token}"),) if operator_token else ()
 
     def catalogue(self) -> Catalogue:
-        """GPUs, models, workloads."""
-        with _told(self.address):
-            found = self._stub.Catalogue(planner_pb2.CatalogueRequest(), timeout=_LOOK_S, metadata=self._metadata)
-        return Catalogue(tuple(found.gpus), tuple(found.models), tuple(found.workloads), found.can_apply)
+        """GPUs, models and workloads that the planner knows."""
+        with _readable_errors(self.address):
+            message = self._stub.Catalogue(planner_pb2.CatalogueRequest(), timeout=_LOOK_S, metadata=self._metadata)
+        return Catalogue(tuple(message.gpus), tuple(message.models), tuple(message.workloads), message.can_apply)
 
     def plans(self, limit: int = 50) -> list[Plan]:
-        """Of before, newest first."""
-        with _told(self.address):
+        """Stored plans, newest first."""
+        with _readable_errors(self.address):
             request = planner_pb2.ListPlansRequest(limit=limit)
-            found = self._stub.ListPlans(request, timeout=_LOOK_S, metadata=self._metadata)
-        return [plan_of(one) for one in found.plans]
+            listed = self._stub.ListPlans(request, timeout=_LOOK_S, metadata=self._metadata)
+        return [plan_of(plan) for plan in listed.plans]
 
-    def search(self, asked: Mapping[str, Any], files: Mapping[str, bytes]) -> Search:
-        """Begins one; what is wrong with it is in the search's state later. `asked` are fields of PlanRequest."""
+    def search(self, fields: Mapping[str, Any], files: Mapping[str, bytes]) -> Search:
+        """Starts a search; its state reports errors later. `fields` are those of PlanRequest."""
         sent = [planner_pb2.File(name=name, content=content) for name, content in files.items()]
-        request = planner_pb2.PlanRequest(**asked, files=sent, with_curves=True)
+        request = planner_pb2.PlanRequest(**fields, files=sent, with_curves=True)
         channel = grpc.insecure_channel(self.address)
         call = planner_pb2_grpc.PlannerStub(channel).Plan(request, timeout=_SEARCH_S, metadata=self._metadata)
         return Search(self.address, channel, call)
 
     def preview_apply(self, plan_id: int) -> planner_pb2.WorkerChange:
-        """How the workers would change."""
-        with _told(self.address):
+        """Asks how the workers would change."""
+        with _readable_errors(self.address):
             request = planner_pb2.ApplyRequest(plan_id=plan_id)
-            found: planner_pb2.WorkerChange = self._stub.PreviewApply(
+            change: planner_pb2.WorkerChange = self._stub.PreviewApply(
                 request, timeout=_PREVIEW_S, metadata=self._metadata
             )
-        return found
+        return change
 
     def apply(self, plan_id: int, stop_first: bool) -> Iterator[planner_pb2.ApplyUpdate]:
-        """Changes them; what is said meanwhile."""
-        with _told(self.address):
+        """Changes the workers; yields updates."""
+        with _readable_errors(self.address):
             request = planner_pb2.ApplyRequest(plan_id=plan_id, stop_first=stop_first)
             yield from self._stub.Apply(request, timeout=_APPLY_S, metadata=self._metadata)
 
 
 @dataclass(slots=True)
 class SearchState:
-    """Where a search is. Written by its thread alone; each assignment is whole."""
+    """State of a search. Written by its thread alone; each assignment is complete."""
 
     num_ahead: int = 0
-    progress: dict[str, tuple[int, int]] = field(default_factory=dict)  # done, of how many, by what
+    progress: dict[str, tuple[int, int]] = field(default_factory=dict)  # (done, total) by stage
     plan: Plan | None = None
     problem: str | None = None
     was_cancelled: bool = False
@@ -102,27 +102,27 @@ class SearchState:
 
 
 class Search:
-    """Owns a call to the planner. When it is cancelled, or nobody holds it any more, the planner's search ends."""
+    """Owns a call to the planner. The planner's search ends when this is cancelled or no longer referenced."""
 
     def __init__(self, address: str, channel: grpc.Channel, call: Any) -> None:
         self.state = SearchState()
         self._begun_s = time.monotonic()
-        # The thread knows the call and the state only: this object goes with its browser's session.
+        # The thread holds only the call and the state, so this object is freed with its browser session.
         threading.Thread(target=_follow, args=(address, channel, call, self.state), daemon=True).start()
         self._end = weakref.finalize(self, call.cancel)
 
     @property
     def age_s(self) -> float:
-        """Since it began."""
+        """Seconds since the start."""
         return time.monotonic() - self._begun_s
 
     def cancel(self) -> None:
-        """It ends, soon."""
+        """Ends the search soon."""
         self._end()
 
 
 def plan_of(message: planner_pb2.StoredPlan) -> Plan:
-    """Its parts as plain values."""
+    """Converts a stored plan to plain values."""
     return {
         "id": message.id,
         "created_at": message.created_at,
@@ -135,7 +135,7 @@ def plan_of(message: planner_pb2.StoredPlan) -> Plan:
 
 def _follow(address: str, channel: grpc.Channel, call: Iterable[Any], state: SearchState) -> None:
     try:
-        with _told(address):
+        with _readable_errors(address):
             for update in call:
                 _note(update, state)
     except SearchCancelled:
@@ -153,15 +153,15 @@ def _note(update: planner_pb2.PlanUpdate, state: SearchState) -> None:
         state.num_ahead = update.waiting.ahead
     elif kind == "progress":
         state.num_ahead = 0
-        one = update.progress
-        state.progress = {**state.progress, one.what: (one.done, one.total)}
+        progress = update.progress
+        state.progress = {**state.progress, progress.what: (progress.done, progress.total)}
     elif kind == "plan":
         state.plan = plan_of(update.plan)
 
 
 @contextmanager
-def _told(address: str) -> Iterator[None]:
-    """What gRPC raises, in words."""
+def _readable_errors(address: str) -> Iterator[None]:
+    """Converts gRPC errors to PlannerError with a readable text."""
     try:
         yield
     except grpc.RpcError as error:

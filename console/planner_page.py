@@ -1,4 +1,4 @@
-"""Planner: which workers, how many and with what parallelism, for a workload and its targets."""
+"""The Planner page: which workers, how many and with what parallelism for a workload and its targets."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from console.planner_form import planner_form
 from console.quantities import NOTHING
 
 _LOOK_AT_SEARCH_S = 0.5
-_PLANS_AGAIN_S = 30.0  # others make some, too
+_PLANS_AGAIN_S = 30.0  # others make plans too
 STAGES = {
     "workers alone": "Workers alone",
     "layouts": "Layouts",
-    "disaggregated": "Prefill and decode apart",
-    "colocated": "Workers that do both",
-    "goodputs": "Rates that are held",
+    "disaggregated": "Disaggregated layouts",
+    "colocated": "Colocated layouts",
+    "goodputs": "Sustained rates",
     "curves": "Curves",
     "what if": "What if",
 }
 
 
 def render(api: GatewayApi, planner: PlannerApi | None) -> None:
-    """The page."""
+    """Draws the page."""
     st.title("Planner")
     if planner is None:
         empty(
             "No planner",
-            "`halfmoon up` starts one. For a console of its own: `--planner host:port`, or HALFMOON_CONSOLE_PLANNER.",
+            "`halfmoon up` starts one. A console alone needs `--planner host:port` or HALFMOON_CONSOLE_PLANNER.",
             ":material/power_off:",
         )
         return
@@ -44,15 +44,15 @@ def render(api: GatewayApi, planner: PlannerApi | None) -> None:
     except PlannerError as error:
         away(str(error), planner.catalogue)
         return
-    asked = planner_form(api, catalogue)
+    form = planner_form(api, catalogue)
     search: Search | None = st.session_state.get("plan_search")
     is_running = search is not None and not search.state.is_over
-    button, said = st.columns([1, 5], vertical_alignment="center")
-    if button.button("Search", type="primary", disabled=bool(asked.missing) or is_running, width="stretch"):
-        st.session_state["plan_search"] = planner.search(asked.fields, asked.files)
+    button, hint = st.columns([1, 5], vertical_alignment="center")
+    if button.button("Search", type="primary", disabled=bool(form.missing) or is_running, width="stretch"):
+        st.session_state["plan_search"] = planner.search(form.fields, form.files)
         st.rerun()
-    if asked.missing:
-        said.caption(f"Still needed: {', '.join(asked.missing)}.")
+    if form.missing:
+        hint.caption(f"Still needed: {', '.join(form.missing)}.")
     if search is not None:
         _draw_search(search)
     plans = _kept_plans(planner, search)
@@ -62,30 +62,30 @@ def render(api: GatewayApi, planner: PlannerApi | None) -> None:
 
 
 class _Kept(NamedTuple):
-    """The plans of before, and when they were asked for: with all their figures they are a megabyte."""
+    """Plans read from the ledger, and when: with all their figures they are about a megabyte."""
 
     plans: list[Plan]
     at_s: float
-    newest: Plan | None  # that was found on this page
+    newest: Plan | None  # found by a search on this page
 
 
 def _kept_plans(planner: PlannerApi, search: Search | None) -> list[Plan]:
-    """None where they cannot be read: searching goes on without the ledger."""
-    found = search.state.plan if search is not None else None
+    """Plans from the ledger; empty if it cannot be read, since searching works without it."""
+    newest = search.state.plan if search is not None else None
     kept: _Kept | None = st.session_state.get("plans_of_before")
-    if kept is not None and kept.newest is found and time.monotonic() - kept.at_s < _PLANS_AGAIN_S:
+    if kept is not None and kept.newest is newest and time.monotonic() - kept.at_s < _PLANS_AGAIN_S:
         return kept.plans
     try:
         plans = planner.plans()
     except PlannerError as error:
-        st.warning(f"Plans of before cannot be read now: {plain(error)}", icon=":material/cloud_off:")
+        st.warning(f"Earlier plans cannot be read now: {plain(error)}", icon=":material/cloud_off:")
         return []
-    st.session_state["plans_of_before"] = _Kept(plans, time.monotonic(), found)
+    st.session_state["plans_of_before"] = _Kept(plans, time.monotonic(), newest)
     return plans
 
 
 def _draw_search(search: Search) -> None:
-    """Where it is, or what came of it; looked at often until it is over."""
+    """Draws a search's progress or outcome, refreshed often until it is over."""
     was_over = search.state.is_over
 
     def now() -> None:
@@ -106,7 +106,7 @@ def _draw_progress(search: Search) -> None:
     state = search.state
     with st.container(border=True):
         head, button = st.columns([5, 1], vertical_alignment="center")
-        waiting = f"Waiting: {state.num_ahead} before this one" if state.num_ahead else "Searching"
+        waiting = f"Waiting for {state.num_ahead} other searches" if state.num_ahead else "Searching"
         head.markdown(f"**{waiting}** · {search.age_s:.0f} s")
         if button.button("Cancel", width="stretch", key="plan-cancel"):
             search.cancel()
@@ -115,10 +115,12 @@ def _draw_progress(search: Search) -> None:
 
 
 def _draw_plans(plans: list[Plan], search: Search | None, can_apply: bool) -> None:
-    """The one that was found last, or those that are chosen in the table."""
-    found = search.state.plan if search is not None else None
-    if found is not None and not found["id"]:
-        st.warning("The ledger did not take this plan: download it, it is nowhere else.", icon=":material/warning:")
+    """Draws the plans chosen in the table, or the one found last."""
+    newest = search.state.plan if search is not None else None
+    if newest is not None and not newest["id"]:
+        st.warning(
+            "The ledger did not store this plan. Download it: there is no other copy.", icon=":material/warning:"
+        )
     chosen: list[Plan] = []
     if plans:
         st.subheader("Plans")
@@ -127,20 +129,20 @@ def _draw_plans(plans: list[Plan], search: Search | None, can_apply: bool) -> No
             on_select="rerun", selection_mode="multi-row",
         )  # fmt: skip
         chosen = [plans[at] for at in table["selection"]["rows"] if at < len(plans)]
-        st.caption("Choose one to see it, several to compare them.")
-    elif found is None:
-        empty("No plan yet", "Say above what has to be served and how quickly, and search.", ":material/query_stats:")
+        st.caption("Select one plan to see it, or several to compare them.")
+    elif newest is None:
+        empty("No plan yet", "Describe the workload and its targets above, then search.", ":material/query_stats:")
     if len(chosen) > 1:
         st.subheader("Compared")
         draw_comparison(chosen)
-    shown = chosen or ([found] if found is not None else plans[:1])
+    shown = chosen or ([newest] if newest is not None else plans[:1])
     for plan in shown:
         draw_plan(plan, str(plan["id"]))
         _draw_use(plan, can_apply)
 
 
 def _draw_use(plan: Plan, can_apply: bool) -> None:
-    """How to begin with it."""
+    """Draws the download button and how to start the plan."""
     left, middle, right = st.columns([2, 1, 5], vertical_alignment="center")
     left.download_button(
         "Download plan.yaml", plan["plan_yaml"], "plan.yaml", "application/yaml", on_click="ignore",
@@ -152,4 +154,4 @@ def _draw_use(plan: Plan, can_apply: bool) -> None:
     with right.popover("How to start it"):
         st.markdown(f"{plain(title(plan))}, on one host:")
         st.code("halfmoon up --plan plan.yaml --model MODEL", language="bash")
-        st.caption("MODEL is the Hugging Face directory or id to serve. The workers get GPUs of their own.")
+        st.caption("MODEL is the Hugging Face directory or id to serve. Each worker gets its own GPUs.")

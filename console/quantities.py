@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers in readable form."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ NOTHING = "–"
 
 
 def seconds(value_s: float | None) -> str:
-    """Three digits, in the unit that suits them."""
+    """Three digits in a suitable unit."""
     if value_s is None:
         return NOTHING
     if value_s < 1:
@@ -20,7 +20,7 @@ def seconds(value_s: float | None) -> str:
 
 
 def ago(age_s: float) -> str:
-    """How long ago."""
+    """Age, such as "5 s ago"."""
     if age_s < 1:
         return "now"
     for size_s, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
@@ -30,7 +30,7 @@ def ago(age_s: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """In powers of 1024."""
+    """Bytes in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -39,7 +39,7 @@ def size(num_bytes: float) -> str:
 
 
 def count(value: float | None) -> str:
-    """Short: 950, 12.3k, 4.56M."""
+    """Shortened: 950, 12.3k, 4.56M."""
     if value is None:
         return NOTHING
     for limit, scale, unit in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
@@ -49,5 +49,5 @@ def count(value: float | None) -> str:
 
 
 def share(part: float | None) -> str:
-    """A fraction as per cent."""
+    """A fraction in per cent."""
     return NOTHING if part is None else f"{100 * part:.1f} %" if part < 0.9995 else "100 %"

@@ -1,4 +1,4 @@
-"""Where the console finds its gateway and its planner, by arguments or environment; and its keys."""
+"""Addresses of the gateway and the planner, from arguments or environment, and the keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DEFAULT_GATEWAY_URL = "http://127.0.0.1:8000"
 
 
 def gateway_url(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
-    """The gateway's base URL without a trailing slash. Raises ValueError for an argument or scheme it does not know."""
+    """The gateway's base URL without a trailing slash. Raises ValueError for an unknown argument or scheme."""
     given = _given(arguments).gateway or environment.get("HALFMOON_CONSOLE_GATEWAY_URL") or DEFAULT_GATEWAY_URL
     url = str(given).rstrip("/")
     if not url.startswith(("http://", "https://")):
@@ -19,7 +19,7 @@ def gateway_url(arguments: Sequence[str], environment: Mapping[str, str] = os.en
 
 
 def planner_address(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> str | None:
-    """host:port of the planner; None where there is none. Raises ValueError as `gateway_url` does."""
+    """host:port of the planner; None if there is none. Raises ValueError as `gateway_url` does."""
     given = _given(arguments).planner or environment.get("HALFMOON_CONSOLE_PLANNER") or None
     if given is not None and not given.rpartition(":")[2].isdigit():
         raise ValueError(f"the planner's address must be host:port, got {given!r}")
@@ -40,10 +40,10 @@ def _given(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def api_key(environment: Mapping[str, str] = os.environ) -> str | None:
-    """HALFMOON_CONSOLE_API_KEY: from the environment alone, a command line is seen by all."""
+    """HALFMOON_CONSOLE_API_KEY: from the environment only, because everyone can see a command line."""
     return environment.get("HALFMOON_CONSOLE_API_KEY") or None
 
 
 def operator_token(environment: Mapping[str, str] = os.environ) -> str | None:
-    """HALFMOON_CONSOLE_OPERATOR_TOKEN: the gateway's; beyond loopback the console asks its visitors for it, too."""
+    """HALFMOON_CONSOLE_OPERATOR_TOKEN: the gateway's. Beyond loopback the console also asks its visitors for it."""
     return environment.get("HALFMOON_CONSOLE_OPERATOR_TOKEN") or None

@@ -1,4 +1,4 @@
-"""SLO: the classes of requests, what each is promised, and how that went. An edit counts from the next request on."""
+"""The SLO page: the classes of requests, their targets and results. An edit applies from the next request on."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ NEW = "+ New class"
 
 
 class Seen(NamedTuple):
-    """What the table shows."""
+    """Data of the table."""
 
     classes: Sequence[Mapping[str, Any]]
     together: Mapping[str, Any]
 
 
 def render(api: GatewayApi) -> None:
-    """The page."""
+    """Draws the page."""
     st.title("SLO")
-    _say_what_was_done()
+    _show_last_edit()
     live("slo", lambda: Seen(api.classes(), api.series(_MINUTES)["together"]), _draw)
     try:
         classes, edits = api.classes(), api.class_edits()
@@ -40,49 +40,53 @@ def render(api: GatewayApi) -> None:
     left, right = st.columns([3, 2], gap="large")
     with left:
         st.subheader("Edit")
-        names = [one["name"] for one in classes]
+        names = [qos_class["name"] for qos_class in classes]
         chosen = st.selectbox("Class", [*names, NEW], key="class")
-        class_form(api, next((one for one in classes if one["name"] == chosen), None))
+        class_form(api, next((qos_class for qos_class in classes if qos_class["name"] == chosen), None))
     with right:
         st.subheader("History")
         draw_history(api, edits, classes)
 
 
-def class_row(one: Mapping[str, Any], counts: Mapping[str, int] | None) -> dict[str, Any]:
-    """One line of the table; `counts` are what became of its requests."""
+def class_row(qos_class: Mapping[str, Any], counts: Mapping[str, int] | None) -> dict[str, Any]:
+    """One row of the table; `counts` are the outcomes of its requests."""
     ended = (counts or {}).get("ended", 0)
     return {
-        "class": one["name"],
-        "version": one["version"],
-        "priority": one["priority"],
-        "TTFT (ms)": _ms(one["ttft_s"]),
-        "TBT (ms)": _ms(one["tbt_s"]),
-        "TTFT now": _ms(one.get("applied_ttft_s")),
-        "TBT now": _ms(one.get("applied_tbt_s")),
-        "goal": one["attainment"],
+        "class": qos_class["name"],
+        "version": qos_class["version"],
+        "priority": qos_class["priority"],
+        "TTFT (ms)": _ms(qos_class["ttft_s"]),
+        "TBT (ms)": _ms(qos_class["tbt_s"]),
+        "TTFT now": _ms(qos_class.get("applied_ttft_s")),
+        "TBT now": _ms(qos_class.get("applied_tbt_s")),
+        "goal": qos_class["attainment"],
         "in time": counts["good"] / ended if counts and ended else None,
         "requests": ended,
         "refused": (counts or {}).get("refused", 0),
-        "reserved": one["reserved"],
-        "gives up first": " → ".join(one["degradation"]).replace("_", " ") or NOTHING,
-        "who": ", ".join(_rule(rule) for rule in one["rules"]) or NOTHING,
+        "reserved": qos_class["reserved"],
+        "degradation": " → ".join(qos_class["degradation"]).replace("_", " ") or NOTHING,
+        "rules": ", ".join(_rule(rule) for rule in qos_class["rules"]) or NOTHING,
     }
 
 
 def tightened(classes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each target that admission holds requests to more strictly than the class says, and why."""
-    said = []
-    for one in classes:
+    """A sentence for each target that admission applies more strictly than the class states, and why."""
+    sentences = []
+    for qos_class in classes:
         for kind in ("ttft", "tbt"):
-            own_s, applied_s = one[f"{kind}_s"], one.get(f"applied_{kind}_s")
+            own_s, applied_s = qos_class[f"{kind}_s"], qos_class.get(f"applied_{kind}_s")
             if own_s is not None and applied_s is not None and applied_s < own_s:
-                measured_s = one.get(f"measured_{kind}_s")
-                because = "" if measured_s is None else f": {share(one['attainment'])} took up to {seconds(measured_s)}"
-                said.append(
-                    f"{one['name']}: {kind.upper()} is admitted to {seconds(applied_s)} in place of "
+                measured_s = qos_class.get(f"measured_{kind}_s")
+                because = (
+                    ""
+                    if measured_s is None
+                    else f": {share(qos_class['attainment'])} of requests took up to {seconds(measured_s)}"
+                )
+                sentences.append(
+                    f"{qos_class['name']}: admission applies a {kind.upper()} of {seconds(applied_s)} instead of "
                     f"{seconds(own_s)}{because}."
                 )
-    return said
+    return sentences
 
 
 def _draw(seen: Seen) -> None:
@@ -90,12 +94,12 @@ def _draw(seen: Seen) -> None:
     if not seen.classes:
         empty(
             "No class yet",
-            "Every request is served as well as can be; nobody is promised anything, and nobody refused for it.",
+            "Every request is served as fast as possible, without targets and without refusals for missing them.",
             ":material/speed:",
         )
         return
     percent = {name: st.column_config.NumberColumn(format="percent") for name in ("goal", "in time", "reserved")}
-    rows = [class_row(one, counts.get(one["name"])) for one in seen.classes]
+    rows = [class_row(qos_class, counts.get(qos_class["name"])) for qos_class in seen.classes]
     st.dataframe(rows, column_config=percent, hide_index=True, placeholder=NOTHING, key="classes")
     for sentence in tightened(seen.classes):
         st.caption(f":material/compress: {plain(sentence)}")
@@ -103,19 +107,19 @@ def _draw(seen: Seen) -> None:
 
 
 def _others(seen: Seen) -> str:
-    """Requests that are of none of these classes."""
-    names = {one["name"] for one in seen.classes}
-    rest = [one for name, one in seen.together["classes"].items() if name not in names]
-    ended = sum(one["ended"] for one in rest)
+    """Describes the requests that belong to none of these classes."""
+    names = {qos_class["name"] for qos_class in seen.classes}
+    rest = [count for name, count in seen.together["classes"].items() if name not in names]
+    ended = sum(count["ended"] for count in rest)
     return (
-        f"{ended} more requests were of no class, {share(sum(one['good'] for one in rest) / ended)} good."
+        f"{ended} more requests had no class, {share(sum(count['good'] for count in rest) / ended)} of them good."
         if ended
         else ""
     )
 
 
-def _say_what_was_done() -> None:
-    """Once, after the rerun that follows an edit."""
+def _show_last_edit() -> None:
+    """Shows the last edit once, after the rerun that follows it."""
     done = st.session_state.pop("class_edit_done", None)
     if done:
         st.toast(done, icon=":material/check_circle:")

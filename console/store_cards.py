@@ -1,4 +1,4 @@
-"""The KV stores as cards beneath the workers: what they hold, by how much of their budget."""
+"""The KV stores as cards below the workers: what they hold, and how much of their budget is used."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from console.svg import Place, bar, escaped, text, tip
 
 _FIRST_X, _WIDTH, _HEIGHT, _GAP = 245, 240, 72, 15
 _IN_A_ROW = 3
-_CHARS = 26  # that fit into a card
+_CHARS = 26  # limit on characters in a card
 
 Store = Mapping[str, Any]
 
 
 class StoreCards(NamedTuple):
-    """What is drawn, and where each store is, by its address."""
+    """Shapes of the cards, and the place of each store by address."""
 
     shapes: list[str]
     places: dict[str, Place]
 
 
 def store_cards(stores: Sequence[Store], top: float) -> tuple[StoreCards, float]:
-    """The cards from `top` down, and where they end. A gateway without stores has none."""
+    """Cards from `top` down, and where they end. Empty without stores."""
     cards, bottom = StoreCards([], {}), top
     if not stores:
         return cards, bottom
@@ -47,21 +47,23 @@ def _card(store: Store, place: Place) -> str:
     colour, word = (GREEN, "serving") if is_there else (RED, "✕ away")
     used, budget = (sum(tier[name] for tier in tiers) for name in ("used_bytes", "budget_bytes"))
     blocks = sum(tier["num_blocks"] for tier in tiers)
-    said = f"{count(blocks)} blocks · {size(used)} of {size(budget)}" if is_there else "does not answer"
-    of_tiers = "; ".join(f"{one['tier']}: {size(one['used_bytes'])} of {size(one['budget_bytes'])}" for one in tiers)
+    line = f"{count(blocks)} blocks · {size(used)} of {size(budget)}" if is_there else "does not answer"
+    of_tiers = "; ".join(
+        f"{tier['tier']}: {size(tier['used_bytes'])} of {size(tier['budget_bytes'])}" for tier in tiers
+    )
     frame = f'x="{x}" y="{y:.1f}" height="{height}"'
-    told = of_tiers or store.get("reason") or said
+    detail = of_tiers or store.get("reason") or line
     edge = PURPLE if is_there else RED
     full = bar(Place(x + 16, y + height - 16, width - 28, 6), used / budget if budget else 0.0, PURPLE)
     return (
         f'<g data-store="{escaped(store["address"])}" data-standing="{store["state"]}">'
-        f"{tip('KV store ' + store['address'] + ': ' + told)}"
+        f"{tip('KV store ' + store['address'] + ': ' + detail)}"
         f'<rect {frame} width="{width}" rx="8" fill="{edge}" fill-opacity="{0.03 if is_there else 0.1}" '
         f'stroke="{edge}" stroke-opacity="0.55"/><rect {frame} width="5" rx="2.5" fill="{edge}"/>'
         + text(x + 16, y + 22, shortened(f"store {store['address']}", _CHARS), 13, weight=600)
         + f'<circle cx="{x + width - 16}" cy="{y + 17:.1f}" r="4.5" fill="{colour}"/>'
         + text(x + width - 26, y + 22, word, 12, colour, anchor="end")
-        + text(x + 16, y + 43, said, 12.5, opacity=0.75)
+        + text(x + 16, y + 43, line, 12.5, opacity=0.75)
         + (full if is_there else "")
         + "</g>"
     )

@@ -1,4 +1,4 @@
-"""What drawings are made of, as SVG text. All that others have named is escaped; text takes the page's colour."""
+"""Elements of drawings as SVG text. Names from outside are escaped; text takes the page's colour."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Place(NamedTuple):
 
 
 def drawing(body: str, width: float, height: float, title: str) -> str:
-    """The element itself, as wide as there is room; it keeps its proportions."""
+    """Wraps shapes in the SVG element: as wide as its container, with fixed proportions."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="100%" role="img" '
         f'aria-label="{escaped(title)}" style="display:block;font-family:inherit">{body}</svg>'
@@ -26,23 +26,23 @@ def drawing(body: str, width: float, height: float, title: str) -> str:
 
 
 def text(
-    x: float, y: float, said: str, size: float, colour: str = "currentColor",
+    x: float, y: float, line: str, size: float, colour: str = "currentColor",
     *, weight: int = 400, opacity: float = 1.0, anchor: Anchor = "start",
 ) -> str:  # fmt: skip
-    """One line, on the base line y."""
+    """One line of text on the base line `y`."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" fill="{colour}" '
-        f'fill-opacity="{opacity}" text-anchor="{anchor}">{escaped(said)}</text>'
+        f'fill-opacity="{opacity}" text-anchor="{anchor}">{escaped(line)}</text>'
     )
 
 
-def tip(said: str) -> str:
-    """What is told of the element around it when a pointer rests there."""
-    return f"<title>{escaped(said)}</title>" if said else ""
+def tip(message: str) -> str:
+    """Tooltip of the surrounding element."""
+    return f"<title>{escaped(message)}</title>" if message else ""
 
 
 def bar(place: Place, share: float, colour: str) -> str:
-    """A rounded one that is full to a share."""
+    """A rounded bar filled to `share`."""
     x, y, width, height = place
     frame = f'x="{x:.1f}" y="{y:.1f}" height="{height}" rx="{height / 2}"'
     return (
@@ -51,6 +51,6 @@ def bar(place: Place, share: float, colour: str) -> str:
     )
 
 
-def escaped(said: str) -> str:
-    """In one line."""
-    return escape(" ".join(said.split()))
+def escaped(message: str) -> str:
+    """Escapes for XML, in one line."""
+    return escape(" ".join(message.split()))

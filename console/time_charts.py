@@ -1,7 +1,7 @@
-"""Charts of the last minutes, as SVG: lines with their targets, and columns that add up. Nothing here asks anybody.
+"""Charts of the last minutes as SVG: lines with targets, and stacked columns. Pure functions of their data.
 
-Vega needs half a second of the browser's processor to be there and 0.12 s for each chart, and again with each look;
-the overview has six, of this one kind.
+Vega needs half a second of the browser's processor to load and 0.12 s for each chart, again at each refresh. The
+overview has six charts of this one kind.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from console.svg import Anchor, drawing, text, tip
 
 _WIDTH, _HEIGHT = 460, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 34, 24
-_SIZE = 11.5  # of text
-_CHAR = 6.2  # about as wide is one
-_ON_TOP = "paint-order:stroke;stroke:var(--st-background-color);stroke-width:3"  # of text that lines pass
+_SIZE = 11.5  # font size of text
+_CHAR = 6.2  # approximate width of one character
+_ON_TOP = "paint-order:stroke;stroke:var(--st-background-color);stroke-width:3"  # text stays readable on lines
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 Values = Sequence[float | None]
@@ -26,8 +26,8 @@ Values = Sequence[float | None]
 
 class _Frame(NamedTuple):
     minutes: int
-    most: float  # of the upper end
-    step: float  # from one line of the grid to the next
+    most: float  # upper end of the axis
+    step: float  # distance between grid lines
 
     def x(self, age_s: float) -> float:
         return _WIDTH - _RIGHT - (_WIDTH - _LEFT - _RIGHT) * min(age_s / (60 * self.minutes), 1.0)
@@ -44,7 +44,7 @@ def over_time(
     minutes: int,
     limits: Mapping[str, float] | None = None,
 ) -> str:
-    """One line each, with gaps where nothing was; `limits` are dashed, such as targets."""
+    """Lines over time, with gaps where there is no data; `limits`, such as targets, are dashed."""
     known = [value for values in lines.values() for value in values if value is not None]
     frame = _frame(minutes, [*known, *(limits or {}).values()])
     curves = [_curve(frame, ages_s, values, colours[name]) for name, values in lines.items()]
@@ -62,7 +62,7 @@ def stacked(
     bucket_s: float,
     nothing: str = "",
 ) -> str:
-    """Columns that add up, one for each moment; `nothing` is said where there are none."""
+    """Stacked columns, one per moment; shows the text `nothing` if there are none."""
     sums = [sum(parts) for parts in zip(*bands.values(), strict=True)]
     frame = _frame(minutes, sums)
     below = [0.0] * len(ages_s)
@@ -75,13 +75,13 @@ def stacked(
                 place = f'x="{frame.x(age_s) - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"'
                 columns.append(f'<rect {place} fill="{colours.get(name, GREY)}"/>')
                 below[at] += value
-    said = "" if columns else text((_LEFT + _WIDTH) / 2, _HEIGHT / 2, nothing, 13, opacity=0.65, anchor="middle")
-    body = [_axes(frame, unit), _legend(bands, colours, unit), *columns, said, _tips(frame, ages_s, bands, unit)]
+    caption = "" if columns else text((_LEFT + _WIDTH) / 2, _HEIGHT / 2, nothing, 13, opacity=0.65, anchor="middle")
+    body = [_axes(frame, unit), _legend(bands, colours, unit), *columns, caption, _tips(frame, ages_s, bands, unit)]
     return drawing("".join(body), _WIDTH, _HEIGHT, ", ".join(bands))
 
 
 def grid_step(most: float) -> float:
-    """Of 1, 2, 2.5 or 5 times a power of ten: four such steps reach over `most`, or five."""
+    """Grid step of 1, 2, 2.5 or 5 times a power of ten, so that four or five steps cover `most`."""
     if most <= 0:
         return 0.25
     scale = 10.0 ** math.floor(math.log10(most / 4))
@@ -94,7 +94,7 @@ def _frame(minutes: int, values: Sequence[float]) -> _Frame:
 
 
 def _axes(frame: _Frame, unit: str) -> str:
-    """The grid with its numbers, and the minutes."""
+    """Grid lines with their numbers, and the minutes."""
     parts = []
     for number in range(5):
         y = frame.y(number * frame.step)
@@ -103,13 +103,13 @@ def _axes(frame: _Frame, unit: str) -> str:
     every = frame.minutes // 5
     for minute in range(0, frame.minutes + 1, every):
         anchor: Anchor = "end" if minute == 0 else "middle" if minute < frame.minutes else "start"
-        said = f"−{minute} min" if minute else "now"
-        parts.append(text(frame.x(60 * minute), _HEIGHT - 6, said, _SIZE, opacity=0.65, anchor=anchor))
+        label = f"−{minute} min" if minute else "now"
+        parts.append(text(frame.x(60 * minute), _HEIGHT - 6, label, _SIZE, opacity=0.65, anchor=anchor))
     return "".join([*parts, text(_WIDTH - _RIGHT, 14, unit, _SIZE, opacity=0.65, anchor="end")])
 
 
 def _legend(names: Mapping[str, object], colours: Mapping[str, str], unit: str) -> str:
-    """In one line; names that do not fit into it are told by the columns' tips alone."""
+    """Legend in one line. Names that do not fit appear only in tooltips."""
     parts, x, end = [], float(_LEFT), _WIDTH - _RIGHT - _CHAR * (len(unit) + 2)
     for name in names:
         width = 24 + _CHAR * len(name)
@@ -122,7 +122,7 @@ def _legend(names: Mapping[str, object], colours: Mapping[str, str], unit: str) 
 
 
 def _curve(frame: _Frame, ages_s: Sequence[float], values: Values, colour: str) -> str:
-    """Lines from each value to the next; one without neighbours is a point."""
+    """Lines between neighbouring values; a value without neighbours is a point."""
     points = [
         None if value is None else f"{frame.x(age_s):.1f} {frame.y(value):.1f}"
         for age_s, value in zip(ages_s, values, strict=True)
@@ -139,28 +139,28 @@ def _curve(frame: _Frame, ages_s: Sequence[float], values: Values, colour: str) 
 
 
 def _limits(frame: _Frame, limits: Mapping[str, float]) -> list[str]:
-    """Their names stand one after the other, as they may be at nearly the same height."""
+    """Dashed lines whose names stand one after another, since lines may be at nearly the same height."""
     lines, x = [], _LEFT + 4.0
     for name, value in limits.items():
-        y, said = frame.y(value), f"{name} target"
+        y, label = frame.y(value), f"{name} target"
         path = f"M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"
         line = f'<path d="{path}" stroke="{GREY}" stroke-width="1.5" stroke-dasharray="6 4"/>'
-        lines.append(f'<g>{line}<g style="{_ON_TOP}">{text(x, y - 4, said, _SIZE, GREY)}</g></g>')
-        x += _CHAR * (len(said) + 2)
+        lines.append(f'<g>{line}<g style="{_ON_TOP}">{text(x, y - 4, label, _SIZE, GREY)}</g></g>')
+        x += _CHAR * (len(label) + 2)
     return lines
 
 
 def _tips(frame: _Frame, ages_s: Sequence[float], lines: Mapping[str, Values], unit: str) -> str:
-    """What a moment's values are, where something was."""
+    """Tooltips with a moment's values, where there are any."""
     width = (_WIDTH - _LEFT - _RIGHT) / max(len(ages_s), 1)
     columns = []
     for at, age_s in enumerate(ages_s):
         values = {name: value for name, of in lines.items() if (value := of[at])}
         if values:
-            said = ", ".join(f"{name} {_number(value)}" for name, value in values.items())
+            message = ", ".join(f"{name} {_number(value)}" for name, value in values.items())
             frame_of = f'x="{frame.x(age_s) - width / 2:.1f}" y="{_TOP}" width="{width:.1f}" height="{_HEIGHT - _TOP}"'
             columns.append(
-                f'<rect {frame_of} fill="transparent">{tip(f"{age_s / 60:.1f} min ago: {said} {unit}")}</rect>'
+                f'<rect {frame_of} fill="transparent">{tip(f"{age_s / 60:.1f} min ago: {message} {unit}")}</rect>'
             )
     return f"<g>{''.join(columns)}</g>"
 

@@ -1,4 +1,4 @@
-"""Try it: a conversation with the served model, with what each answer took and where it ran.
+"""The Try it page: a conversation with the served model, with each answer's latency and workers.
 
 The history lives in the browser's session and nowhere else.
 """
@@ -21,14 +21,14 @@ _NO_CLASS = "by default"
 
 
 class Stopwatch:
-    """Owns when the pieces of one answer came, as this console saw it."""
+    """Owns the arrival times of one answer's pieces, as seen by this console."""
 
     def __init__(self) -> None:
         self._begun_s = time.monotonic()
         self._at_s: list[float] = []
 
     def timing(self, pieces: Iterator[str]) -> Iterator[str]:
-        """Passes the pieces on."""
+        """Passes the pieces on and notes their times."""
         for piece in pieces:
             if piece:
                 self._at_s.append(time.monotonic())
@@ -36,7 +36,7 @@ class Stopwatch:
 
     @property
     def ttft_s(self) -> float | None:
-        """Until the first piece with text."""
+        """Time to the first piece with text."""
         return self._at_s[0] - self._begun_s if self._at_s else None
 
     @property
@@ -46,7 +46,7 @@ class Stopwatch:
 
 
 def render(api: GatewayApi) -> None:
-    """The page."""
+    """Draws the page."""
     st.title("Try it")
     try:
         cluster, classes = at_once(api.cluster, api.classes)
@@ -60,12 +60,10 @@ def render(api: GatewayApi) -> None:
     if st.sidebar.button("New conversation", width="stretch"):
         history.clear()
     if cluster.get("missing"):
-        st.warning(f"Requests are refused now: there is no {' and no '.join(cluster['missing'])}.")
+        st.warning(f"Requests are being refused: there is no {' and no '.join(cluster['missing'])}.")
     prompt = st.chat_input("Say something")
     if not history and not prompt:
-        empty(
-            "A conversation with the model", "Under each answer: how quick it was, and where it ran.", ":material/chat:"
-        )
+        empty("A conversation with the model", "Each answer shows its latency and its workers.", ":material/chat:")
     for message in history:
         with st.chat_message(message["role"]):
             st.write(message["content"])
@@ -76,19 +74,19 @@ def render(api: GatewayApi) -> None:
 
 
 def class_headers(chosen: Mapping[str, Any]) -> dict[str, str]:
-    """The header by which a request is of this class; none where no header does it."""
+    """Header that selects this class; empty if no header does."""
     for rule in chosen["rules"]:
         if rule["kind"] == "header":
             return {rule["header"]: rule["value"]}
     return {}
 
 
-def note(found: Mapping[str, Any] | None, watch: Stopwatch) -> str:
-    """What an answer took: as the gateway measured it, and as this console saw it."""
-    placement = (found or {}).get("decision")
+def note(record: Mapping[str, Any] | None, watch: Stopwatch) -> str:
+    """Describes an answer's latency as the gateway measured it, or as this console saw it."""
+    placement = (record or {}).get("decision")
     measured = (placement or {}).get("measured")
     if placement is None or measured is None:
-        return f"TTFT {seconds(watch.ttft_s)} · TBT {seconds(watch.tbt_s)}, as seen here"
+        return f"TTFT {seconds(watch.ttft_s)} · TBT {seconds(watch.tbt_s)}, as seen by this console"
     workers = list(dict.fromkeys([placement["prefill_worker"], placement["decode_worker"]]))
     predicted = placement["waited_s"] + placement["predicted"]["ttft_s"]
     parts = [
@@ -96,15 +94,15 @@ def note(found: Mapping[str, Any] | None, watch: Stopwatch) -> str:
         f"TBT **{seconds(measured['tbt_s'])}** (predicted {seconds(placement['predicted']['tbt_s'])})",
         f"{measured['output_tokens']} tokens",
         f"{measured['cached_tokens']} of {placement['prompt_tokens']} prompt tokens cached",
-        " → ".join(plain(one) for one in workers),
+        " → ".join(plain(worker) for worker in workers),
         f"class {plain(placement['qos_class'])}",
     ]
     return " · ".join(parts)
 
 
 def _class_headers(classes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Of the class that is chosen in the sidebar, among those that a header names."""
-    named = {one["name"]: class_headers(one) for one in classes if class_headers(one)}
+    """Headers of the class chosen in the sidebar, among classes that a header selects."""
+    named = {qos_class["name"]: class_headers(qos_class) for qos_class in classes if class_headers(qos_class)}
     if not named:
         return {}
     chosen = st.sidebar.selectbox("Class", [_NO_CLASS, *named])
@@ -120,9 +118,9 @@ def _reply(
     temperature: float,
     headers: Mapping[str, str],
 ) -> None:
-    """Streams one reply; the exchange joins the history only if it is whole."""
+    """Streams one reply. The exchange joins the history only if it is complete."""
     question = {"role": "user", "content": prompt}
-    messages = [{"role": one["role"], "content": one["content"]} for one in (*history, question)]
+    messages = [{"role": message["role"], "content": message["content"]} for message in (*history, question)]
     request_id, watch = f"console-{secrets.token_hex(6)}", Stopwatch()
     st.chat_message("user").write(prompt)
     with st.chat_message("assistant"):
@@ -132,13 +130,13 @@ def _reply(
         except GatewayError as error:
             st.error(plain(error))
             return
-        said = note(_found(api, request_id), watch)
-        st.caption(said)
-    history += [question, {"role": "assistant", "content": str(text), "note": said}]
+        caption = note(_record(api, request_id), watch)
+        st.caption(caption)
+    history += [question, {"role": "assistant", "content": str(text), "note": caption}]
 
 
-def _found(api: GatewayApi, request_id: str) -> Mapping[str, Any] | None:
-    """What the gateway says of it; None where it does not answer, which the next look at the page will tell."""
+def _record(api: GatewayApi, request_id: str) -> Mapping[str, Any] | None:
+    """The gateway's record of a request; None if it does not answer."""
     try:
         return api.request(request_id)
     except GatewayError:

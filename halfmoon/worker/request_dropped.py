@@ -26,7 +26,7 @@ class RequestDropped:
             return error
         return Cancelled("the request was cancelled while its KV was on its way")
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Reports that the engine has dropped the request. Does nothing after `close`."""
         if not self.event.done():
             self.event.set_exception(self.error())

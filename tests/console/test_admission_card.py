@@ -42,7 +42,7 @@ def test_another_mode_is_saved_over_its_version(gateway: FakeGateway) -> None:
 
 def test_an_earlier_mode_is_put_back(gateway: FakeGateway) -> None:
     shown = open_page("slo", gateway.url)
-    back = [one for one in shown.button if one.label == "Put back"]
+    back = [one for one in shown.button if one.label == "Restore"]
     assert [one.disabled for one in back] == [True, False]
     back[1].click().run()
     assert gateway.bodies[-1] == {"mode": None, "version": 2}
@@ -57,7 +57,7 @@ def test_what_the_gateway_refuses_is_said(gateway: FakeGateway) -> None:
 def test_nobody_has_set_it(gateway: FakeGateway) -> None:
     gateway.answers["/halfmoon/v1/admission"] = (200, ADMISSION | {"set": None, "version": 0, "edits": []})
     shown = open_page("slo", gateway.url)
-    assert any("Nobody has set it" in one.value for one in shown.caption)
+    assert any("Not set yet" in one.value for one in shown.caption)
 
 
 def test_tightened_targets_are_beside_the_classs_own(gateway: FakeGateway) -> None:
@@ -65,6 +65,8 @@ def test_tightened_targets_are_beside_the_classs_own(gateway: FakeGateway) -> No
     shown = open_page("slo", gateway.url)
     assert shown.dataframe[0].value["TTFT now"][0] == pytest.approx(450.0)
     assert any(plain(tightened([TIGHT])[0]) in one.value for one in shown.caption)
-    assert tightened([TIGHT]) == ["gold: TTFT is admitted to 450 ms in place of 500 ms: 90.0 % took up to 600 ms."]
+    assert tightened([TIGHT]) == [
+        "gold: admission applies a TTFT of 450 ms instead of 500 ms: 90.0 % of requests took up to 600 ms."
+    ]
     assert tightened([GOLD, TIGHT | {"applied_ttft_s": 0.5}]) == []
     assert class_row(GOLD, None)["TTFT now"] is None

@@ -222,9 +222,9 @@ def planner_of(state_dir: Path) -> str:
 
 async def a_search_is_begun_and_cancelled(page: Any) -> None:
     await open_page(page, "Planner")
-    await page.get_by_text("The last hour here").click()
-    await page.get_by_text("a second, with").wait_for()
-    await page.get_by_text("A known use").click()
+    await page.get_by_text("Last hour here").click()
+    await page.get_by_text("per second, with").wait_for()
+    await page.get_by_text("Known workload").click()
     await page.get_by_text("More", exact=True).click()
     await page.get_by_label("Requests of each simulation").fill("20000")  # it is not over before it is cancelled
     await page.get_by_label("Requests of each simulation").press("Enter")

@@ -87,7 +87,7 @@ def test_placements_show_what_was_predicted_and_what_came(gateway: FakeGateway) 
 
 def test_no_placement_yet(gateway: FakeGateway) -> None:
     gateway.answers["/halfmoon/v1/placements"] = (200, [])
-    assert any("No request has come yet" in one.value for one in open_page("placements", gateway.url).markdown)
+    assert any("No requests yet" in one.value for one in open_page("placements", gateway.url).markdown)
 
 
 def test_the_cache_by_tier(gateway: FakeGateway) -> None:
@@ -118,7 +118,10 @@ def test_the_cache_of_several_stores(gateway: FakeGateway) -> None:
 
 @pytest.mark.parametrize(
     ("stores", "said"),
-    [([], "No worker has a store"), ([{"state": "away", "address": "h:9", "reason": "gone"}], "gone")],
+    [
+        ([], "Neither the workers nor the gateway use a store"),
+        ([{"state": "away", "address": "h:9", "reason": "gone"}], "gone"),
+    ],
 )
 def test_a_store_that_is_not_there(gateway: FakeGateway, stores: list[dict[str, str]], said: str) -> None:
     gateway.answers["/halfmoon/v1/stores"] = (200, stores)
@@ -140,7 +143,7 @@ def test_a_preview_is_a_sentence(gateway: FakeGateway) -> None:
     shown = open_page("slo", gateway.url)
     next(one for one in shown.button if one.label == "Preview").click().run()
     assert "200 requests" in shown.info[0].value
-    assert "refused 4.0 % more (2 → 10) and met 98.9 %" in shown.info[0].value
+    assert "refused 4.0 % more (2 → 10) and met the targets of 98.9 %" in shown.info[0].value
 
 
 def test_what_the_gateway_refuses_is_said(gateway: FakeGateway) -> None:
@@ -161,10 +164,10 @@ def test_what_is_typed_stays_where_somebody_else_saves_meanwhile(gateway: FakeGa
     gateway.answers["/halfmoon/v1/classes/gold"] = (409, {"error": {"message": "has version 3 by now"}})
     next(one for one in shown.button if one.label == "Save").click().run()
     assert gateway.bodies[-1]["version"] == 2  # which the gateway refuses
-    assert "Somebody saved version 3" in shown.warning[0].value
+    assert "Version 3 was saved elsewhere" in shown.warning[0].value
     assert any("has version 3 by now" in one.value for one in shown.error)
     assert field(shown, "TTFT target (ms)").value == 250.0
-    next(one for one in shown.button if one.label == "Take the new version").click().run()
+    next(one for one in shown.button if one.label == "Load the new version").click().run()
     assert field(shown, "TTFT target (ms)").value == 2000.0
     assert not shown.warning
 

@@ -117,11 +117,14 @@ def test_an_edit_in_a_line() -> None:
     ("changed", "said"),
     [
         ({}, "refused 4.0 % more (2 → 10)"),
-        ({"num_would_be_refused": 2}, "refused as many (2 → 2)"),
-        ({"num_would_be_refused": 0, "num_newly_admitted": 2}, "2 that were refused would have been let in"),
-        ({"num_undecided": 3}, "3 were refused before anybody read them; whether they would be now is not known"),
-        ({"num_served": 0, "num_meeting": 0}, "served none of them"),
-        ({"num_requests": 0}, "nothing to tell by"),
+        ({"num_would_be_refused": 2}, "refused the same number (2 → 2)"),
+        ({"num_would_be_refused": 0, "num_newly_admitted": 2}, "2 refused requests would have been admitted"),
+        (
+            {"num_undecided": 3},
+            "3 were refused before they were tokenized; whether they would be refused now is unknown",
+        ),
+        ({"num_served": 0, "num_meeting": 0}, "and served none"),
+        ({"num_requests": 0}, "nothing to preview"),
     ],
 )
 def test_previews_in_words(changed: dict[str, int], said: str) -> None:

@@ -68,7 +68,7 @@ def until_over(shown: Any) -> Any:
 def test_a_plan_is_applied_after_a_look_at_what_changes(gateway: FakeGateway, planner: FakePlanner) -> None:
     shown = click(open_page(gateway, planner), "Apply…")
     assert [list(table.value["role"]) for table in shown.table] == [["prefill", "decode"], ["both"]]
-    assert any("0 stay, 2 start, and then 2 finish" in one.value for one in shown.caption)
+    assert any("0 stay, 2 start, then 2 finish" in one.value for one in shown.caption)
     assert not planner.applied, "not before it is confirmed"
     shown = click(shown, "Apply")
     assert "Apply" not in labels(shown)

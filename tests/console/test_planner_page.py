@@ -95,7 +95,7 @@ def test_a_search_is_asked_for_shown_and_its_plan_drawn(gateway: FakeGateway, pl
     assert (asked.ttft_s, asked.tpot_s, asked.attainment, asked.with_curves) == (0.25, 0.05, 0.9, True)
     assert not asked.HasField("objective")
     assert {metric.label: metric.value for metric in shown.metric} == {
-        "GPUs": "2", "Costs": "$7.60/h", "Holds": "12 req/s", "In time": "95.0 %", "Each GPU": "6 req/s"
+        "GPUs": "2", "Costs": "$7.60/h", "Sustains": "12 req/s", "In time": "95.0 %", "Per GPU": "6 req/s"
     }  # fmt: skip
     assert any("#2 llama-3-8b on h200" in one.value for one in shown.markdown)
     assert list(shown.dataframe[0].value["plan"]) == [2, 1]
@@ -156,13 +156,13 @@ def test_who_waits_is_told_how_many_are_before(gateway: FakeGateway, planner: Fa
     planner.updates = [planner_pb2.PlanUpdate(waiting=planner_pb2.Waiting(ahead=3))]
     shown = click(open_page(gateway, planner), "Search")
     shown = until(shown, lambda state: state.num_ahead > 0)
-    assert any("3 before this one" in one.value for one in shown.markdown)
+    assert any("Waiting for 3 other searches" in one.value for one in shown.markdown)
 
 
 def test_the_last_hour_is_a_workload(gateway: FakeGateway, planner: FakePlanner) -> None:
     shown = open_page(gateway, planner)
-    shown = checked(of_key(shown, "button_group", "plan-kind").set_value("The last hour here").run())
-    assert any("41 requests, 1 a second" in one.value for one in shown.caption)
+    shown = checked(of_key(shown, "button_group", "plan-kind").set_value("Last hour here").run())
+    assert any("41 requests, 1 per second" in one.value for one in shown.caption)
     until(click(shown, "Search"), lambda state: bool(state.progress))
     asked = planner.asked[0]
     assert (asked.workload, asked.rate_per_s) == ("last-hour.json", 1.0)
@@ -172,12 +172,12 @@ def test_the_last_hour_is_a_workload(gateway: FakeGateway, planner: FakePlanner)
 def test_an_hour_without_requests_is_no_workload(gateway: FakeGateway, planner: FakePlanner) -> None:
     gateway.answers["/halfmoon/v1/workload"] = (200, {"requests": [], "rate_per_s": None})
     shown = open_page(gateway, planner)
-    shown = checked(of_key(shown, "button_group", "plan-kind").set_value("The last hour here").run())
-    assert any("Nothing was answered here" in one.value for one in shown.caption)
+    shown = checked(of_key(shown, "button_group", "plan-kind").set_value("Last hour here").run())
+    assert any("No request was answered here" in one.value for one in shown.caption)
     assert next(one for one in shown.button if one.label == "Search").disabled
 
 
-@pytest.mark.parametrize(("kind", "says"), [("A trace", "a trace"), ("The last hour here", "the last hour's requests")])
+@pytest.mark.parametrize(("kind", "says"), [("Trace", "a trace"), ("Last hour here", "the last hour's requests")])
 def test_what_is_missing_is_named(gateway: FakeGateway, planner: FakePlanner, kind: str, says: str) -> None:
     del gateway.answers["/halfmoon/v1/workload"]
     shown = open_page(gateway, planner)
@@ -196,7 +196,7 @@ def test_a_plan_that_was_not_kept_is_said_to_be(gateway: FakeGateway, planner: F
     planner.found.id = 0
     planner.go.set()
     shown = until_over(click(open_page(gateway, planner), "Search"))
-    assert "it is nowhere else" in shown.warning[0].value
+    assert "there is no other copy" in shown.warning[0].value
 
 
 def test_without_a_planner_the_page_says_what_to_do(gateway: FakeGateway) -> None:
@@ -214,9 +214,9 @@ def test_a_planner_without_its_ledger_still_searches(gateway: FakeGateway, plann
     planner.found = plan(0)
     planner.go.set()
     shown = open_page(gateway, planner)
-    assert shown.warning[0].value == "Plans of before cannot be read now: the ledger does not answer"
+    assert shown.warning[0].value == "Earlier plans cannot be read now: the ledger does not answer"
     shown = until_over(click(shown, "Search"))
-    assert any("it is nowhere else" in one.value for one in shown.warning)
+    assert any("there is no other copy" in one.value for one in shown.warning)
     assert shown.metric
 
 
@@ -241,9 +241,9 @@ def test_measured_workers_become_coefficients() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({}, "1.20 times the goodput for each GPU of the best colocated, 2 both TP1."),
-        ({"colocated": None}, "No layout of workers that do both"),
-        ({"colocated": APART}, "Workers that do both are best here"),
+        ({}, "1.20 times the goodput per GPU of the best colocated one, 2 both TP1."),
+        ({"colocated": None}, "No colocated layout"),
+        ({"colocated": APART}, "A colocated layout is best here"),
     ],
 )
 def test_beside_the_colocated(changed: dict[str, Any], says: str) -> None:

@@ -134,8 +134,8 @@ class Demoter:
         finally:
             for block in parents:
                 self._catalog.release(block)
-            for block in acquired:
-                self._dram.release(block)
+            for held in acquired:
+                self._dram.release(held)
 
     async def _gather(self) -> tuple[dict[bytes, bool], list[Block], list[Write]]:
         """Collects the next records to write, each after its parent, with the blocks whose rooms they lie in."""

@@ -10,7 +10,7 @@ pytest.importorskip("streamlit")
 
 from starlette.types import Receive, Scope, Send
 
-from console.asgi import ToldIndex
+from console.asgi import BackendIndex
 
 PARTS = [b"<html><script>one()</script>", b"<script>two()</script>"]
 
@@ -36,7 +36,7 @@ async def answer(path: str, content_type: str, status: int = 200) -> tuple[dict[
         raise NotImplementedError
 
     scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"accept-encoding", b"gzip")]}
-    await ToldIndex(application)(scope, receive, send)
+    await BackendIndex(application)(scope, receive, send)
     start, *parts = sent
     headers = {name.decode(): value.decode() for name, value in start["headers"]}
     return headers, b"".join(part["body"] for part in parts), seen["headers"]
