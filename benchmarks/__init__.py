@@ -1,8 +1,8 @@
-"""Ratios, measured side by side in one run. Nothing here asserts a time."""
+"""Benchmarks: ratios measured side by side in one run. Nothing here asserts a time."""
 
 import os
 
-# gRPC reads these when it is loaded. What a benchmark starts are new programs, so gRPC need not get ready for a fork,
-# and that they end before their parent's channels do is no news.
+# gRPC reads these when it is loaded. Benchmarks start new programs, so gRPC need not prepare for a fork,
+# and it need not report that they end before their parent's channels do.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -1,13 +1,16 @@
-"""KV codecs on real KV: size, speed, and what they do to the next tokens.
+"""KV codecs on real KV: size, speed, and effect on the next tokens.
 
     python -m benchmarks.codecs --model demo --prefixes 5 --repeat 5
 
-KV is that of English prose (Python's language reference, which every Python brings along) after `--tokens` tokens, in
-bfloat16, in float32 arithmetic. The next `--next` tokens of the text are read on top of what each codec leaves of it:
-KL(bfloat16 KV || codec) in nats and agreement of the likeliest token are means over them. Speeds are of one thread, in
-bytes of bfloat16 KV, over frames as a hand-over cuts them; medians of rounds in which the codecs take turns, beside a
-copy of the same bytes in the same round. int2 is what the store makes of a prompt: blocks of 64 tokens, the last 128
-tokens as they are, which its ratio counts.
+KV is that of English prose (Python's language reference, which comes with every Python) after `--tokens` tokens, in
+bfloat16, computed in float32. The next `--next` tokens of the text are read on top of each codec's decoded KV.
+KL(bfloat16 KV
+
+
+codec) in nats and agreement of the likeliest token are means over them. Speeds are those of one thread, in bytes of
+bfloat16 KV, over frames as cut by a hand-over; medians of rounds in which the codecs take turns, compared with a copy
+of the same bytes in the same round. int2 is applied as in the store: blocks of 64 tokens, with the last 128 tokens
+unchanged, which its ratio counts.
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ Bits = NDArray[Any]  # [layers, 2, heads, tokens, head_dim]
 
 
 @dataclass(slots=True)
-class Found:
-    """Of one codec."""
+class CodecResult:
+    """Measurements of one codec."""
 
     kl: list[float] = field(default_factory=list)  # by token
     agrees: list[bool] = field(default_factory=list)
@@ -56,14 +59,14 @@ class Model:
 
     @torch.inference_mode()
     def kv(self, token_ids: Sequence[int]) -> Bits:
-        """In canonical order, rounded to bfloat16."""
+        """KV in canonical order, rounded to bfloat16."""
         cache = self._model(torch.tensor([token_ids]), use_cache=True, logits_to_keep=1).past_key_values
         layers = [torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers]
         return torch.stack(layers).bfloat16().view(torch.int16).numpy()
 
     @torch.inference_mode()
     def log_probs(self, kv: Bits, token_ids: Sequence[int]) -> Tensor:
-        """[tokens, vocabulary], after each of `token_ids` on top of `kv`."""
+        """Log probabilities [tokens, vocabulary] after each of `token_ids` on top of `kv`."""
         values = torch.from_numpy(kv.view(np.int16)).view(torch.bfloat16).float()
         cache = DynamicCache()
         for index, (keys, others) in enumerate(values):
@@ -73,15 +76,15 @@ class Model:
 
 
 def texts(tokenizer: Tokenizer, num_texts: int, num_tokens: int) -> list[list[int]]:
-    """So many different passages, each of so many tokens."""
+    """`num_texts` different passages of `num_tokens` tokens each."""
     prose = sorted((text for text in topics.values()), key=len, reverse=True)
-    found = [tokenizer.encode(text)[:num_tokens] for text in prose[:num_texts]]
-    assert all(len(text) == num_tokens for text in found), "the passages are not long enough"
-    return found
+    passages = [tokenizer.encode(text)[:num_tokens] for text in prose[:num_texts]]
+    assert all(len(text) == num_tokens for text in passages), "the passages are not long enough"
+    return passages
 
 
 def lossy(codec: Codec, kv: Bits) -> Bits:
-    """What is left of a prompt's KV."""
+    """A prompt's KV after encoding and decoding."""
     if not (window := EntryCodec(codec).residual_tokens):
         return decode(codec, encode(codec, kv, "bfloat16"), kv.shape, "bfloat16")
     blocks = blocks_of(kv, window)
@@ -90,38 +93,38 @@ def lossy(codec: Codec, kv: Bits) -> Bits:
 
 
 def blocks_of(kv: Bits, window: int) -> list[Bits]:
-    """The whole blocks before the last `window` tokens."""
+    """Whole blocks before the last `window` tokens."""
     starts = range(0, kv.shape[3] - window, _BLOCK_TOKENS)
     return [np.ascontiguousarray(kv[:, :, :, start : start + _BLOCK_TOKENS]) for start in starts]
 
 
 def ratio_of(codec: Codec, kv: Bits, frames: Sequence[Bits]) -> float:
-    """How much smaller a prompt becomes."""
+    """Compression ratio of a prompt."""
     if not (window := EntryCodec(codec).residual_tokens):
         return kv.nbytes / sum(encoded_bytes(codec, frame.shape, "bfloat16") for frame in frames)
     num_bytes = sum(encoded_bytes(codec, block.shape, "bfloat16") for block in blocks_of(kv, window))
     return kv.nbytes / (num_bytes + kv[:, :, :, -window:].nbytes)
 
 
-def compare_tokens(model: Model, kv: Bits, next_ids: Sequence[int], found: dict[Codec, Found]) -> None:
+def compare_tokens(model: Model, kv: Bits, next_ids: Sequence[int], results: dict[Codec, CodecResult]) -> None:
     """Adds divergence and agreement on one passage."""
     reference = model.log_probs(kv, next_ids)
-    for codec, one in found.items():
+    for codec, result in results.items():
         log_probs = model.log_probs(lossy(codec, kv), next_ids)
-        one.kl += (reference.exp() * (reference - log_probs)).sum(-1).tolist()
-        one.agrees += (reference.argmax(-1) == log_probs.argmax(-1)).tolist()
+        result.kl += (reference.exp() * (reference - log_probs)).sum(-1).tolist()
+        result.agrees += (reference.argmax(-1) == log_probs.argmax(-1)).tolist()
 
 
-def measure_speed(frames: Sequence[Bits], found: dict[Codec, Found]) -> float:
-    """One round; seconds that a copy of all frames takes."""
-    for codec, one in found.items():
+def measure_speed(frames: Sequence[Bits], results: dict[Codec, CodecResult]) -> float:
+    """Measures one round; returns the seconds that a copy of all frames takes."""
+    for codec, result in results.items():
         started_s = time.perf_counter()
         payloads = [encode(codec, frame, "bfloat16") for frame in frames]
         encoded_s = time.perf_counter()
         for payload, frame in zip(payloads, frames, strict=True):
             decode(codec, payload, frame.shape, "bfloat16")
-        one.in_s.append(encoded_s - started_s)
-        one.out_s.append(time.perf_counter() - encoded_s)
+        result.in_s.append(encoded_s - started_s)
+        result.out_s.append(time.perf_counter() - encoded_s)
     started_s = time.perf_counter()
     for frame in frames:
         frame.copy()
@@ -129,7 +132,7 @@ def measure_speed(frames: Sequence[Bits], found: dict[Codec, Found]) -> float:
 
 
 def cut(kv: Bits) -> list[Bits]:
-    """The frames of a hand-over."""
+    """Frames of a hand-over."""
     layers, _, heads, tokens, head_dim = kv.shape
     layout = KVLayout(layers, heads, head_dim, "bfloat16")
     return [
@@ -140,16 +143,16 @@ def cut(kv: Bits) -> list[Bits]:
     ]
 
 
-def table(found: dict[Codec, Found], kv: Bits, frames: Sequence[Bits], copy_s: float) -> str:
-    """One line a codec."""
+def table(results: dict[Codec, CodecResult], kv: Bits, frames: Sequence[Bits], copy_s: float) -> str:
+    """Table with one line per codec."""
     raw_bytes = sum(frame.nbytes for frame in frames)
     copy = raw_bytes / copy_s / 1e9
     lines = [f"{len(frames)} frames, {raw_bytes / 1e6:.1f} MB of bfloat16; a copy runs at {copy:.1f} GB/s"]
     lines.append(f"{'codec':6}{'ratio':>7}{'GB/s in':>9}{'GB/s out':>10}{'KL':>10}{'top-1 %':>9}")
-    for codec, one in found.items():
-        speeds = [raw_bytes / statistics.median(times_s) / 1e9 for times_s in (one.in_s, one.out_s)]
+    for codec, result in results.items():
+        speeds = [raw_bytes / statistics.median(times_s) / 1e9 for times_s in (result.in_s, result.out_s)]
         shown = ["view", "view"] if codec is Codec.RAW else [f"{speed:.2f}" for speed in speeds]
-        kl, agrees = statistics.mean(one.kl), 100 * statistics.mean(one.agrees)
+        kl, agrees = statistics.mean(result.kl), 100 * statistics.mean(result.agrees)
         ratio = ratio_of(codec, kv, frames)
         lines.append(f"{codec.name.lower():6}{ratio:6.2f}x{shown[0]:>9}{shown[1]:>10}{kl:10.1e}{agrees:9.1f}")
     return "\n".join(lines)
@@ -165,15 +168,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args(arguments)
     checkpoint = prepare_checkpoint(options.model)
-    model, found = Model(checkpoint), {codec: Found() for codec in Codec}
+    model, results = Model(checkpoint), {codec: CodecResult() for codec in Codec}
     for text in texts(Tokenizer(checkpoint), options.prefixes, options.tokens + options.next):
         kv = model.kv(text[: options.tokens])
-        compare_tokens(model, kv, text[options.tokens :], found)
+        compare_tokens(model, kv, text[options.tokens :], results)
     frames = cut(kv)
-    measure_speed(frames, {codec: Found() for codec in Codec})  # does not count
-    copies_s = [measure_speed(frames, found) for _ in range(options.repeat)]
+    measure_speed(frames, {codec: CodecResult() for codec in Codec})  # does not count
+    copies_s = [measure_speed(frames, results) for _ in range(options.repeat)]
     print(f"{checkpoint.name}: {options.prefixes} passages of {options.tokens} tokens, {options.next} read on top")
-    print(table(found, kv, frames, statistics.median(copies_s)))
+    print(table(results, kv, frames, statistics.median(copies_s)))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""How long the console's pages take to be whole, in headless Chromium over simulated workers.
+"""Time until the console's pages are complete, in headless Chromium over simulated workers.
 
     python -m benchmarks.console [--workers 256] [--rounds 3] [--launcher console streamlit]
 
-`halfmoon up --engine sim` with half of the workers of each role, some requests, and consoles beside it: `console` is
-`python -m console`, as `halfmoon up` starts it, `streamlit` the same page under plain `streamlit run`. Seconds:
+Starts `halfmoon up --engine sim` with half of the workers in each role, sends some requests, and runs consoles next to
+it: `console` is `python -m console`, as started by `halfmoon up`; `streamlit` is the same page under plain `streamlit
+run`. Seconds:
 
 first           the first visit to a server that has just answered its health check
-again           a visit in a browser without a cache to a server that was visited before; median
-Placements …    from the click on a page's link until it is whole; median
+again           a visit by a browser without a cache to a server visited before; median
+Placements …    from the click on a page's link until it is complete; median
 
-A page is whole when its heading is there, nothing of it is still to come, and every chart is drawn. Needs playwright
-and Debian's chromium.
+A page is complete when its heading is there, nothing is still loading, and every chart is drawn. Needs playwright and
+Debian's chromium.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ _WHOLE = """title => {
 
 
 async def until_whole(page: Page, title: str) -> None:
-    """Returns when the page of that title is there."""
+    """Waits until the page with this title is complete."""
     await page.wait_for_function(_WHOLE, arg=title, timeout=_PATIENCE_MS)
 
 
 async def visit(browser: Browser, url: str) -> tuple[float, Page]:
-    """The first page in an empty browser, and the seconds that it took."""
+    """Opens the first page in an empty browser; returns the seconds it took and the page."""
     page = await (await browser.new_context(viewport={"width": 1440, "height": 900})).new_page()
     page.set_default_timeout(_PATIENCE_MS)
     started_s = time.perf_counter()
@@ -64,8 +65,8 @@ async def visit(browser: Browser, url: str) -> tuple[float, Page]:
 
 
 async def changes(page: Page, rounds: int) -> dict[str, float]:
-    """Seconds from one page to another; those that this console has."""
-    found: dict[str, list[float]] = {}
+    """Median seconds to change to each page that this console has."""
+    times: dict[str, list[float]] = {}
     links = page.get_by_test_id("stSidebarNav")
     for _ in range(rounds):
         for title in PAGES:
@@ -74,13 +75,13 @@ async def changes(page: Page, rounds: int) -> dict[str, float]:
                 started_s = time.perf_counter()
                 await link.click()
                 await until_whole(page, title)
-                found.setdefault(title, []).append(time.perf_counter() - started_s)
-    return {title: statistics.median(took) for title, took in found.items()}
+                times.setdefault(title, []).append(time.perf_counter() - started_s)
+    return {title: statistics.median(took) for title, took in times.items()}
 
 
 @asynccontextmanager
 async def running_console(launcher: Sequence[str], gateway: str, port: int) -> AsyncIterator[str]:
-    """Its URL, from its first healthy answer on."""
+    """Runs a console; yields its URL after its first healthy answer."""
     with tempfile.TemporaryDirectory() as state:
         supervisor = Supervisor(Path(state), lambda service, event: None)
         flags = (f"--server.port={port}", "--server.address=127.0.0.1", "--server.headless=true")
@@ -95,7 +96,7 @@ async def running_console(launcher: Sequence[str], gateway: str, port: int) -> A
 
 @asynccontextmanager
 async def running_gateway(num_workers: int, port: int) -> AsyncIterator[str]:
-    """Simulated workers behind a gateway that has served some requests."""
+    """Runs simulated workers behind a gateway that has served some requests."""
     with tempfile.TemporaryDirectory() as state:
         supervisor = Supervisor(Path(state) / "logs", lambda service, event: None)
         half = str(num_workers // 2)
@@ -142,7 +143,7 @@ async def measure(launchers: Sequence[str], num_workers: int, rounds: int, port:
         await browser.close()
     print(f"{num_workers} workers, seconds" + "".join(f"{name:>12}" for name in columns))
     for name in next(iter(columns.values())):
-        print(f"{name:20}" + "".join(f"{found[name]:12.2f}" for found in columns.values()))
+        print(f"{name:20}" + "".join(f"{times[name]:12.2f}" for times in columns.values()))
 
 
 def main() -> int:
@@ -154,9 +155,9 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=18700, help="the gateway's; the consoles take the next ones")
     options = parser.parse_args()
     if shutil.which("chromium") is None:
-        print("there is no chromium: apt-get install chromium", file=sys.stderr)
+        print("chromium is not installed: apt-get install chromium", file=sys.stderr)
         return 1
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it started ends with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # child processes end with this one
     asyncio.run(measure(options.launcher, options.workers, options.rounds, options.port))
     return 0
 

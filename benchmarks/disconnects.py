@@ -1,8 +1,8 @@
-"""Clients that go away at a random moment: while they send, while they wait, while they read.
+"""Clients that disconnect at a random moment: while sending, waiting or reading.
 
     python -m benchmarks.disconnects http://127.0.0.1:8000 --model demo --times 1000
 
-does it by hand to a running system, and says what is left on its workers.
+does this on a running system and prints what is left on its workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _IDLE_NAMES = ("num_running", "num_waiting", "num_reserved", "num_held")
 
 
 class Case(NamedTuple):
-    """What a client asks, and how far it gets."""
+    """A client's request, and how far it gets."""
 
     path: str
     body: bytes
@@ -31,12 +31,12 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For counting."""
+        """Name for counting."""
         return f"{self.path} {self.leaves}"
 
 
 def random_case(rng: random.Random, model: str, num_tokens: int) -> Case:
-    """Any endpoint, streamed or not, one choice or several, constrained or not."""
+    """A request to any endpoint, streamed or not, with one choice or several, constrained or not."""
     messages = [{"role": "user", "content": "w" * rng.randrange(1, 100)}]
     prompt: Any = rng.choice(["Once upon a time", ["one", "two", "three"], [3, 5, 7] * rng.randrange(1, 30)])
     common: dict[str, Any] = {"model": model, "max_tokens": rng.randrange(1, num_tokens), "stream": rng.random() < 0.6}
@@ -60,7 +60,7 @@ def random_case(rng: random.Random, model: str, num_tokens: int) -> Case:
 
 
 async def send_and_leave(host: str, port: int, case: Case, rng: random.Random, most_s: float) -> None:
-    """Leaves within about `most_s` or, to read, within so much after the first byte; by a reset every other time."""
+    """Disconnects within about `most_s` or, when reading, of the first byte; every other time by a reset."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         head = f"POST {case.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(case.body)}\r\n\r\n".encode()
@@ -87,7 +87,7 @@ async def send_and_leave(host: str, port: int, case: Case, rng: random.Random, m
 async def disconnect(
     url: str, make_case: Callable[[random.Random], Case], times: int, most_s: float, seed: int = 0
 ) -> Counter[str]:
-    """Many such clients, some at once. How many of each kind there were."""
+    """Runs many such clients, some concurrently; returns the number of each kind."""
     host, _, port = url.removeprefix("http://").partition(":")
     rng, places, kinds = random.Random(seed), asyncio.Semaphore(_AT_ONCE), Counter[str]()
 
@@ -120,12 +120,12 @@ async def _by_hand(url: str, model: str, times: int, num_tokens: int, most_s: fl
 
 
 async def _free_blocks(session: aiohttp.ClientSession) -> dict[str, int] | None:
-    """Of every worker; None while something is on one of them."""
+    """Free blocks of every worker; None while something is running on one of them."""
     async with session.get("/halfmoon/v1/cluster") as response:
         workers = (await response.json())["workers"]
-    if any(one["load"][name] for one in workers for name in _IDLE_NAMES):
+    if any(worker["load"][name] for worker in workers for name in _IDLE_NAMES):
         return None
-    return {one["worker_id"]: one["load"]["free_blocks"] for one in workers}
+    return {worker["worker_id"]: worker["load"]["free_blocks"] for worker in workers}
 
 
 if __name__ == "__main__":
@@ -133,7 +133,7 @@ if __name__ == "__main__":
     parser.add_argument("url")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--times", type=int, default=1_000)
-    parser.add_argument("--tokens", type=int, default=60, help="most of an output")
-    parser.add_argument("--seconds", type=float, default=1.0, help="until a client leaves, at most")
-    given = parser.parse_args()
-    asyncio.run(_by_hand(given.url.rstrip("/"), given.model, given.times, given.tokens, given.seconds))
+    parser.add_argument("--tokens", type=int, default=60, help="longest output")
+    parser.add_argument("--seconds", type=float, default=1.0, help="longest time until a client leaves")
+    options = parser.parse_args()
+    asyncio.run(_by_hand(options.url.rstrip("/"), options.model, options.times, options.tokens, options.seconds))

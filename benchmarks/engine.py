@@ -1,10 +1,10 @@
-"""Prefill and decode rates of the engine, beside transformers in the same process and, if given, a server.
+"""Prefill and decode rates of the engine, compared with transformers in the same process and with servers.
 
     python -m benchmarks.engine --model demo --dtype bfloat16 --repeat 3 [--server vllm=http://127.0.0.1:9000/smollm2]
 
-Subjects take turns within each repeat; figures are medians, ratios are to transformers and above 1 where the subject is
-better. "beside" is role `both` at work: eight sequences decode while a prompt of 2,048 tokens is computed in chunks; it
-gives the decode rate during that time and the longest stall of a decode.
+Subjects take turns within each repeat. Figures are medians; ratios are to transformers, and above 1 where the subject
+is better. "colocated" is role `both` at work: eight sequences decode while a prompt of 2,048 tokens is computed in
+chunks. It gives the decode rate during that time and the longest stall of a decode.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class EngineSubject:
         self._num_requests = 0
 
     def measure(self) -> Figures:
-        """All figures, once."""
-        found = {f"prefill {n} tokens/s": self._prefill(n) for n in PREFILL_TOKENS}
-        found |= {f"decode batch {n} tokens/s": self._decode(n) for n in DECODE_BATCHES}
-        return found | self._beside(8, 2048)
+        """Measures all figures once."""
+        figures = {f"prefill {n} tokens/s": self._prefill(n) for n in PREFILL_TOKENS}
+        figures |= {f"decode batch {n} tokens/s": self._decode(n) for n in DECODE_BATCHES}
+        return figures | self._colocated(8, 2048)
 
     def _add(self, num_prompt: int, max_tokens: int) -> str:
         self._num_requests += 1
@@ -80,7 +80,7 @@ class EngineSubject:
         self._engine.cancel_all()
         return batch * _DECODE_STEPS / elapsed_s
 
-    def _beside(self, batch: int, num_prompt: int) -> Figures:
+    def _colocated(self, batch: int, num_prompt: int) -> Figures:
         self._start_decodes(batch, 4096)
         prefill = self._add(num_prompt, 1)
         started_s, stalls_s, num_tokens, is_done = time.perf_counter(), [0.0], 0, False
@@ -92,9 +92,9 @@ class EngineSubject:
         elapsed_s = time.perf_counter() - started_s
         self._engine.cancel_all()
         return {
-            "beside: decode tokens/s": num_tokens / elapsed_s,
-            "beside: prefill tokens/s": num_prompt / elapsed_s,
-            "beside: longest stall ms": 1000 * max(stalls_s),
+            "colocated: decode tokens/s": num_tokens / elapsed_s,
+            "colocated: prefill tokens/s": num_prompt / elapsed_s,
+            "colocated: longest stall ms": 1000 * max(stalls_s),
         }
 
 
@@ -111,9 +111,9 @@ class TransformersSubject:
 
     @torch.inference_mode()
     def measure(self) -> Figures:
-        """Prefill and decode rates, once."""
-        found = {f"prefill {n} tokens/s": self._prefill(n) for n in PREFILL_TOKENS}
-        return found | {f"decode batch {n} tokens/s": self._decode(n) for n in DECODE_BATCHES}
+        """Measures prefill and decode rates once."""
+        figures = {f"prefill {n} tokens/s": self._prefill(n) for n in PREFILL_TOKENS}
+        return figures | {f"decode batch {n} tokens/s": self._decode(n) for n in DECODE_BATCHES}
 
     def _prompts(self, batch: int, num_tokens: int) -> torch.Tensor:
         rows = [self._rng.choices(range(1000, 30000), k=num_tokens) for _ in range(batch)]
@@ -136,26 +136,26 @@ class TransformersSubject:
 
 
 class ServerSubject:
-    """Any OpenAI-compatible server, measured through HTTP, its own overhead included."""
+    """Any OpenAI-compatible server, measured through HTTP with its own overhead."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._rng = random.Random(0)
 
     def measure(self) -> Figures:
-        """Prefill rates from the time to first token, decode rates between the last first token and the end."""
+        """Prefill rates from the time to first token; decode rates between the last first token and the first end."""
         return asyncio.run(self._measure())
 
     async def _measure(self) -> Figures:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
             client = Client(self._server, session, self._rng)
-            found = {}
+            figures = {}
             for num_tokens in PREFILL_TOKENS:
                 sample = await client.stream(client.prompt(num_tokens), 1)
-                found[f"prefill {num_tokens} tokens/s"] = num_tokens / sample.ttft_s
+                figures[f"prefill {num_tokens} tokens/s"] = num_tokens / sample.ttft_s
             for batch in DECODE_BATCHES:
-                found[f"decode batch {batch} tokens/s"] = await self._decode(client, batch)
-            return found
+                figures[f"decode batch {batch} tokens/s"] = await self._decode(client, batch)
+            return figures
 
     async def _decode(self, client: Client, batch: int) -> float:
         steps = 2 * _DECODE_STEPS
@@ -169,15 +169,15 @@ class ServerSubject:
         return between / (first_end_s - all_run_s)
 
 
-def table(found: dict[str, list[Figures]], baseline: str) -> str:
-    """Medians by figure and subject, with ratios to `baseline`."""
-    names = list(found)
-    figures = list(dict.fromkeys(figure for rounds in found.values() for figure in rounds[0]))
+def table(results: dict[str, list[Figures]], baseline: str) -> str:
+    """Table of medians by figure and subject, with ratios to `baseline`."""
+    names = list(results)
+    figures = list(dict.fromkeys(figure for rounds in results.values() for figure in rounds[0]))
     lines = [f"{'':28}" + "".join(f"{name:>20}" for name in names)]
     for figure in figures:
         medians = {
-            name: statistics.median(one[figure] for one in rounds)
-            for name, rounds in found.items()
+            name: statistics.median(run[figure] for run in rounds)
+            for name, rounds in results.items()
             if figure in rounds[0]
         }
         cells = []
@@ -189,14 +189,14 @@ def table(found: dict[str, list[Figures]], baseline: str) -> str:
 
 
 def measure(subjects: dict[str, Subject], repeat: int) -> dict[str, list[Figures]]:
-    """Every subject in turn, `repeat` times, after one round that does not count."""
+    """Measures every subject in turn, `repeat` times, after one round that does not count."""
     for subject in subjects.values():
         subject()
-    found: dict[str, list[Figures]] = {name: [] for name in subjects}
+    results: dict[str, list[Figures]] = {name: [] for name in subjects}
     for _ in range(repeat):
         for name, subject in subjects.items():
-            found[name].append(subject())
-    return found
+            results[name].append(subject())
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,19 +1,19 @@
-"""What one gateway process relays, and what it adds to the time to first token.
+"""Throughput of one gateway process, and what it adds to the time to first token.
 
     python -m benchmarks.gateway [--streams 1000] [--tokens 400] [--step-ms 0 50] [--repeat 3] [--traced]
 
-A real gateway, alone on the last core of those that this process may use, between a worker that answers at once
+A real gateway, alone on the last core that this process may use, between a worker that answers at once
 (benchmarks/instant_worker.py) and a client that counts events without parsing them; worker and client share the other
-cores. All streams run side by side. With --traced each case is measured once more with a trace (OTLP) of every request.
+cores. All streams run concurrently. With --traced each case is measured once more with a trace (OTLP) of every request.
 Figures, medians over the repeats:
 
-tokens/s        all tokens by the time from the first request to the last byte: of all three processes together.
-tokens/CPU s    tokens by the CPU seconds of the gateway alone: what one core relays where nothing else is slow. Of all
-                work, and of the tokens alone: the difference to a run of few tokens, so that requests do not count.
-CPU ms/request  the rest of that difference: what a request costs beside its tokens.
-tokens/event    how many tokens one server-sent event carries: more than 1 where the gateway is behind.
-added TTFT      one request at a time: HTTP request to first event, less what the same Prefill call to the worker takes;
-                of all requests, and of the fastest tenth of either, which says more where others use the core.
+tokens/s        all tokens over the time from the first request to the last byte: all three processes together.
+tokens/CPU s    tokens per CPU second of the gateway alone: what one core relays if nothing else is slow. For all
+                work, and for tokens alone: the difference to a run of few tokens cancels the requests.
+CPU ms/request  the rest of that difference: the cost of a request apart from its tokens.
+tokens/event    tokens in one server-sent event: more than 1 where the gateway is behind.
+added TTFT      one request at a time: HTTP request to first event, minus the time of the same Prefill call to the
+                worker; over all requests, and over the fastest tenth of both, better if others use the core.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _FEW_TOKENS = 8
 _TIMEOUT_S = 300
 _NUM_TTFT = 300
 _NUM_WARM = 20
-_PATIENT = ("--heartbeat-interval-s", "30")  # the machine may be busy
+_PATIENT = ("--heartbeat-interval-s", "30")  # tolerates a busy machine
 _EVENT = b"data: {"
 _USAGE = re.compile(rb'"completion_tokens":(\d+)')
 
@@ -71,7 +71,7 @@ class Target:
 
 
 class Stream(asyncio.Protocol):
-    """Owns one request over a connection of its own; counts events as they pass."""
+    """Owns one request over its own connection; counts events as they pass."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -82,10 +82,10 @@ class Stream(asyncio.Protocol):
         self.ended = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(self._request)  # uvloop's is none by its class
+        cast(asyncio.Transport, transport).write(self._request)  # uvloop's transport is not a subclass
 
     def data_received(self, data: bytes) -> None:
-        seen = self.tail[1 - len(_EVENT) :] + data  # an event's mark may be cut
+        seen = self.tail[1 - len(_EVENT) :] + data  # an event's mark may be split
         self.num_events += seen.count(_EVENT)
         if self.first_s is None and self.num_events:
             self.first_s = time.perf_counter()
@@ -107,7 +107,7 @@ class Stream(asyncio.Protocol):
 
 
 def request_bytes(num_tokens: int) -> bytes:
-    """One streamed chat."""
+    """One streamed chat request."""
     body = json.dumps(
         {
             "model": "demo",
@@ -121,8 +121,8 @@ def request_bytes(num_tokens: int) -> bytes:
     return head.encode() + b"\r\n\r\n" + body
 
 
-async def one(target: Target, num_tokens: int) -> Stream:
-    """A whole stream; its connection stays open until the end."""
+async def stream_once(target: Target, num_tokens: int) -> Stream:
+    """Runs one whole stream; its connection stays open until the end."""
     loop = asyncio.get_running_loop()
     transport, stream = await loop.create_connection(
         lambda: Stream(request_bytes(num_tokens)), target.host, target.port
@@ -136,7 +136,7 @@ async def one(target: Target, num_tokens: int) -> Stream:
 
 
 class Load(NamedTuple):
-    """What all streams together took."""
+    """Totals over all streams."""
 
     num_tokens: int
     num_events: int
@@ -145,22 +145,22 @@ class Load(NamedTuple):
 
 
 async def load(target: Target, num_streams: int, num_tokens: int) -> Load:
-    """All streams side by side."""
+    """Runs all streams concurrently."""
     cpu_s, started_s = target.cpu_s, time.perf_counter()
-    streams = await asyncio.gather(*(one(target, num_tokens) for _ in range(num_streams)))
+    streams = await asyncio.gather(*(stream_once(target, num_tokens) for _ in range(num_streams)))
     wall_s, cpu_s = time.perf_counter() - started_s, target.cpu_s - cpu_s
     return Load(sum(s.num_tokens for s in streams), sum(s.num_events for s in streams), wall_s, cpu_s)
 
 
 async def times_to_first(target: Target) -> tuple[list[float], list[float]]:
-    """Seconds, sorted: of requests through the gateway, and of the worker's own call; in turns."""
+    """Sorted seconds to the first token through the gateway and of the worker's own call, measured in turns."""
     checkpoint = prepare_checkpoint("demo")
     prompt = Tokenizer(checkpoint).encode_chat([{"role": "user", "content": TEXT}])
     through, direct = [], []
     async with Peer(target.worker) as peer:
         for _ in range(_NUM_TTFT):
             started_s = time.perf_counter()
-            stream = await one(target, 1)
+            stream = await stream_once(target, 1)
             assert stream.first_s is not None
             through.append(stream.first_s - started_s)
             started_s = time.perf_counter()
@@ -176,20 +176,20 @@ async def times_to_first(target: Target) -> tuple[list[float], list[float]]:
 
 
 class Case(NamedTuple):
-    """What is measured."""
+    """One measured case."""
 
     step_ms: float
     is_traced: bool
 
     @property
     def title(self) -> str:
-        """Of its column."""
+        """Title of its column."""
         return f"step {self.step_ms:g} ms" + (", traced" if self.is_traced else "")
 
 
 @asynccontextmanager
 async def running_target(case: Case) -> AsyncIterator[Target]:
-    """A gateway on a core of its own, and its worker on the others. Raises ServiceFailed when one of them ends."""
+    """Runs a gateway on its own core, and its worker on the others. Raises ServiceFailed when one of them ends."""
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as state:
         supervisor = Supervisor(Path(state) / "logs", lambda service, event: None)
@@ -199,7 +199,7 @@ async def running_target(case: Case) -> AsyncIterator[Target]:
                 if case.is_traced:
                     sink = await supervisor.start(ServiceSpec("sink", ("-m", "benchmarks.otlp_sink"), {}))
                     traced = ("--otlp-endpoint", (await sink.ready)["address"])
-                os.sched_setaffinity(0, cores[-1:])  # a child inherits it
+                os.sched_setaffinity(0, cores[-1:])  # inherited by a child
                 options = ("--port", "0", "--model-name", "demo", "--state-dir", state, *traced, *_PATIENT)
                 spec = ServiceSpec("gateway", ("-m", "services.gateway", *options), {})
                 gateway = await supervisor.start(spec)
@@ -230,7 +230,7 @@ async def _worker_address(url: str) -> str:
 
 
 async def figures(case: Case, num_streams: int, num_tokens: int) -> dict[str, float]:
-    """Every figure of one run."""
+    """All figures of one run."""
     async with running_target(case) as target:
         await load(target, _NUM_WARM, _FEW_TOKENS)
         through_s, direct_s = await times_to_first(target)
@@ -254,14 +254,14 @@ async def figures(case: Case, num_streams: int, num_tokens: int) -> dict[str, fl
 
 async def measure(cases: Sequence[Case], num_streams: int, num_tokens: int, repeat: int) -> None:
     """Measures and prints."""
-    found: dict[Case, list[dict[str, float]]] = {one: [] for one in cases}
+    results: dict[Case, list[dict[str, float]]] = {case: [] for case in cases}
     for _ in range(repeat):
         for case in cases:
-            found[case].append(await figures(case, num_streams, num_tokens))
-    print(f"{num_streams} streams of {num_tokens} tokens" + "".join(f"{one.title:>22}" for one in cases))
-    for name in found[cases[0]][0]:
-        medians = [statistics.median(run[name] for run in found[one]) for one in cases]
-        print(f"{name:30}" + "".join(f"{one:22.3f}" for one in medians))
+            results[case].append(await figures(case, num_streams, num_tokens))
+    print(f"{num_streams} streams of {num_tokens} tokens" + "".join(f"{case.title:>22}" for case in cases))
+    for name in results[cases[0]][0]:
+        medians = [statistics.median(run[name] for run in results[case]) for case in cases]
+        print(f"{name:30}" + "".join(f"{median:22.3f}" for median in medians))
 
 
 def main() -> None:
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--step-ms", type=float, nargs="+", default=[0.0, 50.0])
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--traced", action="store_true", help="measure tracing beside it")
+    parser.add_argument("--traced", action="store_true", help="also measure with tracing")
     arguments = parser.parse_args()
     cases = [Case(step, traced) for step in arguments.step_ms for traced in (False, True)[: 1 + arguments.traced]]
     run_service(lambda: measure(cases, arguments.streams, arguments.tokens, arguments.repeat))

@@ -1,9 +1,9 @@
-"""A worker that computes nothing: it answers at once, so that what is measured with it is the gateway.
+"""A worker that computes nothing and answers at once, so that measurements with it show the gateway alone.
 
     python -m benchmarks.instant_worker --gateway 127.0.0.1:5000 [--step-ms 50]
 
-It speaks the workers' protocol in the role `both`. Every prompt gets its first token as it comes, every running request
-a token a step; the tokens are those of a text, over and over. A step follows the last as soon as the gateway takes it,
+It speaks the workers' protocol in the role `both`. Every prompt gets its first token on arrival, every running request
+one token per step; the tokens are those of a text, repeated. A step follows the last as soon as the gateway takes it,
 or after `--step-ms`.
 """
 
@@ -57,17 +57,17 @@ class InstantWorker(PrefillServicer, DecodeServicer):
         self._changed = asyncio.Event()
 
     async def Prefill(self, request: PrefillRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[PrefillEvent]:
-        """The first token, at once."""
+        """Answers the first token at once."""
         generation = request.generation
-        one = _Running(len(generation.output_token_ids), generation.sampling.max_tokens)
-        token = self._next(generation.request_id, one)
+        running = _Running(len(generation.output_token_ids), generation.sampling.max_tokens)
+        token = self._next(generation.request_id, running)
         if token.finish_reason == NOT_FINISHED:
-            self._running[generation.request_id] = one
+            self._running[generation.request_id] = running
             self._changed.set()
         yield PrefillEvent(first_token=FirstToken(token=token))
 
     async def Tokens(self, request: TokensRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[StepTokens]:
-        """A token of every running request a message."""
+        """Streams messages with a token of every running request."""
         yield StepTokens()
         due_s = time.monotonic()
         while True:
@@ -80,30 +80,32 @@ class InstantWorker(PrefillServicer, DecodeServicer):
 
     async def Cancel(self, request: CancelRequest, context: grpc.aio.ServicerContext) -> CancelResponse:
         """Forgets requests."""
-        found = [self._running.pop(one, None) for one in request.request_ids]
-        return CancelResponse(num_cancelled=sum(one is not None for one in found))
+        removed = [self._running.pop(request_id, None) for request_id in request.request_ids]
+        return CancelResponse(num_cancelled=sum(running is not None for running in removed))
 
     def _step(self) -> StepTokens:
-        tokens = [self._next(request_id, one) for request_id, one in self._running.items()]
+        tokens = [self._next(request_id, running) for request_id, running in self._running.items()]
         for token in tokens:
             if token.finish_reason != NOT_FINISHED:
                 del self._running[token.request_id]
         return StepTokens(tokens=tokens)
 
-    def _next(self, request_id: str, one: _Running) -> Token:
-        token_id = self._token_ids[one.position % len(self._token_ids)]
-        token = Token(request_id=request_id, token_id=token_id, position=one.position)
-        one.position += 1
-        if one.position == one.max_tokens:
+    def _next(self, request_id: str, running: _Running) -> Token:
+        token_id = self._token_ids[running.position % len(self._token_ids)]
+        token = Token(request_id=request_id, token_id=token_id, position=running.position)
+        running.position += 1
+        if running.position == running.max_tokens:
             token.finish_reason = LENGTH
         return token
 
 
 async def serve(gateway: str, step_s: float, checkpoint: Checkpoint) -> None:
-    """Until told to stop."""
+    """Serves until told to stop."""
     stop = asyncio.ensure_future(until_told_to_stop())
     worker = InstantWorker(Tokenizer(checkpoint).encode(TEXT), step_s)
-    add = [partial(one, worker) for one in (add_PrefillServicer_to_server, add_DecodeServicer_to_server)]
+    add = [
+        partial(add_service, worker) for add_service in (add_PrefillServicer_to_server, add_DecodeServicer_to_server)
+    ]
     async with running_server("127.0.0.1:0", add, RpcMetrics(CollectorRegistry()), grace_s=0) as server:
         identity = _identity(checkpoint, f"127.0.0.1:{server.port}")
         registration = asyncio.ensure_future(_register(gateway, identity))
@@ -144,7 +146,7 @@ def _identity(checkpoint: Checkpoint, address: str) -> WorkerIdentity:
 
 
 def main() -> None:
-    """Runs one."""
+    """Runs one worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gateway", required=True, help="host:port of the gateway's cluster service")
     parser.add_argument("--step-ms", type=float, default=0.0)

@@ -1,4 +1,4 @@
-"""What of the Triton kernels is timed: their inputs at a model's shapes, and the bytes that they must move."""
+"""Inputs of the timed Triton kernels at a model's shapes, and the bytes that they must move."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Of one model; the defaults are Llama-3.1-8B's."""
+    """Shapes of one model; the defaults are Llama-3.1-8B's."""
 
     num_q_heads: int = 32
     num_kv_heads: int = 8
@@ -38,7 +38,10 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement. `flops` and `peer`, torch's kernel for the job, where arithmetic and not memory is the limit."""
+    """One measurement.
+
+    Has `flops` and `peer`, torch's kernel for the job, if bound by arithmetic rather than memory.
+    """
 
     kernel: str
     shape: str
@@ -64,7 +67,7 @@ def make_sequences(shapes: Shapes, num_seqs: int, context: int, kv_dtype: torch.
     size = (shapes.num_kv_heads, num_seqs * per_seq * BLOCK_TOKENS, shapes.head_dim)
     k, v = (torch.empty(size, dtype=kv_dtype, device=shapes.device) for _ in range(2))
     for tensor in (k, v):
-        for head in tensor:  # a head at a time: the random numbers are wider than what is kept
+        for head in tensor:  # one head at a time: the random numbers are wider than the stored values
             head.copy_(torch.randn(head.shape, device=shapes.device))
     table = torch.randperm(num_seqs * per_seq, device=shapes.device).int().view(num_seqs, per_seq)
     lens = torch.full((num_seqs,), context, dtype=torch.int32, device=shapes.device)
@@ -72,7 +75,7 @@ def make_sequences(shapes: Shapes, num_seqs: int, context: int, kv_dtype: torch.
 
 
 def kv_bytes(kv: PagedKV, num_tokens: int) -> int:
-    """K and V of so many tokens in one layer."""
+    """Bytes of K and V of `num_tokens` tokens in one layer."""
     return 2 * num_tokens * kv.k.shape[0] * kv.k.shape[2] * kv.k.element_size()
 
 
@@ -181,7 +184,7 @@ def copy_cases(shapes: Shapes, num_tokens: int) -> Iterator[Case]:
 
 
 def cases(shapes: Shapes, num_sms: int) -> Iterator[tuple[str, Callable[[], Case | Iterator[Case]]]]:
-    """What to measure, by kernel file; a case's tensors are made when it is called."""
+    """Measurements by kernel file; a case's tensors are created when it is called."""
     for num_seqs in (1, 8, 64):
         for context in (1024, 8192, 32768):
             yield "decode_attention", partial(decode_case, shapes, num_seqs, context, shapes.dtype, num_sms)

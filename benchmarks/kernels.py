@@ -1,9 +1,9 @@
 """Times the Triton kernels at Llama-3.1-8B shapes on this machine's GPU: `python -m benchmarks.kernels [--json]`.
 
-A kernel's bytes are what it must read and write once; its share is its GB/s over those of a large device copy, measured
-in the same run. Times are medians over CUDA-graph replays, timed by events, with the L2 cache replaced before each,
-so that neither Python nor a warm cache shows in them. Prefill is timed beside torch's scaled_dot_product_attention.
-Without a GPU it says so and exits with status 2.
+A kernel's bytes are what it must read and write once. Its share is its GB/s over those of a large device copy, measured
+in the same run. Times are medians over CUDA-graph replays, timed by events, with the L2 cache replaced before each, so
+that neither Python nor a warm cache affects them. Prefill is compared with torch's scaled_dot_product_attention.
+Without a GPU the program says so and exits with status 2.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Result:
 
 
 def median_us(run: Callable[[], Any], repeats: int, flush: Tensor) -> float:
-    """Median device time of one call, the L2 cache replaced before each."""
+    """Median device time of one call, with the L2 cache replaced before each."""
     for _ in range(3):
         run()  # compiles, and lets torch choose its algorithms, outside the capture
     torch.cuda.synchronize()
@@ -79,7 +79,7 @@ def measure(case: Case, copy_gb_per_s: float, repeats: int, flush: Tensor) -> Re
 
 
 def measured_copy(repeats: int, flush: Tensor) -> float:
-    """GB/s of a device-to-device copy, bytes read and written counted."""
+    """GB/s of a device-to-device copy, counting bytes read and written."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / median_us(lambda: target.copy_(source), repeats, flush) / 1e3

@@ -1,9 +1,9 @@
-"""How small the store's entry codecs make real KV, and how fast: whole blocks of the demo model, one thread.
+"""Size and speed of the store's entry codecs on real KV: whole blocks of the demo model, one thread.
 
     python -m benchmarks.kv_entries --tokens 1024 --repeat 3
 
-KV is that of English prose (see benchmarks.codecs) in bfloat16, cut into blocks of 64 and of 256 tokens, all layers. A
-ratio is of all bytes; speeds are in bytes of bfloat16 KV, medians of rounds in which the codecs take turns.
+KV is that of English prose (see benchmarks.codecs) in bfloat16, cut into blocks of 64 and of 256 tokens with all
+layers. Ratios count all bytes; speeds are in bytes of bfloat16 KV, medians of rounds in which the codecs take turns.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def measure(blocks: Sequence[bytes], layout: KVLayout, num_rounds: int) -> None:
 
 
 def cut(kv: NDArray[np.int16], block_tokens: int) -> list[bytes]:
-    """kv: [layers, 2, heads, tokens, head_dim]. Whole blocks in canonical order."""
+    """Cuts KV into whole blocks in canonical order. kv: [layers, 2, heads, tokens, head_dim]"""
     starts = range(0, kv.shape[3] - block_tokens + 1, block_tokens)
     return [np.ascontiguousarray(kv[:, :, :, start : start + block_tokens]).tobytes() for start in starts]
 

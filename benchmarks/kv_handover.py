@@ -1,4 +1,4 @@
-"""A real prefill and a real decode worker, and what a hand-over between them costs the prompt. For kv_transfer."""
+"""A real prefill and a real decode worker, and the cost of a hand-over between them. Used by kv_transfer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import worker_services
 from halfmoon.worker.state import WorkerState
 
-WORKER = "worker"  # how kv_transfer is told to be one of the workers
+WORKER = "worker"  # argument that makes kv_transfer one of the workers
 _GATEWAY = "benchmark"
 _VOCABULARY = range(1000, 30000)
 
 
 @asynccontextmanager
 async def process(*arguments: str) -> AsyncIterator[tuple[psutil.Process, str]]:
-    """kv_transfer as another process, and the first line that it prints. It ends when its stdin closes."""
+    """Runs kv_transfer as another process and reads its first line. It ends when its stdin closes."""
     command = (sys.executable, "-m", "benchmarks.kv_transfer", *arguments)
     child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
     assert child.stdout is not None
@@ -44,7 +44,7 @@ async def process(*arguments: str) -> AsyncIterator[tuple[psutil.Process, str]]:
 
 
 async def work(role: str, settings: LinkSettings) -> None:
-    """One worker with the demo model and no gateway. Prints its address."""
+    """Runs one worker with the demo model and no gateway. Prints its address."""
     checkpoint = await asyncio.to_thread(prepare_checkpoint, "demo")
     config = EngineConfig(num_threads=1, prefix_cache=False, kv_memory_bytes=512 << 20)
     engine = await asyncio.to_thread(Engine, checkpoint, config)
@@ -67,9 +67,9 @@ async def work(role: str, settings: LinkSettings) -> None:
 async def hand_over(
     transports: Sequence[str], num_tokens: int, repeat: int, codecs: Sequence[str], limit: tuple[float, float]
 ) -> None:
-    """The table of hand-overs: medians over the repeats after a first one that does not count.
+    """Prints the table of hand-overs: medians over the repeats after a first one that does not count.
 
-    limit: the link's MB/s (0: as fast as it is) and its delay in ms.
+    limit: the link's MB/s (0: unlimited) and its delay in ms.
     """
     mbps, delay_ms = limit
     link = f", link of {mbps:g} MB/s and {delay_ms:g} ms" if mbps or delay_ms else ""
@@ -97,7 +97,7 @@ async def hand_over(
 async def _one(
     to_prefill: Peer, decode: str, fingerprint: str, num_tokens: int, codec: str, number: int
 ) -> tuple[float, float]:
-    """(prefill seconds, exposed seconds)"""
+    """(prefill seconds, exposed seconds) of one hand-over."""
     rng = random.Random(number)
     request = prefill_pb2.PrefillRequest(
         generation=types_pb2.Generation(

@@ -1,10 +1,10 @@
-"""A trace of requests through the store's index alone: what share of the prompts it would have had.
+"""Replays a trace through the store's index alone: the share of prompts that it would have held.
 
     python -m benchmarks.kv_index TRACE.jsonl --blocks 1000 10000 50000
 
-TRACE is of Mooncake's format: an object a line, `input_length` in tokens and `hash_ids`, the prompt's blocks of 512
-tokens, equal ids being equal prefixes. Token hits count a part-filled last block with its tokens, block hits count it
-whole. A prompt longer than the index keeps as much of its beginning as fits.
+TRACE has Mooncake's format: one object per line, with `input_length` in tokens and `hash_ids`, the prompt's blocks of
+512 tokens; equal ids mean equal prefixes. Token hits count a partly filled last block by its tokens, block hits count
+it whole. Of a prompt longer than the index, as much of its prefix is kept as fits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Hits:
-    """What was found of all prompts."""
+    """Hits over all prompts."""
 
     num_tokens: int = 0
     num_hit_tokens: int = 0
@@ -44,7 +44,7 @@ class Hits:
     num_hit_blocks: int = 0
 
     def add(self, prompt: Prompt, num_matched: int) -> None:
-        """Counts one prompt of which the first `num_matched` blocks were there."""
+        """Counts one prompt whose first `num_matched` blocks were held."""
         self.num_tokens += prompt.num_tokens
         self.num_hit_tokens += min(prompt.num_tokens, num_matched * BLOCK_TOKENS)
         self.num_blocks += len(prompt.blocks)
@@ -52,19 +52,19 @@ class Hits:
 
 
 def read_trace(path: Path) -> list[Prompt]:
-    """The requests in their order."""
+    """The requests in order."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [Prompt(row["input_length"], [block_id(n.to_bytes(16, "big")) for n in row["hash_ids"]]) for row in rows]
 
 
 def replay(prompts: Iterable[Prompt], policy: PolicyName, max_blocks: int | None) -> Hits:
-    """Every prompt is looked up, and what was missing of it is stored; each block is one byte of `max_blocks`."""
+    """Looks up every prompt and stores its missing blocks; each block counts as one byte of `max_blocks`."""
     catalog = Catalog({Tier.DRAM: policy_named(policy)})
     hits = Hits()
     for prompt in prompts:
         num_matched = len(catalog.match(prompt.blocks, 0.0))
         hits.add(prompt, num_matched)
-        held: list[bytes] = []  # a prompt does not push its own beginning out
+        held: list[bytes] = []  # a prompt does not evict its own prefix
         for depth, block in enumerate(prompt.blocks):
             parent = prompt.blocks[depth - 1] if depth else None
             if depth >= num_matched and not _store(catalog, BlockMeta(block, parent, depth), max_blocks):

@@ -1,9 +1,9 @@
-"""The store's paths side by side: into DRAM, out of it by RPC and in place, from the disk, each against a plain copy.
+"""The store's paths side by side, each against a plain copy: into DRAM, out by RPC or in place, from the disk.
 
     python -m benchmarks.kv_store --blocks 64 --repeat 5
 
-Blocks are of the demo model's layout (64 tokens, 1.4 MiB in bfloat16). Store and client share a process, so RPC
-figures are a lower bound. Medians of rounds in which the paths take turns.
+Blocks have the demo model's layout (64 tokens, 1.4 MiB in bfloat16). Store and client share a process, so RPC figures
+are a lower bound. Medians of rounds in which the paths take turns.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from services.kvstore.catalog.entry import Tier
 from services.kvstore.settings import KVStoreSettings
 
 LAYOUT = KVLayout(30, 3, 64, "bfloat16", 64)
-RUN = 11  # blocks a call: what fits into a worker's 16 MiB
+RUN = 11  # blocks per call, as many as fit into a worker's 16 MiB
 LIMIT_S = 60.0
 
 
 async def measure(num_blocks: int, num_rounds: int, directory: Path) -> dict[str, list[float]]:
-    """Seconds that each path took for all blocks, by round."""
+    """Seconds of each path for all blocks, by round."""
     keys = [n.to_bytes(16, "big") for n in range(num_blocks)]
     data = np.random.default_rng(0).integers(0, 256, (num_blocks, LAYOUT.block_bytes), np.uint8)
     out = np.empty_like(data)
@@ -94,11 +94,11 @@ async def measure(num_blocks: int, num_rounds: int, directory: Path) -> dict[str
             "borrow, checked, copied out": borrow,
             "disk to DRAM (page cache)": from_disk,
         }
-        for _ in range(num_rounds + 1):  # the first is for warming up
+        for _ in range(num_rounds + 1):  # the first round warms up
             for name, path in paths.items():
                 await store.pool.settled()
                 if name.startswith("put"):
-                    await store.pool.drop(map(block_id, keys))  # what is here is not put
+                    await store.pool.drop(map(block_id, keys))  # blocks that are here are not put again
                 started_s = time.perf_counter()
                 await path()
                 took.setdefault(name, []).append(time.perf_counter() - started_s)
@@ -109,7 +109,7 @@ async def measure(num_blocks: int, num_rounds: int, directory: Path) -> dict[str
 
 
 async def only_on_disk(store: Store, keys: Sequence[bytes]) -> None:
-    """Forgets what is in DRAM."""
+    """Drops the copies in DRAM."""
     for key in keys:
         store.pool.catalog.lose(block_id(key), Tier.DRAM)
 

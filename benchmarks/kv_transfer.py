@@ -1,13 +1,13 @@
-"""KV transfers between two processes, beside one plain memcpy of the same bytes.
+"""KV transfers between two processes, compared with one plain memcpy of the same bytes.
 
     python -m benchmarks.kv_transfer                  # transports x chunk sizes x codecs, then a real hand-over
     python -m benchmarks.kv_transfer --no-handover --transports grpc shm --chunks 1024 --repeat 9
     python -m benchmarks.kv_transfer --mbps 50 --delay-ms 5 --transports grpc
 
-One transfer is the KV of `--tokens` tokens of the demo model (30 layers, 3 KV heads of 64, bfloat16), gathered layer by
-layer into staging buffers and written to other memory by the receiver, a process of its own. GB/s are of KV as it is in
-memory, whatever the codec makes of it; CPU seconds are of both processes. The hand-over is a real prefill worker and a
-real decode worker: exposed time is from the first token, which ends the prefill, to the decode worker's DONE.
+One transfer is the KV of `--tokens` tokens of the demo model (30 layers, 3 KV heads of 64, bfloat16). It is gathered
+layer by layer into staging buffers and written to other memory by the receiver, a separate process. GB/s count KV as it
+is in memory, before the codec; CPU seconds are those of both processes. The hand-over uses a real prefill and a real
+decode worker: exposed time runs from the first token, which ends the prefill, to the decode worker's DONE.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import KVLink, LinkSettings
 
 LAYOUT = KVLayout(30, 3, 64, "bfloat16", 64)
-_RECEIVER = "receiver"  # how this file is told to be the other process
+_RECEIVER = "receiver"  # argument that makes this file the receiving process
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One line of the table, medians over the repeats."""
+    """One row of the table: medians over the repeats."""
 
     seconds: float
-    cpu_s: float  # of both processes
+    cpu_s: float  # both processes
 
 
 async def receive() -> None:
-    """The receiving process: writes what comes to memory, until its stdin closes."""
+    """Runs the receiving process: writes incoming KV to memory until its stdin closes."""
     arena = np.zeros((LAYOUT.num_layers, 2, LAYOUT.num_kv_heads, 8192, LAYOUT.head_dim), np.uint16)
     intake = KVIntake()
 
@@ -77,7 +77,7 @@ async def receive() -> None:
 
 
 async def send(transfer: TransferSender, kv: NDArray[np.uint16], chunk_bytes: int, codec: Codec) -> None:
-    """One whole transfer. kv: [layers, 2, heads, tokens, head_dim]"""
+    """Sends one whole transfer. kv: [layers, 2, heads, tokens, head_dim]"""
     num_tokens = kv.shape[3]
     await transfer.open(KVRange(0, LAYOUT.num_layers, 0, LAYOUT.num_kv_heads, 0, num_tokens), b"")
     for part in plan_frames(LAYOUT, LAYOUT.whole(), 0, num_tokens, chunk_bytes):
@@ -96,7 +96,7 @@ async def send(transfer: TransferSender, kv: NDArray[np.uint16], chunk_bytes: in
 async def measure(
     link: KVLink, other: psutil.Process, kv: NDArray[np.uint16], chunk_bytes: int, codec: Codec, repeat: int
 ) -> Figures:
-    """Some transfers over one link; the first, which touches new memory, does not count."""
+    """Measures transfers over one link; the first, which touches new memory, does not count."""
     seconds, cpu_s = [], []
     for _ in range(repeat + 1):
         before_s, cpu_before_s = time.perf_counter(), _cpu_s(other)
@@ -108,7 +108,7 @@ async def measure(
 
 
 def memcpy(kv: NDArray[np.uint16], repeat: int) -> Figures:
-    """The same bytes copied once, layer by layer, in this process."""
+    """Copies the same bytes once, layer by layer, in this process."""
     there, seconds = np.zeros_like(kv), []
     for _ in range(repeat + 1):
         before_s = time.perf_counter()
@@ -124,7 +124,7 @@ def _cpu_s(other: psutil.Process) -> float:
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Both tables."""
+    """Prints both tables."""
     if not options.no_transports:
         await transports(options)
     if not options.no_handover:
@@ -133,7 +133,7 @@ async def run(options: argparse.Namespace) -> None:
 
 
 async def transports(options: argparse.Namespace) -> None:
-    """The table of transports."""
+    """Prints the table of transports."""
     shape = (LAYOUT.num_layers, 2, LAYOUT.num_kv_heads, options.tokens, LAYOUT.head_dim)
     normal = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     kv = (normal.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16
@@ -148,9 +148,9 @@ async def transports(options: argparse.Namespace) -> None:
             for codec, chunk_kib in itertools.product(options.codecs, options.chunks):
                 figures = await measure(link, other, kv, chunk_kib << 10, Codec[codec.upper()], options.repeat)
                 _row(name, str(chunk_kib), codec, figures, kv.nbytes, plain)
-            found = link.estimator.estimate
-            if found is not None:
-                print(f"  estimate: {found.bandwidth_bytes_per_s / 1e9:.2f} GB/s, {found.latency_s * 1e3:.2f} ms")
+            estimate = link.estimator.estimate
+            if estimate is not None:
+                print(f"  estimate: {estimate.bandwidth_bytes_per_s / 1e9:.2f} GB/s, {estimate.latency_s * 1e3:.2f} ms")
             await link.close()
 
 
@@ -179,8 +179,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--codecs", nargs="+", default=["raw"])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--mbps", type=float, default=0.0, help="limit the link to so many megabytes a second")
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="and delay it by so much, one way")
+    parser.add_argument("--mbps", type=float, default=0.0, help="limit of the link in MB/s")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="one-way delay of the link")
     parser.add_argument("--no-transports", action="store_true", help="only the hand-over")
     parser.add_argument("--no-handover", action="store_true", help="only the transports")
     options = parser.parse_args(arguments)

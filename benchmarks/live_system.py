@@ -1,4 +1,4 @@
-"""A `halfmoon up` that lasts as long as a benchmark's block."""
+"""A `halfmoon up` that runs as long as a benchmark needs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _START_S = 180.0
 
 @asynccontextmanager
 async def running_system(arguments: Sequence[str], state_dir: Path, num_workers: int = 1) -> AsyncIterator[str]:
-    """The URL of the gateway, which so many workers have joined. Raises TimeoutError after three minutes without."""
+    """Yields the gateway's URL once `num_workers` have joined. Raises TimeoutError after three minutes."""
     port = random.randrange(20_000, 60_000)
     where = ("--port", str(port), "--state-dir", str(state_dir), "--no-console")
     command = (sys.executable, "-m", "halfmoon.cli.app", "up", "--slo", "off", *arguments, *where)
@@ -27,7 +27,7 @@ async def running_system(arguments: Sequence[str], state_dir: Path, num_workers:
         await _until_ready(url, num_workers)
         yield url
     finally:
-        with suppress(ProcessLookupError):  # it ended, and has said why
+        with suppress(ProcessLookupError):  # it has ended and logged why
             process.terminate()
         await process.wait()
 

@@ -1,17 +1,17 @@
-"""Decode steps with all KV on the host: loaded, or computed again in part (KVPR), over the same slow link.
+"""Decode steps with all KV on the host: loaded, or partly recomputed (KVPR), over the same slow link.
 
     python -m benchmarks.offload --links 100 200 400 800 --repeat 12
     python -m benchmarks.offload --links 50 100 --handed-over
 
-An OPT of `--layers` layers and random weights decodes `--batch` sequences of `--tokens` tokens, prefilled here or, with
-`--handed-over`, with KV from elsewhere, of which no layer's inputs are known. Three engines take turns at each step:
-one with all KV in memory, one that loads it all, and one that chooses. The link is a copy in memory that sleeps until
-the given rate (MB/s) allows it to be done.
+An OPT of `--layers` layers and random weights decodes `--batch` sequences of `--tokens` tokens. They are prefilled here
+or, with `--handed-over`, have KV from elsewhere, for which no layer's inputs are known. Three engines take turns at
+each step: one with all KV in memory, one that loads it all, and one that chooses. The link is a copy in memory that
+sleeps until the given rate (MB/s) allows it to be done.
 
-`in memory`, `loaded`, `chosen`: medians of the last `--repeat` steps, ms. `gain`: loaded / chosen; with inputs, half of
-K and V, it cannot be larger than 2, with running tokens again it can. `all`: the same of all steps, the first
-`--settle` ones as well, in which rates are learned and inputs made up for. `hidden`: how much of the time in which the
-chosen engine's link was busy it computed as well. `halves`: memory that its KV takes, of that which K and V take.
+`in memory`, `loaded`, `chosen`: medians of the last `--repeat` steps, ms. `gain`: loaded / chosen; with inputs, half
+the size of K and V, it cannot exceed 2, with recomputed tokens it can. `all`: the same over all steps, including the
+first `--settle` ones, in which rates are learned and inputs prepared. `hidden`: share of the link's busy time in which
+the chosen engine also computed. `halves`: memory of its KV relative to that of K and V.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _VOCABULARY = 1024
 
 
 def random_opt(path: Path, hidden_size: int, num_layers: int) -> Checkpoint:
-    """A configuration alone."""
+    """Creates a checkpoint that is only a configuration."""
     OPTConfig(
         vocab_size=_VOCABULARY, hidden_size=hidden_size, word_embed_proj_dim=hidden_size, ffn_dim=4 * hidden_size,
         num_hidden_layers=num_layers, num_attention_heads=hidden_size // 64, max_position_embeddings=4096,
@@ -50,11 +50,11 @@ def random_opt(path: Path, hidden_size: int, num_layers: int) -> Checkpoint:
 def started(
     checkpoint: Checkpoint, batch: int, tokens: int, steps: int, offload: OffloadConfig | None, handed_over: bool
 ) -> Engine:
-    """An engine whose sequences have all been prefilled, or handed over."""
+    """Creates an engine whose sequences have all been prefilled or handed over."""
     longest = tokens + steps
     blocks = -(-longest // _BLOCK_TOKENS)
     layers = checkpoint.model_config.num_layers
-    few = 3 + 3 * blocks // layers  # two buffers for a layer of K, V and inputs of one sequence, and a block or two
+    few = 3 + 3 * blocks // layers  # two buffers for a layer of K, V and inputs of one sequence, plus a block or two
     config = EngineConfig(
         weights="dummy",
         block_tokens=_BLOCK_TOKENS,
@@ -85,7 +85,7 @@ def started(
 
 
 class Columns(NamedTuple):
-    """One row of the table, of engines that took the same steps in turns."""
+    """One row of the table, over engines that took the same steps in turns."""
 
     memory_s: float
     loaded_s: float
@@ -125,9 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--links", type=float, nargs="+", default=[100, 200, 400, 800, 1600], help="MB/s")
     parser.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=SCHEDULES)
-    parser.add_argument("--settle", type=int, default=12, help="steps before those that count")
-    parser.add_argument("--repeat", type=int, default=12, help="steps that count")
-    parser.add_argument("--handed-over", action="store_true", help="KV comes from elsewhere")
+    parser.add_argument("--settle", type=int, default=12, help="steps before the counted ones")
+    parser.add_argument("--repeat", type=int, default=12, help="counted steps")
+    parser.add_argument("--handed-over", action="store_true", help="decode KV received from elsewhere")
     options = parser.parse_args(arguments)
     steps = options.settle + options.repeat + 4
     print(

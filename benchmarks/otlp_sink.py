@@ -1,4 +1,4 @@
-"""An OTLP receiver that drops what it gets without reading it: `python -m benchmarks.otlp_sink`."""
+"""An OTLP receiver that discards its input unread: `python -m benchmarks.otlp_sink`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
 
 
 async def _export(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-    return b""  # an ExportTraceServiceResponse without anything
+    return b""  # an empty ExportTraceServiceResponse
 
 
 async def serve() -> None:
-    """Runs until it is killed."""
+    """Runs until killed."""
     server = grpc.aio.server()
     methods = {"Export": grpc.unary_unary_rpc_method_handler(_export)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))

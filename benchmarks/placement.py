@@ -1,11 +1,11 @@
-"""What placing one request costs among hundreds of workers, and what the block index takes.
+"""Cost of placing one request among hundreds of workers, and size of the block index.
 
     python -m benchmarks.placement [--pairs 10000000] [--workers 256] [--prompt-tokens 131072]
 
-256 prefill and 256 decode workers hold ten million blocks, some of them the prompt's beginning, each to another
-depth (the worst case of the match: the set of holders shrinks a hundred times along the prompt). Each placement is
-what the gateway does for a request whose block keys it has: match, predict, choose, note the load of both workers.
-Two ways to spread blocks: each on one worker, or on three drawn at random.
+256 prefill and 256 decode workers hold ten million blocks. Some of these are the prompt's prefix, to a different depth
+on each worker (the worst case of the match: the set of holders shrinks a hundred times along the prompt). Each
+placement does what the gateway does for a request whose block keys it has: match, predict, choose, note the load of
+both workers. Blocks are spread in two ways: each on one worker, or on three drawn at random.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MESSAGE_KEYS = 4_096
 
 
 def make_view(num_workers: int) -> ClusterView:
-    """As many prefill as decode workers."""
+    """Cluster with as many prefill as decode workers."""
     roles: tuple[Role, ...] = ("prefill", "decode")
     return ClusterView(
         WorkerView(
@@ -61,9 +61,9 @@ def make_view(num_workers: int) -> ClusterView:
 
 
 def make_index(view: ClusterView, num_pairs: int, copies: int, prompt: Keys, rng: np.random.Generator) -> BlockIndex:
-    """Every worker holds a part of the prompt and its share of the pairs."""
+    """Index in which every worker holds a part of the prompt and its share of the pairs."""
     index = BlockIndex()
-    workers = sorted(view.workers, key=lambda one: one.holder)
+    workers = sorted(view.workers, key=lambda worker: worker.holder)
     share = num_pairs // len(workers)
     pool = rng.integers(1, 2**64, size=num_pairs // copies, dtype=np.uint64) if copies > 1 else None
     for place_in_line, worker in enumerate(workers):
@@ -105,7 +105,7 @@ class _Forecast:
 
 
 def time_placements(view: ClusterView, index: BlockIndex, prompt: Keys, mode: PlacementMode) -> list[float]:
-    """Seconds of each placement, the noting of its load included."""
+    """Seconds of each placement, including noting its load."""
     rng, rules = random.Random(0), PlacementRules(mode)
     forecast = _Forecast(rules.fetching_threshold)
     decodes = [view.row(worker.worker_id) for worker in view.workers if worker.role == "decode"]
@@ -129,7 +129,7 @@ def main() -> None:
     """Prints one table for each spread."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=10_000_000)
-    parser.add_argument("--workers", type=int, default=256, help="of each half")
+    parser.add_argument("--workers", type=int, default=256, help="workers of each phase")
     parser.add_argument("--prompt-tokens", type=int, default=128 * 1024)
     args = parser.parse_args()
     rng = np.random.default_rng(0)

@@ -1,6 +1,7 @@
-"""The roofline beside the kernels that NVIDIA timed: `python -m benchmarks.planner kernels`.
+"""The roofline compared with kernels timed by NVIDIA: `python -m benchmarks.planner kernels`.
 
-Kernels alone, without launches, the host and sampling, which the roofline has: it should be somewhat slower.
+Their times are kernels alone, without launches, the host and sampling, which the roofline includes; so the roofline
+should be somewhat slower.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ _BATCHES, _CONTEXTS = (1, 4, 16, 64, 256), (512, 2048, 8192)
 
 
 def show_kernels() -> None:
-    """Median error, and its sign, over three models and two engines."""
+    """Prints the median error and its sign over three models and two engines."""
     print(f"| GPU | | {' | '.join(f'TP{tp}' for tp in _TENSOR)} |")
     print(f"|---|---|{'---|' * len(_TENSOR)}")
     for gpu in SYSTEMS:
         pairs = {tp: list(_pairs(gpu, tp)) for tp in _TENSOR}
         for what, prompts in (("prompts to 2,048", _SHORT), ("prompts from 4,096", _LONG)):
-            cells = [_cell(one for pair in pairs[tp] for one in _prompt_errors(*pair, prompts)) for tp in _TENSOR]
+            cells = [_cell(error for pair in pairs[tp] for error in _prompt_errors(*pair, prompts)) for tp in _TENSOR]
             print(f"| {gpu} | {what} | {' | '.join(cells)} |", flush=True)
-        cells = [_cell(one for pair in pairs[tp] for one in _step_errors(*pair)) for tp in _TENSOR]
+        cells = [_cell(error for pair in pairs[tp] for error in _step_errors(*pair)) for tp in _TENSOR]
         print(f"| {gpu} | steps | {' | '.join(cells)} |", flush=True)
 
 
 def _pairs(gpu: str, tp: int) -> Iterator[tuple[LatencyModel, LatencyModel]]:
-    """The roofline's and theirs, of all that fits."""
+    """Pairs of the roofline's model and theirs for all combinations that fit."""
     for name, backend in product(_MODELS, _BACKENDS):
         sources = latency_source(f"roofline:{name}"), latency_source(f"aiconfigurator-{backend}:{name}")
         with suppress(InvalidRequest):
@@ -46,7 +47,7 @@ def _pairs(gpu: str, tp: int) -> Iterator[tuple[LatencyModel, LatencyModel]]:
 
 
 def _prompt_errors(ours: LatencyModel, theirs: LatencyModel, prompts: tuple[int, ...]) -> Iterator[float]:
-    yield from (ours.prefill_s(one) / theirs.prefill_s(one) - 1 for one in prompts if one <= ours.kv_tokens)
+    yield from (ours.prefill_s(tokens) / theirs.prefill_s(tokens) - 1 for tokens in prompts if tokens <= ours.kv_tokens)
 
 
 def _step_errors(ours: LatencyModel, theirs: LatencyModel) -> Iterator[float]:
@@ -62,5 +63,5 @@ def _step_s(model: LatencyModel, batch: int, tokens: int) -> float:
 
 
 def _cell(errors: Iterator[float]) -> str:
-    found = np.array(list(errors))
-    return f"{np.median(abs(found)):.0%} ({np.median(found):+.0%})" if len(found) else "-"
+    values = np.array(list(errors))
+    return f"{np.median(abs(values)):.0%} ({np.median(values):+.0%})" if len(values) else "-"

@@ -1,13 +1,13 @@
-"""The simulator, calibrated by `halfmoon profile`, beside the live system: the same requests at the same times.
+"""The simulator, calibrated by `halfmoon profile`, compared with the live system on the same requests.
 
     python -m benchmarks.planner_live --directory live [--layout 1p1d] [--rate 0.6 --rate 1] [--requests 100]
 
-Starts `halfmoon up` with the demo model in each layout on this host. For each rate it measures a profile of it
-(LAYOUT-RATE.json in `--directory`; one that is there is taken), since the speed of a shared machine drifts by the
-minute, and plays Poisson arrivals of equal requests, whose prompts share nothing, through the HTTP API. Then
-`halfmoon.sim` simulates the same arrivals and lengths with that profile and nothing else.
-Each worker computes with its share of the cores (OMP_NUM_THREADS, unless that is set). Attainment is shown for targets
-that are multiples of what an idle system takes by the profile.
+Starts `halfmoon up` with the demo model in each layout on this host. For each rate it measures a profile
+(LAYOUT-RATE.json in `--directory`, reused if present), since the speed of a shared machine drifts by the minute. It
+then plays Poisson arrivals of equal requests, whose prompts share nothing, through the HTTP API. Then `halfmoon.sim`
+simulates the same arrivals and lengths with that profile and nothing else. Each worker computes with its share of the
+cores (OMP_NUM_THREADS, unless set). Attainment is shown for targets that are multiples of an idle system's latencies by
+the profile.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ LAYOUTS = {
     "1p1d": (("--prefill", "1", "--decode", "1"), [("prefill", 1), ("decode", 1)]),
     "2both": (("--both", "2"), [("both", 2)]),
 }
-MULTIPLES = ((1.5, 1.5), (2.0, 1.5), (3.0, 2.0), (5.0, 3.0))  # of the idle TTFT and TPOT
+MULTIPLES = ((1.5, 1.5), (2.0, 1.5), (3.0, 2.0), (5.0, 3.0))  # multiples of the idle TTFT and TPOT
 LIMITS = SweepLimits(longest_prompt=512, largest_batch=8, longest_context=256, repeats=5)
 BLOCK_TOKENS = 64
 NUM_WARM = 4
-_IDLE_S = 600.0  # with the profile
+_IDLE_S = 600.0  # limit on waiting for idle workers, profiling included
 
 
 def main() -> None:
     """Prints a table of predicted and measured figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", type=Path, required=True, help="of profiles, state and results")
+    parser.add_argument("--directory", type=Path, required=True, help="directory of profiles, state and results")
     parser.add_argument("--layout", action="append", choices=sorted(LAYOUTS))
     parser.add_argument("--rate", action="append", type=float, help="requests a second")
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--work", default="in=200,out=32")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--gateway", help="of a system that runs in the one --layout, with OMP_NUM_THREADS as above")
-    parser.add_argument("--run", default="", help="part of the name of its files: runs of the same work side by side")
-    parser.add_argument("--only-simulate", action="store_true", help="beside what earlier runs kept in the directory")
+    parser.add_argument("--gateway", help="URL of a system running in the one --layout, with OMP_NUM_THREADS as above")
+    parser.add_argument("--run", default="", help="suffix of file names, to keep several runs of the same work")
+    parser.add_argument("--only-simulate", action="store_true", help="use results of earlier runs in the directory")
     args = parser.parse_args()
     args.directory.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 2) // 2, 1)))
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 async def _measure(args: argparse.Namespace, layout: str, rates: Sequence[float]) -> None:
-    """A profile, and a file of outcomes for each rate."""
+    """Measures a profile and a file of outcomes for each rate."""
     async with _system(args, layout) as url:
         gateway = await found_gateway(url)
         await played(_workload(args, 1.0, NUM_WARM, block=_unseen()), gateway, lambda: None)
@@ -85,13 +85,15 @@ async def _measure(args: argparse.Namespace, layout: str, rates: Sequence[float]
             work = _workload(args, rate, args.requests, block=_unseen())
             outcomes = await played(work, gateway, lambda: None)
             rows = [
-                [one.ttft_s, one.tbt_s, one.num_cached_tokens, one.sent_late_s] for one in outcomes if _is_good(one)
+                [outcome.ttft_s, outcome.tbt_s, outcome.num_cached_tokens, outcome.sent_late_s]
+                for outcome in outcomes
+                if _is_good(outcome)
             ]
             _outcomes_file(args, layout, rate).write_text(json.dumps(rows))
 
 
 async def _profiled_when_idle(url: str) -> MeasuredProfile:
-    """Workers say some time after a request's end that they are idle."""
+    """Profiles once workers report that they are idle, which takes some time after a request's end."""
     async with asyncio.timeout(_IDLE_S):
         while True:
             with suppress(NoCapacity):
@@ -106,12 +108,12 @@ def _system(args: argparse.Namespace, layout: str) -> AbstractAsyncContextManage
 
 
 def _unseen() -> int:
-    """The first of blocks that no run had before: the store of an earlier one may still have its blocks."""
+    """First of a range of block numbers that no run used before: an earlier store may still hold that run's blocks."""
     return random.SystemRandom().getrandbits(40) << 16
 
 
-def _is_good(one: Outcome) -> bool:
-    return one.end == "answered"
+def _is_good(outcome: Outcome) -> bool:
+    return outcome.end == "answered"
 
 
 def _profile_file(args: argparse.Namespace, layout: str, rate: float) -> Path:
@@ -125,7 +127,7 @@ def _outcomes_file(args: argparse.Namespace, layout: str, rate: float) -> Path:
 
 
 def _workload(args: argparse.Namespace, rate: float, num: int, block: int) -> Workload:
-    """Blocks are numbered from `block` on, so that no prompt was seen before."""
+    """Workload whose blocks are numbered from `block` on, so that no prompt was seen before."""
     drawn = synthetic_workload(named_lengths(args.work), num, rate, seed=args.seed)
     counts = -(-drawn.prompt_tokens // BLOCK_TOKENS)
     offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -133,7 +135,7 @@ def _workload(args: argparse.Namespace, rate: float, num: int, block: int) -> Wo
 
 
 def _cluster(args: argparse.Namespace, layout: str, rate: float) -> ClusterSpec:
-    """As a user would write it: everything but the layout is the profile's."""
+    """Cluster file as a user would write it: everything except the layout comes from the profile."""
     workers = [
         {"role": role, "count": count, "workers_per_node": count, "first_node": 0} for role, count in _groups(layout)
     ]
@@ -155,10 +157,10 @@ def _print_rate(args: argparse.Namespace, layout: str, rate: float) -> None:
     multiples = " | ".join(f"{a:g}x/{b:g}x" for a, b in MULTIPLES)
     print(f"| rate/s | | mean TTFT ms | p90 | mean TPOT ms | p90 | met {multiples} |")
     rows = np.array(json.loads(_outcomes_file(args, layout, rate).read_text()))
-    found = simulate(spec, _workload(args, rate, args.requests, block=0), args.seed)
+    result = simulate(spec, _workload(args, rate, args.requests, block=0), args.seed)
     assert not rows[:, 2].any(), "prompts were cached: nothing is compared with what was simulated"
     targets = [SloTargets(a * ttft_s, b * tpot_s) for a, b in MULTIPLES]
-    predicted = _figures(found.ttft_s, found.tpot_s, [found.attainment(one).joint for one in targets])
+    predicted = _figures(result.ttft_s, result.tpot_s, [result.attainment(one).joint for one in targets])
     met = [float(((rows[:, 0] <= one.ttft_s) & (rows[:, 1] <= one.tpot_s)).sum() / args.requests) for one in targets]
     measured = _figures(rows[:, 0], rows[:, 1], met)
     _print_row(f"{rate:g}", "predicted", predicted)

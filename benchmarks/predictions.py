@@ -1,14 +1,14 @@
-"""How far the gateway's predictions are from what happens, under a steady load.
+"""Errors of the gateway's predictions under a steady load.
 
     python -m benchmarks.predictions [--seconds 60] [--rate 0.8] [--prefill 1] [--decode 1]
     python -m benchmarks.predictions --url http://127.0.0.1:8000 --json errors.json
     python -m benchmarks.predictions --up '--engine sim --sim-profile llama2-70b-8xa800' --prompt 512 4096 --rate 1
 
-Starts `halfmoon up` (or uses the one at `--url`) and sends prompts of random tokens, log-uniform between `--prompt`
-tokens, with outputs between `--output`, at Poisson times; `--repeat` of the prompts begin with half of an earlier one.
-The first `--settle` seconds are not counted. Errors are of predicted over measured, from the ledger's rows (for steps:
-from the gateway's view of its workers): the median of the absolute error, its mean (MAPE), and the mean with its sign
-(bias, above 0 where too much was predicted).
+Starts `halfmoon up` (or uses the one at `--url`) and sends prompts of random tokens at Poisson times. Prompt lengths
+are log-uniform within `--prompt`, outputs within `--output`; a share `--repeat` of the prompts begins with half of an
+earlier one. The first `--settle` seconds are not counted. Errors are predicted over measured, from the ledger's rows
+(for steps, from the gateway's view of its workers): the median absolute error, the mean absolute error (MAPE), and the
+signed mean (bias, above 0 where too much was predicted).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _PARTS = {
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--url", help="of a running gateway; default: start one")
+    parser.add_argument("--url", help="URL of a running gateway; default: start one")
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--settle", type=float, default=15, help="seconds at the start that are not counted")
+    parser.add_argument("--settle", type=float, default=15, help="seconds not counted at the start")
     parser.add_argument("--rate", type=float, default=0.8, help="requests a second")
     parser.add_argument("--prompt", type=int, nargs=2, default=(64, 1024), metavar=("LEAST", "MOST"))
     parser.add_argument("--output", type=int, nargs=2, default=(16, 64), metavar=("LEAST", "MOST"))
-    parser.add_argument("--repeat", type=float, default=0.0, help="share of prompts that begin as an earlier one")
+    parser.add_argument("--repeat", type=float, default=0.0, help="share of prompts that begin like an earlier one")
     parser.add_argument("--stream", action="store_true", help="stream the answers")
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=1)
@@ -72,7 +72,7 @@ async def _run(args: argparse.Namespace) -> None:
 
 @asynccontextmanager
 async def _gateway(args: argparse.Namespace) -> AsyncIterator[str]:
-    """The URL of the running one, or of one that lasts as long as the block."""
+    """Yields the URL of the running gateway, or of one started for the benchmark."""
     if args.url:
         yield args.url
         return
@@ -83,7 +83,7 @@ async def _gateway(args: argparse.Namespace) -> AsyncIterator[str]:
 
 
 async def _drive(session: aiohttp.ClientSession, url: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The load; then the ledger's rows of what was sent after the settling."""
+    """Sends the load; returns the ledger's rows of requests sent after settling."""
     rng = random.Random(args.seed)
     async with session.get(f"{url}/v1/models") as response:
         model = (await response.json())["data"][0]["id"]
@@ -105,10 +105,10 @@ async def _drive(session: aiohttp.ClientSession, url: str, args: argparse.Namesp
             tasks.create_task(_complete(session, url, name, {**body, "ignore_eos": True}))
             if due_s >= args.settle:
                 counted.add(name)
-    await asyncio.sleep(0.5)  # rows are written behind the requests
+    await asyncio.sleep(0.5)  # rows are written in the background
     async with session.get(f"{url}/halfmoon/v1/requests?limit={_MAX_ROWS}") as response:
-        found = await response.json()
-    return [{**row, "worker_s": _sum(row, "queue_s", "prefill_s")} for row in found if row["request_id"] in counted]
+        recorded = await response.json()
+    return [{**row, "worker_s": _sum(row, "queue_s", "prefill_s")} for row in recorded if row["request_id"] in counted]
 
 
 async def _complete(session: aiohttp.ClientSession, url: str, name: str, body: dict[str, Any]) -> None:

@@ -1,15 +1,14 @@
-"""What refusing a request costs the gateway: from the parsed headers of an HTTP request to its 429.
+"""Cost of refusing a request in the gateway: from the parsed headers of an HTTP request to its 429.
 
     python -m benchmarks.refusal [--requests 100] [--workers 8]
 
-A gateway with the demo model's tokenizer, and workers that are members and nothing else. For prompts of several
-lengths, each of which comes once, the whole time in the gateway (as the ledger has it) of three kinds of refusals:
-*unread*, where no prompt at all could meet the class's target; *cold*, where one could whose beginning somebody has,
-and nobody has this one's; *shared*, where a worker has the system prompt of 1,000 words before it. Then what a prompt
-costs that a worker has to its last block, so that it has to be admitted: from its body to its placement, *first* before
-the gateway saw any of it, *again* after that, and of that the look at its beginning. The last column is the client's
-round trip of a cold one, whose HTTP costs both sides. Medians in milliseconds and, for machines that others use, 10th
-percentiles.
+A gateway with the demo model's tokenizer, and workers that are only members. For prompts of several lengths, each sent
+once, it prints the whole time in the gateway (from the ledger) of three kinds of refusals: *early*, where no prompt at
+all could meet the class's target; *cold*, where only a cached prefix could meet it and nobody holds this one's;
+*shared*, where a worker holds the system prompt of 1,000 words before it. Then it prints the cost of a prompt that a
+worker holds to its last block, so that it has to be admitted: from its body to its placement, *first* before the
+gateway saw any of it, *again* after that, and the part spent on its prefix. The last column is the client's round trip
+of a cold one, with HTTP on both sides. Medians in milliseconds and, for shared machines, 10th percentiles.
 """
 
 from __future__ import annotations
@@ -51,30 +50,30 @@ _SENTENCE = "the gateway predicts how long first token of this prompt would take
 _REFUSED = 429
 _LENGTHS = (64, 512, 4_096, 32_768)  # words
 _SYSTEM_WORDS = 1_000
-_CONTEXT_TOKENS = 65_536  # whatever the demo model's is: nothing is computed
-_TARGETS_S = {"unread": 1e-6, "cold": 0.05, "shared": 0.05}  # one token takes 11 ms, the shortest prompt 0.1 s
-_CACHED_TARGET_S = 0.1  # what is left of a prompt, a block at most, takes 74 ms
+_CONTEXT_TOKENS = 65_536  # independent of the demo model, since nothing is computed
+_TARGETS_S = {"early": 1e-6, "cold": 0.05, "shared": 0.05}  # one token takes 11 ms, the shortest prompt 0.1 s
+_CACHED_TARGET_S = 0.1  # the rest of a prompt, a block at most, takes 74 ms
 _ENDPOINT = "chat.completions"
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """One gateway, asked by one client."""
+    """One gateway, used by one client."""
 
     gateway: RunningGateway
     model: ServedModel
-    same_model: ServedModel  # to tokenize what the gateway did not see yet
+    same_model: ServedModel  # to tokenize what the gateway has not seen yet
     session: aiohttp.ClientSession
-    versions: itertools.count[int]  # of the class
+    versions: itertools.count[int]  # versions of the class
 
-    async def promise(self, ttft_s: float) -> None:
-        """To everybody."""
+    async def set_target(self, ttft_s: float) -> None:
+        """Sets the default class's TTFT target."""
         body = {"ttft_s": ttft_s, "version": next(self.versions)}
         async with self.session.put(f"{self.gateway.http}/halfmoon/v1/classes/default", json=body) as response:
             response.raise_for_status()
 
     def hold(self, body: bytes) -> None:
-        """The first worker has this prompt's blocks, and no others."""
+        """Makes the first worker hold this prompt's blocks and no others."""
         membership = self.gateway.cluster.membership
         layout, member = membership.kv_layout, membership.members()[0]
         assert layout is not None
@@ -89,19 +88,19 @@ class Bench:
             began_s = time.perf_counter()
             async with self.session.post(f"{self.gateway.http}/v1/chat/completions", data=body) as response:
                 await response.read()
-            if response.status == _REFUSED:  # one every ten seconds is let in, to see whether it is right to refuse
+            if response.status == _REFUSED:  # one every ten seconds is admitted as a probe
                 round_trips_s.append(time.perf_counter() - began_s)
         return round_trips_s
 
     async def in_gateway(self, num_requests: int) -> list[float]:
-        """Seconds of the latest requests there."""
-        await asyncio.sleep(0.5)  # rows are written behind the requests
+        """Seconds in the gateway of the latest requests."""
+        await asyncio.sleep(0.5)  # rows are written in the background
         async with self.session.get(f"{self.gateway.http}/halfmoon/v1/requests?limit={num_requests}") as response:
             rows = await response.json()
         return [row["e2e_s"] for row in rows if row["http_status"] == _REFUSED]
 
     def admitted(self, raw: bytes) -> Admitting:
-        """From a body to its placement. Raises Refused."""
+        """Times one request from its body to its placement. Raises Refused."""
         early_rejection = EarlyRejection(self.gateway.routing)
         began_s = time.perf_counter()
         body = read_body(_ENDPOINT, raw, self.model, _CONTEXT_TOKENS)
@@ -120,17 +119,17 @@ class Bench:
 
 
 class Admitting(NamedTuple):
-    """Seconds."""
+    """Seconds of an admission, and of its prefix step."""
 
     all_s: float
-    beginning_s: float
+    prefix_s: float
 
 
 def main() -> None:
-    """Prints one line a length."""
+    """Prints one line per length."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--workers", type=int, default=8, help="of each half")
+    parser.add_argument("--workers", type=int, default=8, help="workers of each phase")
     asyncio.run(_run(parser.parse_args()))
 
 
@@ -140,7 +139,7 @@ async def _run(args: argparse.Namespace) -> None:
         model, same_model = (replace(load_model(settings), context_tokens=_CONTEXT_TOKENS) for _ in range(2))
         async with running_gateway(settings, model) as gateway, aiohttp.ClientSession() as session:
             _join(gateway, model, args.workers)
-            columns = (*_TARGETS_S, "cached, first", "of that begun", "cached, again", "of that begun", "round, cold")
+            columns = (*_TARGETS_S, "cached, first", "of that prefix", "cached, again", "of that prefix", "round, cold")
             print(f"{'tokens':>7} {' '.join(f'{one:>15}' for one in columns)}")
             bench = Bench(gateway, model, same_model, session, itertools.count())
             for num_words in _LENGTHS:
@@ -168,14 +167,14 @@ def _join(gateway: RunningGateway, model: ServedModel, num_workers: int) -> None
 async def _measure(bench: Bench, num_words: int, num_requests: int) -> None:
     inside_s, round_trips_s = {}, {}
     for kind, target_s in _TARGETS_S.items():
-        await bench.promise(target_s)
+        await bench.set_target(target_s)
         system = _text("system", _SYSTEM_WORDS) if kind == "shared" else None
         if system is not None:
             bench.hold(_body(bench.model, "something else", system))
         bodies = [_body(bench.model, _text(f"{kind} {one}", num_words), system) for one in range(num_requests)]
         round_trips_s[kind] = await bench.refused(bodies)
         inside_s[kind] = await bench.in_gateway(num_requests)
-    await bench.promise(_CACHED_TARGET_S)
+    await bench.set_target(_CACHED_TARGET_S)
     first, again = [], []
     for number in range(min(num_requests, 20)):
         body = _body(bench.model, _text(f"cached {number}", num_words))
@@ -187,7 +186,7 @@ async def _measure(bench: Bench, num_words: int, num_requests: int) -> None:
 
 
 def _text(name: str, num_words: int) -> str:
-    """One of its own from its first word on."""
+    """A text that differs from all others from its first word on."""
     return f"{name} {' '.join(random.Random(name).choices(_SENTENCE.split(), k=num_words))}"
 
 

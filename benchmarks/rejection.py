@@ -1,16 +1,15 @@
-"""Early rejection by present load makes prefill and decode load swing against each other; predicted load does not.
+"""Early rejection by present load makes prefill and decode load oscillate; predicted load does not.
 
     python -m benchmarks.rejection [--seconds 400] [--overload 2.0]
 
-Mooncake, section 7.3: when admission looks at the decode load of now, requests that are still in prefill are
-overlooked, too many are let in, decode is flooded as they arrive there, and then nobody is let in until it has emptied,
+Mooncake, section 7.3: when admission considers only the present decode load, requests still in prefill are overlooked
+and too many are admitted. Decode is flooded as they arrive there, and then nothing is admitted until it has emptied,
 while prefill idles. A small deterministic model of a cluster (events on a fake clock, the gateway's own
-AdmissionController)
-is offered `--overload` times what its decode half sustains.
+AdmissionController) is offered `--overload` times the rate that its decode workers sustain.
 
-Printed for each mode: requests refused at the gateway; requests dropped at the decode worker after their
-prefill was computed for nothing; those served within the target; the swing of the decode load (standard deviation
-over mean); and the correlation of prefill with decode load at one moment (-1 is anti-phase).
+Printed for each mode: requests refused at the gateway; requests dropped at the decode worker after a useless prefill;
+those served within the target; the swing of the decode load (standard deviation over mean); and the correlation of
+prefill with decode load at one moment (-1 is anti-phase).
 """
 
 from __future__ import annotations
@@ -38,25 +37,25 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 16_000, 200
 PREFILL = PrefillModel(0.05, 2e-4, 1e-8)  # 4.5 s for a prompt
 STEP = StepModel(0.02, 0.001, 0.0)
 SLO = QosClass("slo", ttft_s=10.0, tbt_s=0.05)
-MAX_BATCH = 30  # at which a step takes the target
+MAX_BATCH = 30  # batch size at which a step just meets the target
 
 
 @dataclass
 class Cluster:
-    """Owns the modelled workers: prompts queue at a prefill worker, batches decode at one pace for all."""
+    """Owns the modelled workers: prompts queue at a prefill worker; all decode batches run at one pace."""
 
     gate: AdmissionController
     now_s: float = 0.0
     events: list[tuple[float, int, str, str]] = field(default_factory=list)
     running: dict[str, Admitted] = field(default_factory=dict)
-    free_s: dict[str, float] = field(default_factory=dict)  # of each prefill worker
+    free_s: dict[str, float] = field(default_factory=dict)  # when each prefill worker is free
     batches: dict[str, int] = field(default_factory=dict)
     began_s: dict[str, float] = field(default_factory=dict)
     num_refused: int = 0
     num_dropped: int = 0
     num_served: int = 0
     num_late: int = 0
-    samples: list[tuple[int, int]] = field(default_factory=list)  # requests in prefill, requests decoding
+    samples: list[tuple[int, int]] = field(default_factory=list)  # (requests in prefill, requests decoding)
 
     def __post_init__(self) -> None:
         prefills = [
@@ -67,21 +66,21 @@ class Cluster:
             WorkerView(f"d{i}", "decode", "", 1 << 20, 64, 1 << 20, 1 << 20, step_model=STEP) for i in range(NUM_DECODE)
         ]
         self.view = ClusterView([*prefills, *decodes])
-        self.free_s = {one.worker_id: 0.0 for one in prefills}
-        self.batches = {one.worker_id: 0 for one in decodes}
+        self.free_s = {worker.worker_id: 0.0 for worker in prefills}
+        self.batches = {worker.worker_id: 0 for worker in decodes}
 
     def at(self, at_s: float, kind: str, name: str) -> None:
-        """Something to happen."""
+        """Schedules an event."""
         heapq.heappush(self.events, (at_s, len(self.events), kind, name))
 
     def run(self, until_s: float) -> None:
-        """All events up to a time."""
+        """Runs all events up to a time."""
         while self.events and self.events[0][0] <= until_s:
             self.now_s, _, kind, name = heapq.heappop(self.events)
             getattr(self, f"on_{kind}")(name)
 
     def on_arrival(self, name: str) -> None:
-        """Admission, and then the queue of a prefill worker."""
+        """Admits a request, then queues it at a prefill worker."""
         request = PlacementRequest(PROMPT_TOKENS, 4 * OUTPUT_TOKENS)
         try:
             admitted = self.gate.decide(self.view, request, SLO, self.now_s)
@@ -95,7 +94,7 @@ class Cluster:
         self.at(self.free_s[prefill], "prefilled", name)
 
     def on_prefilled(self, name: str) -> None:
-        """The decode worker takes it, unless it is full by now."""
+        """Moves a request to its decode worker, or drops it if that is full."""
         admitted = self.running[name]
         decode = admitted.placement.decode.worker_id
         self.gate.begin_decode(name, self.now_s)
@@ -108,7 +107,7 @@ class Cluster:
         self.at(self.now_s + OUTPUT_TOKENS * STEP.seconds(self.batches[decode], 0), "decoded", name)
 
     def on_decoded(self, name: str) -> None:
-        """The last token."""
+        """Ends a request after its last token."""
         self.batches[self.running[name].placement.decode.worker_id] -= 1
         tbt_s = (self.now_s - self.began_s[name]) / OUTPUT_TOKENS
         self.num_served += tbt_s <= (SLO.tbt_s or 0) * 1.001
@@ -116,23 +115,23 @@ class Cluster:
         self.leave(name, completed=True)
 
     def on_sample(self, name: str) -> None:
-        """How many are in each half."""
+        """Counts the requests in each phase."""
         decoding = sum(self.batches.values())
         self.samples.append((len(self.running) - decoding, decoding))
 
     def leave(self, name: str, *, completed: bool) -> None:
-        """The request is gone."""
+        """Removes a request."""
         ttft_s = 1.0 if completed else None  # no feedback: the modes are compared by themselves
         self.gate.leave(name, self.now_s, num_output=OUTPUT_TOKENS, ttft_s=ttft_s, tbt_s=None)
         del self.running[name]
 
 
 def run(mode: AdmissionMode, seconds: float, overload: float) -> Cluster:
-    """One run; the first quarter, in which the load builds up, is not sampled."""
+    """Runs one mode; the first quarter, in which the load builds up, is not sampled."""
     rng = random.Random(1)
     gate = AdmissionController(mode, PlacementRules(), random.Random(2))
     gate.classes = ClassTable((SLO,))
-    for _ in range(64):  # as the ledger would have them
+    for _ in range(64):  # as recorded in a ledger
         gate.lengths.add(SLO.name, PROMPT_TOKENS, OUTPUT_TOKENS)
     cluster = Cluster(gate)
     sustained = NUM_DECODE * MAX_BATCH / (OUTPUT_TOKENS * STEP.seconds(MAX_BATCH, 0))

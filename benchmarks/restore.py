@@ -1,10 +1,10 @@
-"""How long a known prefix takes to come back: computed, loaded, or both at once, over links of several speeds.
+"""Time to restore a known prefix: computed, loaded, or both at once, over links of several speeds.
 
     python -m benchmarks.restore [--tokens 4000] [--rates 10 50 200] [--repeat 3]
 
-The demo model in this process, a store in another, their link limited to each rate in turn (MB/s), and to the rate at
-which loading takes as long as computing did in this run. The three methods take turns, so that what else the machine
-does meets all of them alike; medians, and of the ratios the median of each turn's.
+The demo model runs in this process, a store in another. Their link is limited to each rate in turn (MB/s), and to the
+rate at which loading takes as long as computing did in this run. The three methods take turns, so that other load on
+the machine affects all alike. Printed are medians; ratios are medians of each turn's ratio.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ async def _row(worker: Worker, prompt: list[int], store: str, mbps: float, repea
     for _ in range(repeat):
         turn = {method: await worker.restore(prompt, store, mbps, method) for method in get_args(Method)}
         turns.append(turn)
-        if {one.token_id for one in turn.values()} != {filled.token_id}:
-            print(f"  another token: {turn}")
+        if {result.token_id for result in turn.values()} != {filled.token_id}:
+            print(f"  different tokens: {turn}")
     compute_s, load_s, both_s = (
         statistics.median(turn[method].ttft_s for turn in turns) for method in get_args(Method)
     )

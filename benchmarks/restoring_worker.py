@@ -1,4 +1,4 @@
-"""A prefill worker with the demo model in this process, and a store in another. For restore and second_turn."""
+"""A prefill worker with the demo model in this process and a store in another. Used by restore and second_turn."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _VOCABULARY = range(1000, 30000)
 
 
 class Restored(NamedTuple):
-    """One prompt's way to its first token."""
+    """The first token of one prompt, and how it was obtained."""
 
     ttft_s: float
     token_id: int
     num_loaded_tokens: int
 
 
-class _SaidToBeSlow(ComputeRate):
-    """Whoever believes this loads everything."""
+class _SlowCompute(ComputeRate):
+    """A compute rate so slow that everything is loaded."""
 
     @property
     def model(self) -> PrefillModel:
@@ -60,23 +60,21 @@ class Worker:
         self._metrics = metrics
         self._measured = state.compute_rate
         self._num_requests = 0
-        self._restorers: dict[tuple[str, float | None], Restorer] = {}  # each has learned how fast its link is
+        self._restorers: dict[tuple[str, float | None], Restorer] = {}  # each has learned the speed of its link
 
     async def prefill(self, prompt: Sequence[int], restorer: Restorer | None) -> Restored:
-        """The first token of `prompt`."""
+        """Obtains the first token of `prompt`."""
         began_s = time.perf_counter()
-        async with PrefillRequestScope(
-            self.engine, self.state, self._generation(prompt), restorer=restorer
-        ) as prefilling:
-            first = await prefilling.first
+        async with PrefillRequestScope(self.engine, self.state, self._generation(prompt), restorer=restorer) as scope:
+            first = await scope.first
             ttft_s = time.perf_counter() - began_s
-            event = prefilling.event(first).first_token
+            event = scope.event(first).first_token
         return Restored(ttft_s, event.token.token_id, event.num_loaded_tokens)
 
     async def restore(self, prompt: Sequence[int], store: str, mbps: float | None, method: Method) -> Restored:
-        """The first token of `prompt`, of which the prefix cache knows nothing."""
+        """Obtains the first token of `prompt` with an empty prefix cache."""
         await self.forget()
-        self.state.compute_rate = _SaidToBeSlow() if method == "load" else self._measured
+        self.state.compute_rate = _SlowCompute() if method == "load" else self._measured
         try:
             return await self.prefill(prompt, None if method == "compute" else self._restorer(store, mbps))
         finally:
@@ -104,8 +102,8 @@ class Worker:
         return first
 
     async def forget(self) -> None:
-        """Empties the prefix cache, of which the state is not told."""
-        async with self.engine.cached([]):  # the engine's thread has done what came before, and waits
+        """Empties the prefix cache and the state's copy of its keys."""
+        async with self.engine.cached([]):  # the engine's thread has finished earlier work and waits
             self.engine.engine.forget_prefixes()
         self.state.cached_blocks = CachedBlocks()
 
@@ -117,7 +115,7 @@ class Worker:
 
 @asynccontextmanager
 async def running_worker(num_tokens: int) -> AsyncIterator[Worker]:
-    """A worker with room for one prompt of so many tokens."""
+    """Runs a worker with room for one prompt of `num_tokens` tokens."""
     checkpoint = await asyncio.to_thread(prepare_checkpoint, "demo")
     config = EngineConfig(num_blocks=num_tokens // 64 + 2)
     engine = await asyncio.to_thread(Engine, checkpoint, config)
@@ -134,14 +132,14 @@ async def running_worker(num_tokens: int) -> AsyncIterator[Worker]:
 
 @asynccontextmanager
 async def running_store(*arguments: str) -> AsyncIterator[str]:
-    """A store as another process; its address."""
+    """Runs a store process; yields its address."""
     async with killed_at_the_end("services.kvstore", "--dram-bytes", "1GiB", *arguments) as address:
         yield address
 
 
 @asynccontextmanager
 async def killed_at_the_end(module: str, *arguments: str) -> AsyncIterator[str]:
-    """A service as another process, ended by kill -9; its address."""
+    """Runs a service process, ended by kill -9; yields its address."""
     child = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *arguments, stdout=PIPE, stderr=STDOUT)
     assert child.stdout is not None
     try:
@@ -160,5 +158,5 @@ async def killed_at_the_end(module: str, *arguments: str) -> AsyncIterator[str]:
 
 
 def made_up(num_tokens: int, seed: int) -> list[int]:
-    """A prompt that nobody else has."""
+    """A prompt of random tokens that no other prompt shares."""
     return random.Random(seed).choices(_VOCABULARY, k=num_tokens)

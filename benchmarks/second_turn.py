@@ -1,12 +1,12 @@
-"""The time to the first token of a long conversation's second turn, after everything that can be lost was lost.
+"""TTFT of a long conversation's second turn after losing every cache in turn.
 
     python -m benchmarks.second_turn [--tokens 4000] [--turn 48]
 
-A prefill worker with the demo model and a store, processes of their own, as `halfmoon up` has them; no gateway. The
-first turn is computed, and its KV goes to the store; the second turn is the first one and a few more tokens. Cold: as
-long a prompt that nobody knows. Then on the worker that kept its cache; after the worker was killed (kill -9) and
-started again (the blocks are in the store's memory); after both were killed (on its disk); and after both were killed
-and the disk was wiped (in the cold tier: a folder through obstore). Ratios to cold, in one run; the time is the
+Runs a prefill worker with the demo model and a store as separate processes, as in `halfmoon up`, without a gateway. The
+first turn is computed and its KV goes to the store. The second turn is the first one plus a few tokens. Cold: an
+unknown prompt of equal length. Then: on the worker that kept its cache; after the worker was killed (kill -9) and
+restarted (the blocks are in the store's memory); after both were killed (on its disk); and after both were killed and
+the disk was wiped (in the cold tier, a folder through obstore). Ratios are to cold, in one run; the time is the
 caller's, over gRPC.
 """
 
@@ -31,11 +31,11 @@ from halfmoon.rpc.peer import Peer
 
 _SETTLE_S = 120.0
 _PREFILL_S = 200.0
-_NO_GATEWAY = "127.0.0.1:1"  # the worker asks for it now and then
+_NO_GATEWAY = "127.0.0.1:1"  # the worker retries it now and then
 
 
 class FirstToken(NamedTuple):
-    """One prompt's way to it."""
+    """The first token of one prompt, and how it was obtained."""
 
     ttft_s: float
     token_id: int
@@ -53,13 +53,13 @@ class Worker:
         self._fingerprint = fingerprint
 
     async def prefill(self, prompt: Sequence[int]) -> FirstToken:
-        """The first token of `prompt`."""
+        """Requests the first token of `prompt`."""
         sampling = types_pb2.SamplingParams(max_tokens=1, top_p=1, repetition_penalty=1, ignore_eos=True)
-        wanted = types_pb2.Generation(
+        generation = types_pb2.Generation(
             request_id=str(next(self._names)), model_fingerprint=self._fingerprint, prompt_token_ids=prompt,
             sampling=sampling, gateway_id="benchmark",
         )  # fmt: skip
-        request = prefill_pb2.PrefillRequest(generation=wanted, decode_address=_NO_GATEWAY)
+        request = prefill_pb2.PrefillRequest(generation=generation, decode_address=_NO_GATEWAY)
         began_s = time.perf_counter()
         async with self._peer.stream(self._stub.Prefill, request, deadline_s=_PREFILL_S) as events:
             first = (await anext(events)).first_token
@@ -68,7 +68,7 @@ class Worker:
 
 @asynccontextmanager
 async def running_worker(store: str, fingerprint: str) -> AsyncIterator[Worker]:
-    """As another process, killed at the end."""
+    """Runs a worker process, killed at the end."""
     arguments = ("--gateway", _NO_GATEWAY, "--kv-store", store, "--calibrate", "never")
     async with killed_at_the_end("services.prefill", *arguments) as address, Peer(address) as peer:
         yield Worker(peer, fingerprint)
@@ -103,14 +103,14 @@ async def run(num_tokens: int, turn_tokens: int, directory: Path) -> None:
         _compare("and the disk wiped", await worker.prefill(second_turn), kept, cold_turn)
 
 
-def _compare(name: str, one: FirstToken, kept: FirstToken, cold: FirstToken) -> None:
-    _print(name, one, cold)
-    if one.token_id != kept.token_id:
-        print("  another token than with the cache kept")
+def _compare(name: str, first: FirstToken, kept: FirstToken, cold: FirstToken) -> None:
+    _print(name, first, cold)
+    if first.token_id != kept.token_id:
+        print("  the token differs from the one with the cache kept")
 
 
-def _print(name: str, one: FirstToken, cold: FirstToken) -> None:
-    print(f"{name:28}{one.ttft_s:8.3f}{cold.ttft_s / one.ttft_s:10.1f}{one.num_loaded_tokens:8}", flush=True)
+def _print(name: str, first: FirstToken, cold: FirstToken) -> None:
+    print(f"{name:28}{first.ttft_s:8.3f}{cold.ttft_s / first.ttft_s:10.1f}{first.num_loaded_tokens:8}", flush=True)
 
 
 async def _until(store: str, condition: Callable[[kvstore_pb2.StatsResponse], bool]) -> None:
@@ -126,7 +126,7 @@ def _is_copied_down(stats: kvstore_pb2.StatsResponse) -> bool:
 
 
 def _is_listed(stats: kvstore_pb2.StatsResponse) -> bool:
-    """Whether the store knows what the cold tier has."""
+    """Whether the store has listed the cold tier."""
     return any(tier.num_blocks for tier in stats.tiers)
 
 

@@ -1,11 +1,11 @@
-"""The same load for several OpenAI-compatible servers, in turns, and the ratios between them.
+"""The same load on several OpenAI-compatible servers in turns, and the ratios between them.
 
     python -m benchmarks.serving ours=http://127.0.0.1:8000/demo theirs=http://127.0.0.1:9000/smollm2 --repeat 3
 
 Each server is NAME=URL/MODEL. Every repeat runs every scenario on every server before the next repeat begins, so slow
-drifts of the machine hit all alike. Figures are medians over the repeats; ratios are to the first server, and above 1
-where the server is better. Prompts are random token ids: no server's tokenizer counts, and prefixes are shared only
-where that is meant, neither with an earlier run.
+drifts of the machine affect all alike. Figures are medians over the repeats; ratios are to the first server, and above
+1 where the server is better. Prompts are random token ids, so no server's tokenizer counts; prefixes are shared only
+where intended, and never with an earlier run.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-_VOCABULARY = range(1000, 30000)  # ids that every common tokenizer of 32k and more has as ordinary text
+_VOCABULARY = range(1000, 30000)  # ordinary text in every common tokenizer with 32k ids or more
 _TIMEOUT_S = 600
-_SETTLE_S = 1.0  # between two servers' turns: threads that wait for work spin for up to a fifth of a second
+_SETTLE_S = 1.0  # pause between two servers' turns: threads waiting for work spin for up to a fifth of a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Server:
 
     @classmethod
     def parse(cls, text: str) -> Server:
-        """From NAME=URL/MODEL."""
+        """Parses NAME=URL/MODEL."""
         name, _, rest = text.partition("=")
         url, _, model = rest.rpartition("/")
         if not (name and url.startswith("http") and model):
@@ -46,7 +46,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One streamed request: seconds from its sending to each token that arrived."""
+    """One streamed request: seconds from sending to each token's arrival."""
 
     arrivals_s: Sequence[float]
 
@@ -88,7 +88,7 @@ class Client:
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
-            "logprobs": 0,  # so that a token without text of its own has a chunk too
+            "logprobs": 0,  # a token without text of its own then has a chunk too
         }
         started_s = time.perf_counter()
         arrivals: list[float] = []
@@ -110,13 +110,13 @@ Scenario = Callable[[Client], Awaitable[Figures]]
 
 
 async def single(client: Client) -> Figures:
-    """One request of 512 in, 64 out, on an idle server."""
+    """One request of 512 tokens in, 64 out, on an idle server."""
     sample = await client.stream(client.prompt(512), 64)
     return {"single ttft s": sample.ttft_s, "single tpot ms": 1000 * sample.tpot_s}
 
 
 def at_once(num_requests: int) -> Scenario:
-    """Requests of 512 in, 64 out, sent at the same time."""
+    """Requests of 512 tokens in, 64 out, sent at the same time."""
 
     async def scenario(client: Client) -> Figures:
         started_s = time.perf_counter()
@@ -128,7 +128,7 @@ def at_once(num_requests: int) -> Scenario:
 
 
 async def long_prompt(client: Client) -> Figures:
-    """A prompt of 1,532 tokens twice: the second time its prefix is known."""
+    """A prompt of 1,532 tokens twice; the second time its prefix is cached."""
     prompt = client.prompt(1532)
     cold = await client.stream(prompt, 8)
     again = await client.stream(prompt, 8)
@@ -136,7 +136,7 @@ async def long_prompt(client: Client) -> Figures:
 
 
 async def mixed(client: Client) -> Figures:
-    """Open loop: chats (128 in, 64 out) while long prompts (1,024 in, 8 out) keep arriving."""
+    """Open loop: chats (128 tokens in, 64 out) while long prompts (1,024 in, 8 out) keep arriving."""
     rng = random.Random(client.rng.random())
 
     async def later(at_s: float, num_prompt: int, num_output: int) -> Sample:
@@ -167,8 +167,8 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 async def measure(servers: Sequence[Server], names: Sequence[str], repeat: int) -> dict[str, dict[str, list[float]]]:
-    """Every figure of every repeat: figure -> server -> values."""
-    found: dict[str, dict[str, list[float]]] = {}
+    """All figures of all repeats: figure -> server -> values."""
+    results: dict[str, dict[str, list[float]]] = {}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         seed = random.SystemRandom().getrandbits(32)  # new prompts in every run, the same for all servers
@@ -180,15 +180,15 @@ async def measure(servers: Sequence[Server], names: Sequence[str], repeat: int) 
                 for client in clients:
                     await asyncio.sleep(_SETTLE_S)
                     for figure, value in (await SCENARIOS[name](client)).items():
-                        found.setdefault(figure, {}).setdefault(client.server.name, []).append(value)
-    return found
+                        results.setdefault(figure, {}).setdefault(client.server.name, []).append(value)
+    return results
 
 
-def table(found: dict[str, dict[str, list[float]]], servers: Sequence[Server]) -> str:
-    """Medians, and how many times better than the first server each other one is."""
+def table(results: dict[str, dict[str, list[float]]], servers: Sequence[Server]) -> str:
+    """Table of medians, with each server's ratio to the first."""
     first = servers[0].name
     lines = [f"{'':24}" + "".join(f"{server.name:>16}" for server in servers)]
-    for figure, by_server in found.items():
+    for figure, by_server in results.items():
         medians = {name: statistics.median(values) for name, values in by_server.items()}
         higher_is_better = figure.endswith("/s")
         cells = []
@@ -204,19 +204,19 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("servers", nargs="+", type=Server.parse, metavar="NAME=URL/MODEL")
-    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help=f"of {', '.join(SCENARIOS)}")
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help=f"any of {', '.join(SCENARIOS)}")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="write every value here too")
     arguments = parser.parse_args()
     names = arguments.scenarios.split(",")
     for name in names:
         if name not in SCENARIOS:
-            parser.error(f"no scenario {name!r}; there are {', '.join(SCENARIOS)}")
-    found = asyncio.run(measure(arguments.servers, names, arguments.repeat))
-    print(table(found, arguments.servers))
+            parser.error(f"unknown scenario {name!r}; known: {', '.join(SCENARIOS)}")
+    results = asyncio.run(measure(arguments.servers, names, arguments.repeat))
+    print(table(results, arguments.servers))
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump(found, file, indent=1)
+            json.dump(results, file, indent=1)
 
 
 if __name__ == "__main__":

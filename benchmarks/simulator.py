@@ -1,11 +1,11 @@
-"""How many requests a second the simulator simulates, alone and beside DistServe's simulator on the same work.
+"""Requests simulated per second, alone and compared with DistServe's simulator on the same work.
 
     python -m benchmarks.simulator [--peer CHECKOUT] [--trace conversation_trace.jsonl] [--million]
 
-`--peer` is a checkout of github.com/LLMServe/DistServe (with simpy and tqdm installed); its `simdistserve` gets the
+`--peer` is a checkout of github.com/LLMServe/DistServe (with simpy and tqdm installed). Its `simdistserve` gets the
 same 500 requests, the same latency coefficients (OPT-13B, one prefill and one decode worker of one A100), and whole
-prompts as batches. Both are measured in processor time, alternately; medians and their ratio are printed, and the TTFT
-and TPOT of both beside each other: theirs has no transfers, and divides by one token more for TPOT.
+prompts as batches. Both are measured alternately in processor time. Printed are medians, their ratio, and TTFT and TPOT
+of both: theirs has no transfers and divides by one token more for TPOT.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ INSTANT = Network(bytes_per_s=1e15, node_bytes_per_s=1e15, latency_s=0.0, handov
 
 
 def pair_of_opt() -> ClusterSpec:
-    """One prefill and one decode worker, whole prompts, as simdistserve has it."""
+    """One prefill and one decode worker with whole prompts, as in simdistserve."""
     model = DistServeCoefficients("opt-13b").model(None, 1, 1)
     limits = BatchLimits(model.kv_tokens, model.kv_tokens, 1 << 24)
     return ClusterSpec((WorkerGroup("prefill", 1, model, limits), WorkerGroup("decode", 1, model, limits)), INSTANT)
 
 
 def processor_s(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of processor time, and what came of it."""
+    """Processor seconds of `run`, and its result."""
     began_s = time.process_time()
-    found = run()
-    return time.process_time() - began_s, found
+    result = run()
+    return time.process_time() - began_s, result
 
 
 def peer_runner(checkout: Path, workload: Workload, rate: float) -> Callable[[], Any]:
-    """Runs simdistserve; returns its table of latencies."""
+    """Prepares a run of simdistserve that returns its table of latencies."""
     sys.path.insert(0, str(checkout))
     from simdistserve.benchmarks.simulate_dist import main, parse_args
 
@@ -74,8 +74,8 @@ def peer_runner(checkout: Path, workload: Workload, rate: float) -> Callable[[],
     return run
 
 
-def beside_peer(checkout: Path) -> None:
-    """The table of ratios."""
+def compare_with_peer(checkout: Path) -> None:
+    """Prints the table of ratios."""
     warnings.simplefilter("ignore")
     speeds = f"{'peer req/s':>11} {'ours req/s':>11} {'ratio':>6}"
     print(f"{'work':16} {'rate':>5} {speeds}   TTFT p50/p90, TPOT p50 (ms): theirs | ours")
@@ -86,26 +86,26 @@ def beside_peer(checkout: Path) -> None:
         for _ in range(REPEATS):
             seconds, table = processor_s(peer)
             theirs_s.append(seconds)
-            seconds, found = processor_s(partial(simulate, spec, workload))
+            seconds, result = processor_s(partial(simulate, spec, workload))
             ours_s.append(seconds)
         their_s, our_s = statistics.median(theirs_s), statistics.median(ours_s)
         first = table.first_token_latency
         theirs = f"{first.quantile(0.5):.1f}/{first.quantile(0.9):.1f}, {table.tpot.quantile(0.5):.1f}"
         speeds = f"{NUM_REQUESTS / their_s:11.0f} {NUM_REQUESTS / our_s:11.0f} {their_s / our_s:6.1f}"
-        print(f"{name:16} {rate:5.1f} {speeds}   {theirs} | {_times(found)}")
+        print(f"{name:16} {rate:5.1f} {speeds}   {theirs} | {_times(result)}")
 
 
-def _times(found: SimResult) -> str:
-    p50, p90 = 1000 * np.percentile(found.ttft_s, [50, 90])
-    return f"{p50:.1f}/{p90:.1f}, {1000 * np.nanmedian(found.tpot_s):.1f}"
+def _times(result: SimResult) -> str:
+    p50, p90 = 1000 * np.percentile(result.ttft_s, [50, 90])
+    return f"{p50:.1f}/{p90:.1f}, {1000 * np.nanmedian(result.tpot_s):.1f}"
 
 
 def report(name: str, spec: ClusterSpec, workload: Workload) -> None:
-    """One line of our own speed."""
+    """Prints one line about our own speed."""
     began_s = time.perf_counter()
-    seconds, found = processor_s(lambda: simulate(spec, workload))
+    seconds, result = processor_s(lambda: simulate(spec, workload))
     wall_s = time.perf_counter() - began_s
-    done = int(found.is_completed.sum())
+    done = int(result.is_completed.sum())
     print(
         f"{name:42} {len(workload):>9} requests, {done} completed: {seconds:.1f} s of processor, {wall_s:.1f} s, "
         f"{len(workload) / seconds:.0f} requests/s"
@@ -113,14 +113,14 @@ def report(name: str, spec: ClusterSpec, workload: Workload) -> None:
 
 
 def main() -> None:
-    """Prints what the arguments ask for."""
+    """Prints the requested tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer", type=Path)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--million", action="store_true", help="a million requests over a thousand workers")
     args = parser.parse_args()
     if args.peer:
-        beside_peer(args.peer)
+        compare_with_peer(args.peer)
     report("1 + 1 workers, OPT-13B, chat", pair_of_opt(), synthetic_workload(named_lengths("chat"), 5_000, 3.0, seed=1))
     if args.trace:
         model = latency_source("roofline:llama-2-70b@a100-80g").model(None, 8, 1)

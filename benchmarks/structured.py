@@ -1,8 +1,8 @@
-"""How many outputs under random JSON schemas are valid, from a running system.
+"""Share of valid outputs under random JSON schemas, from a running system.
 
     python -m benchmarks.structured http://127.0.0.1:8000 [--model demo] [--schemas 200]
 
-Each schema is asked for at temperature 1, streamed or not, as a chat or a completion.
+Each schema is requested at temperature 1, streamed or not, as a chat or a completion.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _QUESTION = "Tell me about Ann."
 
 
 async def answer(client: AsyncOpenAI, model: str, schema: dict[str, Any], number: int) -> tuple[str, str | None]:
-    """The text and why it ended."""
+    """Requests one output; returns its text and finish reason."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     if number % 3 == 0:
         extra = {"structured_outputs": {"json": schema}}
@@ -48,7 +48,7 @@ async def answer(client: AsyncOpenAI, model: str, schema: dict[str, Any], number
 
 
 def verdict(schema: dict[str, Any], text: str, reason: str | None) -> str:
-    """What became of one output."""
+    """Classifies one output."""
     if reason != "stop":
         return f"ended by {reason}"
     try:
@@ -60,13 +60,13 @@ def verdict(schema: dict[str, Any], text: str, reason: str | None) -> str:
 
 
 async def measure(url: str, model: str, num_schemas: int) -> None:
-    """Asks and prints."""
-    rng, places, found = Random(2026), asyncio.Semaphore(_AT_ONCE), Counter[str]()
+    """Sends the requests and prints the counts."""
+    rng, places, outcomes = Random(2026), asyncio.Semaphore(_AT_ONCE), Counter[str]()
     schemas = [random_schema(rng) for _ in range(num_schemas)]
 
     async def one(number: int, schema: dict[str, Any]) -> None:
         async with places:
-            found[verdict(schema, *await answer(client, model, schema, number))] += 1
+            outcomes[verdict(schema, *await answer(client, model, schema, number))] += 1
 
     started_s = time.perf_counter()
     async with (
@@ -76,7 +76,7 @@ async def measure(url: str, model: str, num_schemas: int) -> None:
         for number, schema in enumerate(schemas):
             asking.create_task(one(number, schema))
     print(
-        ", ".join(f"{count} {name}" for name, count in found.most_common()),
+        ", ".join(f"{count} {name}" for name, count in outcomes.most_common()),
         f"in {time.perf_counter() - started_s:.0f} s",
     )
 
@@ -87,8 +87,8 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--schemas", type=int, default=200)
-    given = parser.parse_args()
-    asyncio.run(measure(given.url.rstrip("/"), given.model, given.schemas))
+    options = parser.parse_args()
+    asyncio.run(measure(options.url.rstrip("/"), options.model, options.schemas))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from console.plain_text import plain
 from console.quantities import share
 
 EARLY_REJECTIONS = {
-    "strict": "what is predicted to miss a target",
-    "overload": "what only others make miss a target",
+    "strict": "requests predicted to miss a target",
+    "overload": "requests that miss a target only because of others",
 }
 DEGRADATIONS = ("cap_max_tokens", "lower_kv_precision", "shed_lowest_class")
 _KINDS = ("header", "api_key", "model")

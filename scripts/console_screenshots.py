@@ -24,17 +24,17 @@ _DRAWN = """() => {
 
 
 def main() -> int:
-    """Writes one PNG a page, and says which."""
+    """Writes one PNG per page and prints its path."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("console", help="its URL")
-    parser.add_argument("directory", type=Path, help="where the PNGs go")
+    parser.add_argument("directory", type=Path, help="directory of the PNGs")
     parser.add_argument("--scheme", choices=("light", "dark"), default="light")
     parser.add_argument("--pages", nargs="*", default=PAGES)
     parser.add_argument("--width", type=int, default=1440)
     options = parser.parse_args()
     browser_path = shutil.which("chromium")
     if browser_path is None:
-        print("there is no chromium: apt-get install chromium", file=sys.stderr)
+        print("chromium is not installed: apt-get install chromium", file=sys.stderr)
         return 1
     options.directory.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as play:
@@ -49,15 +49,15 @@ def main() -> int:
 
 
 def _shoot(page: Page, url: str, file: Path) -> None:
-    """The whole page, at its own height."""
+    """Takes a screenshot of the whole page at its own height."""
     page.goto(url)
     page.locator("h1").wait_for(timeout=_READY_MS)
     page.wait_for_function(_DRAWN, timeout=_READY_MS)
-    page.wait_for_timeout(2_500)  # what follows below comes with the next look
+    page.wait_for_timeout(2_500)  # parts further down arrive with the next refresh
     height = page.evaluate("document.querySelector('[data-testid=stMainBlockContainer]').scrollHeight")
     size = page.viewport_size or {"width": 1440}
     page.set_viewport_size({"width": size["width"], "height": max(900, int(height) + 40)})
-    page.wait_for_timeout(3_000)  # charts draw themselves after they are there
+    page.wait_for_timeout(3_000)  # charts draw themselves after they are loaded
     page.screenshot(path=file)
     page.set_viewport_size({"width": size["width"], "height": 900})
 

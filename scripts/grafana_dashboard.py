@@ -12,7 +12,7 @@ _ON = '{instance=~"$gateway"}'
 
 
 class Panel(NamedTuple):
-    """One panel: what it asks, by legend."""
+    """One panel: queries by legend."""
 
     title: str
     unit: str
@@ -55,7 +55,7 @@ ROWS: dict[str, list[Panel]] = {
             "short",
             {
                 "requests": f"sum(halfmoon_gateway_requests_in_flight{_ON})",
-                "moved to other workers, a minute": f"60 * {_rate('halfmoon_gateway_retries_total')}",
+                "moved to other workers per minute": f"60 * {_rate('halfmoon_gateway_retries_total')}",
             },
         ),
     ],
@@ -89,7 +89,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Preemptions", "ops", {"{{instance}}": _rate("halfmoon_engine_preemptions_total", "instance", "")}),
         Panel("KV handed over", "Bps", {"{{direction}}": _rate("halfmoon_handover_bytes_total", "direction", "")}),
         Panel(
-            "Hand-over that computing did not hide, p99",
+            "Exposed hand-over time, p99",
             "s",
             {
                 "{{instance}}": "histogram_quantile(0.99, sum by (le, instance) "
@@ -99,12 +99,12 @@ ROWS: dict[str, list[Panel]] = {
     ],
     "Store and ledger": [
         Panel(
-            "Full, by tier",
+            "Store use by tier",
             "percentunit",
             {"{{tier}}": "halfmoon_kvstore_used_bytes / (halfmoon_kvstore_budget_bytes > 0)"},
         ),
         Panel(
-            "Blocks read, by tier",
+            "Blocks read by tier",
             "ops",
             {
                 "{{tier}}": _rate("halfmoon_kvstore_hits_total", "tier", ""),
@@ -119,7 +119,7 @@ ROWS: dict[str, list[Panel]] = {
 
 
 def dashboard() -> dict[str, Any]:
-    """As Grafana 10 and later import it."""
+    """The dashboard for import into Grafana 10 or later."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS.items():

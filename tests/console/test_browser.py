@@ -194,7 +194,7 @@ async def every_page_renders(page: Any, num_workers: int) -> None:
             assert await page.locator("[data-worker]").count() == num_workers
             await page.locator('[data-store][data-standing="there"]').wait_for()
             await page.locator(".drawn svg").nth(6).wait_for()
-            await page.get_by_text(f"All {num_workers} in a table").click()
+            await page.get_by_text(f"All {num_workers} workers in a table").click()
             await page.get_by_test_id("stDataFrame").wait_for()
 
 
@@ -226,8 +226,8 @@ async def a_search_is_begun_and_cancelled(page: Any) -> None:
     await page.get_by_text("per second, with").wait_for()
     await page.get_by_text("Known workload").click()
     await page.get_by_text("More", exact=True).click()
-    await page.get_by_label("Requests of each simulation").fill("20000")  # it is not over before it is cancelled
-    await page.get_by_label("Requests of each simulation").press("Enter")
+    await page.get_by_label("Requests per simulation").fill("20000")  # it is not over before it is cancelled
+    await page.get_by_label("Requests per simulation").press("Enter")
     cancel = page.get_by_role("button", name="Cancel")
     await search_until(page, cancel)
     await cancel.click()
@@ -235,9 +235,9 @@ async def a_search_is_begun_and_cancelled(page: Any) -> None:
 
 
 async def a_search_ends_with_a_plan(page: Any) -> None:
-    await page.get_by_label("Requests of each simulation").fill("20")
-    await page.get_by_label("Requests of each simulation").press("Enter")
-    await search_until(page, page.get_by_text("the best had to bear more"))
+    await page.get_by_label("Requests per simulation").fill("20")
+    await page.get_by_label("Requests per simulation").press("Enter")
+    await search_until(page, page.get_by_text("the best layout had more load"))
     await page.get_by_role("button", name="Download plan.yaml").wait_for()
 
 
@@ -251,7 +251,7 @@ async def search_until(page: Any, sign: Any) -> None:
 
 async def the_edit_is_undone(page: Any, system: System) -> None:
     await page.get_by_role("button", name="Undo").first.click()
-    await page.get_by_text("Class default is as it was before.").wait_for()
+    await page.get_by_text("Class default is restored.").wait_for()
     assert [await complete(system) for _ in range(4)] == [200] * 4
 
 
@@ -268,7 +268,7 @@ async def a_dead_gateway_is_told_and_comes_back(page: Any, system: System) -> No
     """It hangs, is shown to be away, dies, and is started again."""
     gateway = next(one for one in system.descendants() if "services.gateway" in one.cmdline())
     gateway.suspend()
-    await page.get_by_text("This page tries again by itself.").wait_for()
+    await page.get_by_text("This page retries by itself.").wait_for()
     assert await page.locator("[data-worker]").count() >= 4  # what was known stays; those that died may be among them
     gateway.kill()
     await page.get_by_test_id("stAlertContentError").wait_for(state="detached")

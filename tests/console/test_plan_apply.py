@@ -75,7 +75,7 @@ def test_a_plan_is_applied_after_a_look_at_what_changes(gateway: FakeGateway, pl
     planner.go.set()
     shown = until_over(shown)
     assert planner.applied == [(1, False)]
-    assert [one.value for one in shown.success] == ["The plan's workers serve."]
+    assert [one.value for one in shown.success] == ["The plan's workers are serving."]
     assert "Bearer secret" in planner.tokens
 
 

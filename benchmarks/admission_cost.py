@@ -1,11 +1,11 @@
-"""What it costs to admit or refuse a request whose prompt is known: `AdmissionController.decide`, among busy workers.
+"""Cost of admitting or refusing a request with a known prompt: `AdmissionController.decide` among busy workers.
 
-    python -m benchmarks.judgement [--prompt-tokens 131072] [--requests 60]
+    python -m benchmarks.admission_cost [--prompt-tokens 131072] [--requests 60]
 
-Clusters of several sizes and queues, each worker on its own host or all on one where neighbours slow each other down.
-Four kinds: admitted, refused by a class that gives nothing up, refused by it before the prompt is read, refused by one
-that gives up all three things first.
-Medians in milliseconds and, for machines that others use, 10th percentiles.
+Clusters of several sizes and queues, with each worker on its own host or all on one host where neighbours interfere.
+Four kinds: admitted; refused by a class without degradation; rejected early, before the prompt is read; refused by a
+class that first tries all three steps of degradation. Printed are medians in milliseconds and, for shared machines,
+10th percentiles.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from halfmoon.policy.view.worker_view import Role, WorkerView
 KINDS = {
     "admitted": QosClass("default"),
     "refused": QosClass("default", ttft_s=1e-3),
-    "unread": QosClass("default", ttft_s=1e-3),
+    "early": QosClass("default", ttft_s=1e-3),
     "refused, 3 steps": QosClass(
         "default",
         ttft_s=1e-3,
@@ -46,8 +46,8 @@ KINDS = {
 class Scene(NamedTuple):
     """One cluster."""
 
-    num_workers: int  # of each half
-    contention: float  # all on one host, where it is not 0
+    num_workers: int  # of each phase
+    contention: float  # if not 0, all workers are on one host
     num_queued: int  # prompts on each prefill worker
     num_decoding: int  # requests on each decode worker
 
@@ -84,7 +84,7 @@ def workers(scene: Scene) -> Iterator[WorkerView]:
 
 
 def fill(gate: AdmissionController, view: ClusterView, scene: Scene) -> None:
-    """Requests that decode, and prompts of up to 16,000 tokens that wait, at second 0."""
+    """Adds decoding requests and waiting prompts of up to 16,000 tokens, at second 0."""
     rng, free = random.Random(0), QosClass("default")
     num_decoding = scene.num_decoding * scene.num_workers
     for number in range(num_decoding + scene.num_queued * scene.num_workers):
@@ -100,19 +100,19 @@ def fill(gate: AdmissionController, view: ClusterView, scene: Scene) -> None:
         view.put(replace(prefill, prefill_free_s=prefill.prefill_free_s + admitted.placement.work_s))
 
 
-def time_each(judge: Callable[[float], object], num: int) -> list[float]:
-    """Seconds of each judgement, one every half millisecond."""
+def time_each(decide: Callable[[float], object], num: int) -> list[float]:
+    """Seconds of each decision, one every half millisecond."""
     seconds = []
     for number in range(num):
         began_s = time.perf_counter()
         with suppress(Refused):
-            judge((number + 1) / 2_000)
+            decide((number + 1) / 2_000)
         seconds.append(time.perf_counter() - began_s)
     return seconds
 
 
 def main() -> None:
-    """Prints one line a cluster."""
+    """Prints one line per cluster."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompt-tokens", type=int, default=128 * 1024)
     parser.add_argument("--requests", type=int, default=60)
@@ -124,10 +124,10 @@ def main() -> None:
         gate.mode = "predicted"
         shown, request = [], PlacementRequest(args.prompt_tokens, 1_000)
         for kind, qos in KINDS.items():
-            unread = partial(gate.reject_early, view, 0, has_gaps=True, qos=qos)
+            early = partial(gate.reject_early, view, 0, has_gaps=True, qos=qos)
             decided = partial(gate.decide, view, request, qos)
-            judge = (lambda now_s, unread=unread: unread(now_s=now_s)) if kind == "unread" else decided
-            seconds = time_each(judge, args.requests)
+            decide = (lambda now_s, early=early: early(now_s=now_s)) if kind == "early" else decided
+            seconds = time_each(decide, args.requests)
             low, median = (1e3 * np.quantile(seconds, quantile) for quantile in (0.1, 0.5))
             shown.append(f"{median:11.2f} ({low:4.2f})")
         size, where = f"{scene.num_workers}+{scene.num_workers}", "yes" if scene.contention else "no"
