@@ -1,4 +1,4 @@
-"""How workers are simulated."""
+"""Configuration of simulated workers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, PROFILE
 
 
 class SimulationConfig(Section):
-    """Latencies and answers."""
+    """Latencies and answers of simulated workers."""
 
     profile: str = Field(
         DEFAULT_PROFILE,
         description=f"latencies of simulated workers: {', '.join(PROFILES)}, a JSON file, or ledger:NAME for one that "
         "`halfmoon profile` measured",
     )
-    time_scale: float = Field(1.0, gt=0, description="simulated workers are so many times as fast in everything")
+    time_scale: float = Field(1.0, gt=0, description="factor by which simulated workers are faster than the profile")
     text: TextKind = Field("random", description="answers: 'random' words, or 'echo' of the prompt")
     length: LengthKind = Field(
-        "drawn", description="lengths of answers: 'drawn' by the seed, or 'seed': the seed is the length"
+        "drawn", description="length of answers: 'drawn' at random by the request's seed, or 'seed': the seed itself"
     )
-    median_tokens: int = Field(200, ge=1, description="median of drawn lengths")
+    median_tokens: int = Field(200, ge=1, description="median of drawn lengths, in tokens")

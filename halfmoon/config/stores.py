@@ -1,4 +1,4 @@
-"""What a store of KV blocks can be told."""
+"""Configuration of a KV store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PolicyName = Literal["lru", "lfu", "length-aware", "cost-aware"]
 
 
 def _known(codec: str) -> str:
-    """Raises ValueError for a codec that there is not. Its package may be on another host."""
+    """Checks a codec. Raises ValueError for an unknown one. Its package may be missing here."""
     try:
         with suppress(Incompatible):
             EntryCodec.parse(codec)
@@ -29,22 +29,22 @@ CodecName = Annotated[str, AfterValidator(_known)]
 
 
 class StoreConfig(Section):
-    """Its tiers: how large they are, what leaves them first, and how blocks are encoded there."""
+    """Tiers of a store: size, eviction policy and encoding of blocks."""
 
     dram_bytes: ByteSize = Field(ByteSize(512 << 20), gt=0, description="memory of each store, such as 512MiB")
     disk_dir: Path | None = Field(
         None,
-        description="directory of the disk tier; none: `halfmoon up` takes one in the state directory, a store by "
+        description="directory of the disk tier; default: `halfmoon up` creates one in the state directory, a store by "
         "itself has no disk tier",
     )
-    disk_bytes: ByteSize = Field(ByteSize(8 << 30), gt=0, description="most that a store's blocks on disk may take")
+    disk_bytes: ByteSize = Field(
+        ByteSize(8 << 30), gt=0, description="most bytes that a store's blocks on disk may take"
+    )
     cold_url: str | None = Field(
         None,
-        description="cold tier, which other hosts can read, too: s3://, gs://, az://, file://, redis:// or rediss://",
+        description="cold tier, which other hosts can read too: s3://, gs://, az://, file://, redis:// or rediss://",
     )
-    cold_bytes: ByteSize = Field(
-        ByteSize(64 << 30), gt=0, description="most that a store puts into the cold tier and keeps there"
-    )
+    cold_bytes: ByteSize = Field(ByteSize(64 << 30), gt=0, description="most bytes that a store keeps in the cold tier")
     cold_timeout_s: float = Field(5.0, gt=0, description="a cold operation that takes longer has failed")
     dram_policy: PolicyName = Field("lru", description="which block leaves memory first")
     disk_policy: PolicyName = Field("lru", description="which block leaves the disk first")
@@ -55,8 +55,8 @@ class StoreConfig(Section):
     )
     disk_codec: CodecName = Field("raw", description="encoding of blocks on disk, as for memory")
     cold_codec: CodecName = Field("raw", description="encoding of blocks in the cold tier, as for memory")
-    ttl_s: float | None = Field(None, gt=0, description="blocks are forgotten this long after they were stored")
+    ttl_s: float | None = Field(None, gt=0, description="seconds after which stored blocks expire; default: never")
     replica_cool_s: float = Field(
-        300.0, gt=0, description="a copy of another store's block is dropped when nobody used it for so long"
+        300.0, gt=0, description="seconds without use after which a copy of another store's block is dropped"
     )
-    lease_s: float = Field(10.0, gt=0, description="a block on its way in is freed when its sender is silent this long")
+    lease_s: float = Field(10.0, gt=0, description="seconds of silence after which a sender's incoming block is freed")

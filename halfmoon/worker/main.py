@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Runs one worker until it is told to stop."""
+    """Runs one worker until told to stop."""
     with tracing(settings.role, settings.otlp_endpoint) as tracer:
         await _serve(settings, tracer)
 

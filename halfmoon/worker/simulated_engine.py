@@ -1,7 +1,7 @@
-"""A `ServingEngine` without a model: the engine's own core, whose steps take as long as a latency model says. No torch.
+"""A `ServingEngine` without a model: the real engine core, with step times from a latency model. No torch.
 
-It answers the worker's servicers as the real one does, so everything that a gateway or another worker sees is the
-protocol's own: reservations, transfers, block events, token streams, cancellation. Only KV and text mean nothing.
+It serves the worker's servicers like the real engine, so everything that a gateway or another worker sees follows the
+protocol: reservations, transfers, block events, token streams, cancellation. Only KV and text are meaningless.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from halfmoon.rpc.transport.limiter import LinkLimiter
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile
 
-_LEAST_STEP_S = 1e-6  # as reported: nothing is measured in no time
-_MAX_LAG_S = 0.05  # steps that are this late are not caught up with: the machine is too slow for the model
+_LEAST_STEP_S = 1e-6  # shortest reported step, since no real step takes zero time
+_MAX_LAG_S = 0.05  # a delay beyond this is not caught up with: the machine is too slow for the model
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One request that is here: how long its answer is, and how much of its KV has crossed the modelled link."""
+    """One present request: the length of its answer, and how much of its KV has crossed the modelled link."""
 
     request: EngineRequest
     num_output: int
@@ -48,10 +48,11 @@ class _Entry:
 
 
 class SimulatedEngine:
-    """Owns the requests' answers, and the pace of an `EngineCore`. Event-loop thread only.
+    """Owns the requests' answers and the pace of an `EngineCore`. Event-loop thread only.
 
-    Steps follow each other without a gap: one ends when it is due, counted from the due end of the one before, so
-    timers that fire late do not add up. A prompt's KV is told as written when it would have crossed the modelled link.
+    Steps follow each other without a gap: each ends when it is due, counted from the due end of the one before, so
+    delays of late timers do not add up. A prompt's KV is reported as written when it would have crossed the modelled
+    link.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class SimulatedEngine:
         on_step: Callable[[StepResult], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`root` gives the parent of a tenant's first block keys by its salt; with None nothing is cached."""
+        """`root` computes the parent of a tenant's first block keys from its salt; with None nothing is cached."""
         self.layout = layout
         self.num_blocks = profile.kv_tokens // layout.block_tokens
         self._profile = profile
@@ -83,34 +84,34 @@ class SimulatedEngine:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Future[BaseException]]:
-        """Steps while inside. What is given resolves to what killed the stepping, if anything does."""
+        """Runs steps while inside. Yields a future that resolves to the error that ends the stepping, if any."""
         death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         async with running(self._run()) as stepping:
             stepping.add_done_callback(lambda task: _note_death(task, death))
             yield death
 
     async def add(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
-        """As `AsyncEngine.add`. Raises Incompatible for what needs a model."""
+        """See `AsyncEngine.add`. Raises Incompatible for requests that need a model."""
         _check_needs_no_model(request)
         self._core.add(request, None if on_kv is None else partial(self._put_on_link, request.request_id, on_kv))
         self._enter(request)
         self._wake.set()
 
     async def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
-        """As `AsyncEngine.reserve`."""
+        """See `AsyncEngine.reserve`."""
         _check_needs_no_model(request)
         self._core.reserve(request, on_kv)
         self._enter(request)
 
     async def start(self, request_id: str, first_token_id: int) -> None:
-        """As `AsyncEngine.start`."""
+        """See `AsyncEngine.start`."""
         self._core.start(request_id, first_token_id)
         self._wake.set()
 
     async def cancel(self, request_id: str) -> bool:
-        """As `AsyncEngine.cancel`, but does not wait for the end of a step."""
+        """See `AsyncEngine.cancel`; does not wait for the end of a step."""
         self._entries.pop(request_id, None)
-        self._wake.set()  # who waits for blocks may have some now
+        self._wake.set()  # requests that wait for blocks may get some now
         return self._core.cancel(request_id)
 
     async def kv_write(
@@ -124,7 +125,7 @@ class SimulatedEngine:
         codec: Codec = Codec.RAW,
         dtype: KVDtype | None = None,
     ) -> None:
-        """As `AsyncEngine.kv_write`; what arrives is dropped."""
+        """See `AsyncEngine.kv_write`; the payload is dropped."""
         self._core.find_in("reserved", request_id)
 
     async def kv_read(
@@ -137,7 +138,7 @@ class SimulatedEngine:
         out: KVPlace | None = None,
         codec: Codec = Codec.RAW,
     ) -> memoryview:
-        """As `AsyncEngine.kv_read`, of bytes without a meaning."""
+        """See `AsyncEngine.kv_read`; the bytes are meaningless."""
         entry = self._entries.get(request_id)
         if entry is None or not entry.request.prefill_only:
             raise NotFound(f"request {request_id} is not held here")
@@ -149,10 +150,10 @@ class SimulatedEngine:
         return memoryview(bytes(encoded_bytes(codec, shape, self.layout.dtype)))
 
     def check_open(self) -> None:
-        """It is always open."""
+        """Does nothing: a simulated engine is always open."""
 
     def stats_now(self) -> EngineStats:
-        """As `AsyncEngine.stats_now`."""
+        """See `AsyncEngine.stats_now`."""
         return self._core.stats()
 
     async def _run(self) -> None:
@@ -170,7 +171,7 @@ class SimulatedEngine:
             self._on_step(self._ended(step, seconds))
 
     def _seconds(self, step: Step) -> float:
-        """Chunks and decodes share a pass."""
+        """Seconds of a step, in which chunks and decodes share one forward pass."""
         counts = step.counts
         return self._profile.latency.stage_s(
             counts.num_prefill_tokens, counts.num_prefill_pairs, counts.num_decode_seqs, counts.decode_context_tokens
@@ -210,7 +211,7 @@ class SimulatedEngine:
         return self._answers.token_id(request.sampling.seed, position, request.prompt_token_ids)
 
     def _put_on_link(self, request_id: str, on_kv: OnKV, written: Written | None) -> None:
-        """KV leaves as it is computed; the link takes its time."""
+        """Puts newly computed KV on the link and reports it when it has crossed."""
         if written is None:
             on_kv(None)
             return
@@ -222,12 +223,12 @@ class SimulatedEngine:
         now_s = self._clock()
         wait_s = self._link.arrival_s(num_bytes, now_s) - now_s
         if wait_s > 0:
-            asyncio.get_running_loop().call_later(wait_s, self._tell, entry, on_kv, num_tokens)
+            asyncio.get_running_loop().call_later(wait_s, self._report, entry, on_kv, num_tokens)
         else:
-            self._tell(entry, on_kv, num_tokens)
+            self._report(entry, on_kv, num_tokens)
 
-    def _tell(self, entry: _Entry, on_kv: OnKV, num_tokens: int) -> None:
-        """Timers of one moment fire in any order: KV is never taken back."""
+    def _report(self, entry: _Entry, on_kv: OnKV, num_tokens: int) -> None:
+        """Reports KV that crossed. Timers of one moment fire in any order, so the count never goes back."""
         is_here = self._entries.get(entry.request.request_id) is entry
         if is_here and num_tokens > entry.num_sent:
             entry.num_sent = num_tokens

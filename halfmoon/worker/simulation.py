@@ -30,13 +30,13 @@ from halfmoon.worker.serving import ROLES, Serving, worker_services
 from halfmoon.worker.simulated_engine import SimulatedEngine
 from halfmoon.worker.state import WorkerState
 
-_MAX_IDLE_LINKS = 1024  # of the process, whose workers share them
-_GRACE_S = 0.2  # what a worker's server gives streams that have nothing left to say
+_MAX_IDLE_LINKS = 1024  # for the whole process, whose workers share them
+_GRACE_S = 0.2  # given by a worker's server to streams that have nothing more to send
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """What all workers of a simulation serve."""
+    """The model that all workers of a simulation serve."""
 
     name: str
     fingerprint: str
@@ -46,19 +46,19 @@ class SimulatedModel:
 
     @property
     def layout(self) -> KVLayout:
-        """As the protocol carries it, four bytes a token: how long the KV is under way is the profile's to say."""
+        """Layout sent in the protocol, four bytes a token. Transfer times come from the profile instead."""
         return KVLayout(1, 1, 1, "float16", self.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCluster:
-    """Where the workers of a simulation are, and how they end."""
+    """Addresses of a simulation's gateways and workers, and how workers end."""
 
     gateways: str  # host:port of cluster services, separated by commas
     host: str = "127.0.0.1"
     lease_s: float = LEASE_S
-    drain_s: float = 0.0  # what running requests get when the simulation stops
-    report_s: float = 1.0  # loads are reported at least so often
+    drain_s: float = 0.0  # time for running requests when the simulation stops
+    report_s: float = 1.0  # longest interval between load reports
 
 
 class SimulatedWorker:
@@ -85,24 +85,24 @@ class Simulation:
         self._channels = KVChannels(LinkSettings(transports=()), max_idle=_MAX_IDLE_LINKS)
 
     async def start(self, role: RoleName) -> SimulatedWorker:
-        """One more worker; returns when it listens. It is a member a moment later."""
+        """Starts a worker; returns when it listens. It becomes a member a moment later."""
         worker = SimulatedWorker(role)
         self._tasks[worker] = self._workers.create_task(self._run(worker))
         await worker.address
         return worker
 
     def workers(self) -> list[SimulatedWorker]:
-        """Those that run, in the order of their start."""
+        """Running workers in order of their start."""
         return list(self._tasks)
 
     async def kill(self, worker: SimulatedWorker) -> None:
-        """Ends a worker without a word to anybody, as a crash would."""
+        """Ends a worker without notice, like a crash."""
         task = self._tasks.pop(worker)
         task.cancel()
         await asyncio.wait({task})
 
     def stop(self) -> None:
-        """The workers drain and end. Idempotent."""
+        """Lets the workers drain and end. Idempotent."""
         if not self._stopping.done():
             self._stopping.set_result(None)
 
@@ -159,7 +159,10 @@ class Simulation:
 async def running_simulation(
     model: SimulatedModel, cluster: SimulatedCluster, tracer: Tracer = NO_TRACER
 ) -> AsyncIterator[Simulation]:
-    """Workers can be started and killed inside; the others drain at the end. Raises, as a group, what ended one."""
+    """Runs a simulation: workers can be started and killed inside, the others drain at the end.
+
+    Raises, as an exception group, the error that ended a worker.
+    """
     async with asyncio.TaskGroup() as workers:
         simulation = Simulation(model, cluster, workers, tracer)
         try:
