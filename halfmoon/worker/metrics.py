@@ -7,7 +7,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.step_result import StepResult
 from halfmoon.rpc.metrics import RpcMetrics
-from halfmoon.worker.store.store_metrics import StoreMetrics
 
 _EXPOSED_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -87,3 +86,31 @@ class WorkerMetrics:
             self._sequences.labels(state).set(getattr(stats, f"num_{state}"))
         self._blocks.labels("free").set(stats.num_free_blocks)
         self._blocks.labels("used").set(stats.num_blocks - stats.num_free_blocks)
+
+
+class StoreMetrics:
+    """Declares the metrics in a worker's registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.put_blocks = Counter(
+            "halfmoon_store_put_blocks", "Blocks offered to the store by outcome", ["outcome"], registry=registry
+        )
+        self.put_chains_dropped = Counter(
+            "halfmoon_store_put_chains_dropped", "Prompts not offered: too many waited", registry=registry
+        )
+        self.restored_tokens = Counter(
+            "halfmoon_restored_tokens",
+            "Prompt tokens by where their KV came from: cache, store or computed",
+            ["source"],
+            registry=registry,
+        )
+        self.restore_decisions = Counter(
+            "halfmoon_restore_decisions", "Prompts by restore method chosen", ["method"], registry=registry
+        )
+        self.loaded_bytes = Counter(
+            "halfmoon_store_loaded_bytes", "KV bytes loaded from the store by tier", ["tier"], registry=registry
+        )
+        self.missed_blocks = Counter(
+            "halfmoon_store_missed_blocks", "Blocks the store announced but did not deliver intact", registry=registry
+        )
+        self.put_bytes = Counter("halfmoon_store_put_bytes", "KV bytes sent to the store", registry=registry)

@@ -1,10 +1,11 @@
-"""Phases of a worker's work on one request, with times: the one source for timelines and traces."""
+"""Phases and spans of a worker's work on one request: the one source of times for timelines and traces."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from halfmoon.engine.request import TokenOutput
 from halfmoon.pb import prefill_pb2
 from halfmoon.rpc.spans import Attributes, Span
 
@@ -52,3 +53,24 @@ class Phase:
             planned_tokens=self.planned_tokens,
             num_bytes=self.num_bytes,
         )
+
+
+class DecodeSpan:
+    """Owns the span that begins when the request joins the batch."""
+
+    def __init__(self, parent: Span, start_s: float) -> None:
+        self._start_s = start_s
+        self._span = parent.child("decode", start_s)
+
+    def first(self, at_s: float) -> None:
+        """Records the first token decoded here."""
+        self._span.child("first token", self._start_s).end(at_s)
+
+    def end(self, last: TokenOutput | None, at_s: float) -> None:
+        """Ends the span. `last` is the request's last token; None if the request was cancelled."""
+        if last is None:
+            self._span.end(at_s, error="cancelled")
+            return
+        reason = str(last.finish_reason)
+        counted: Attributes = {"halfmoon.finish_reason": reason, "halfmoon.output_tokens": last.position + 1}
+        self._span.end(at_s, error=reason if reason == "error" else None, attributes=counted)

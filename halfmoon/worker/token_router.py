@@ -11,8 +11,7 @@ from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import Cancelled, InvalidRequest, Unavailable
 from halfmoon.pb import decode_pb2, types_pb2
 from halfmoon.rpc.spans import Span
-from halfmoon.worker.decode_span import DecodeSpan
-from halfmoon.worker.phase import Phase
+from halfmoon.worker.phase import DecodeSpan, Phase
 from halfmoon.worker.wire import token_message
 
 

@@ -17,12 +17,12 @@ from halfmoon.kv.kv_layout import KVBytes
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.policy.placement.restore_plan import RestorePlan
 from halfmoon.rpc.kvstore_client import TierName
+from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.block_source import BlockSource
 from halfmoon.worker.store.load_rate import LoadRate
 from halfmoon.worker.store.restore_progress import RestoreProgress
 from halfmoon.worker.store.store_link import StoreLink
-from halfmoon.worker.store.store_metrics import StoreMetrics
 
 if TYPE_CHECKING:
     from halfmoon.engine.async_engine import AsyncEngine  # needs torch

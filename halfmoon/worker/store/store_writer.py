@@ -11,9 +11,9 @@ from halfmoon.errors import HalfmoonError
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.chain import Chain
 from halfmoon.rpc.kvstore_client import KVStoreClient
+from halfmoon.worker.metrics import StoreMetrics
 from halfmoon.worker.store.chain_queue import ChainQueue
 from halfmoon.worker.store.store_link import StoreLink
-from halfmoon.worker.store.store_metrics import StoreMetrics
 
 log = logging.getLogger(__name__)
 
