@@ -91,7 +91,7 @@ async def disconnect(
     host, _, port = url.removeprefix("http://").partition(":")
     rng, places, kinds = random.Random(seed), asyncio.Semaphore(_AT_ONCE), Counter[str]()
 
-    async def one(own: random.Random) -> None:
+    async def run_client(own: random.Random) -> None:
         async with places:
             case = make_case(own)
             kinds[case.name] += 1
@@ -99,7 +99,7 @@ async def disconnect(
 
     async with asyncio.TaskGroup() as clients:
         for _ in range(times):
-            clients.create_task(one(random.Random(rng.random())))
+            clients.create_task(run_client(random.Random(rng.random())))
     return kinds
 
 

@@ -147,7 +147,7 @@ def show_roofline(args: argparse.Namespace) -> None:
                 [ours.stage_s(0, 0, b, 600 * b) for b in batches], [theirs.stage_s(0, 0, b, 600 * b) for b in batches]
             )
             cells.append(f"{prefill:.0%} / {step:.0%}")
-        fits = " / ".join("not published" if one is None else f"{one:.1%}" for one in theirs.error)
+        fits = " / ".join("not published" if error is None else f"{error:.1%}" for error in theirs.error)
         print(f"| {who} | {name} | {gpu} | {tp} | {fits} | {' | '.join(cells)} |")
 
 
@@ -173,9 +173,9 @@ def show_capacity(args: argparse.Namespace) -> None:
     columns = [capacities(spec, workload, wanted) for spec in specs]
     print("| TBT of | target ms | 10P + 10D, pushed | pulled | 20 both, prompts first | chunked | gain of pushed |")
     print("|---|---|---|---|---|---|---|")
-    for targets, found in zip(wanted, zip(*columns, strict=True), strict=True):
-        gains = [f"{found[0] / one - 1:+.0%}" if one else "–" for one in found[2:]]
-        cells = " | ".join(f"{one:.2f}" for one in found)
+    for targets, factors in zip(wanted, zip(*columns, strict=True), strict=True):
+        gains = [f"{factors[0] / factor - 1:+.0%}" if factor else "–" for factor in factors[2:]]
+        cells = " | ".join(f"{factor:.2f}" for factor in factors)
         print(f"| {targets.tbt_of} | {1000 * (targets.tbt_s or 0):.0f} | {cells} | {', '.join(gains)} |", flush=True)
 
 
@@ -186,8 +186,8 @@ def show_ratio(args: argparse.Namespace) -> None:
     print("| P : D | capacity at 30 s and 100 ms | 200 ms | 300 ms |")
     print("|---|---|---|---|")
     for num_prefill in (4, 6, 8, 10, 12, 14):
-        found = capacities(split(model, num_prefill, 16 - num_prefill), workload, wanted)
-        cells = " | ".join(f"{one:.2f}" for one in found)
+        factors = capacities(split(model, num_prefill, 16 - num_prefill), workload, wanted)
+        cells = " | ".join(f"{factor:.2f}" for factor in factors)
         print(f"| {num_prefill} : {16 - num_prefill} | {cells} |", flush=True)
 
 

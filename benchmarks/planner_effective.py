@@ -25,8 +25,10 @@ def show_effective(systems: Mapping[str, ClusterSpec], workload: Workload, ttft_
         result = simulate(spec, workload)
         shares = [result.attainment(SloTargets(ttft_s, tbt_s=ms / 1000, tbt_of="longest-tenth")).joint for ms in TBT_MS]
         ours = ours or shares
-        gains = ", ".join(f"{best / one - 1:+.0%}" if one else "–" for best, one in zip(ours, shares, strict=True))
-        cells = " | ".join(f"{one:.1%}" for one in shares)
+        gains = ", ".join(
+            f"{best / share - 1:+.0%}" if share else "–" for best, share in zip(ours, shares, strict=True)
+        )
+        cells = " | ".join(f"{share:.1%}" for share in shares)
         cached = result.cached_tokens.sum() / workload.prompt_tokens.sum()
         mean_s = quantiles(result.ttft_s)["mean"] or 0.0
         print(f"| {name} | {cells} | {gains} | {mean_s:.2f} | {cached:.1%} |", flush=True)

@@ -160,8 +160,11 @@ def _print_rate(args: argparse.Namespace, layout: str, rate: float) -> None:
     result = simulate(spec, _workload(args, rate, args.requests, block=0), args.seed)
     assert not rows[:, 2].any(), "prompts were cached: nothing is compared with what was simulated"
     targets = [SloTargets(a * ttft_s, b * tpot_s) for a, b in MULTIPLES]
-    predicted = _figures(result.ttft_s, result.tpot_s, [result.attainment(one).joint for one in targets])
-    met = [float(((rows[:, 0] <= one.ttft_s) & (rows[:, 1] <= one.tpot_s)).sum() / args.requests) for one in targets]
+    predicted = _figures(result.ttft_s, result.tpot_s, [result.attainment(target).joint for target in targets])
+    met = [
+        float(((rows[:, 0] <= target.ttft_s) & (rows[:, 1] <= target.tpot_s)).sum() / args.requests)
+        for target in targets
+    ]
     measured = _figures(rows[:, 0], rows[:, 1], met)
     _print_row(f"{rate:g}", "predicted", predicted)
     _print_row("", "measured", measured)
@@ -173,7 +176,7 @@ def _print_rate(args: argparse.Namespace, layout: str, rate: float) -> None:
 
 def _print_profile(profile: MeasuredProfile) -> None:
     error = profile.whole.error
-    beside = ", ".join(f"{one.work} beside {one.neighbour} x{one.slowdown:.2f}" for one in profile.beside)
+    beside = ", ".join(f"{pair.work} beside {pair.neighbour} x{pair.slowdown:.2f}" for pair in profile.beside)
     print(
         f"profile: error {error.prefill:.1%} / {error.step:.1%} held out; {beside}; "
         f"a request {1000 * profile.request_s:.1f} ms"
@@ -184,14 +187,14 @@ def _figures(ttft_s: Floats, tpot_s: Floats, met: Sequence[float]) -> list[float
     """Means and p90 in milliseconds, then shares."""
     return [
         1000 * figure
-        for one in (ttft_s, tpot_s)
-        for figure in (float(np.nanmean(one)), float(np.nanpercentile(one, 90)))
+        for values in (ttft_s, tpot_s)
+        for figure in (float(np.nanmean(values)), float(np.nanpercentile(values, 90)))
     ] + list(met)
 
 
 def _print_row(rate: str, kind: str, figures: Sequence[float]) -> None:
-    times = [f"{one:.0f}" if one >= 100 else f"{one:.1f}" for one in figures[:4]]
-    shares = [f"{one:.0%}" for one in figures[4:]]
+    times = [f"{figure:.0f}" if figure >= 100 else f"{figure:.1f}" for figure in figures[:4]]
+    shares = [f"{figure:.0%}" for figure in figures[4:]]
     print(f"| {rate} | {kind} | {' | '.join([*times, *shares])} |")
 
 

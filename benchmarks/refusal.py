@@ -140,7 +140,7 @@ async def _run(args: argparse.Namespace) -> None:
         async with running_gateway(settings, model) as gateway, aiohttp.ClientSession() as session:
             _join(gateway, model, args.workers)
             columns = (*_TARGETS_S, "cached, first", "of that prefix", "cached, again", "of that prefix", "round, cold")
-            print(f"{'tokens':>7} {' '.join(f'{one:>15}' for one in columns)}")
+            print(f"{'tokens':>7} {' '.join(f'{column:>15}' for column in columns)}")
             bench = Bench(gateway, model, same_model, session, itertools.count())
             for num_words in _LENGTHS:
                 await _measure(bench, num_words, args.requests)
@@ -171,7 +171,7 @@ async def _measure(bench: Bench, num_words: int, num_requests: int) -> None:
         system = _text("system", _SYSTEM_WORDS) if kind == "shared" else None
         if system is not None:
             bench.hold(_body(bench.model, "something else", system))
-        bodies = [_body(bench.model, _text(f"{kind} {one}", num_words), system) for one in range(num_requests)]
+        bodies = [_body(bench.model, _text(f"{kind} {number}", num_words), system) for number in range(num_requests)]
         round_trips_s[kind] = await bench.refused(bodies)
         inside_s[kind] = await bench.in_gateway(num_requests)
     await bench.set_target(_CACHED_TARGET_S)

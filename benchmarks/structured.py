@@ -64,7 +64,7 @@ async def measure(url: str, model: str, num_schemas: int) -> None:
     rng, places, outcomes = Random(2026), asyncio.Semaphore(_AT_ONCE), Counter[str]()
     schemas = [random_schema(rng) for _ in range(num_schemas)]
 
-    async def one(number: int, schema: dict[str, Any]) -> None:
+    async def request_one(number: int, schema: dict[str, Any]) -> None:
         async with places:
             outcomes[verdict(schema, *await answer(client, model, schema, number))] += 1
 
@@ -74,7 +74,7 @@ async def measure(url: str, model: str, num_schemas: int) -> None:
         asyncio.TaskGroup() as asking,
     ):
         for number, schema in enumerate(schemas):
-            asking.create_task(one(number, schema))
+            asking.create_task(request_one(number, schema))
     print(
         ", ".join(f"{count} {name}" for name, count in outcomes.most_common()),
         f"in {time.perf_counter() - started_s:.0f} s",

@@ -54,8 +54,8 @@ async def running_store(settings: KVStoreSettings) -> AsyncIterator[Store]:
         pool = Pool(memory, options, disk, cold)
         name = None if segment is None else f"{host_id()}/{segment.name}"
         replicator, arrivals = Replicator(pool), Arrivals(pool)
-        taker = stack.enter_context(closing(SharedMemoryPut(pool, arrivals)))
-        control = KVStoreServicer(pool, SharedMemoryGet(pool, settings.lease_s, name), taker, replicator)
+        shared_memory_put = stack.enter_context(closing(SharedMemoryPut(pool, arrivals)))
+        control = KVStoreServicer(pool, SharedMemoryGet(pool, settings.lease_s, name), shared_memory_put, replicator)
         admin = KVStoreAdminServicer(pool)
         async with pool.running(replicator.run()):
             yield Store(

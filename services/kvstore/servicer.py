@@ -33,10 +33,12 @@ Item = TypeVar("Item")
 class KVStoreServicer(kvstore_pb2_grpc.KVStoreServicer):
     """Translates between workers and a `Pool`."""
 
-    def __init__(self, pool: Pool, lender: SharedMemoryGet, taker: SharedMemoryPut, replicator: Replicator) -> None:
+    def __init__(
+        self, pool: Pool, shared_memory_get: SharedMemoryGet, shared_memory_put: SharedMemoryPut, replicator: Replicator
+    ) -> None:
         self._pool = pool
-        self._lender = lender
-        self._taker = taker
+        self._shared_memory_get = shared_memory_get
+        self._shared_memory_put = shared_memory_put
         self._replicator = replicator
 
     async def Match(
@@ -68,14 +70,14 @@ class KVStoreServicer(kvstore_pb2_grpc.KVStoreServicer):
         self, request_iterator: AsyncIterator[kvstore_pb2.BorrowRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[kvstore_pb2.BorrowResponse]:
         """See kvstore.proto."""
-        async for response in self._lender.lend(request_iterator):
+        async for response in self._shared_memory_get.lend(request_iterator):
             yield response
 
     async def Take(
         self, request: kvstore_pb2.TakeRequest, context: grpc.aio.ServicerContext
     ) -> kvstore_pb2.TakeResponse:
         """See kvstore.proto."""
-        return await self._taker.take(request)
+        return await self._shared_memory_put.take(request)
 
     async def Watch(
         self, request: kvstore_pb2.WatchRequest, context: grpc.aio.ServicerContext

@@ -32,8 +32,8 @@ class ReplicaMarks:
         return self._marks.pop(block, None) is not None
 
     def cooled(self, catalog: Catalog, now_s: float, cool_s: float) -> list[bytes]:
-        """Unmarked leaves unused for `cool_s` that can be dropped. Ask again when they are gone."""
-        found = []
+        """Replicas unused for `cool_s` that no block depends on. Call again after dropping them."""
+        cooled = []
         for block, mark in list(self._marks.items()):
             entry = catalog.get(block)
             if entry is None or entry.pinned or set(entry.tiers) != {Tier.DRAM}:
@@ -41,5 +41,5 @@ class ReplicaMarks:
             elif entry.usage.num_uses != mark.num_uses:
                 self.mark(block, entry.usage.num_uses, now_s)
             elif now_s - mark.used_at_s >= cool_s and not entry.children and not entry.num_holds:
-                found.append(block)
-        return found
+                cooled.append(block)
+        return cooled
