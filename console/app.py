@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import streamlit as st
 
-from console import cache_page, overview_page, placements_page, planner_page, slo_page, try_page
 from console.entrance import may_enter
 from console.gateway_api import GatewayApi
 from console.planner_api import PlannerApi
 from console.settings import api_key, gateway_url, operator_token, planner_address
+from console.views import cache_page, overview_page, placements_page, planner_page, slo_page, try_page
 
 
 class _Services(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any
 
 import streamlit as st
 
-from console import charts
+from console.charts import charts
+from console.charts.plan_charts import curve_rows, over_rate
 from console.plain_text import plain
-from console.plan_charts import curve_rows, over_rate
 from console.planner_api import Plan
 from console.quantities import NOTHING, seconds, share
 

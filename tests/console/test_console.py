@@ -24,7 +24,7 @@ def one_page(page: str, url: str) -> None:
 
     from console.gateway_api import GatewayApi
 
-    import_module(f"console.{page}_page").render(GatewayApi(url))
+    import_module(f"console.views.{page}_page").render(GatewayApi(url))
 
 
 @pytest.fixture

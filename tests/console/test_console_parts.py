@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 pytest.importorskip("streamlit")
 
-from console import charts, cluster_map, time_charts
-from console.cache_page import restored
-from console.class_form import preview_sentence, rules_of, seconds_of
-from console.class_history import change, undo_of
+from console.charts import charts, cluster_map, time_charts
+from console.charts.palette import SPANS, TTFT_PARTS
 from console.entrance import is_right
-from console.overview_page import attainment, outcome_rates
-from console.palette import SPANS, TTFT_PARTS
-from console.placements_page import candidate_parts, pairs
+from console.forms.class_form import preview_sentence, rules_of, seconds_of
+from console.forms.class_history import change, undo_of
 from console.plain_text import plain
 from console.quantities import ago, count, seconds, share, size
+from console.views.cache_page import restored
+from console.views.overview_page import attainment, outcome_rates
+from console.views.placements_page import candidate_parts, pairs
 from tests.console.fake_gateway import CLUSTER, EDITS, GOLD, PLACEMENT, PREVIEW, REFUSED, STORES, WORKER
 
 

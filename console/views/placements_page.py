@@ -7,10 +7,10 @@ from typing import Any
 
 import streamlit as st
 
-from console import charts
+from console.charts import charts
+from console.charts.palette import BLUE, ORANGE, SPANS, TTFT_PARTS
 from console.gateway_api import GatewayApi, GatewayError
 from console.live import disconnected, empty, live
-from console.palette import BLUE, ORANGE, SPANS, TTFT_PARTS
 from console.plain_text import plain
 from console.quantities import NOTHING, ago, count, seconds, size
 

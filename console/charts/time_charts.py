@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from console.palette import GREY
+from console.charts.palette import GREY
+from console.charts.svg import Anchor, drawing, text, tip
 from console.quantities import count
-from console.svg import Anchor, drawing, text, tip
 
 _WIDTH, _HEIGHT = 460, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 34, 24

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from console.charts import Chart, Spec
-from console.palette import GREY, SERIES
+from console.charts.charts import Chart, Spec
+from console.charts.palette import GREY, SERIES
 
 _HEIGHT_PX = 280  # plus a legend line for each layout
 _LEGEND_PX = 20

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import streamlit as st
 
+from console.forms.plan_apply import draw_apply_button, draw_applying
+from console.forms.planner_form import planner_form
 from console.gateway_api import GatewayApi
 from console.live import away, empty
 from console.plain_text import plain
-from console.plan_apply import draw_apply_button, draw_applying
 from console.plan_view import draw_comparison, draw_plan, plan_row, title
 from console.planner_api import Plan, PlannerApi, PlannerError, Search
-from console.planner_form import planner_form
 from console.quantities import NOTHING
 
 _LOOK_AT_SEARCH_S = 0.5

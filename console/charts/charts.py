@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
-from console.palette import GREY
+from console.charts.palette import GREY
 
 Row = Mapping[str, Any]
 Spec = dict[str, Any]

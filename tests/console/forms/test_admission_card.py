@@ -10,7 +10,7 @@ import pytest
 testing = pytest.importorskip("streamlit.testing.v1")
 
 from console.plain_text import plain  # noqa: E402
-from console.slo_page import class_row, tightened  # noqa: E402
+from console.views.slo_page import class_row, tightened  # noqa: E402
 from tests.console.fake_gateway import ADMISSION, GOLD, FakeGateway, running_fake_gateway  # noqa: E402
 from tests.console.test_console import open_page  # noqa: E402
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
-from console import charts, time_charts
-from console.drawn import drawn
+from console.charts import charts, time_charts
+from console.charts.drawn import drawn
+from console.charts.palette import BLUE, GREEN, TIERS, TOKENS
 from console.gateway_api import GatewayApi
 from console.live import at_once, empty, live
-from console.palette import BLUE, GREEN, TIERS, TOKENS
 from console.plain_text import plain
 from console.quantities import NOTHING, ago, count, share, size
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
-from console.class_form import done
+from console.forms.class_form import done
 from console.gateway_api import GatewayApi, GatewayError
 from console.plain_text import plain
 from console.quantities import NOTHING, seconds

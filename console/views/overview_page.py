@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
-from console import cluster_map, time_charts
-from console.drawn import drawn
+from console.charts import cluster_map, time_charts
+from console.charts.drawn import drawn
+from console.charts.palette import BLUE, GREEN, GREY, ORANGE, OUTCOMES, PERCENTILES, PURPLE, RED, SKY
 from console.gateway_api import GatewayApi
 from console.live import at_once, empty, live
-from console.palette import BLUE, GREEN, GREY, ORANGE, OUTCOMES, PERCENTILES, PURPLE, RED, SKY
 from console.plain_text import plain
 from console.quantities import NOTHING, count, seconds, share
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from console.palette import GREEN, PURPLE, RED
+from console.charts.palette import GREEN, PURPLE, RED
+from console.charts.svg import Place, bar, escaped, text, tip
 from console.plain_text import shortened
 from console.quantities import count, size
-from console.svg import Place, bar, escaped, text, tip
 
 _FIRST_X, _WIDTH, _HEIGHT, _GAP = 245, 240, 72, 15
 _IN_A_ROW = 3

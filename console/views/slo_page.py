@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import streamlit as st
 
-from console.admission_card import draw_admission
-from console.class_form import class_form
-from console.class_history import draw_history
+from console.forms.admission_card import draw_admission
+from console.forms.class_form import class_form
+from console.forms.class_history import draw_history
 from console.gateway_api import GatewayApi, GatewayError
 from console.live import away, empty, live
 from console.plain_text import plain

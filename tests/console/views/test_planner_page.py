@@ -12,12 +12,12 @@ import pytest
 
 testing = pytest.importorskip("streamlit.testing.v1")
 
-from console.plan_charts import curve_rows, over_rate  # noqa: E402
+from console.charts.plan_charts import curve_rows, over_rate  # noqa: E402
+from console.forms.planner_form import measured_profile  # noqa: E402
 from console.plan_view import compared_to_colocated  # noqa: E402
 from console.planner_api import PlannerApi, PlannerError, SearchState  # noqa: E402
-from console.planner_form import measured_profile  # noqa: E402
-from console.planner_page import STAGES  # noqa: E402
 from console.settings import gateway_url, planner_address  # noqa: E402
+from console.views.planner_page import STAGES  # noqa: E402
 from halfmoon.pb import planner_pb2  # noqa: E402
 from halfmoon.plan.planning import make_plan  # noqa: E402
 from halfmoon.plan.request import PlanRequest  # noqa: E402
@@ -30,9 +30,9 @@ ASKED = {"model": "m", "gpu": "h200", "workload": "chat", "ttft_s": 0.2, "tpot_s
 
 def the_page(gateway: str, planner: str | None) -> None:
     """What AppTest runs."""
-    from console import planner_page
     from console.gateway_api import GatewayApi
     from console.planner_api import PlannerApi
+    from console.views import planner_page
 
     planner_page.render(GatewayApi(gateway), None if planner is None else PlannerApi(planner))
 

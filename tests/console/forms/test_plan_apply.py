@@ -18,9 +18,9 @@ from tests.console.fake_planner import CHANGE, FakePlanner, running_fake_planner
 
 def the_page(gateway: str, planner: str) -> None:
     """What AppTest runs."""
-    from console import planner_page
     from console.gateway_api import GatewayApi
     from console.planner_api import PlannerApi
+    from console.views import planner_page
 
     planner_page.render(GatewayApi(gateway), PlannerApi(planner, "secret"))
 

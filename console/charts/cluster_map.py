@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from console.palette import GREEN, GREY, ORANGE, RED, ROLES
+from console.charts.palette import GREEN, GREY, ORANGE, RED, ROLES
+from console.charts.store_cards import store_cards
+from console.charts.svg import Place, bar, drawing, escaped, text, tip
 from console.plain_text import shortened
 from console.quantities import seconds
-from console.store_cards import store_cards
-from console.svg import Place, bar, drawing, escaped, text, tip
 
 _MAX_CARDS = 6  # for one role; more are drawn as cells
 MAX_LINKS = 100  # between cards; beyond it no links are drawn

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import streamlit as st
 
-from console.applying import Applying
+from console.forms.applying import Applying
 from console.plain_text import plain
 from console.plan_view import title
 from console.planner_api import Plan, PlannerApi, PlannerError

@@ -1,0 +1,1 @@
+"""Forms with which an operator changes something: classes, admission, plans."""
