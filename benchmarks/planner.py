@@ -1,4 +1,4 @@
-"""The simulator against what others measured; the tables of docs/evaluation/.
+"""The simulator compared with published measurements; the tables of docs/evaluation/.
 
     python -m benchmarks.planner distserve
     python -m benchmarks.planner roofline [--splitwise perf_model.csv]
@@ -10,8 +10,8 @@
                                            aiconfigurator-vllm:llama-2-70b]
     python -m benchmarks.planner kernels | steady
 
-Llama-2-70B on 8 x A100-80G a worker, where Mooncake's paper had a model of that shape on 8 x A800: by the roofline, or
-by `--latency perf_model.csv:llama-2-70b` as Splitwise measured it. Rates are multiples of the trace's own.
+Llama-2-70B on 8 x A100-80G per worker (Mooncake's paper: a model of that shape on 8 x A800), with the roofline or
+with Splitwise's measurements (`--latency perf_model.csv:llama-2-70b`). Rates are multiples of the trace's own.
 `kernels` needs `pip install aiconfigurator-core`; `steady`, and `bursts` by AIConfigurator's times, ask its planner,
 which is in `pip install aiconfigurator`.
 """
@@ -69,7 +69,7 @@ MAX_RUNNING = 256
 
 
 def big_worker(latency: str) -> LatencyModel:
-    """Eight A100."""
+    """A worker with eight A100."""
     return latency_source(latency).model("a100-80g", 8, 1)
 
 
@@ -81,7 +81,7 @@ def split(model: LatencyModel, num_prefill: int, num_decode: int) -> ClusterSpec
 
 
 def colocated(model: LatencyModel, num: int, batching: Batching, max_batch_tokens: int = 2048) -> ClusterSpec:
-    """As many workers that do both."""
+    """A cluster of colocated workers."""
     limits = BatchLimits(max_batch_tokens, 512, MAX_RUNNING, batching)
     return ClusterSpec((WorkerGroup("both", num, model, limits),), NETWORK)
 
@@ -100,7 +100,7 @@ def capacities(spec: ClusterSpec, workload: Workload, wanted: Sequence[SloTarget
 
 
 def _capacity(holds: Callable[[float], bool], least: float = 1 / 16, most: float = 64.0) -> float:
-    """Where it ceases to hold, within 2 %; 0 where it does not even hold at the least."""
+    """The highest factor that holds, within 2 %; 0 if even `least` does not hold."""
     low, high = 0.0, 1.0
     while high <= most and holds(high):
         low, high = high, 2 * high
@@ -115,19 +115,19 @@ def _capacity(holds: Callable[[float], bool], least: float = 1 / 16, most: float
 
 
 def show_distserve(args: argparse.Namespace) -> None:
-    """p50 TTFT of constant prompts at a low rate; 75.2 and 78.2 ms are models."""
+    """Prints the p50 TTFT of constant prompts at a low rate; 75.2 and 78.2 ms are published."""
     for pp, known_ms in ((1, 75.2), (2, 78.2)):
         model = DistServeCoefficients("opt-13b").model(None, 1, pp)
         limits = BatchLimits(model.kv_tokens, model.kv_tokens, 1 << 24)
         groups = WorkerGroup("prefill", 1, model, limits), WorkerGroup("decode", 1, model, limits)
         workload = synthetic_workload(named_lengths("in=512,out=64"), 500, 0.3, seed=1)
-        found = simulate(ClusterSpec(groups, replace(NETWORK, can_fetch=False)), workload)
-        p50_ms = 1000 * np.median(found.ttft_s)
-        print(f"OPT-13B TP1 x PP{pp}, 512 in, 64 out: p50 TTFT {p50_ms:.2f} ms, models {known_ms} ms")
+        result = simulate(ClusterSpec(groups, replace(NETWORK, can_fetch=False)), workload)
+        p50_ms = 1000 * np.median(result.ttft_s)
+        print(f"OPT-13B TP1 x PP{pp}, 512 in, 64 out: p50 TTFT {p50_ms:.2f} ms, published {known_ms} ms")
 
 
 def show_roofline(args: argparse.Namespace) -> None:
-    """Median relative error of the roofline against measured tables; none of it is fitted to one of them."""
+    """Prints the roofline's median relative error against measured tables, none of which it was fitted to."""
     prompts, batches = (128, 256, 512, 1024, 2048), (1, 4, 16, 64)
     measured: list[tuple[str, str, str, int, LatencyModel]] = []
     for name, tps in (("opt-13b", (1, 2, 4)), ("opt-66b", (2, 4, 8))):
@@ -152,19 +152,19 @@ def show_roofline(args: argparse.Namespace) -> None:
 
 
 def show_placement(args: argparse.Namespace) -> None:
-    """Mean TTFT of the four placements."""
+    """Prints the mean TTFT of the four placements."""
     workload = _trace(args)
     print("| placement | mean TTFT s | p90 | p99 | cached tokens |")
     print("|---|---|---|---|---|")
     for mode in get_args(PlacementMode):
-        found = simulate(replace(split(big_worker(args.latency), 8, 8), placement=mode), workload)
-        ttft = quantiles(found.ttft_s)
-        hit = found.cached_tokens.sum() / workload.prompt_tokens.sum()
+        result = simulate(replace(split(big_worker(args.latency), 8, 8), placement=mode), workload)
+        ttft = quantiles(result.ttft_s)
+        hit = result.cached_tokens.sum() / workload.prompt_tokens.sum()
         print(f"| {mode} | {ttft['mean']:.2f} | {ttft['p90']:.2f} | {ttft['p99']:.2f} | {hit:.1%} |", flush=True)
 
 
 def show_capacity(args: argparse.Namespace) -> None:
-    """Disaggregated against colocated, of equal size, at three TBT targets, by two ways to take a request's TBT."""
+    """Compares disaggregated and colocated clusters of equal size at three TBT targets, with two definitions of TBT."""
     workload, model = _trace(args), big_worker(args.latency)
     wanted = [SloTargets(TTFT_S, tbt_s=ms / 1000, tbt_of=of) for of in get_args(TbtOf) for ms in (100, 200, 300)]
     pulled = split(model, 10, 10)
@@ -180,7 +180,7 @@ def show_capacity(args: argparse.Namespace) -> None:
 
 
 def show_ratio(args: argparse.Namespace) -> None:
-    """Capacity by how sixteen workers are divided."""
+    """Prints capacity by the division of sixteen workers."""
     workload, model = _trace(args), big_worker(args.latency)
     wanted = [SloTargets(TTFT_S, tbt_s=ms / 1000, tbt_of="longest-tenth") for ms in (100, 200, 300)]
     print("| P : D | capacity at 30 s and 100 ms | 200 ms | 300 ms |")
@@ -192,7 +192,7 @@ def show_ratio(args: argparse.Namespace) -> None:
 
 
 def show_effective_requests(args: argparse.Namespace) -> None:
-    """Eight workers of each half against sixteen as vLLM 0.5.1 ran them, its options one at a time as in the paper."""
+    """Compares eight workers of each phase with sixteen like vLLM 0.5.1, one option at a time as in the paper."""
     model = big_worker(args.latency)
     pushed = replace(split(model, 8, 8), network=replace(NETWORK, handover="push"))
     engines = {
@@ -211,7 +211,7 @@ def _without_fetches(spec: ClusterSpec, *, has_cache: bool) -> ClusterSpec:
 
 
 def show_averages_and_bursts(args: argparse.Namespace) -> None:
-    """Llama-2-70B on up to 32 H100."""
+    """Plans Llama-2-70B on up to 32 H100."""
     fleet = read_fleet("h100", 4, 8, {})
     sources = {"h100": latency_source("roofline:llama-2-70b" if args.latency == MODEL else args.latency)}
     goal = Goal(SloTargets(ttft_s=1.0, tpot_s=0.1), ATTAINMENT)
@@ -223,7 +223,7 @@ def show_averages_and_bursts(args: argparse.Namespace) -> None:
 
 
 def show_steady_questions(args: argparse.Namespace) -> None:
-    """Llama-3.1-8B on up to eight H100 or H200."""
+    """Plans Llama-3.1-8B on up to eight H100 or H200."""
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         show_steady(pool)
 

@@ -1,8 +1,8 @@
-"""What planning by averages makes of bursts: `python -m benchmarks.planner bursts --trace FILE`.
+"""Planning by averages under bursts: `python -m benchmarks.planner bursts --trace FILE`.
 
-A planner of averages, as those that model a steady state: mean lengths, mean rate, the capacity of a worker that is
-busy all the time, and as many workers as the rate needs. It knows no queues. Its layouts, and those of `halfmoon plan`,
-are simulated under the trace's own arrivals.
+A planner by averages models a steady state: mean lengths, mean rate, the capacity of a worker that is always busy, and
+as many workers as the rate needs. It knows no queues. Its layouts, and those of `halfmoon plan`, are simulated under
+the trace's own arrivals.
 """
 
 from __future__ import annotations
@@ -33,22 +33,25 @@ Peer = Callable[[PlanningProblem, float], Mapping[str, Layout]]
 
 
 def show_bursts(problem: PlanningProblem, pool: Executor, peers: Mapping[str, Peer]) -> None:
-    """The rate is the trace's own; who plans by averages is told the mean rate, or that of the busiest minute."""
+    """Prints the table.
+
+    The rate is the trace's own; planning by averages uses the mean rate or the busiest minute's.
+    """
     trace, rate_per_s = problem.workload, problem.workload.rate_per_s
     problem = replace(problem, rate_per_s=rate_per_s, objective="gpus")
     models = feasible_models(problem)
     smooth = trace.arriving(arrivals("poisson", len(trace), rate_per_s, np.random.default_rng(0)))
     busiest_per_s = float(np.bincount((trace.start_s // _MINUTE_S).astype(int)).max()) / _MINUTE_S
-    told = {
+    rates = {
         f"mean rate ({rate_per_s:.2f}/s)": rate_per_s,
         f"busiest minute ({busiest_per_s:.2f}/s)": busiest_per_s,
     }
     planned = {
-        **{f"averages, {what}": by_averages(problem, models, rate) for what, rate in told.items()},
+        **{f"averages, {what}": by_averages(problem, models, rate) for what, rate in rates.items()},
         **{
             f"{name}{kind}, {what}": layout
             for name, peer in peers.items()
-            for what, rate in told.items()
+            for what, rate in rates.items()
             for kind, layout in peer(problem, rate).items()
         },
         "halfmoon plan, Poisson arrivals": search(replace(problem, workload=smooth), pool).best[0].layout,
@@ -59,13 +62,13 @@ def show_bursts(problem: PlanningProblem, pool: Executor, peers: Mapping[str, Pe
     print("| planned by | layout | GPUs | attainment | TTFT p50 / p90 / p99 s |")
     print("|---|---|---|---|---|")
     for how, layout in planned.items():
-        found = evaluate(layout_trial(problem, models, layout), rate_per_s)
-        times = " / ".join(f"{found.ttft_s[name] or 0:.2f}" for name in ("p50", "p90", "p99"))
-        print(f"| {how} | {layout} | {layout.num_gpus} | {found.attainment.joint:.1%} | {times} |", flush=True)
+        evaluation = evaluate(layout_trial(problem, models, layout), rate_per_s)
+        times = " / ".join(f"{evaluation.ttft_s[name] or 0:.2f}" for name in ("p50", "p90", "p99"))
+        print(f"| {how} | {layout} | {layout.num_gpus} | {evaluation.attainment.joint:.1%} | {times} |", flush=True)
 
 
 def by_averages(problem: PlanningProblem, models: Mapping[WorkerKind, LatencyModel], rate_per_s: float) -> Layout:
-    """The fewest GPUs whose capacity in a steady state is the rate."""
+    """The layout with the fewest GPUs whose capacity in a steady state is the rate."""
     roles: tuple[Role, ...] = ("prefill", "decode", "both")
     held = {
         (role, kind): rate
@@ -85,7 +88,7 @@ def _layouts(held: Mapping[tuple[Role, WorkerKind], float], rate_per_s: float) -
 
 
 def _capacity_per_s(role: Role, model: LatencyModel, workload: Workload, problem: PlanningProblem) -> float:
-    """Of one worker that is busy all the time with requests of mean length; 0 where it misses a target even so."""
+    """Capacity of one worker always busy with requests of mean length; 0 if it misses a target even so."""
     prompt, output = float(workload.prompt_tokens.mean()), float(workload.output_tokens.mean())
     prefill_s, context = model.prefill_s(prompt), prompt + output / 2
     most = min(problem.rules.limits[role].max_running, int(model.kv_tokens / (prompt + output)))

@@ -1,7 +1,7 @@
-"""What NVIDIA's own planner answers to a problem of ours: `aiconfigurator cli recommend`, as a call.
+"""Asks NVIDIA's own planner our question: `aiconfigurator cli recommend`, as a call.
 
-It takes mean lengths, a rate and targets, and answers with the best replica of each kind and how many of them the rate
-needs. Its batch sizes are not taken over: workers here take more when more come, which is to its advantage.
+It takes mean lengths, a rate and targets, and returns the best replica of each kind and how many the rate needs. Its
+batch sizes are not adopted: workers here batch more when more requests arrive, which favours it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from halfmoon.sim.latency_sources.aiconfigurator import SYSTEMS, KernelTimes, ll
 
 
 def recommended(problem: PlanningProblem, rate_per_s: float) -> Mapping[str, Layout]:
-    """Its best layout of workers that do both, and its best one of separate workers, on the first kind of GPU."""
+    """Its best colocated and its best disaggregated layout, on the first kind of GPU."""
     gpu = problem.fleet.pools[0].gpu.name
     source, targets = problem.sources[gpu], problem.goal.targets
     if not isinstance(source, KernelTimes) or targets.ttft_s is None or targets.tpot_s is None:
@@ -29,7 +29,7 @@ def recommended(problem: PlanningProblem, rate_per_s: float) -> Mapping[str, Lay
     began_s = process_time()
     with TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(llama_config(source.shape)))
-        found = import_module("aiconfigurator.cli").cli_recommend(
+        answer = import_module("aiconfigurator.cli").cli_recommend(
             directory,
             SYSTEMS[gpu],
             target_request_rate=rate_per_s,
@@ -41,7 +41,7 @@ def recommended(problem: PlanningProblem, rate_per_s: float) -> Mapping[str, Lay
             tpot=1000 * targets.tpot_s,
         )
     print(f"aiconfigurator answered for {rate_per_s:.2f}/s in {process_time() - began_s:.1f} s of processor time")
-    both, pair = (found.best_configs[kind].iloc[0] for kind in ("agg", "disagg"))
+    both, pair = (answer.best_configs[kind].iloc[0] for kind in ("agg", "disagg"))
     return {
         " together": Layout((_workers("both", gpu, both, "", 1),)),
         " apart": Layout(

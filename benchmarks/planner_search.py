@@ -1,14 +1,14 @@
-"""Which layouts the planner finds for DistServe's cases, beside the paper's; the table of docs/evaluation/planner.md.
+"""Layouts found by the planner for DistServe's cases, with the paper's; the table of docs/evaluation/planner.md.
 
-    python -m benchmarks.planner_search [--case NAME ...] [--requests N] [--jobs N] [--lengths FILE] [--halves]
+    python -m benchmarks.planner_search [--case NAME ...] [--requests N] [--jobs N] [--lengths FILE] [--phases]
 
-`--halves` prints, instead, what each half alone holds for each GPU by its parallelism, and what the paper's placement
-holds as a whole.
+`--phases` instead prints what each phase alone sustains per GPU by its parallelism, and what the paper's placement
+sustains as a whole.
 
-With DistServe's coefficients (A100-80G) and its simulator's rules: whole prompts as batches, prompts first where
-workers do both, KV pulled within a node. DistServe compared itself with colocated vLLM, which has slower coefficients,
-so there is a column of these. Lengths are the fits of `halfmoon simulate`, cut at 2,048 tokens, or those of a file of
-rows (start_time, prompt_len, output_len).
+Uses DistServe's coefficients (A100-80G) and its simulator's rules: whole prompts as batches, prompts first on colocated
+workers, KV pulled within a node. DistServe compared itself with colocated vLLM, which has slower coefficients, so there
+is a column for these. Lengths are the fits of `halfmoon simulate`, cut at 2,048 tokens, or those of a file of rows
+(start_time, prompt_len, output_len).
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ ENGINES: tuple[Engine, ...] = ("distserve", "vllm")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One of the paper's, on nodes of eight or four GPUs, and what is models of it."""
+    """One of the paper's cases, on a node of eight or four GPUs, with its published results."""
 
     model: str
     lengths: str
     targets: SloTargets
     num_gpus: int
-    models: str
+    published: str
     prefill: Parallelism  # the paper's, as `decode`
     decode: Parallelism
 
@@ -75,7 +75,7 @@ CASES = {
 
 
 def rules() -> Rules:
-    """Those of simdistserve."""
+    """Rules of simdistserve."""
     whole = BatchLimits(1 << 17, 1 << 17, 1 << 20, "prefill-first")
     roles: tuple[Role, ...] = ("prefill", "decode", "both")
     network = Network(GPU.network_bytes_per_s, node_bytes_per_s=GPU.link_bytes_per_s, handover="pull")
@@ -83,7 +83,7 @@ def rules() -> Rules:
 
 
 def requests_of(case: Case, num: int, lengths: Path | None) -> Workload:
-    """Cut off where OPT's context ends."""
+    """Requests of a case, cut at OPT's context."""
     if lengths is not None:
         found = read_workload(lengths)
     else:
@@ -92,22 +92,20 @@ def requests_of(case: Case, num: int, lengths: Path | None) -> Workload:
 
 
 def main() -> None:
-    """Prints one row a case and criterion."""
+    """Prints one row per case and criterion."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--lengths", type=Path)
-    parser.add_argument("--halves", action="store_true")
+    parser.add_argument("--phases", action="store_true")
     args = parser.parse_args()
-    if args.halves:
+    if args.phases:
         with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
             for name in args.case or CASES:
-                show_halves(name, requests_of(CASES[name], args.requests, args.lengths), pool)
+                show_phases(name, requests_of(CASES[name], args.requests, args.lengths), pool)
         return
-    print(
-        "| case | criterion | best disaggregated | best colocated | colocated, vLLM's coefficients | models | seconds |"
-    )
+    print("| case | criterion | best disaggregated | best colocated | colocated, vLLM | published | seconds |")
     print("|---|---|---|---|---|---|---|")
     criteria: tuple[Criterion, ...] = ("joint", "marginal")
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
@@ -116,30 +114,30 @@ def main() -> None:
             workload = requests_of(case, args.requests, args.lengths)
             for criterion in criteria:
                 began_s = time.perf_counter()
-                ours, of_vllm = (found_with(engine, case, workload, criterion, pool) for engine in ENGINES)
-                cells = [shown(one) for one in (ours[0], ours[1], of_vllm[1])]
-                row = name, criterion, *cells, case.models, f"{time.perf_counter() - began_s:.0f}"
+                ours, of_vllm = (best_layouts(engine, case, workload, criterion, pool) for engine in ENGINES)
+                cells = [cell(best) for best in (ours[0], ours[1], of_vllm[1])]
+                row = name, criterion, *cells, case.published, f"{time.perf_counter() - began_s:.0f}"
                 print("|", " | ".join(row), "|", flush=True)
 
 
-def show_halves(name: str, workload: Workload, pool: Executor) -> None:
-    """Requests/s for each GPU of one worker whose other half takes no time, by parallelism; - where none is in time."""
+def show_phases(name: str, workload: Workload, pool: Executor) -> None:
+    """Prints requests/s per GPU of one worker alone, by parallelism; "-" if no request is in time."""
     case = CASES[name]
-    problem = asked("distserve", case, workload, "joint")
+    problem = problem_of("distserve", case, workload, "joint")
     models = feasible_models(problem)
-    found = options(problem, models)
-    trials = [phase_trial(problem, models, one) for one in found]
-    rates = pool.map(goodput_per_s, trials, [one.bound.typical_per_s for one in found])
+    workers = options(problem, models)
+    trials = [phase_trial(problem, models, worker) for worker in workers]
+    rates = pool.map(goodput_per_s, trials, [worker.bound.typical_per_s for worker in workers])
     per_gpu = {
-        (one.role, one.kind.parallelism): min(rate, one.bound.most_per_s) / one.kind.num_devices
-        for one, rate in zip(found, rates, strict=True)
+        (worker.role, worker.kind.parallelism): min(rate, worker.bound.most_per_s) / worker.kind.num_devices
+        for worker, rate in zip(workers, rates, strict=True)
     }
-    print(f"| {name}, alone | " + " | ".join(str(one.parallelism) for one in models), "|")
+    print(f"| {name}, alone | " + " | ".join(str(kind.parallelism) for kind in models), "|")
     print("|---" * (len(models) + 1) + "|")
     for role in ("prefill", "decode", "both"):
-        cells = (per_gpu.get((role, one.parallelism)) for one in models)
-        print(f"| {role} |", " | ".join("-" if one is None else f"{one:.2f}" for one in cells), "|", flush=True)
-    kinds = [WorkerKind(GPU.name, one) for one in (case.prefill, case.decode)]
+        cells = (per_gpu.get((role, kind.parallelism)) for kind in models)
+        print(f"| {role} |", " | ".join("-" if rate is None else f"{rate:.2f}" for rate in cells), "|", flush=True)
+    kinds = [WorkerKind(GPU.name, parallelism) for parallelism in (case.prefill, case.decode)]
     for nums in ((1, 1), (1, 2), (2, 1)):
         sets = tuple(WorkerSet(role, kind, num) for role, kind, num in zip(ROLES, kinds, nums, strict=False))
         layout = Layout(sets, is_paired=True)
@@ -147,28 +145,28 @@ def show_halves(name: str, workload: Workload, pool: Executor) -> None:
         print(f"{name}: {layout}: {rate / layout.num_gpus:.2f}", flush=True)
 
 
-def found_with(
+def best_layouts(
     engine: Engine, case: Case, workload: Workload, criterion: Criterion, pool: Executor
 ) -> tuple[Rated | None, Rated | None]:
     """The best disaggregated and the best colocated layout with one engine's coefficients."""
     try:
-        found = search(asked(engine, case, workload, criterion), pool)
+        result = search(problem_of(engine, case, workload, criterion), pool)
     except NoLayout:
         return None, None
-    return found.disaggregated, found.colocated
+    return result.disaggregated, result.colocated
 
 
-def asked(engine: Engine, case: Case, workload: Workload, criterion: Criterion) -> PlanningProblem:
-    """One node, as in the paper's algorithm 2."""
+def problem_of(engine: Engine, case: Case, workload: Workload, criterion: Criterion) -> PlanningProblem:
+    """Planning problem of a case on one node, as in the paper's algorithm 2."""
     fleet = Fleet((NodePool(GPU, 1, case.num_gpus),))
     source = DistServeCoefficients(case.model, engine)
     goal = Goal(case.targets, 0.9, criterion)
     return PlanningProblem({GPU.name: source}, fleet, workload, goal, rules(), shape=MODELS[case.model])
 
 
-def shown(one: Rated | None) -> str:
-    """A cell: the layout and its goodput for each GPU."""
-    return "none" if one is None else f"{one.layout}: {one.per_gpu:.2f}"
+def cell(best: Rated | None) -> str:
+    """One cell: the layout and its goodput per GPU."""
+    return "none" if best is None else f"{best.layout}: {best.per_gpu:.2f}"
 
 
 if __name__ == "__main__":

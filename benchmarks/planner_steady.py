@@ -1,7 +1,7 @@
-"""What AIConfigurator's planner and ours choose where nothing bursts: `python -m benchmarks.planner steady`.
+"""Choices of AIConfigurator's planner and ours under steady load: `python -m benchmarks.planner steady`.
 
-Llama-3.1-8B on up to eight GPUs, constant lengths, Poisson arrivals, both by AIConfigurator's times of vLLM; every
-layout is simulated at the rate.
+Llama-3.1-8B on up to eight GPUs, constant lengths, Poisson arrivals, both with AIConfigurator's times of vLLM. Every
+layout is simulated at the requested rate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MODEL = "llama-3.1-8b"
 _MAX_RUNNING = 256
 
 
-class _Asked(NamedTuple):
+class _Case(NamedTuple):
     gpu: str
     lengths: str
     rate_per_s: float
@@ -37,34 +37,36 @@ class _Asked(NamedTuple):
 
 
 _QUESTIONS = (
-    _Asked("h200", "in=1024,out=256", 40.0, SloTargets(ttft_s=0.3, tpot_s=0.02)),
-    _Asked("h200", "in=4096,out=256", 8.0, SloTargets(ttft_s=0.5, tpot_s=0.02)),
-    _Asked("h100", "in=512,out=512", 30.0, SloTargets(ttft_s=0.3, tpot_s=0.015)),
+    _Case("h200", "in=1024,out=256", 40.0, SloTargets(ttft_s=0.3, tpot_s=0.02)),
+    _Case("h200", "in=4096,out=256", 8.0, SloTargets(ttft_s=0.5, tpot_s=0.02)),
+    _Case("h100", "in=512,out=512", 30.0, SloTargets(ttft_s=0.3, tpot_s=0.015)),
 )
 
 
 def show_steady(pool: Executor) -> None:
-    """The cheapest layout of either kind, by either planner."""
+    """Prints the cheapest layout of each kind by each planner."""
     print("| problem (TTFT / TPOT, s) | planned by | layout | GPUs | attainment | TTFT p50 / p99, TPOT p50 (ms) |")
     print("|---|---|---|---|---|---|")
-    for asked in _QUESTIONS:
-        problem = _question(asked)
-        models, targets = feasible_models(problem), asked.targets
-        text = f"{asked.gpu}, {asked.lengths}, {asked.rate_per_s:g}/s, {targets.ttft_s} / {targets.tpot_s}"
+    for case in _QUESTIONS:
+        problem = _question(case)
+        models, targets = feasible_models(problem), case.targets
+        text = f"{case.gpu}, {case.lengths}, {case.rate_per_s:g}/s, {targets.ttft_s} / {targets.tpot_s}"
         for who, layout in _answers(problem, pool):
-            found = evaluate(layout_trial(problem, models, layout), asked.rate_per_s)
-            times = f"{_ms(found.ttft_s['p50'])} / {_ms(found.ttft_s['p99'])}, {_ms(found.tpot_s['p50'])}"
-            share = f"{found.attainment.joint:.1%}"
+            evaluation = evaluate(layout_trial(problem, models, layout), case.rate_per_s)
+            times = (
+                f"{_ms(evaluation.ttft_s['p50'])} / {_ms(evaluation.ttft_s['p99'])}, {_ms(evaluation.tpot_s['p50'])}"
+            )
+            share = f"{evaluation.attainment.joint:.1%}"
             print(f"| {text} | {who} | {layout} | {layout.num_gpus} | {share} | {times} |", flush=True)
 
 
-def _question(asked: _Asked) -> PlanningProblem:
-    fleet = read_fleet(asked.gpu, 1, 8, {})
-    sources = {asked.gpu: latency_source(f"aiconfigurator-vllm:{_MODEL}")}
-    workload = synthetic_workload(named_lengths(asked.lengths), 1000, asked.rate_per_s, seed=1)
-    goal, rules = Goal(asked.targets, 0.9), default_rules(fleet, sources, _MAX_RUNNING)
+def _question(case: _Case) -> PlanningProblem:
+    fleet = read_fleet(case.gpu, 1, 8, {})
+    sources = {case.gpu: latency_source(f"aiconfigurator-vllm:{_MODEL}")}
+    workload = synthetic_workload(named_lengths(case.lengths), 1000, case.rate_per_s, seed=1)
+    goal, rules = Goal(case.targets, 0.9), default_rules(fleet, sources, _MAX_RUNNING)
     return PlanningProblem(
-        sources, fleet, workload, goal, rules, shape=MODELS[_MODEL], rate_per_s=asked.rate_per_s, objective="gpus"
+        sources, fleet, workload, goal, rules, shape=MODELS[_MODEL], rate_per_s=case.rate_per_s, objective="gpus"
     )
 
 
