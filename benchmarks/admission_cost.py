@@ -64,7 +64,7 @@ SCENES = (
 
 
 def workers(scene: Scene) -> Iterator[WorkerView]:
-    """As many prefill as decode workers."""
+    """Workers of a cluster: as many prefill as decode workers."""
     roles: tuple[Role, ...] = ("prefill", "decode")
     for role in roles:
         for number in range(scene.num_workers):
