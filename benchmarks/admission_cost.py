@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from halfmoon.policy.admission.admission_controller import AdmissionController
-from halfmoon.policy.admission.classes import QosClass
+from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.placement.place import PlacementRules

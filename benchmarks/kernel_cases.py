@@ -123,7 +123,7 @@ def prefill_case(shapes: Shapes, num_cached: int, num_new: int) -> Case:
 
 
 def store_case(shapes: Shapes, num_tokens: int, kv_dtype: torch.dtype) -> Case:
-    from halfmoon.engine.kernels.kv_store import kv_store
+    from halfmoon.engine.kernels.kv_write import kv_write
 
     seqs = make_sequences(shapes, 1, 4 * num_tokens, kv_dtype)
     heads = shapes.num_q_heads + 2 * shapes.num_kv_heads
@@ -134,7 +134,7 @@ def store_case(shapes: Shapes, num_tokens: int, kv_dtype: torch.dtype) -> Case:
     slots = blocks[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
     moved = 2 * k.numel() * k.element_size() + kv_bytes(seqs.kv, num_tokens) + slots.nbytes
     name = str(kv_dtype).removeprefix("torch.")
-    return Case("kv_store", f"{num_tokens} tokens, {name}", moved, lambda: kv_store(k, v, seqs.kv, slots))
+    return Case("kv_write", f"{num_tokens} tokens, {name}", moved, lambda: kv_write(k, v, seqs.kv, slots))
 
 
 def norm_cases(shapes: Shapes, num_tokens: int) -> Iterator[Case]:
@@ -190,7 +190,7 @@ def cases(shapes: Shapes, num_sms: int) -> Iterator[tuple[str, Callable[[], Case
             yield "decode_attention", partial(decode_case, shapes, num_seqs, context, shapes.dtype, num_sms)
     for num_cached, num_new in ((0, 512), (0, 2048), (0, 8192), (8192, 512), (8192, 2048), (32768, 2048)):
         yield "prefill_attention", partial(prefill_case, shapes, num_cached, num_new)
-    yield "kv_store", partial(store_case, shapes, 8192, shapes.dtype)
+    yield "kv_write", partial(store_case, shapes, 8192, shapes.dtype)
     for num_tokens in (64, 8192):
         yield "rms_norm", partial(norm_cases, shapes, num_tokens)
         yield "rotary", partial(rotary_case, shapes, num_tokens)

@@ -34,7 +34,7 @@ import numpy as np
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.pb.gateway_pb2 import LatencyProfile, WorkerIdentity
 from halfmoon.pb.types_pb2 import DECODE, PREFILL, KVLayout
-from halfmoon.policy.admission.classes import Caller
+from halfmoon.policy.admission.qos_classes import Caller
 from halfmoon.policy.view.block_index import BlockEvents, short_keys
 from services.gateway.__main__ import load_model
 from services.gateway.openai.endpoint_bodies import generation_request_of, read_body

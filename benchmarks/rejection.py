@@ -23,8 +23,8 @@ from typing import get_args
 import numpy as np
 
 from halfmoon.policy.admission.admission_controller import AdmissionController
-from halfmoon.policy.admission.classes import ClassTable, QosClass
 from halfmoon.policy.admission.degradation import Admitted
+from halfmoon.policy.admission.qos_classes import ClassTable, QosClass
 from halfmoon.policy.admission.refusal import AdmissionMode, Refused
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.placement.place import PlacementRules

@@ -17,7 +17,7 @@ from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.first_steps import first_steps
+from halfmoon.engine.warm_up_steps import warm_up_steps
 from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.worker.block_feed import CachedBlocks
@@ -27,7 +27,7 @@ from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_request_scope import PrefillRequestScope
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.chain_queue import ChainQueue
-from halfmoon.worker.store.restoring import Restorer
+from halfmoon.worker.store.restorer import Restorer
 from halfmoon.worker.store.store_link import StoreLink
 
 Method = Literal["compute", "load", "restore"]
@@ -121,7 +121,7 @@ async def running_worker(num_tokens: int) -> AsyncIterator[Worker]:
     engine = await asyncio.to_thread(Engine, checkpoint, config)
     metrics = WorkerMetrics()
     state = WorkerState(gateway_pb2.WorkerIdentity(), engine.layout, metrics, ChainQueue())
-    for result in await asyncio.to_thread(first_steps, engine):
+    for result in await asyncio.to_thread(warm_up_steps, engine):
         state.compute_rate.observe(result)
     async with (
         AsyncEngine(engine, state.on_step) as async_engine,

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import streamlit as st
 
-from console.entrance import may_enter
 from console.gateway_api import GatewayApi
 from console.planner_api import PlannerApi
 from console.settings import api_key, gateway_url, operator_token, planner_address
+from console.sign_in import may_enter
 from console.views import cache_page, overview_page, placements_page, planner_page, slo_page, try_page
 
 

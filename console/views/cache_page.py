@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import streamlit as st
 
 from console.charts import charts, time_charts
-from console.charts.drawn import drawn
+from console.charts.inline_svg import drawn
 from console.charts.palette import BLUE, GREEN, TIERS, TOKENS
 from console.gateway_api import GatewayApi
 from console.live import at_once, empty, live

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import streamlit as st
 
 from console.charts import cluster_map, time_charts
-from console.charts.drawn import drawn
+from console.charts.inline_svg import drawn
 from console.charts.palette import BLUE, GREEN, GREY, ORANGE, OUTCOMES, PERCENTILES, PURPLE, RED, SKY
 from console.gateway_api import GatewayApi
 from console.live import at_once, empty, live

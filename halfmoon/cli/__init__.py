@@ -1,1 +1,4 @@
-"""The `halfmoon` command: one file a subcommand, and the tables and progress bars that they print."""
+"""The `halfmoon` command: one file per subcommand, and the tables and progress bars that they print.
+
+Read in this order: app, up_flags, config, plan, plan_tables, simulate, replay, profile, kv, top.
+"""

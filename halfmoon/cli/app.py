@@ -20,7 +20,7 @@ from halfmoon.cli.simulate import simulate
 from halfmoon.cli.top import TopOptions, top
 from halfmoon.cli.up_flags import with_up_flags
 from halfmoon.errors import HalfmoonError
-from halfmoon.up.config.tree import SystemConfig
+from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.run import run_up
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

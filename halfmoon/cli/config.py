@@ -12,14 +12,14 @@ from pydantic import BaseModel, ByteSize
 
 from halfmoon.cli.profile_store import profile_file
 from halfmoon.cli.up_flags import ROLES, with_up_flags
-from halfmoon.config.qos import DEFAULT_TARGETS
+from halfmoon.config.qos_classes import DEFAULT_TARGETS
 from halfmoon.errors import HalfmoonError
 from halfmoon.ledger.database import mask_password
-from halfmoon.policy.admission.classes import DEFAULT_CLASS
+from halfmoon.policy.admission.qos_classes import DEFAULT_CLASS
 from halfmoon.up.config.human_bytes import human_bytes
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import read_config
-from halfmoon.up.config.tree import SystemConfig
+from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.service_specs import UpOptions
 
 app = typer.Typer(no_args_is_help=True, help="Shows, checks and describes configuration files.")

@@ -13,7 +13,7 @@ from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
 from halfmoon.up.config.human_bytes import human_bytes
-from halfmoon.up.config.tree import SystemConfig
+from halfmoon.up.config.system_config import SystemConfig
 
 
 @dataclass(frozen=True, slots=True)

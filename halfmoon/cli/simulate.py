@@ -19,7 +19,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.sim.cluster.cluster_spec import ClusterSpec
 from halfmoon.sim.latency_sources.latency_model import LatencySource
 from halfmoon.sim.latency_sources.latency_source import latency_source
-from halfmoon.sim.point import Point, PointRequest, simulate_point
+from halfmoon.sim.simulate_point import Point, PointRequest, simulate_point
 from halfmoon.sim.workloads.lengths import KNOWN_LENGTHS
 
 

@@ -14,7 +14,7 @@ from halfmoon.cli.flags import PANELS, flag_parameter, parameter
 from halfmoon.config.worker import RoleName
 from halfmoon.errors import InvalidRequest
 from halfmoon.up.config.read import Override, read_config
-from halfmoon.up.config.tree import SystemConfig
+from halfmoon.up.config.system_config import SystemConfig
 
 ROLES: tuple[RoleName, ...] = ("prefill", "decode", "both")
 

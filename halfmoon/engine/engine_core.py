@@ -16,8 +16,8 @@ from halfmoon.engine.kv_watch import KVWatch, LayerWatch, OnKV
 from halfmoon.engine.prefix_cache import PrefixCache
 from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, FinishReason, SampledToken, TokenOutput
 from halfmoon.engine.request_check import RequestLimits
+from halfmoon.engine.restore_order import Restore, RestoreOrder
 from halfmoon.engine.restore_watch import RestoreWatch
-from halfmoon.engine.restoring import Restore, RestoreOrder
 from halfmoon.engine.scheduler import Schedule, Scheduler, SchedulerLimits
 from halfmoon.engine.sequence import Sequence, SequenceState
 from halfmoon.engine.step_counts import step_counts

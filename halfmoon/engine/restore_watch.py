@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from halfmoon.engine.restoring import OnProgress
+from halfmoon.engine.restore_order import OnProgress
 from halfmoon.engine.sequence import Sequence
 from halfmoon.errors import NotFound
 

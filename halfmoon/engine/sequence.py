@@ -6,7 +6,7 @@ import threading
 from typing import Literal
 
 from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams
-from halfmoon.engine.restoring import Restore
+from halfmoon.engine.restore_order import Restore
 from halfmoon.kv.frame_plan import Written
 
 SequenceState = Literal["waiting", "running", "reserved", "held", "removed"]

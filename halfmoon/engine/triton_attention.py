@@ -18,7 +18,7 @@ from triton import knobs
 
 from halfmoon.engine.attention_backend import TokenSpan
 from halfmoon.engine.kernels.decode_attention import choose_num_splits, decode_attention
-from halfmoon.engine.kernels.kv_store import kv_store
+from halfmoon.engine.kernels.kv_write import kv_write
 from halfmoon.engine.kernels.paged_kv import PagedKV
 from halfmoon.engine.kernels.prefill_attention import prefill_attention
 from halfmoon.engine.kv_arena import slot_runs
@@ -48,7 +48,7 @@ class TritonStep:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
         """See `StepAttention.attend`."""
         kv = PagedKV(layer_kv[0], layer_kv[1], self.block_tokens)
-        kv_store(k, v, kv, self.slot_mapping)
+        kv_write(k, v, kv, self.slot_mapping)
         outs = []
         if self.decodes is not None:
             outs.append(decode_attention(q[: self.num_decodes], kv, *self.decodes, scale, self.num_splits))

@@ -10,9 +10,9 @@ from sqlalchemy import insert, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from halfmoon.ledger.classes import VersionConflict
 from halfmoon.ledger.database import Database
 from halfmoon.ledger.models import AdmissionEditRow
+from halfmoon.ledger.stored_classes import VersionConflict
 
 
 class AdmissionEdit(NamedTuple):

@@ -11,7 +11,6 @@ from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from halfmoon.ledger.admission import AdmissionEdits
-from halfmoon.ledger.classes import StoredClasses
 from halfmoon.ledger.database import Database, open_database
 from halfmoon.ledger.measured_profiles import MeasuredProfiles
 from halfmoon.ledger.models import RequestRow
@@ -21,6 +20,7 @@ from halfmoon.ledger.plans import Plans
 from halfmoon.ledger.profiles import Profiles
 from halfmoon.ledger.retention import Retention
 from halfmoon.ledger.row_queue import RowQueue
+from halfmoon.ledger.stored_classes import StoredClasses
 from halfmoon.ledger.traffic import Traffic
 
 _FLUSH_S = 5.0  # at the end, for queued rows

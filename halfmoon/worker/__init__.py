@@ -3,5 +3,5 @@
 The setting `role` decides which phase it serves: prefill, decode or both.
 
 Read in this order: main, registration, prefill_servicer, prefill_request_scope, layerwise_sender, decode_servicer,
-token_router, store/restoring.
+token_streams, store/restorer.
 """

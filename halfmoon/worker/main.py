@@ -17,7 +17,7 @@ from halfmoon.engine.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig, OffloadConfig
 from halfmoon.engine.cuda_memory import CudaMemory
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.first_steps import first_steps
+from halfmoon.engine.warm_up_steps import warm_up_steps
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv import frame
 from halfmoon.pb import gateway_pb2
@@ -39,7 +39,7 @@ from halfmoon.worker.serving import ROLES, Serving, worker_services
 from halfmoon.worker.settings import WorkerSettings
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.chain_queue import MAX_WAITING, ChainQueue
-from halfmoon.worker.store.restoring import Restorer
+from halfmoon.worker.store.restorer import Restorer
 from halfmoon.worker.store.store_link import StoreLink
 from halfmoon.worker.store.store_writer import StoreWriter
 
@@ -68,7 +68,7 @@ async def _serve(settings: WorkerSettings, tracer: Tracer) -> None:
     if profile is not None and profile.prefills:
         state.compute_rate.begin_with(profile.prefills)
     elif settings.kv_store is not None and settings.role != "decode":
-        for result in await asyncio.to_thread(first_steps, engine):
+        for result in await asyncio.to_thread(warm_up_steps, engine):
             state.compute_rate.observe(result)
     death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
     device = _device_memory(engine)

@@ -9,11 +9,11 @@ from halfmoon.engine.kv_watch import OnKV
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb import prefill_pb2, types_pb2
 from halfmoon.rpc.spans import NO_SPAN, Span, current_span, reason_of, span_scope
-from halfmoon.worker.phase import Phase
+from halfmoon.worker.request_phases import Phase
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
-from halfmoon.worker.store.restoring import Restorer, Restoring
-from halfmoon.worker.token_router import FirstOutput
+from halfmoon.worker.store.restorer import Restorer, Restoring
+from halfmoon.worker.token_streams import FirstOutput
 from halfmoon.worker.wire import request_from, token_message
 
 

@@ -22,11 +22,11 @@ from halfmoon.worker.decode_servicer import RENEW_S
 from halfmoon.worker.kv_channels import KVChannels
 from halfmoon.worker.layerwise_sender import LayerwiseSender
 from halfmoon.worker.metrics import WorkerMetrics
-from halfmoon.worker.phase import Phase
 from halfmoon.worker.prefill_request_scope import PrefillRequestScope
+from halfmoon.worker.request_phases import Phase
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s
-from halfmoon.worker.store.restoring import Restorer
+from halfmoon.worker.store.restorer import Restorer
 from halfmoon.worker.wire import codec_from
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from halfmoon.worker.compute_rate import ComputeRate
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.store.chain_queue import ChainQueue
-from halfmoon.worker.token_router import TokenStreams
+from halfmoon.worker.token_streams import TokenStreams
 
 _NUM_REMEMBERED = 10_000
 _MAX_TIMINGS = 64  # in one report

@@ -22,7 +22,7 @@ from services.gateway.http.error_responses import error_response, http_error_res
 from services.gateway.http.operator_access import OperatorAccess
 from services.gateway.http.request_ids import HEADER, assign_request_id, request_id_of
 from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
-from services.gateway.replies.event_body import ClientGone
+from services.gateway.replies.sse_body import ClientGone
 
 log = logging.getLogger(__name__)
 

@@ -28,10 +28,10 @@ from services.gateway.openai.generation_request import GenerationRequest, salt_o
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.replies.chat_format import ChatFormat
 from services.gateway.replies.completion_format import CompletionFormat
-from services.gateway.replies.event_body import ClientGone
 from services.gateway.replies.replies import OutputSink, Reply, StreamReply, WholeReply
 from services.gateway.replies.reply_format import ReplyFormat
 from services.gateway.replies.responses_format import ResponsesFormat
+from services.gateway.replies.sse_body import ClientGone
 from services.gateway.replies.text_stream import TextPiece
 from services.gateway.request import GatewayRequest
 from services.gateway.routing.early_rejection import EarlyRejection

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from halfmoon.pb.types_pb2 import SamplingParams
-from halfmoon.policy.admission.classes import NO_PROMISES, QosClass
+from halfmoon.policy.admission.qos_classes import NO_PROMISES, QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.rpc.spans import NO_SPAN, Span
 from services.gateway.openai.generation_request import NOT_TOKENIZED, GenerationRequest

@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings
 
 from halfmoon.config.gateway import GatewayConfig, HandoverConfig
 from halfmoon.config.observability import ObservedConfig
-from halfmoon.config.qos import ClassesConfig
+from halfmoon.config.qos_classes import ClassesConfig
 from halfmoon.config.security import SecurityConfig
 from halfmoon.config.state import StateConfig
 from halfmoon.ledger.database import mask_password

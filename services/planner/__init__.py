@@ -1,4 +1,4 @@
 """The planner: what fits in memory, the search for a cluster layout, simulations, and plans made earlier.
 
-Read in this order: servicer, jobs, turns, job, job_process, fleet, kept_plans.
+Read in this order: servicer, jobs, job_queue, job, job_process, fleet, kept_plans.
 """

@@ -7,19 +7,19 @@ from halfmoon.rpc.operator_token import OperatorToken
 from halfmoon.rpc.service import serve_until_told_to_stop, service_main
 from services.planner.fleet import Fleet
 from services.planner.job_process import run_job
+from services.planner.job_queue import JobQueue
 from services.planner.jobs import Jobs
 from services.planner.kept_plans import PlansOfLedger
 from services.planner.metrics import PlannerMetrics
 from services.planner.model import read_model_config
 from services.planner.servicer import MAX_REQUEST_BYTES, PlannerServicer
 from services.planner.settings import PlannerSettings
-from services.planner.turns import Turns
 
 
 async def serve(settings: PlannerSettings) -> None:
     """Runs the planner until told to stop. Raises InvalidRequest if it cannot listen."""
     token = OperatorToken(settings.operator_token, settings.host)
-    jobs = Jobs(Turns(settings.max_running, settings.max_waiting), settings.deadline_s, run_job)
+    jobs = Jobs(JobQueue(settings.max_running, settings.max_waiting), settings.deadline_s, run_job)
     async with open_ledger(settings.ledger, may_be_away=True) as ledger:
         plans, fleet = PlansOfLedger(ledger), Fleet(settings.fleet)
         servicer = PlannerServicer(read_model_config, plans, jobs, token, settings.processes, fleet)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 from halfmoon.plan.request import PlanRequest
-from halfmoon.sim.point import PointRequest
+from halfmoon.sim.simulate_point import PointRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.planning import make_plan
 from halfmoon.plan.summary import summary_of
-from halfmoon.sim.point import simulate_point
+from halfmoon.sim.simulate_point import simulate_point
 from services.planner.job import Job, PlanJob, job_from
 
 _NICE = 5  # services on the same host have precedence

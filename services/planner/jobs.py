@@ -11,7 +11,7 @@ from typing import TypeAlias
 from halfmoon.errors import DeadlineExceeded
 from halfmoon.rpc.context import bounded_deadline_s
 from services.planner.job import Job, JobProgress, JobResult
-from services.planner.turns import Turns
+from services.planner.job_queue import JobQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ RunJob: TypeAlias = Callable[[Job, Mapping[str, bytes]], AsyncGenerator[JobProgr
 class Jobs:
     """Owns the queue of jobs. `run` executes a job at its turn and ends when its iteration is left."""
 
-    def __init__(self, turns: Turns, deadline_s: float, run: RunJob) -> None:
-        self._turns = turns
+    def __init__(self, queue: JobQueue, deadline_s: float, run: RunJob) -> None:
+        self._queue = queue
         self._deadline_s = deadline_s
         self._run = run
 
@@ -40,8 +40,8 @@ class Jobs:
         """
         deadline_s = bounded_deadline_s(self._deadline_s)
         deadline_at_s = asyncio.get_running_loop().time() + deadline_s
-        with self._turns.ticket() as ticket:
-            while num_ahead := self._turns.num_ahead(ticket):
+        with self._queue.ticket() as ticket:
+            while num_ahead := self._queue.num_ahead(ticket):
                 ticket.moved.clear()
                 yield JobWaits(num_ahead)
                 try:

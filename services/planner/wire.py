@@ -16,7 +16,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.plans import StoredPlan
 from halfmoon.pb import planner_pb2
 from halfmoon.plan.request import PlanRequest
-from halfmoon.sim.point import PointRequest
+from halfmoon.sim.simulate_point import PointRequest
 
 MOST_REQUESTS = 20_000  # limit on one simulation
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}\.(json|jsonl|csv|yaml)")

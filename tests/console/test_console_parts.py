@@ -13,11 +13,11 @@ pytest.importorskip("streamlit")
 
 from console.charts import charts, cluster_map, time_charts
 from console.charts.palette import SPANS, TTFT_PARTS
-from console.entrance import is_right
 from console.forms.class_form import preview_sentence, rules_of, seconds_of
 from console.forms.class_history import change, undo_of
 from console.plain_text import plain
 from console.quantities import ago, count, seconds, share, size
+from console.sign_in import is_right
 from console.views.cache_page import restored
 from console.views.overview_page import attainment, outcome_rates
 from console.views.placements_page import candidate_parts, pairs

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from halfmoon.up.config.tree import SystemConfig
+from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.metrics_targets import TARGETS_FILE
 from halfmoon.up.service import CONFIG_VARIABLE, SERVICES
 from services.decode.settings import DecodeSettings

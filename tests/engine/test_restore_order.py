@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
-from halfmoon.engine.restoring import Restore, RestoreOrder
+from halfmoon.engine.restore_order import Restore, RestoreOrder
 from halfmoon.errors import NotFound
 
 MakeEngine = Callable[..., Engine]

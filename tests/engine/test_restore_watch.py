@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.restore_order import Restore, RestoreOrder
 from halfmoon.engine.restore_watch import RestoreWatch
-from halfmoon.engine.restoring import Restore, RestoreOrder
 from halfmoon.engine.sequence import Sequence
 from halfmoon.errors import NotFound
 

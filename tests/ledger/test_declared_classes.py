@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.ledger.classes import StoredClass, StoredClasses
 from halfmoon.ledger.declared_classes import Declaration
 from halfmoon.ledger.ledger import open_ledger
+from halfmoon.ledger.stored_classes import StoredClass, StoredClasses
 
 FILE = {"gold": Declaration({"ttft_s": 1.0})}
 CHANGED = {"gold": Declaration({"ttft_s": 2.0})}

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.ledger.classes import ClassesAt, StoredClass, StoredClasses, VersionConflict
 from halfmoon.ledger.ledger import open_ledger
+from halfmoon.ledger.stored_classes import ClassesAt, StoredClass, StoredClasses, VersionConflict
 
 
 async def put(classes: StoredClasses, name: str, definition: dict[str, object], version: int) -> int:

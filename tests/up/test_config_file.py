@@ -10,7 +10,7 @@ import yaml
 from halfmoon.errors import InvalidRequest
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import Override, parse_config, read_config
-from halfmoon.up.config.table import settings_table
+from halfmoon.up.config.settings_table import settings_table
 from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, other_specs
 from halfmoon.up.supervisor import ServiceSpec
 from services.decode.settings import DecodeSettings
@@ -164,7 +164,7 @@ def test_the_example_and_the_file_of_compose_are_configurations() -> None:
 
 
 def test_the_document_has_every_field() -> None:
-    assert settings_table() in DOCUMENT.read_text(), "paste what `python -m halfmoon.up.config.table` says"
+    assert settings_table() in DOCUMENT.read_text(), "paste what `python -m halfmoon.up.config.settings_table` says"
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import worker_services
 from halfmoon.worker.state import WorkerState
 from halfmoon.worker.store.chain_queue import MAX_WAITING, ChainQueue
-from halfmoon.worker.store.restoring import Restorer
+from halfmoon.worker.store.restorer import Restorer
 from halfmoon.worker.store.store_link import StoreLink
 
 

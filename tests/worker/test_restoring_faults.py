@@ -13,7 +13,7 @@ from halfmoon.rpc.kvstore_client import KVStoreClient, Lent
 from services.kvstore.catalog.block_identity import block_id
 from tests.rpc.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker
-from tests.worker.store.test_restoring import PROMPT, SLOW, believe, counted, stored
+from tests.worker.store.test_restorer import PROMPT, SLOW, believe, counted, stored
 from tests.worker.store.test_store_writer import keys_of, single
 from tests.worker.test_handover import generation, listening, prefilled, reference, tokens_of, until
 

@@ -17,7 +17,7 @@ from halfmoon.engine.models.forward_batch import ForwardBatch
 if TYPE_CHECKING:
     from halfmoon.engine.models.layer_ops import LayerOps
     from halfmoon.engine.models.linear import PackWeight
-    from halfmoon.engine.models.part import ModelPart
+    from halfmoon.engine.models.model_part import ModelPart
 
 
 class Model(Protocol):

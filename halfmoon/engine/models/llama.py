@@ -16,7 +16,7 @@ from halfmoon.engine.model_config import ModelConfig
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.layer_ops import LayerOps, Rotation
 from halfmoon.engine.models.linear import Linear, PackWeight, split_rows
-from halfmoon.engine.models.part import ModelPart, whole_model
+from halfmoon.engine.models.model_part import ModelPart, whole_model
 from halfmoon.engine.models.rotary import Rotary
 
 

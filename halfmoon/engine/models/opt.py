@@ -14,7 +14,7 @@ from torch.nn import functional
 from halfmoon.engine.model_config import Activation, ModelConfig
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.linear import Linear, PackWeight, split_rows
-from halfmoon.engine.models.part import ModelPart, whole_model
+from halfmoon.engine.models.model_part import ModelPart, whole_model
 
 _POSITION_OFFSET = 2  # the first two rows of OPT's position table are never used
 

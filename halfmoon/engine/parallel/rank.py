@@ -18,7 +18,7 @@ from halfmoon.engine.kv_watch import LayerWatch
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import build_model
 from halfmoon.engine.models.forward_batch import ForwardBatch
-from halfmoon.engine.models.part import ModelPart
+from halfmoon.engine.models.model_part import ModelPart
 from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.parallel.grid import Grid
 from halfmoon.engine.parallel.links import Links

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from halfmoon.engine.models import Model, build_model
-from halfmoon.engine.models.part import ModelPart
+from halfmoon.engine.models.model_part import ModelPart
 from halfmoon.engine.models.weights import Progress, checkpoint_name, dummy_values, is_superfluous
 from halfmoon.errors import Incompatible
 

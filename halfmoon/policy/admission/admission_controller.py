@@ -6,7 +6,6 @@ import random
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from halfmoon.policy.admission.classes import ClassTable, QosClass
 from halfmoon.policy.admission.degradation import (
     LIKELY,
     PRECISION_FACTOR,
@@ -17,6 +16,7 @@ from halfmoon.policy.admission.degradation import (
 from halfmoon.policy.admission.feedback import Feedback, TargetKind, Tightening
 from halfmoon.policy.admission.idle_probe import IdleProbe
 from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, PromptLowerBound, latency_lower_bound
+from halfmoon.policy.admission.qos_classes import ClassTable, QosClass
 from halfmoon.policy.admission.refusal import (
     AdmissionMode,
     PredictedLatency,

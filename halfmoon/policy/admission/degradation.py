@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from halfmoon.policy.admission.classes import Degradation, QosClass
+from halfmoon.policy.admission.qos_classes import Degradation, QosClass
 from halfmoon.policy.admission.refusal import PredictedLatency
 from halfmoon.policy.placement.place import some_decode_only_fewer
 from halfmoon.policy.values import Placement, PlacementRequest

@@ -9,8 +9,8 @@ import math
 from typing import Literal, NamedTuple
 
 from halfmoon.errors import NoCapacity
-from halfmoon.policy.admission.classes import QosClass
 from halfmoon.policy.admission.feedback import TargetKind, Tightening
+from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.latency import Floats
 from halfmoon.policy.values import AdmissionTargets, TtftPrediction, UnloadedLatency
 

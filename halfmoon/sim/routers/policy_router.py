@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.policy.admission.admission_controller import AdmissionController
-from halfmoon.policy.admission.classes import ClassTable, QosClass
 from halfmoon.policy.admission.degradation import LIKELY, Admitted
+from halfmoon.policy.admission.qos_classes import ClassTable, QosClass
 from halfmoon.policy.models.overheads import handover_s
 from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.placement.restore_plan import RestoreCosts, RestorePlan, plan_restore

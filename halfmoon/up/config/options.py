@@ -9,7 +9,7 @@ from typing import Any
 from halfmoon.config.section import Section
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.latency_sources.model_catalogue import known_shape
-from halfmoon.up.config.tree import SystemConfig, WorkerGroup
+from halfmoon.up.config.system_config import SystemConfig, WorkerGroup
 from halfmoon.up.from_plan import with_planned_workers
 from halfmoon.up.service_specs import UpOptions, WorkerStart
 from halfmoon.up.simulated import SimulatedWorkers

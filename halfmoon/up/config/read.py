@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.up.config.tree import SystemConfig
+from halfmoon.up.config.system_config import SystemConfig
 
 Loc = Sequence[int | str]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from halfmoon.config.worker import RoleName
 from halfmoon.errors import InvalidRequest
 from halfmoon.up.config.options import service_settings, texts
-from halfmoon.up.config.tree import SystemConfig
+from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.service_specs import variables
 
 _PLACES = frozenset({"host", "port", "replicas"})  # of the container, not of the file

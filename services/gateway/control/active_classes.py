@@ -13,12 +13,12 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from halfmoon.config.qos import DEFAULT_TARGETS, ClassConfig, check_classes, check_reachable
+from halfmoon.config.qos_classes import DEFAULT_TARGETS, ClassConfig, check_classes, check_reachable
 from halfmoon.errors import Incompatible
-from halfmoon.ledger.classes import ClassesAt, StoredClass, StoredClasses
 from halfmoon.ledger.declared_classes import Declaration
+from halfmoon.ledger.stored_classes import ClassesAt, StoredClass, StoredClasses
 from halfmoon.policy.admission.admission_controller import AdmissionController
-from halfmoon.policy.admission.classes import (
+from halfmoon.policy.admission.qos_classes import (
     DEFAULT_CLASS,
     NO_PROMISES,
     ClassTable,
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class ClassBody(Part, ClassConfig):
-    """`halfmoon.policy.admission.classes.QosClass`, whose docstring defines the fields, and the version replaced."""
+    """The fields of `policy.admission.qos_classes.QosClass`, which documents them, and the version replaced."""
 
     version: int = Field(0, ge=0, lt=1 << 31)  # 0: the class is new
 

@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.ledger.classes import StoredClass
+from halfmoon.ledger.stored_classes import StoredClass
 from services.gateway.control.active_classes import ActiveClasses, ClassBody
 from services.gateway.http.received_request import receive_body
 from services.gateway.openai.parse_body import parse_body

@@ -17,7 +17,7 @@ from halfmoon.errors import (
     Unavailable,
     UnknownModel,
 )
-from halfmoon.ledger.classes import VersionConflict
+from halfmoon.ledger.stored_classes import VersionConflict
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.http.api_keys import WrongKey

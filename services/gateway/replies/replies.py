@@ -11,8 +11,8 @@ from aiohttp import web
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb.types_pb2 import Token
 from services.gateway.http.error_responses import error_body
-from services.gateway.replies.event_body import EventBody, sse
 from services.gateway.replies.reply_format import Output, ReplyFormat, Usage, UsageNow
+from services.gateway.replies.sse_body import SSEBody, sse
 from services.gateway.replies.text_stream import TextPiece, TextStream, joined
 
 _MARK = "\0"
@@ -79,7 +79,7 @@ class StreamReply:
         self._format = reply_format
         self._usage = usage
         self._opened: set[int] = set()
-        self._body = EventBody(http_request)
+        self._body = SSEBody(http_request)
         self._texts = TextEvents(reply_format)
 
     @property

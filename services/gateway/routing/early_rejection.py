@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
-from halfmoon.policy.admission.classes import Caller, QosClass
 from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, PromptLowerBound
+from halfmoon.policy.admission.qos_classes import Caller, QosClass
 from halfmoon.policy.admission.refusal import Refused
 from services.gateway.openai.served_model import PromptPrefix
 from services.gateway.request import GatewayRequest

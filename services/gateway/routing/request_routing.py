@@ -12,8 +12,8 @@ from halfmoon.errors import HalfmoonError
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb.prefill_pb2 import FP8, INT4, INT8, RAW, KVCodec
-from halfmoon.policy.admission.classes import QosClass
 from halfmoon.policy.admission.degradation import Admitted
+from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.values import NOTHING_CACHED, AdmissionTargets, Placement, PlacementRequest
 from halfmoon.policy.view.block_index import short_keys

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfmoon.ledger.models import RequestRow
-from halfmoon.policy.admission.classes import QosClass
+from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.models.refinement import PredictionErrors
 from halfmoon.policy.view.key_table import Keys
 from services.gateway.cluster.member import Member

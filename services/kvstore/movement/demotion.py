@@ -23,7 +23,7 @@ from services.kvstore.catalog.entry import Tier
 from services.kvstore.counts import Counts
 from services.kvstore.tiers.dram import Block, DramTier
 from services.kvstore.tiers.record import Record, encode_record
-from services.kvstore.tiers.residual import codec_for
+from services.kvstore.tiers.residual_window import codec_for
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from services.kvstore.tiers.cold import ColdTier
 from services.kvstore.tiers.disk import DiskTier
 from services.kvstore.tiers.dram import DramTier
 from services.kvstore.tiers.record import Record
-from services.kvstore.tiers.residual import codec_for
+from services.kvstore.tiers.residual_window import codec_for
 
 log = logging.getLogger(__name__)
 

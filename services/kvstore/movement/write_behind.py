@@ -20,7 +20,7 @@ from services.kvstore.tiers.cold import ColdTier
 from services.kvstore.tiers.disk import DiskTier
 from services.kvstore.tiers.dram import DramTier
 from services.kvstore.tiers.record import Record
-from services.kvstore.tiers.residual import left_behind
+from services.kvstore.tiers.residual_window import left_behind
 
 
 class WriteBehind:

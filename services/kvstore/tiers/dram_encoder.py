@@ -12,7 +12,7 @@ from services.kvstore.catalog.catalog import Catalog
 from services.kvstore.catalog.entry import Tier
 from services.kvstore.tiers.dram import Draft, DramTier
 from services.kvstore.tiers.record import Record
-from services.kvstore.tiers.residual import codec_for, left_behind
+from services.kvstore.tiers.residual_window import codec_for, left_behind
 
 
 class DramEncoder:

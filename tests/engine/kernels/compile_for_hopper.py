@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from halfmoon.engine.kernels.block_copy import gather_blocks, scatter_blocks
 from halfmoon.engine.kernels.decode_attention import decode_attention
-from halfmoon.engine.kernels.kv_store import kv_store
+from halfmoon.engine.kernels.kv_write import kv_write
 from halfmoon.engine.kernels.paged_kv import PagedKV
 from halfmoon.engine.kernels.prefill_attention import prefill_attention
 from halfmoon.engine.kernels.rms_norm import add_rms_norm, rms_norm
@@ -64,7 +64,7 @@ def prefill(dtype: torch.dtype, head_dim: int, num_tokens: int, q_dtype: torch.d
 
 def store(dtype: torch.dtype) -> None:
     k = torch.zeros(1, 2, 128, dtype=BF16)
-    kv_store(k, k, paged(dtype, 128), torch.zeros(1, dtype=torch.int64))
+    kv_write(k, k, paged(dtype, 128), torch.zeros(1, dtype=torch.int64))
 
 
 def copies() -> None:

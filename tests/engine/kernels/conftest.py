@@ -76,7 +76,7 @@ def make_paged(device: str) -> MakePaged:
 
     Every slot that no sequence covers is poisoned, and unused entries of the table name a poisoned block.
     """
-    from halfmoon.engine.kernels.kv_store import kv_store_reference
+    from halfmoon.engine.kernels.kv_write import kv_write_reference
     from halfmoon.engine.kernels.paged_kv import PagedKV
 
     def make(
@@ -100,7 +100,7 @@ def make_paged(device: str) -> MakePaged:
             slots += [int(blocks[t // block_tokens]) * block_tokens + t % block_tokens for t in range(context)]
         new = torch.randn(2, len(slots), num_kv_heads, head_dim, generator=generator).to(device)
         new = new.to(dtype)
-        kv_store_reference(new[0], new[1], kv, torch.tensor(slots, dtype=torch.int64, device=device))
+        kv_write_reference(new[0], new[1], kv, torch.tensor(slots, dtype=torch.int64, device=device))
         return Paged(kv, table.to(device), torch.tensor(contexts, dtype=torch.int32, device=device))
 
     return make

@@ -34,7 +34,7 @@ def test_kernels_fit(compiled: list[dict[str, Any]]) -> None:
         "_add_rms_norm_kernel",
         "_copy_blocks_kernel",
         "_decode_attention_kernel",
-        "_kv_store_kernel",
+        "_kv_write_kernel",
         "_merge_splits_kernel",
         "_prefill_attention_kernel",
         "_rms_norm_kernel",

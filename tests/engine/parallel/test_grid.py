@@ -16,7 +16,7 @@ from halfmoon.engine.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.model_config import ModelConfig
 from halfmoon.engine.models import Model, build_model
-from halfmoon.engine.models.part import ModelPart
+from halfmoon.engine.models.model_part import ModelPart
 from halfmoon.engine.models.weights import fill_dummy_weights, load_weights
 from halfmoon.engine.parallel.grid import Grid
 from halfmoon.engine.parallel.runner import ParallelRunner

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfmoon.policy.admission.admission_controller import AdmissionController
-from halfmoon.policy.admission.classes import Degradation, QosClass
 from halfmoon.policy.admission.degradation import PRECISION_FACTOR, Admitted, degraded_requests
+from halfmoon.policy.admission.qos_classes import Degradation, QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.forecast.request_forecast import RequestForecast
 from halfmoon.policy.models.latency import PrefillModel, StepModel

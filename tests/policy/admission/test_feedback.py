@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.admission.classes import QosClass
 from halfmoon.policy.admission.feedback import Feedback
+from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.values import AdmissionTargets, UnloadedLatency
 
 GOLD = QosClass("gold", -1, ttft_s=1.0)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from halfmoon.errors import HalfmoonError
 from halfmoon.policy.admission.admission_controller import AdmissionController
-from halfmoon.policy.admission.classes import ClassTable, Degradation, QosClass
 from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, PromptLowerBound
+from halfmoon.policy.admission.qos_classes import ClassTable, Degradation, QosClass
 from halfmoon.policy.admission.refusal import AdmissionMode, Refused
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.placement.place import PlacementRules

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.admission.classes import QosClass
 from halfmoon.policy.admission.feedback import TargetKind, Tightening
+from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import PredictedLatency, missed_target, over_target, overload_targets
 from halfmoon.policy.values import AdmissionTargets, UnloadedLatency
 

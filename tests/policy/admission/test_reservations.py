@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.policy.admission.classes import QosClass
+from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.reservations import Reservations
 
 GOLD, BULK = QosClass("gold", -1, 0.5), QosClass("bulk", 5)

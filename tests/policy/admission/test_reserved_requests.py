@@ -7,7 +7,7 @@ import random
 import pytest
 
 from halfmoon.policy.admission.admission_controller import AdmissionController
-from halfmoon.policy.admission.classes import ClassTable, QosClass
+from halfmoon.policy.admission.qos_classes import ClassTable, QosClass
 from halfmoon.policy.admission.refusal import AdmissionMode, Refused
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.policy.placement.place import PlacementRules

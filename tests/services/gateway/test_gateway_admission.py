@@ -15,7 +15,7 @@ import pytest
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, StepTiming, WorkerLoad
-from halfmoon.policy.admission.classes import ClassTable, MatchRule, QosClass
+from halfmoon.policy.admission.qos_classes import ClassTable, MatchRule, QosClass
 from halfmoon.policy.models.latency import PrefillSample
 from tests.services.gateway.fakes import FINGERPRINT, LAYOUT, MODEL, FakeWorker, Fleet, Script, running_fleet, soon
 

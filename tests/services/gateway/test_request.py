@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from halfmoon.pb.types_pb2 import NOT_FINISHED, SamplingParams, Token
-from halfmoon.policy.admission.classes import QosClass
+from halfmoon.policy.admission.qos_classes import QosClass
 from services.gateway.openai.generation_request import GenerationRequest
 from services.gateway.request import GatewayRequest
 from tests.services.gateway.fakes import served_model

@@ -16,7 +16,7 @@ from halfmoon.errors import HalfmoonError
 from halfmoon.ledger.ledger import open_ledger
 from halfmoon.pb.gateway_pb2 import LatencyProfile
 from halfmoon.pb.prefill_pb2 import PrefillEvent, PrefillRequest
-from halfmoon.policy.admission.classes import ClassTable, QosClass
+from halfmoon.policy.admission.qos_classes import ClassTable, QosClass
 from tests.services.gateway.fakes import MODEL, PATIENCE_S, FakeWorker, Fleet, Script, running_fleet, soon
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]  # 8 tokens

@@ -24,12 +24,12 @@ from halfmoon.rpc.status import error_from
 from services.planner.fleet import Fleet
 from services.planner.job import Job, JobProgress, JobResult, PlanJob
 from services.planner.job_process import run_job
+from services.planner.job_queue import JobQueue
 from services.planner.jobs import Jobs, RunJob
 from services.planner.kept_plans import KeptPlans, PlansOfLedger
 from services.planner.metrics import PlannerMetrics
 from services.planner.model import read_model_config
 from services.planner.servicer import MAX_REQUEST_BYTES, PlannerServicer
-from services.planner.turns import Turns
 from services.planner.wire import plan_request
 
 ASKED = planner_pb2.PlanRequest(
@@ -97,7 +97,7 @@ async def planner(
     deadline_s: float = 120,
     most_waiting: int = 1,
 ) -> AsyncIterator[planner_pb2_grpc.PlannerStub]:
-    jobs = Jobs(Turns(1, most_waiting), deadline_s, run)
+    jobs = Jobs(JobQueue(1, most_waiting), deadline_s, run)
     token = token or OperatorToken(None, "127.0.0.1")
     servicer = PlannerServicer(read_model_config, plans or AwayPlans(), jobs, token, 1, Fleet(None))
     async with (
@@ -208,7 +208,7 @@ async def test_a_plan_that_cannot_be_kept_is_told_all_the_same() -> None:
 @pytest.mark.parametrize("is_waiting", [False, True])
 async def test_what_takes_too_long_ends(is_waiting: bool) -> None:
     bench = Bench()
-    turns = Turns(1, 1)
+    turns = JobQueue(1, 1)
     jobs = Jobs(turns, 0.01, bench.run)
 
     async def ask() -> None:

@@ -23,12 +23,12 @@ from halfmoon.rpc.service import read_settings
 from services.planner import model as model_module
 from services.planner.fleet import Fleet
 from services.planner.job_process import run_job
+from services.planner.job_queue import JobQueue
 from services.planner.jobs import Jobs
 from services.planner.metrics import PlannerMetrics
 from services.planner.model import read_model_config
 from services.planner.servicer import PlannerServicer
 from services.planner.settings import PlannerSettings
-from services.planner.turns import Turns
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -72,7 +72,7 @@ async def planner(fleet: str | None = None) -> AsyncIterator[Planner]:
 
 
 def _servicer(ledger: Ledger, fleet: str | None) -> PlannerServicer:
-    jobs = Jobs(Turns(1, 0), 1.0, run_job)
+    jobs = Jobs(JobQueue(1, 0), 1.0, run_job)
     return PlannerServicer(read_model_config, ledger.plans, jobs, OperatorToken(None, "127.0.0.1"), 1, Fleet(fleet))
 
 

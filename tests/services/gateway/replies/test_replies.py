@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from halfmoon.pb.types_pb2 import Token
 from services.gateway.replies.chat_format import ChatFormat
 from services.gateway.replies.completion_format import CompletionFormat
-from services.gateway.replies.event_body import sse
 from services.gateway.replies.replies import TextEvents, best_outputs
 from services.gateway.replies.reply_format import Output, ReplyFormat, ReplyOptions, Usage
+from services.gateway.replies.sse_body import sse
 from services.gateway.replies.text_stream import TextPiece
 from tests.services.gateway.fakes import ByteTokenizer
 

@@ -8,7 +8,7 @@ import pytest
 
 from halfmoon.ledger.models import RequestRow
 from halfmoon.pb.types_pb2 import SamplingParams
-from halfmoon.policy.admission.classes import QosClass
+from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import PredictedLatency, Refused
 from halfmoon.policy.values import AdmissionTargets
 from services.gateway.openai.generation_request import GenerationRequest

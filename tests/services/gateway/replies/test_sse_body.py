@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from aiohttp import HttpVersion11, web
 
-from services.gateway.replies.event_body import ClientGone, EventBody
+from services.gateway.replies.sse_body import ClientGone, SSEBody
 from tests.services.gateway.fakes import MODEL, Script, running_fleet, soon
 
 MIB = 1 << 20
@@ -42,8 +42,8 @@ class Connection:
         self.aborted = True
 
 
-def body_over(connection: Connection | None) -> EventBody:
-    return EventBody(cast(web.Request, SimpleNamespace(version=HttpVersion11, transport=connection)))
+def body_over(connection: Connection | None) -> SSEBody:
+    return SSEBody(cast(web.Request, SimpleNamespace(version=HttpVersion11, transport=connection)))
 
 
 def test_a_client_that_does_not_read_is_cut_off() -> None:

@@ -9,7 +9,7 @@ import pytest
 from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import Cancelled, InvalidRequest, Unavailable
 from halfmoon.pb import types_pb2
-from halfmoon.worker.token_router import TokenStreams
+from halfmoon.worker.token_streams import TokenStreams
 
 
 class Clock:

@@ -12,7 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from halfmoon.engine.kernels.paged_kv import PagedKV
 
-kernels = pytest.importorskip("halfmoon.engine.kernels.kv_store", reason="triton is missing (extra `gpu`)")
+kernels = pytest.importorskip("halfmoon.engine.kernels.kv_write", reason="triton is missing (extra `gpu`)")
 paged_kv = pytest.importorskip("halfmoon.engine.kernels.paged_kv", reason="triton is missing (extra `gpu`)")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -40,8 +40,8 @@ def test_every_slot_is_written_or_left_alone(device: str, dtype: torch.dtype, he
     slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(1))[:num_tokens].to(device)
     slots[1::5] = -1
     actual, expected = empty_kv(dtype, head_dim, device), empty_kv(dtype, head_dim, device)
-    kernels.kv_store(k, v, actual, slots)
-    kernels.kv_store_reference(k, v, expected, slots)
+    kernels.kv_write(k, v, actual, slots)
+    kernels.kv_write_reference(k, v, expected, slots)
     assert torch.equal(actual.k, expected.k)
     assert torch.equal(actual.v, expected.v)
 
@@ -49,8 +49,8 @@ def test_every_slot_is_written_or_left_alone(device: str, dtype: torch.dtype, he
 def test_no_slot_at_all(device: str) -> None:
     k, v = fused(4, 64, FP32, device)
     kv = empty_kv(FP32, 64, device)
-    kernels.kv_store(k, v, kv, torch.full((4,), -1, dtype=torch.int64, device=device))
-    kernels.kv_store(k[:0], v[:0], kv, torch.empty(0, dtype=torch.int64, device=device))
+    kernels.kv_write(k, v, kv, torch.full((4,), -1, dtype=torch.int64, device=device))
+    kernels.kv_write(k[:0], v[:0], kv, torch.empty(0, dtype=torch.int64, device=device))
     assert kv.k.eq(7).all()
     assert kv.v.eq(7).all()
 
@@ -66,11 +66,11 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
     k, v = fused(2, 64, FP32, device)
     kv, slots = empty_kv(FP32, 64, device), torch.zeros(2, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="k: shape"):
-        kernels.kv_store(k[:, :2], v[:, :2], kv, slots)
+        kernels.kv_write(k[:, :2], v[:, :2], kv, slots)
     with pytest.raises(TypeError, match="k: dtype"):
-        kernels.kv_store(k.half(), v.half(), kv, slots)
+        kernels.kv_write(k.half(), v.half(), kv, slots)
     with pytest.raises(TypeError, match="slot_mapping"):
-        kernels.kv_store(k, v, kv, slots.int())
+        kernels.kv_write(k, v, kv, slots.int())
 
 
 def test_a_paged_kv_that_does_not_fit_is_refused(device: str) -> None:

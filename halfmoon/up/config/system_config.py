@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from halfmoon.config.gateway import GatewayConfig, HandoverConfig
 from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.planner import PlannerConfig
-from halfmoon.config.qos import ClassConfig, ClassesConfig, check_classes
+from halfmoon.config.qos_classes import ClassConfig, ClassesConfig, check_classes
 from halfmoon.config.section import Section
 from halfmoon.config.security import SecurityConfig
 from halfmoon.config.simulation import SimulationConfig

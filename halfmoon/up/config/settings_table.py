@@ -1,4 +1,4 @@
-"""The tables of docs/reference/settings.md, made from the configuration: `python -m halfmoon.up.config.table`."""
+"""The tables of docs/reference/settings.md, made from the configuration by running this module."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
 from halfmoon.config.planner import PlannerConfig
-from halfmoon.config.qos import ClassConfig, RuleConfig
+from halfmoon.config.qos_classes import ClassConfig, RuleConfig
 from halfmoon.config.section import Section
 from halfmoon.config.security import SecurityConfig
 from halfmoon.up.config.human_bytes import human_bytes
-from halfmoon.up.config.tree import (
+from halfmoon.up.config.system_config import (
     ConsoleConfig,
     ModelConfig,
     SystemConfig,

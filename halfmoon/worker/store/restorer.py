@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from halfmoon.engine.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
-from halfmoon.engine.restoring import RestoreOrder
+from halfmoon.engine.restore_order import RestoreOrder
 from halfmoon.errors import HalfmoonError, NotFound
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.kv_layout import KVBytes

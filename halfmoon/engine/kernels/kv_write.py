@@ -14,7 +14,7 @@ _TILE_TOKENS = 16
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _kv_store_kernel(
+def _kv_write_kernel(
     k_new: tl.tensor,  # [num_tokens, num_kv_heads, head_dim]
     v_new: tl.tensor,  # [num_tokens, num_kv_heads, head_dim]
     slot_mapping: tl.tensor,  # [num_tokens], -1: skip
@@ -45,7 +45,7 @@ def _kv_store_kernel(
     tl.store(v + to, values, mask=mask)
 
 
-def kv_store(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
+def kv_write(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     """Stores new K and V in the slots of `slot_mapping`; -1 stores nothing.
 
     k, v: [num_tokens, num_kv_heads, head_dim], views into a fused QKV output will do; slot_mapping: [num_tokens] int64.
@@ -59,7 +59,7 @@ def kv_store(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     check_same_device(k=k, v=v, kv=kv.k, slot_mapping=slot_mapping)
     if num_tokens == 0:
         return
-    _kv_store_kernel[(triton.cdiv(num_tokens, _TILE_TOKENS), num_kv_heads)](
+    _kv_write_kernel[(triton.cdiv(num_tokens, _TILE_TOKENS), num_kv_heads)](
         k, v, slot_mapping, kv.k, kv.v, num_tokens,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv.k.stride(0),
         HEAD_DIM=head_dim, DIM_PAD=triton.next_power_of_2(head_dim), TILE=_TILE_TOKENS,
@@ -67,8 +67,8 @@ def kv_store(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     )  # fmt: skip
 
 
-def kv_store_reference(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
-    """`kv_store` in plain torch."""
+def kv_write_reference(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
+    """`kv_write` in plain torch."""
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     for new, stored in ((k, kv.k), (v, kv.v)):

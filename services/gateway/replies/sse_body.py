@@ -23,7 +23,7 @@ def sse(event: dict[str, Any]) -> bytes:
     return b"%bdata: %b\n\n" % (name, json.dumps(event, separators=(",", ":")).encode())
 
 
-class EventBody:
+class SSEBody:
     """Owns a streamed response from its head to its last byte.
 
     In between it writes to the connection directly and never waits: aiohttp's own way takes five calls and as many

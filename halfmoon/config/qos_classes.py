@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from halfmoon.config.section import Section
 from halfmoon.errors import InvalidRequest
-from halfmoon.policy.admission.classes import (
+from halfmoon.policy.admission.qos_classes import (
     NO_PROMISES,
     ClassTable,
     Degradation,

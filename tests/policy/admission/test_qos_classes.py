@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.policy.admission.classes import Caller, ClassTable, MatchRule, QosClass
+from halfmoon.policy.admission.qos_classes import Caller, ClassTable, MatchRule, QosClass
 
 GOLD = QosClass(
     "gold", -1, 0.5, rules=(MatchRule("header", "gold", "X-Customer-Tier"), MatchRule("api_key", "key-1")), ttft_s=1.0

@@ -18,7 +18,7 @@ class Ticket:
         self.moved = asyncio.Event()  # set when the queue has moved
 
 
-class Turns:
+class JobQueue:
     """Owns the queue. Its first `most_running` jobs run."""
 
     def __init__(self, most_running: int, most_waiting: int) -> None:

@@ -11,7 +11,7 @@ from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import Cancelled, InvalidRequest, Unavailable
 from halfmoon.pb import decode_pb2, types_pb2
 from halfmoon.rpc.spans import Span
-from halfmoon.worker.phase import DecodeSpan, Phase
+from halfmoon.worker.request_phases import DecodeSpan, Phase
 from halfmoon.worker.wire import token_message
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.first_steps import first_steps
 from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.warm_up_steps import warm_up_steps
 
 
 def test_first_steps_measure_prompts_of_several_lengths(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(max_batch_tokens=64, max_running=2)
-    results = first_steps(engine)
+    results = warm_up_steps(engine)
     assert [result.num_prefill_tokens for result in results] == [8, 16, 32]
     assert all(result.duration_s > 0 and not result.num_decode_seqs for result in results)
     assert not engine.has_work()

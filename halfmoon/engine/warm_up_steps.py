@@ -12,7 +12,7 @@ _SHARES = (1 / 8, 1 / 8, 1 / 4, 1 / 2)  # of a whole step's tokens; the first on
 _SALT = b"halfmoon first steps"  # keeps these prompts out of other requests' prefix matches
 
 
-def first_steps(engine: Engine) -> list[StepResult]:
+def warm_up_steps(engine: Engine) -> list[StepResult]:
     """The results of a few prefill steps over made-up prompts, computed in turn. Nothing of them remains."""
     most = min(engine.config.step_tokens, engine.context_tokens - 1)
     results = []
