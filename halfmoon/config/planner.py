@@ -1,4 +1,4 @@
-"""Configuration of a planner."""
+"""Settings of the planner."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from halfmoon.config.section import Section
 
 
 class PlannerConfig(Section):
-    """Limits on its jobs."""
+    """Limits on concurrent searches."""
 
-    max_running: int = Field(1, ge=1, description="number of searches and simulations that run at once")
-    max_waiting: int = Field(4, ge=0, description="number of jobs that may wait for their turn; more are refused")
-    deadline_s: float = Field(900.0, gt=0, description="limit on a job's total time, waiting included")
+    max_running: int = Field(1, ge=1, description="searches that run at once")
+    max_waiting: int = Field(4, ge=0, description="searches that wait for their turn; more are refused")
+    deadline_s: float = Field(900.0, gt=0, description="total time of one search")
     processes: int = Field(
         default_factory=lambda: os.cpu_count() or 1, ge=1, description="processes of one search; default: one per core"
     )

@@ -35,20 +35,10 @@ class PlannerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Capacity = channel.unary_unary(
-                '/halfmoon.Planner/Capacity',
-                request_serializer=halfmoon_dot_pb_dot_planner__pb2.CapacityRequest.SerializeToString,
-                response_deserializer=halfmoon_dot_pb_dot_planner__pb2.CapacityResponse.FromString,
-                _registered_method=True)
         self.Plan = channel.unary_stream(
                 '/halfmoon.Planner/Plan',
                 request_serializer=halfmoon_dot_pb_dot_planner__pb2.PlanRequest.SerializeToString,
                 response_deserializer=halfmoon_dot_pb_dot_planner__pb2.PlanUpdate.FromString,
-                _registered_method=True)
-        self.Simulate = channel.unary_stream(
-                '/halfmoon.Planner/Simulate',
-                request_serializer=halfmoon_dot_pb_dot_planner__pb2.SimulateRequest.SerializeToString,
-                response_deserializer=halfmoon_dot_pb_dot_planner__pb2.SimulateUpdate.FromString,
                 _registered_method=True)
         self.ListPlans = channel.unary_unary(
                 '/halfmoon.Planner/ListPlans',
@@ -76,23 +66,9 @@ class PlannerServicer:
     """Which configuration to run. Beyond loopback every call needs the operator token: metadata `authorization: Bearer …`.
     """
 
-    def Capacity(self, request, context):
-        """What fits in memory: weights, KV blocks, and how many sequences of a given length run at once.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Plan(self, request, context):
-        """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is reported. Leaving the stream ends the
+        """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is reported. Closing the stream ends the
         search. RESOURCE_EXHAUSTED when too many requests wait already.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Simulate(self, request, context):
-        """One cluster under one workload, as in `halfmoon simulate`. Otherwise like Plan; nothing is stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,20 +108,10 @@ class PlannerServicer:
 
 def add_PlannerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Capacity': grpc.unary_unary_rpc_method_handler(
-                    servicer.Capacity,
-                    request_deserializer=halfmoon_dot_pb_dot_planner__pb2.CapacityRequest.FromString,
-                    response_serializer=halfmoon_dot_pb_dot_planner__pb2.CapacityResponse.SerializeToString,
-            ),
             'Plan': grpc.unary_stream_rpc_method_handler(
                     servicer.Plan,
                     request_deserializer=halfmoon_dot_pb_dot_planner__pb2.PlanRequest.FromString,
                     response_serializer=halfmoon_dot_pb_dot_planner__pb2.PlanUpdate.SerializeToString,
-            ),
-            'Simulate': grpc.unary_stream_rpc_method_handler(
-                    servicer.Simulate,
-                    request_deserializer=halfmoon_dot_pb_dot_planner__pb2.SimulateRequest.FromString,
-                    response_serializer=halfmoon_dot_pb_dot_planner__pb2.SimulateUpdate.SerializeToString,
             ),
             'ListPlans': grpc.unary_unary_rpc_method_handler(
                     servicer.ListPlans,
@@ -180,33 +146,6 @@ class Planner:
     """
 
     @staticmethod
-    def Capacity(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/halfmoon.Planner/Capacity',
-            halfmoon_dot_pb_dot_planner__pb2.CapacityRequest.SerializeToString,
-            halfmoon_dot_pb_dot_planner__pb2.CapacityResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Plan(request,
             target,
             options=(),
@@ -223,33 +162,6 @@ class Planner:
             '/halfmoon.Planner/Plan',
             halfmoon_dot_pb_dot_planner__pb2.PlanRequest.SerializeToString,
             halfmoon_dot_pb_dot_planner__pb2.PlanUpdate.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Simulate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/halfmoon.Planner/Simulate',
-            halfmoon_dot_pb_dot_planner__pb2.SimulateRequest.SerializeToString,
-            halfmoon_dot_pb_dot_planner__pb2.SimulateUpdate.FromString,
             options,
             channel_credentials,
             insecure,

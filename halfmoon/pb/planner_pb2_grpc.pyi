@@ -33,14 +33,10 @@ class PlannerStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PlannerAsyncStub: ...
-    Capacity: _grpc.UnaryUnaryMultiCallable[_planner_pb2.CapacityRequest, _planner_pb2.CapacityResponse]
-    """What fits in memory: weights, KV blocks, and how many sequences of a given length run at once."""
     Plan: _grpc.UnaryStreamMultiCallable[_planner_pb2.PlanRequest, _planner_pb2.PlanUpdate]
-    """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is reported. Leaving the stream ends the
+    """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is reported. Closing the stream ends the
     search. RESOURCE_EXHAUSTED when too many requests wait already.
     """
-    Simulate: _grpc.UnaryStreamMultiCallable[_planner_pb2.SimulateRequest, _planner_pb2.SimulateUpdate]
-    """One cluster under one workload, as in `halfmoon simulate`. Otherwise like Plan; nothing is stored."""
     ListPlans: _grpc.UnaryUnaryMultiCallable[_planner_pb2.ListPlansRequest, _planner_pb2.ListPlansResponse]
     """Earlier plans, newest first."""
     Catalogue: _grpc.UnaryUnaryMultiCallable[_planner_pb2.CatalogueRequest, _planner_pb2.CatalogueResponse]
@@ -60,14 +56,10 @@ class PlannerAsyncStub(PlannerStub):
     """Which configuration to run. Beyond loopback every call needs the operator token: metadata `authorization: Bearer …`."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Capacity: _aio.UnaryUnaryMultiCallable[_planner_pb2.CapacityRequest, _planner_pb2.CapacityResponse]  # type: ignore[assignment]
-    """What fits in memory: weights, KV blocks, and how many sequences of a given length run at once."""
     Plan: _aio.UnaryStreamMultiCallable[_planner_pb2.PlanRequest, _planner_pb2.PlanUpdate]  # type: ignore[assignment]
-    """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is reported. Leaving the stream ends the
+    """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is reported. Closing the stream ends the
     search. RESOURCE_EXHAUSTED when too many requests wait already.
     """
-    Simulate: _aio.UnaryStreamMultiCallable[_planner_pb2.SimulateRequest, _planner_pb2.SimulateUpdate]  # type: ignore[assignment]
-    """One cluster under one workload, as in `halfmoon simulate`. Otherwise like Plan; nothing is stored."""
     ListPlans: _aio.UnaryUnaryMultiCallable[_planner_pb2.ListPlansRequest, _planner_pb2.ListPlansResponse]  # type: ignore[assignment]
     """Earlier plans, newest first."""
     Catalogue: _aio.UnaryUnaryMultiCallable[_planner_pb2.CatalogueRequest, _planner_pb2.CatalogueResponse]  # type: ignore[assignment]
@@ -86,30 +78,14 @@ class PlannerServicer(metaclass=_abc_1.ABCMeta):
     """Which configuration to run. Beyond loopback every call needs the operator token: metadata `authorization: Bearer …`."""
 
     @_abc_1.abstractmethod
-    def Capacity(
-        self,
-        request: _planner_pb2.CapacityRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_planner_pb2.CapacityResponse, _abc.Awaitable[_planner_pb2.CapacityResponse]]:
-        """What fits in memory: weights, KV blocks, and how many sequences of a given length run at once."""
-
-    @_abc_1.abstractmethod
     def Plan(
         self,
         request: _planner_pb2.PlanRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_planner_pb2.PlanUpdate], _abc.AsyncIterator[_planner_pb2.PlanUpdate]]:
-        """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is reported. Leaving the stream ends the
+        """The best layout, as `halfmoon plan` finds it; it is in the ledger when it is reported. Closing the stream ends the
         search. RESOURCE_EXHAUSTED when too many requests wait already.
         """
-
-    @_abc_1.abstractmethod
-    def Simulate(
-        self,
-        request: _planner_pb2.SimulateRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_planner_pb2.SimulateUpdate], _abc.AsyncIterator[_planner_pb2.SimulateUpdate]]:
-        """One cluster under one workload, as in `halfmoon simulate`. Otherwise like Plan; nothing is stored."""
 
     @_abc_1.abstractmethod
     def ListPlans(

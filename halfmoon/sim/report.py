@@ -1,4 +1,4 @@
-"""A simulation's result as plain values: what `halfmoon simulate --json` prints and the planner service sends."""
+"""Converts a simulation's result to the plain values that `halfmoon simulate --json` prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator's entry point: one cluster under one workload. `halfmoon simulate` and the planner service call it."""
+"""The simulator's entry, called by `halfmoon simulate`: simulates one cluster under one workload."""
 
 from __future__ import annotations
 

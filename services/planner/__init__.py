@@ -1,4 +1,4 @@
-"""The planner: what fits in memory, the search for a cluster layout, simulations, and plans made earlier.
+"""The planner service: runs plan searches, lists stored plans and applies them to the running workers.
 
-Read in this order: servicer, jobs, job_queue, job, job_process, fleet, kept_plans.
+Read in this order: servicer, wire, jobs, turns, job_process, job, job_main, kept_plans, fleet.
 """

@@ -1,4 +1,4 @@
-"""`python -m services.planner`: answers planning questions until told to stop."""
+"""`python -m services.planner` serves halfmoon.Planner until it is told to stop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from services.planner.job_queue import JobQueue
 from services.planner.jobs import Jobs
 from services.planner.kept_plans import PlansOfLedger
 from services.planner.metrics import PlannerMetrics
-from services.planner.model import read_model_config
 from services.planner.servicer import MAX_REQUEST_BYTES, PlannerServicer
 from services.planner.settings import PlannerSettings
 
@@ -22,7 +21,7 @@ async def serve(settings: PlannerSettings) -> None:
     jobs = Jobs(JobQueue(settings.max_running, settings.max_waiting), settings.deadline_s, run_job)
     async with open_ledger(settings.ledger, may_be_away=True) as ledger:
         plans, fleet = PlansOfLedger(ledger), Fleet(settings.fleet)
-        servicer = PlannerServicer(read_model_config, plans, jobs, token, settings.processes, fleet)
+        servicer = PlannerServicer(plans, jobs, token, settings.processes, fleet)
         await serve_until_told_to_stop("planner", settings, [servicer.register], PlannerMetrics(), MAX_REQUEST_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""The running workers, if `halfmoon up` lets the planner change them."""
+"""Asks `halfmoon up` to change the workers that run on this host."""
 
 from __future__ import annotations
 
@@ -9,31 +9,34 @@ from halfmoon.errors import Incompatible
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
 from halfmoon.rpc.peer import Peer
 
-_LOOK_S = 30.0  # the model's config is read
-_CHANGE_S = 3600.0  # loads weights and waits for running requests
+_PREVIEW_S = 30.0  # includes reading the model's config
+_CHANGE_S = 3600.0  # includes loading weights and draining requests
 
 
 class Fleet:
-    """Owns nothing. Passes changes to the process that runs the workers. Raises Incompatible if there is none."""
+    """Knows where `halfmoon up` serves halfmoon.Fleet, if anywhere. Owns nothing.
+
+    Without an address, calls raise Incompatible.
+    """
 
     def __init__(self, address: str | None) -> None:
         self._address = address
 
     @property
     def can_change(self) -> bool:
-        """Whether workers can be changed here."""
+        """Whether `halfmoon up` lets this planner change workers."""
         return self._address is not None
 
     async def preview(self, plan_yaml: str) -> planner_pb2.WorkerChange:
-        """Asks which workers the plan would change."""
+        """Returns what the plan would change."""
         async with self._peer() as peer:
             request = planner_pb2.FleetRequest(plan_yaml=plan_yaml)
             stub = planner_pb2_grpc.FleetStub(peer.channel)
-            change: planner_pb2.WorkerChange = await peer.call(stub.Preview, request, deadline_s=_LOOK_S)
+            change: planner_pb2.WorkerChange = await peer.call(stub.Preview, request, deadline_s=_PREVIEW_S)
             return change
 
     async def change(self, plan_yaml: str, stop_first: bool) -> AsyncGenerator[planner_pb2.ApplyUpdate, None]:
-        """Applies a plan; yields updates until it is done."""
+        """Yields the updates of the change, to its end."""
         async with self._peer() as peer:
             request = planner_pb2.FleetRequest(plan_yaml=plan_yaml, stop_first=stop_first)
             stub = planner_pb2_grpc.FleetStub(peer.channel)

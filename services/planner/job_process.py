@@ -1,4 +1,4 @@
-"""Runs one job in a process and a directory of its own; the directory holds the request's files."""
+"""Runs one job in a process and a temporary directory of its own, with the files of its request."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from halfmoon.errors import InvalidRequest, ServiceFailed
-from services.planner.job import Job, JobProgress, JobResult, job_line
+from services.planner.job import JobProgress, JobResult, PlanJob, job_line
 
-_MOST_LINE_BYTES = 256 << 20  # for a result with the times of every request
+_MAX_LINE_BYTES = 256 << 20  # the longest line is the result of a plan
 
 
-async def run_job(job: Job, files: Mapping[str, bytes]) -> AsyncGenerator[JobProgress | JobResult, None]:
-    """Yields the job's messages, its result last. Leaving the iteration ends the process and all that it started.
+async def run_job(job: PlanJob, files: Mapping[str, bytes]) -> AsyncGenerator[JobProgress | JobResult, None]:
+    """Yields the job's updates, its result last. Closing the iterator ends the process and all that it started.
 
-    Raises the job's InvalidRequest, and ServiceFailed for a process that ends without a result.
+    Raises InvalidRequest as the job does, and ServiceFailed if the process ends without a result.
     """
     with TemporaryDirectory(prefix="halfmoon-planner-") as name:
         for file, content in files.items():
             (Path(name) / file).write_bytes(content)
         process = await asyncio.create_subprocess_exec(
-            # -P: the request's files cannot be imported as modules
+            # -P: files that came with the request cannot be imported
             *(sys.executable, "-P", "-m", "services.planner.job_main"),
             cwd=name,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
-            limit=_MOST_LINE_BYTES,
+            limit=_MAX_LINE_BYTES,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         try:

@@ -1,4 +1,4 @@
-"""Jobs from request to result: their turn, then their process, within one deadline."""
+"""Runs jobs: each waits for its turn, then runs in its process, both within one deadline."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import TypeAlias
 
 from halfmoon.errors import DeadlineExceeded
 from halfmoon.rpc.context import bounded_deadline_s
-from services.planner.job import Job, JobProgress, JobResult
-from services.planner.job_queue import JobQueue
+from services.planner.job import JobProgress, JobResult, PlanJob
+from services.planner.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
 class JobWaits:
-    """A job waits for `num_ahead` others."""
+    """The job waits behind others."""
 
     num_ahead: int
 
 
 JobUpdate: TypeAlias = JobWaits | JobProgress | JobResult
-RunJob: TypeAlias = Callable[[Job, Mapping[str, bytes]], AsyncGenerator[JobProgress | JobResult, None]]
+RunJob: TypeAlias = Callable[[PlanJob, Mapping[str, bytes]], AsyncGenerator[JobProgress | JobResult, None]]
 
 
 class Jobs:
-    """Owns the queue of jobs. `run` executes a job at its turn and ends when its iteration is left."""
+    """Owns the queue of jobs. `run` runs a job whose turn it is; closing its iterator ends the job."""
 
     def __init__(self, queue: JobQueue, deadline_s: float, run: RunJob) -> None:
         self._queue = queue
         self._deadline_s = deadline_s
         self._run = run
 
-    async def updates(self, job: Job, files: Mapping[str, bytes]) -> AsyncGenerator[JobUpdate, None]:
-        """Yields a job's updates, its result last; leaving the iteration ends the job.
+    async def updates(self, job: PlanJob, files: Mapping[str, bytes]) -> AsyncGenerator[JobUpdate, None]:
+        """Yields the updates of a job, its result last. Closing the iterator ends the job.
 
         Raises NoCapacity, DeadlineExceeded, and the job's errors.
         """

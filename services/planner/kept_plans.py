@@ -1,4 +1,4 @@
-"""Plans in a ledger that may have been unavailable when the planner started."""
+"""Stores plans in a ledger that may have been unavailable when the planner started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from halfmoon.ledger.plans import NewPlan, StoredPlan
 
 
 class KeptPlans(Protocol):
-    """Storage of plans. Raises Unavailable while it does not answer."""
+    """A store of plans. Its methods raise Unavailable while it does not answer."""
 
     async def add(self, plan: NewPlan) -> StoredPlan: ...
 
@@ -20,7 +20,7 @@ class KeptPlans(Protocol):
 
 
 class PlansOfLedger:
-    """The ledger's table, joined when the ledger first answers."""
+    """The ledger's table of plans. Joins the ledger at the first use that it answers."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -31,11 +31,11 @@ class PlansOfLedger:
         return await self._ledger.plans.add(plan)
 
     async def newest(self, limit: int) -> Sequence[StoredPlan]:
-        """Lists plans, newest first."""
+        """Returns at most `limit` plans, newest first."""
         await self._ledger.join()
         return await self._ledger.plans.newest(limit)
 
     async def of_id(self, plan_id: int) -> StoredPlan:
-        """Reads one plan. Raises NotFound."""
+        """Returns one plan. Raises NotFound."""
         await self._ledger.join()
         return await self._ledger.plans.of_id(plan_id)

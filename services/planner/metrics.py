@@ -1,4 +1,4 @@
-"""All metrics of the planner: so far those of its RPCs."""
+"""All metrics of the planner: those of its RPCs."""
 
 from __future__ import annotations
 

@@ -1,18 +1,15 @@
-"""halfmoon.Planner on the wire: protobuf in and out of `capacity`, jobs and stored plans."""
+"""Serves halfmoon.Planner: turns messages into jobs, and their updates and the stored plans into messages."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
 
 import grpc
 
-from halfmoon.engine.model_config import ModelConfig
 from halfmoon.errors import InvalidRequest, Unauthenticated, Unavailable
 from halfmoon.ledger.plans import NewPlan, StoredPlan
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
@@ -20,34 +17,29 @@ from halfmoon.rpc.operator_token import AUTHORIZATION_KEY, OperatorToken
 from halfmoon.sim.latency_sources.hardware import DEVICES
 from halfmoon.sim.latency_sources.model_catalogue import MODELS
 from halfmoon.sim.workloads.lengths import KNOWN_LENGTHS
-from services.planner.capacity import CapacityQuestion, capacity
 from services.planner.fleet import Fleet
-from services.planner.job import JobProgress, PlanJob, PointJob
+from services.planner.job import JobProgress, PlanJob
 from services.planner.jobs import Jobs, JobWaits
 from services.planner.kept_plans import KeptPlans
-from services.planner.wire import files_of, plan_request, plan_yaml, point_request, set_fields, stored_plan
+from services.planner.wire import files_of, plan_request, plan_yaml, set_fields, stored_plan
 
 log = logging.getLogger(__name__)
 
-_DEFAULT_BLOCK_TOKENS = 64
-_DEFAULT_RESERVED_SHARE = 0.1
-_MOST_LISTED = 100
-MAX_REQUEST_BYTES = 64 << 20  # including its files: traces have tens of megabytes
+_MAX_LISTED = 100
+MAX_REQUEST_BYTES = 64 << 20  # files included: traces have tens of megabytes
 
 
 class PlannerServicer(planner_pb2_grpc.PlannerServicer):
-    """Owns nothing. `read_config` gets a model's configuration and may block."""
+    """Knows the jobs, the stored plans and the fleet. Owns nothing."""
 
     def __init__(
         self,
-        read_config: Callable[[str], ModelConfig],
         plans: KeptPlans,
         jobs: Jobs,
         token: OperatorToken,
         num_processes: int,
         fleet: Fleet,
     ) -> None:
-        self._read_config = read_config
         self._plans = plans
         self._jobs = jobs
         self._token = token
@@ -58,31 +50,13 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
         """Adds the service to a server."""
         planner_pb2_grpc.add_PlannerServicer_to_server(self, server)
 
-    async def Capacity(
-        self, request: planner_pb2.CapacityRequest, context: grpc.aio.ServicerContext
-    ) -> planner_pb2.CapacityResponse:
-        """See planner.proto."""
-        self._check_operator(context)
-        if not request.model:
-            raise InvalidRequest("a capacity question needs model", param="model")
-        config = await asyncio.to_thread(self._read_config, request.model)
-        answer = capacity(config, _question(request))
-        return planner_pb2.CapacityResponse(
-            weight_bytes=answer.weight_bytes,
-            kv_block_bytes=answer.kv_block_bytes,
-            num_blocks=answer.num_blocks,
-            num_sequences=answer.num_sequences,
-            fits=answer.fits,
-            explanation=answer.explanation,
-        )
-
     async def Plan(
         self, request: planner_pb2.PlanRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[planner_pb2.PlanUpdate]:
         """See planner.proto."""
         self._check_operator(context)
-        plan, files = plan_request(request), files_of(request.files)
-        job = PlanJob(plan, self._num_processes, request.with_curves)
+        options, files = plan_request(request), files_of(request.files)
+        job = PlanJob(options, self._num_processes, request.with_curves)
         async with aclosing(self._jobs.updates(job, files)) as updates:
             async for update in updates:
                 if isinstance(update, JobWaits):
@@ -90,34 +64,19 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
                 elif isinstance(update, JobProgress):
                     yield planner_pb2.PlanUpdate(progress=_progress(update))
                 else:
-                    result = update.result
+                    found = update.found
                     new = NewPlan(
-                        plan.model, set_fields(request), {"plan_yaml": result["plan_yaml"]}, result["summary"]
+                        options.model, set_fields(request), {"plan_yaml": found["plan_yaml"]}, found["summary"]
                     )
                     yield planner_pb2.PlanUpdate(plan=stored_plan(await self._kept(new)))
-
-    async def Simulate(
-        self, request: planner_pb2.SimulateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[planner_pb2.SimulateUpdate]:
-        """See planner.proto."""
-        self._check_operator(context)
-        point, files = point_request(request), files_of([request.cluster, *request.files])
-        async with aclosing(self._jobs.updates(PointJob(point, request.with_requests), files)) as updates:
-            async for update in updates:
-                if isinstance(update, JobWaits):
-                    yield planner_pb2.SimulateUpdate(waiting=_waiting(update))
-                elif isinstance(update, JobProgress):
-                    yield planner_pb2.SimulateUpdate(progress=_progress(update))
-                else:
-                    yield planner_pb2.SimulateUpdate(result_json=json.dumps(update.result))
 
     async def ListPlans(
         self, request: planner_pb2.ListPlansRequest, context: grpc.aio.ServicerContext
     ) -> planner_pb2.ListPlansResponse:
         """See planner.proto."""
         self._check_operator(context)
-        if not 1 <= request.limit <= _MOST_LISTED:
-            raise InvalidRequest(f"limit must be 1..{_MOST_LISTED}", param="limit")
+        if not 1 <= request.limit <= _MAX_LISTED:
+            raise InvalidRequest(f"limit must be 1..{_MAX_LISTED}", param="limit")
         return planner_pb2.ListPlansResponse(plans=map(stored_plan, await self._plans.newest(request.limit)))
 
     async def Catalogue(
@@ -150,7 +109,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
         return plan_yaml(await self._plans.of_id(request.plan_id)) if self._fleet.can_change else ""
 
     async def _kept(self, plan: NewPlan) -> StoredPlan:
-        """Stores a plan in the ledger; if that is unavailable, the plan is returned all the same, without a number."""
+        """Stores the plan in the ledger. If the ledger does not answer, returns the plan with id 0."""
         try:
             return await self._plans.add(plan)
         except Unavailable as error:
@@ -176,14 +135,3 @@ def _waiting(update: JobWaits) -> planner_pb2.Waiting:
 
 def _progress(update: JobProgress) -> planner_pb2.Progress:
     return planner_pb2.Progress(what=update.what, done=update.done, total=update.total)
-
-
-def _question(request: planner_pb2.CapacityRequest) -> CapacityQuestion:
-    return CapacityQuestion(
-        dtype=request.dtype,
-        memory_bytes=request.memory_bytes,
-        num_devices=request.num_devices,
-        context_tokens=request.context_tokens,
-        block_tokens=request.block_tokens or _DEFAULT_BLOCK_TOKENS,
-        reserved_share=request.reserved_share or _DEFAULT_RESERVED_SHARE,
-    )

@@ -32,10 +32,10 @@ class PlannerSettings(PlannerConfig, StateConfig, ObservedConfig, BaseSettings):
 
     @property
     def host(self) -> str:
-        """Host part of `listen`."""
+        """Returns the host that the planner listens on."""
         return self.listen.rpartition(":")[0].strip("[]")
 
     def as_logged(self) -> dict[str, Any]:
-        """All settings for the log, without the ledger's password and the token."""
+        """Returns every setting, without the ledger's password and the token."""
         token = None if self.operator_token is None else "***"
         return {**self.model_dump(mode="json"), "ledger_url": mask_password(self.ledger), "operator_token": token}

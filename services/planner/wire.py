@@ -1,4 +1,4 @@
-"""Parses and checks incoming requests for jobs, and converts plans for the wire."""
+"""Checks and converts the planner's messages: requests to plan options, stored plans to messages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
-import yaml
 from google.protobuf.message import Message
 from pydantic import TypeAdapter, ValidationError
 
@@ -16,33 +15,22 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.ledger.plans import StoredPlan
 from halfmoon.pb import planner_pb2
 from halfmoon.plan.request import PlanRequest
-from halfmoon.sim.simulate_point import PointRequest
 
-MOST_REQUESTS = 20_000  # limit on one simulation
+MOST_REQUESTS = 20_000  # of one simulated pass
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}\.(json|jsonl|csv|yaml)")
-_NAMES = ("model", "workload", "latency")  # fields that may name files
-_Request = TypeVar("_Request", PlanRequest, PointRequest)
+_FILE_OPTIONS = ("model", "workload", "latency")  # options that may name a file
 
 
 def plan_request(message: planner_pb2.PlanRequest) -> PlanRequest:
-    """Parses a plan request. Raises InvalidRequest that names the field."""
+    """Converts a message to plan options. Raises InvalidRequest, naming the field."""
     for name in ("model", "gpu", "workload", "ttft_s", "tpot_s"):
         if not getattr(message, name):
             raise InvalidRequest(f"a plan needs {name}", param=name)
-    return _checked(PlanRequest, {**set_fields(message), "prices": dict(message.prices)})
-
-
-def point_request(message: planner_pb2.SimulateRequest) -> PointRequest:
-    """Parses a simulation request. Raises InvalidRequest that names the field."""
-    if not message.cluster.name or not message.workload:
-        missing = "workload" if message.cluster.name else "cluster"
-        raise InvalidRequest(f"a simulation needs a {missing}", param=missing)
-    _check_cluster(message.cluster.content)
-    return _checked(PointRequest, {**set_fields(message), "cluster": message.cluster.name})
+    return _checked({**set_fields(message), "prices": dict(message.prices)})
 
 
 def files_of(messages: Sequence[planner_pb2.File]) -> dict[str, bytes]:
-    """Files by name. Raises InvalidRequest for an unacceptable name."""
+    """Maps the names of the files sent with a request to their contents. Raises InvalidRequest for an unsafe name."""
     for file in messages:
         if not _FILE_NAME.fullmatch(file.name):
             raise InvalidRequest(
@@ -53,12 +41,12 @@ def files_of(messages: Sequence[planner_pb2.File]) -> dict[str, bytes]:
 
 
 def set_fields(message: Message) -> dict[str, Any]:
-    """The fields with plain values that were set."""
+    """Returns the set fields of a message that hold a text or a number."""
     return {field.name: value for field, value in message.ListFields() if isinstance(value, str | float | int)}
 
 
 def stored_plan(stored: StoredPlan) -> planner_pb2.StoredPlan:
-    """Converts a stored plan to its message."""
+    """Converts a plan of the ledger to a message."""
     plan = stored.plan
     return planner_pb2.StoredPlan(
         id=stored.id,
@@ -71,20 +59,8 @@ def stored_plan(stored: StoredPlan) -> planner_pb2.StoredPlan:
 
 
 def plan_yaml(stored: StoredPlan) -> str:
-    """Text of the plan's file; empty for a plan stored without it."""
+    """Returns the text of `plan.yaml`, or "" for a plan that was stored without it."""
     return str(stored.plan.layout.get("plan_yaml", ""))
-
-
-def _check_cluster(content: bytes) -> None:
-    """Checks the latencies of a cluster file; the simulator checks everything else."""
-    try:
-        cluster = yaml.safe_load(content)
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidRequest(f"the cluster cannot be read: {error}", param="cluster") from error
-    workers = cluster.get("workers") if isinstance(cluster, dict) else None
-    for entry in (cluster, *(workers if isinstance(workers, list) else ())):
-        if isinstance(entry, dict):
-            _check_no_path("latency", entry.get("latency"))
 
 
 def _check_no_path(name: str, value: object) -> None:
@@ -94,15 +70,15 @@ def _check_no_path(name: str, value: object) -> None:
         )
 
 
-def _checked(kind: type[_Request], given: Mapping[str, Any]) -> _Request:
-    known = {field.name for field in fields(kind)}
-    wanted = {name: value for name, value in given.items() if name in known}
-    for name in _NAMES:
-        _check_no_path(name, wanted.get(name))
-    if wanted.get("num_requests", 2) not in range(2, MOST_REQUESTS + 1):
+def _checked(given: Mapping[str, Any]) -> PlanRequest:
+    known = {field.name for field in fields(PlanRequest)}
+    options = {name: value for name, value in given.items() if name in known}
+    for name in _FILE_OPTIONS:
+        _check_no_path(name, options.get(name))
+    if options.get("num_requests", 2) not in range(2, MOST_REQUESTS + 1):
         raise InvalidRequest(f"num_requests must be 2..{MOST_REQUESTS}", param="num_requests")
     try:
-        return TypeAdapter(kind).validate_python(wanted)
+        return TypeAdapter(PlanRequest).validate_python(options)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))

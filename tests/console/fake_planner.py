@@ -100,12 +100,6 @@ class FakePlanner(planner_pb2_grpc.PlannerServicer):
             context.abort(grpc.StatusCode.INTERNAL, self.refuses_to_apply)
         yield planner_pb2.ApplyUpdate(applied=self.change)
 
-    def Capacity(self, request: planner_pb2.CapacityRequest, context: Any) -> planner_pb2.CapacityResponse:
-        raise NotImplementedError
-
-    def Simulate(self, request: planner_pb2.SimulateRequest, context: Any) -> Iterator[planner_pb2.SimulateUpdate]:
-        raise NotImplementedError
-
     def ListPlans(self, request: planner_pb2.ListPlansRequest, context: Any) -> planner_pb2.ListPlansResponse:
         self.num_listed += 1
         if self.is_ledger_away:

@@ -1,4 +1,4 @@
-"""Plans and simulations over a real loopback channel: progress, turns, deadlines, cancelling, what is kept."""
+"""Plan jobs over a real loopback channel: progress, turns, deadlines, cancellation, and what the ledger stores."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.status import error_from
 from services.planner.fleet import Fleet
-from services.planner.job import Job, JobProgress, JobResult, PlanJob
+from services.planner.job import JobProgress, JobResult, PlanJob
 from services.planner.job_process import run_job
 from services.planner.job_queue import JobQueue
 from services.planner.jobs import Jobs, RunJob
 from services.planner.kept_plans import KeptPlans, PlansOfLedger
 from services.planner.metrics import PlannerMetrics
-from services.planner.model import read_model_config
 from services.planner.servicer import MAX_REQUEST_BYTES, PlannerServicer
 from services.planner.wire import plan_request
 
@@ -36,32 +35,20 @@ ASKED = planner_pb2.PlanRequest(
     model="opt-13b", gpu="a100-80g", workload="in=512,out=64", ttft_s=0.2, tpot_s=0.1, gpus_per_node=1,
     num_requests=30, latency="distserve:opt-13b", with_curves=True,
 )  # fmt: skip
-CLUSTER = b"""
-latency: distserve:opt-13b
-workers: [{role: prefill, max_batch_tokens: 60000}, {role: decode, max_running: 200}]
-network: {handover: pull, bytes_per_s: 600e9, latency_s: 0}
-targets: {ttft_s: 0.2, tpot_s: 0.1}
-"""
-ROWS = [{"start_time": 10.0 * number, "prompt_len": 512, "output_len": 64} for number in range(5)]
-POINT = planner_pb2.SimulateRequest(
-    cluster=planner_pb2.File(name="cluster.yaml", content=CLUSTER),
-    workload="w.json",
-    files=[planner_pb2.File(name="w.json", content=json.dumps(ROWS).encode())],
-    with_requests=True,
-)
+ROWS = [{"start_time": 0.5 * number, "prompt_len": 512, "output_len": 64} for number in range(30)]
 
 
 class Bench:
     """Stands in for processes: a job says what is put to it, until its result."""
 
     def __init__(self) -> None:
-        self.jobs: list[Job] = []
+        self.jobs: list[PlanJob] = []
         self.files: list[Mapping[str, bytes]] = []
         self.num_inside = 0
         self.left = asyncio.Event()
         self.said: asyncio.Queue[JobProgress | JobResult] = asyncio.Queue()
 
-    async def run(self, job: Job, files: Mapping[str, bytes]) -> AsyncGenerator[JobProgress | JobResult, None]:
+    async def run(self, job: PlanJob, files: Mapping[str, bytes]) -> AsyncGenerator[JobProgress | JobResult, None]:
         self.jobs.append(job)
         self.files.append(files)
         self.num_inside += 1
@@ -99,7 +86,7 @@ async def planner(
 ) -> AsyncIterator[planner_pb2_grpc.PlannerStub]:
     jobs = Jobs(JobQueue(1, most_waiting), deadline_s, run)
     token = token or OperatorToken(None, "127.0.0.1")
-    servicer = PlannerServicer(read_model_config, plans or AwayPlans(), jobs, token, 1, Fleet(None))
+    servicer = PlannerServicer(plans or AwayPlans(), jobs, token, 1, Fleet(None))
     async with (
         running_server(
             "127.0.0.1:0", [servicer.register], PlannerMetrics().rpc, grace_s=0, max_message_bytes=MAX_REQUEST_BYTES
@@ -136,23 +123,29 @@ async def test_a_plan_is_found_kept_and_listed(tmp_path: Path) -> None:
     assert plan.plan_yaml.startswith("model: opt-13b\n")
 
 
-async def test_a_simulation_reads_the_files_that_came_with_it() -> None:
+def _with_trace(content: bytes) -> planner_pb2.PlanRequest:
+    request = planner_pb2.PlanRequest()
+    request.CopyFrom(ASKED)
+    request.workload = "w.json"
+    request.files.add(name="w.json", content=content)
+    return request
+
+
+async def test_a_plan_reads_the_files_that_came_with_it() -> None:
+    request = _with_trace(json.dumps(ROWS).encode())
+    request.with_curves = False
     async with planner(run_job) as stub:
-        updates = await all_of(stub.Simulate(POINT, timeout=120))
-    found = json.loads(updates[-1].result_json)
-    assert found["ttft_s"]["p50"] == pytest.approx(0.0752, abs=5e-5)
-    assert len(found["requests"]) == 5
-    assert updates[-2].progress.done == 5
+        updates = await all_of(stub.Plan(request, timeout=120))
+    assert updates[-2].progress.done > 0
+    assert json.loads(updates[-1].plan.request_json)["workload"] == "w.json"
+    assert json.loads(updates[-1].plan.summary_json)["layouts"]
 
 
 async def test_a_trace_may_have_megabytes() -> None:
     bench, trace = Bench(), b"[" + b" " * (5 << 20) + b"]"
-    asked = planner_pb2.SimulateRequest()
-    asked.CopyFrom(POINT)
-    asked.files[0].content = trace
     async with planner(bench.run) as stub:
         bench.finish()
-        await all_of(stub.Simulate(asked, timeout=60))
+        await all_of(stub.Plan(_with_trace(trace), timeout=60))
     assert bench.files[0]["w.json"] == trace
 
 
@@ -260,30 +253,6 @@ async def test_a_bad_plan_request_is_refused_before_its_turn(changed: dict[str, 
     assert not bench.jobs
 
 
-@pytest.mark.parametrize(
-    ("content", "says"), [(b"latency: /etc/passwd", "send the file along"), (b"]", "cannot be read")]
-)
-async def test_a_bad_cluster_is_refused(content: bytes, says: str) -> None:
-    bench = Bench()
-    request = planner_pb2.SimulateRequest(
-        cluster=planner_pb2.File(name="cluster.yaml", content=content), workload="chat"
-    )
-    async with planner(bench.run) as stub:
-        with pytest.raises(InvalidRequest, match=says):
-            await all_of(stub.Simulate(request, timeout=60))
-    assert not bench.jobs
-
-
-async def test_a_share_above_one_is_no_attainment() -> None:
-    content = b"latency: roofline:llama-3-8b@h100\nworkers: [{role: both}]"
-    cluster = planner_pb2.File(name="cluster.yaml", content=content)
-    request = planner_pb2.SimulateRequest(cluster=cluster, workload="chat", rate_per_s=1, attainment=7)
-    async with planner(run_job) as stub:
-        with pytest.raises(InvalidRequest, match="a share") as caught:
-            await all_of(stub.Simulate(request, timeout=120))
-    assert caught.value.param == "attainment"
-
-
 async def test_what_the_job_refuses_is_told() -> None:
     request = planner_pb2.PlanRequest()
     request.CopyFrom(ASKED)
@@ -310,9 +279,7 @@ async def test_beyond_loopback_the_operator_token_is_needed(token: OperatorToken
         calls = (
             stub.Catalogue(planner_pb2.CatalogueRequest(), timeout=30, metadata=metadata),
             stub.ListPlans(planner_pb2.ListPlansRequest(), timeout=30, metadata=metadata),
-            stub.Capacity(planner_pb2.CapacityRequest(), timeout=30, metadata=metadata),
             stub.Plan(planner_pb2.PlanRequest(), timeout=30, metadata=metadata).read(),
-            stub.Simulate(planner_pb2.SimulateRequest(), timeout=30, metadata=metadata).read(),
             stub.PreviewApply(planner_pb2.ApplyRequest(), timeout=30, metadata=metadata),
             stub.Apply(planner_pb2.ApplyRequest(), timeout=30, metadata=metadata).read(),
         )
