@@ -1,4 +1,4 @@
-"""The `halfmoon` command."""
+"""The `halfmoon` command: registers every subcommand."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def version() -> None:
 def up(config: SystemConfig) -> None:
     """Starts gateway, workers, KV store, planner and console on this host; Ctrl-C stops them all.
 
-    Without any option it serves a small demo model with one prefill and one decode worker. A class called default is
-    in force from the start: a first token within 30 s, and 1 s between tokens; what would have to wait far longer gets
-    429 with Retry-After (--slo off takes that away).
+    Without options it serves a small demo model with one prefill and one decode worker. The class called default
+    applies from the start: a first token within 30 s, and 1 s between tokens. Requests that would wait far longer get
+    429 with Retry-After; --slo off removes the class.
     """
     try:
         options = configured(config)
@@ -62,16 +62,28 @@ def up(config: SystemConfig) -> None:
 
 @app.command("top")
 def top_command(
-    gateway: Annotated[str, typer.Option(help="its URL")] = "http://127.0.0.1:8000",
+    gateway: Annotated[
+        str, typer.Option(help="URL of the gateway.", rich_help_panel="Gateway")
+    ] = "http://127.0.0.1:8000",
     token: Annotated[
         str | None,
-        typer.Option(envvar="HALFMOON_OPERATOR_TOKEN", help="the operator token, where the gateway has one"),
+        typer.Option(
+            envvar="HALFMOON_OPERATOR_TOKEN",
+            help="Operator token, if the gateway has one.",
+            rich_help_panel="Gateway",
+        ),
     ] = None,
-    interval_s: Annotated[float, typer.Option(min=0.2, help="seconds between two looks")] = 2.0,
-    workers: Annotated[int, typer.Option(min=1, help="lines for workers: the busiest")] = 20,
-    once: Annotated[bool, typer.Option("--once", help="look once, print, and end")] = False,
+    interval_s: Annotated[
+        float, typer.Option(min=0.2, help="Seconds between two refreshes.", rich_help_panel="Display")
+    ] = 2.0,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Number of workers to show, the busiest first.", rich_help_panel="Display")
+    ] = 20,
+    once: Annotated[
+        bool, typer.Option("--once", help="Prints the figures once and exits.", rich_help_panel="Display")
+    ] = False,
 ) -> None:
-    """Shows in the terminal what the cluster does; Ctrl-C ends it."""
+    """Shows the console's figures in the terminal, refreshed until Ctrl-C."""
     options = TopOptions(gateway.rstrip("/"), token, interval_s, workers)
     with suppress(KeyboardInterrupt):
         raise typer.Exit(asyncio.run(top(options, Console(), once=once)))

@@ -1,4 +1,4 @@
-"""`halfmoon config`: what a system would be started with, and what a configuration file may say."""
+"""`halfmoon config`: shows, checks and describes configuration files."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _HIDDEN = "***"
 @app.command()
 @with_up_flags
 def show(config: SystemConfig) -> None:
-    """Prints as YAML what `halfmoon up` with these options would have in force. Secrets are not shown."""
+    """Prints the configuration that `halfmoon up` would use with these options, as YAML without secrets."""
     print(as_yaml(config), end="")
 
 
 @app.command()
 def check(file: Annotated[Path, typer.Argument(help="The configuration, or a plan of `halfmoon plan`.")]) -> None:
-    """Says whether a file is a configuration: every mistake with its place, or what would be started."""
+    """Checks a configuration file: prints every mistake with its place, or what would be started."""
     try:
         options = configured(read_config(file))
     except HalfmoonError as error:
@@ -49,12 +49,15 @@ def check(file: Annotated[Path, typer.Argument(help="The configuration, or a pla
 
 @app.command()
 def schema() -> None:
-    """Prints the JSON schema of configuration files, by which editors complete and check them."""
+    """Prints the JSON schema of configuration files, for completion and checks in editors."""
     print(json.dumps(SystemConfig.model_json_schema(), indent=2))
 
 
 def configured(config: SystemConfig) -> UpOptions:
-    """What to start. Raises InvalidRequest, and Unavailable where a profile's ledger does not answer."""
+    """Converts a configuration to what is started.
+
+    Raises InvalidRequest, and Unavailable if the profile's ledger does not answer.
+    """
     if config.engine != "sim":
         return up_options(config)
     profile = profile_file(config.simulation.profile, config.state_dir.absolute(), config.ledger_url)
@@ -62,12 +65,12 @@ def configured(config: SystemConfig) -> UpOptions:
 
 
 def as_yaml(config: SystemConfig) -> str:
-    """All that is in force, without secrets and without what says nothing."""
+    """Returns the whole configuration as YAML, without secrets and without empty plan fields."""
     shown = _plain(config)
     if config.gateway.slo == "default":
         shown["classes"] = {DEFAULT_CLASS: _plain(DEFAULT_TARGETS), **shown["classes"]}
     for role in ROLES if config.cluster is None else ():
-        groups = [one.model_dump(mode="json", exclude_unset=True) for one in config.workers.groups(role)]
+        groups = [group.model_dump(mode="json", exclude_unset=True) for group in config.workers.groups(role)]
         shown["workers"][role] = [{"count": 1, **group} for group in groups]
     for written in shown["classes"].values():
         for rule in written["rules"]:
@@ -87,13 +90,13 @@ def as_yaml(config: SystemConfig) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As YAML has it; bytes as people write them."""
+    """Converts a value to what YAML can hold; bytes get a unit, such as 512MiB."""
     if isinstance(value, BaseModel):
         return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, ByteSize):
         return human_bytes(value)
     return str(value) if isinstance(value, Path) else value

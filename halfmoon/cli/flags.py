@@ -1,4 +1,4 @@
-"""The flags of `halfmoon up`: each is one field of the configuration, grouped in the order that people need them."""
+"""The flags of `halfmoon up`: each sets one field of the configuration. Panels are in the order people need them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from halfmoon.up.config.system_config import SystemConfig
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """`name` on the command line says `path` of the configuration."""
+    """A flag, such as `--port`, that sets the field at `path`, such as gateway.port."""
 
     name: str
     path: str
-    variable: str | None = None  # of the environment
+    variable: str | None = None  # environment variable
 
     @property
     def parameter(self) -> str:
-        """Its name in Python."""
+        """Returns the flag's name as a Python parameter."""
         return self.name.split("/")[0].lstrip("-").replace("-", "_")
 
     @property
     def field(self) -> FieldInfo:
-        """Of the configuration, which has type, default and description."""
+        """Returns the configuration's field, which has type, default and description."""
         section: Any = SystemConfig
         *parents, last = self.path.split(".")
         for part in parents:
             section = section.model_fields[part].annotation
-        found: FieldInfo = section.model_fields[last]
-        return found
+        field: FieldInfo = section.model_fields[last]
+        return field
 
 
 PANELS: Mapping[str, Sequence[Flag]] = {
@@ -96,7 +96,7 @@ PANELS: Mapping[str, Sequence[Flag]] = {
 
 
 def flag_parameter(flag: Flag, panel: str) -> inspect.Parameter:
-    """Its option: type, bounds, help and default are the field's."""
+    """Builds typer's option for a flag, with type, bounds, help and default of the field."""
     field = flag.field
     bounds = {name: getattr(bound, sign) for bound in field.metadata for name, sign in (("min", "ge"), ("max", "le"))
               if hasattr(bound, sign)}  # fmt: skip
@@ -113,13 +113,13 @@ def flag_parameter(flag: Flag, panel: str) -> inspect.Parameter:
 
 
 def parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    """Of a command of typer: None where it is not given."""
+    """Builds a parameter of a typer command; it is None if it is not given."""
     annotation = Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def sentence(description: str) -> str:
-    """A description as a sentence. Names keep their case: http://, kvcache-centric, 'demo'."""
+    """Turns a description into a sentence. A name that begins it keeps its case: http://, kvcache-centric, 'demo'."""
     first = description.partition(" ")[0].rstrip(",;")
     begin = description[:1].upper() if first.isalpha() else description[:1]
     return begin + description[1:] + ("" if description.endswith(".") else ".")
@@ -135,9 +135,9 @@ def _default(field: FieldInfo) -> str:
 
 
 def _kind(field: FieldInfo) -> Any:
-    """What typer reads it as; all else is a text that the configuration reads."""
+    """Returns the type that typer parses. Other types stay text, which the configuration parses."""
     annotation = field.annotation
-    inner = [one for one in get_args(annotation) if one is not type(None)]
+    inner = [part for part in get_args(annotation) if part is not type(None)]
     if get_origin(annotation) is Literal or annotation in (bool, int, float, Path):
         return annotation
     if get_origin(annotation) is tuple:

@@ -1,4 +1,4 @@
-"""`halfmoon kv …`: an operator's look into a running store."""
+"""`halfmoon kv …`: inspects a running KV store and changes what it holds."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from halfmoon.pb import kvstore_pb2, kvstore_pb2_grpc
 from halfmoon.rpc.peer import Peer
 from halfmoon.up.stores import known_stores
 
-app = typer.Typer(no_args_is_help=True, help="Looks into a running kvstore, and changes what it holds.")
+app = typer.Typer(no_args_is_help=True, help="Inspects a running KV store, and changes what it holds.")
 
 _ID_BYTES = 24  # 8 of the tenant's tag, 16 of the key
 _COLUMNS = 120
 _DEADLINE_S = 30.0
-_VERIFY_DEADLINE_S = 24 * 3600.0  # it reads everything
+_VERIFY_DEADLINE_S = 24 * 3600.0  # verify reads every block
 
 
 class TierName(StrEnum):
-    """From fast to slow."""
+    """The tiers of a store, from fast to slow."""
 
     DRAM = "dram"
     DISK = "disk"
@@ -37,18 +37,24 @@ class TierName(StrEnum):
 Address = Annotated[
     str | None,
     typer.Option(
-        envvar="HALFMOON_STORE", help="host:port of the store; default: the one that `halfmoon up` started here"
+        envvar="HALFMOON_STORE",
+        help="host:port of the store. Default: the store in the state directory.",
+        rich_help_panel="Store",
     ),
 ]
-Ids = Annotated[list[str], typer.Argument(help="block ids as `halfmoon kv ls` shows them")]
-Tiers = Annotated[list[TierName] | None, typer.Option("--tier", help="only this tier; may be given several times")]
-StateDir = Annotated[Path, typer.Option(help="that of the `halfmoon up` that started the store")]
+Ids = Annotated[list[str], typer.Argument(help="Block ids, as `halfmoon kv ls` shows them.")]
+Tiers = Annotated[
+    list[TierName] | None, typer.Option("--tier", help="Only this tier; repeat it for more.", rich_help_panel="Blocks")
+]
+StateDir = Annotated[
+    Path, typer.Option(help="State directory of the `halfmoon up` that started the store.", rich_help_panel="Store")
+]
 _STATE_DIR = Path(".halfmoon")  # the default of `halfmoon up`
 
 
 @app.command()
 def stats(address: Address = None, state_dir: StateDir = _STATE_DIR) -> None:
-    """What each tier holds, and what happened since the store started."""
+    """Prints what each tier holds, and counts of hits, evictions and failures since the store started."""
     response = _ask(_address(address, state_dir), _control("Stats"), kvstore_pb2.StatsRequest())
     columns = ("blocks", "used", "budget", "waiting", "hits", "evicted", "damaged", "failed", "written", "skipped")
     table = Table("tier", *columns, box=None)
@@ -70,10 +76,10 @@ def ls(
     address: Address = None,
     state_dir: StateDir = _STATE_DIR,
     tier: Tiers = None,
-    limit: Annotated[int, typer.Option(min=1, help="how many at most")] = 50,
-    after: Annotated[str, typer.Option(help="begin behind this id")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="Most blocks to list.", rich_help_panel="Blocks")] = 50,
+    after: Annotated[str, typer.Option(help="Lists the blocks after this id.", rich_help_panel="Blocks")] = "",
 ) -> None:
-    """Blocks by id: the tenant's tag, then the key."""
+    """Lists blocks by id: the tenant's tag, then the key."""
     request = kvstore_pb2.ListRequest(limit=limit, after=_id(after) if after else b"", tiers=_tiers(tier))
     table = Table("id", "depth", "tiers", "bytes", "uses", "pinned", "expires", box=None)
     for block in _ask(_address(address, state_dir), _admin("List"), request).blocks:
@@ -91,9 +97,11 @@ def pin(
     ids: Ids,
     address: Address = None,
     state_dir: StateDir = _STATE_DIR,
-    unpin: Annotated[bool, typer.Option("--unpin", help="let them go again")] = False,
+    unpin: Annotated[
+        bool, typer.Option("--unpin", help="Unpins the blocks instead.", rich_help_panel="Blocks")
+    ] = False,
 ) -> None:
-    """Keeps blocks, and what comes before them, from eviction and expiry."""
+    """Protects blocks, and those before them in their chains, from eviction and expiry."""
     request = kvstore_pb2.PinRequest(ids=[_id(text) for text in ids], unpin=unpin)
     response = _ask(_address(address, state_dir), _admin("Pin"), request)
     print(f"{'unpinned' if unpin else 'pinned'} {response.num_blocks} of {len(ids)}")
@@ -102,7 +110,7 @@ def pin(
 
 @app.command()
 def drop(ids: Ids, address: Address = None, state_dir: StateDir = _STATE_DIR) -> None:
-    """Forgets blocks, and all that follow them, in every tier."""
+    """Drops blocks, and all that follow them in their chains, from every tier."""
     response = _ask(
         _address(address, state_dir), _admin("Drop"), kvstore_pb2.DropRequest(ids=[_id(text) for text in ids])
     )
@@ -111,7 +119,7 @@ def drop(ids: Ids, address: Address = None, state_dir: StateDir = _STATE_DIR) ->
 
 @app.command()
 def verify(address: Address = None, state_dir: StateDir = _STATE_DIR, tier: Tiers = None) -> None:
-    """Reads every block (of memory and disk, if no tier is named) and drops what is damaged; 1 if anything was."""
+    """Reads every block (of DRAM and disk, unless --tier is given) and drops damaged ones; exits with 1 if any were."""
     request = kvstore_pb2.VerifyRequest(tiers=_tiers(tier))
     verdicts = _ask(_address(address, state_dir), _admin("Verify"), request, _VERIFY_DEADLINE_S).tiers
     for verdict in verdicts:
@@ -131,7 +139,7 @@ def _admin(name: str) -> Method:
 
 
 def _ask(address: str, method: Method, request: Any, deadline_s: float = _DEADLINE_S) -> Any:
-    """One call; ends the program with its reason if it fails."""
+    """Makes one call. If it fails, prints the reason and exits with 1."""
 
     async def asking() -> Any:
         async with Peer(address) as peer:
@@ -146,7 +154,7 @@ def _ask(address: str, method: Method, request: Any, deadline_s: float = _DEADLI
 
 
 def _address(given: str | None, state_dir: Path) -> str:
-    """Raises BadParameter if it is none, or not given and not known."""
+    """Returns the store's address. Raises BadParameter if it is malformed, or neither given nor known."""
     known = known_stores(state_dir)
     address = given or (known[0] if len(known) == 1 else "")
     host, _, port = address.rpartition(":")
@@ -155,10 +163,8 @@ def _address(given: str | None, state_dir: Path) -> str:
     if given:
         raise typer.BadParameter(f"--address {given!r} is not host:port")
     if known:
-        raise typer.BadParameter(f"there are several stores: say --address with one of {', '.join(known)}")
-    raise typer.BadParameter(
-        f"no store is known in {state_dir}: say where it is with --address host:port, or --state-dir"
-    )
+        raise typer.BadParameter(f"there are several stores: give --address one of {', '.join(known)}")
+    raise typer.BadParameter(f"no store is known in {state_dir}: give --address host:port, or --state-dir")
 
 
 def _id(text: str) -> bytes:
@@ -182,7 +188,7 @@ def _name(tier: kvstore_pb2.KVTier.ValueType) -> str:
 
 
 def _console() -> Console:
-    """Wide enough for its tables, also where nobody looks: an id that is cut short is of no use."""
+    """Returns a console wide enough for the tables, also in a pipe: a truncated id could not be used."""
     return Console(highlight=False, width=max(Console().width, _COLUMNS))
 
 

@@ -1,18 +1,20 @@
-"""`halfmoon plan`: which workers, how many and with what parallelism, for a workload and its targets."""
+"""`halfmoon plan`: finds roles, counts and parallelism of workers for a workload and its targets."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
 
+from halfmoon.cli.option_groups import with_option_groups
 from halfmoon.cli.plan_tables import print_plan
-from halfmoon.cli.profile_store import DEFAULT_STATE_DIR, LedgerUrl, StateDir, profile_file
+from halfmoon.cli.profile_store import LedgerOptions, profile_file
 from halfmoon.cli.progress_bars import stage_bars
 from halfmoon.cli.simulate import Criterion, TbtOf
 from halfmoon.errors import InvalidRequest
@@ -27,7 +29,7 @@ from halfmoon.sim.workloads.lengths import KNOWN_LENGTHS
 
 
 class Objective(StrEnum):
-    """What the best layout has most of, or fewest of."""
+    """What the search minimizes (gpus, price) or maximizes (goodput per GPU or dollar)."""
 
     GPUS = "gpus"
     PRICE = "price"
@@ -36,7 +38,7 @@ class Objective(StrEnum):
 
 
 class Affinity(StrEnum):
-    """high: KV may go from node to node; low: it stays within one; auto: whichever is better."""
+    """high: KV may cross nodes. low: it stays within a node. auto: whichever is better."""
 
     AUTO = "auto"
     HIGH = "high"
@@ -44,7 +46,7 @@ class Affinity(StrEnum):
 
 
 class KvCodecs(StrEnum):
-    """Of KV between nodes; auto: whichever is best, where the network is slow."""
+    """Encodings of KV between nodes. auto tries them all where the network is slow."""
 
     AUTO = "auto"
     RAW = "raw"
@@ -52,147 +54,219 @@ class KvCodecs(StrEnum):
     INT4 = "int4"
 
 
-def plan(
-    model: Annotated[str, typer.Option(help="a known name, a config.json, a Hugging Face id; with --latency any")],
-    gpu: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}; several kinds: h100:2x8,a100-80g:4x8")],
-    workload: Annotated[str, typer.Option(help=f"a trace's path, or {'|'.join(KNOWN_LENGTHS)}|in=512,out=64")],
-    ttft: Annotated[float, typer.Option(help="target, seconds")],
-    tpot: Annotated[float, typer.Option(help="target, seconds")],
-    tbt: Annotated[float | None, typer.Option(help="target of each request's gaps between tokens, seconds")] = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadOptions:
+    """The model and its requests."""
+
+    PANEL: ClassVar[str] = "Model and workload"
+    model: Annotated[
+        str, typer.Option(help="A known name, a config.json or a Hugging Face id; with --latency any name.")
+    ]
+    workload: Annotated[str, typer.Option(help=f"A trace's path, or {'|'.join(KNOWN_LENGTHS)}|in=512,out=64.")]
+    rate: Annotated[float | None, typer.Option(help="Requests per second that the layout has to sustain.")] = None
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Requests of one simulated pass; a trace gives its first. Default: 1000, or 4000 of a trace."
+        ),
+    ] = None
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Longest sequence in tokens. Default: the model's context.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions:
+    """The latency targets and how many requests must meet them."""
+
+    PANEL: ClassVar[str] = "Targets"
+    ttft: Annotated[float, typer.Option(help="Target for the time to first token, in seconds.")]
+    tpot: Annotated[float, typer.Option(help="Target for the mean time per output token, in seconds.")]
+    tbt: Annotated[float | None, typer.Option(help="Target for the gaps between tokens of a request, in seconds.")] = (
+        None
+    )
     tbt_of: Annotated[
-        TbtOf, typer.Option(help="its longest gap, or the mean of the longest tenth")
-    ] = TbtOf.LONGEST_TENTH,
-    nodes: Annotated[int, typer.Option(min=1, help="hosts")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="of each host")] = 8,
-    rate: Annotated[float | None, typer.Option(help="requests a second that the layout has to hold")] = None,
-    attainment: Annotated[float, typer.Option(help="share of requests that must meet both targets")] = 0.9,
-    criterion: Annotated[Criterion, typer.Option(help="what meeting them is")] = Criterion.JOINT,
-    objective: Annotated[
-        Objective | None, typer.Option(help="default: gpus (fewest for the rate), or goodput-per-gpu without --rate")
-    ] = None,
-    affinity: Annotated[Affinity, typer.Option(help="where prefill and decode stand")] = Affinity.AUTO,
+        TbtOf, typer.Option(help="Gaps that --tbt applies to: the longest, or the mean of the longest tenth.")
+    ] = TbtOf.LONGEST_TENTH
+    attainment: Annotated[float, typer.Option(help="Share of requests that must meet the targets.")] = 0.9
+    criterion: Annotated[
+        Criterion, typer.Option(help="joint: a request must meet all targets; marginal: each target counts by itself.")
+    ] = Criterion.JOINT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareOptions:
+    """The fleet that the search may use, and its latencies."""
+
+    PANEL: ClassVar[str] = "Hardware"
+    gpu: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}; several kinds as h100:2x8,a100-80g:4x8.")]
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of each node.")] = 8
+    prefill_gpu: Annotated[str | None, typer.Option(help="Kind of GPU for prefill workers.")] = None
+    decode_gpu: Annotated[str | None, typer.Option(help="Kind of GPU for decode workers.")] = None
+    network: Annotated[
+        float | None, typer.Option(help="Network bandwidth of each node in Gbit/s. Default: the catalogue's.")
+    ] = None
+    price: Annotated[
+        list[str] | None, typer.Option(help="GPU=DOLLARS per hour instead of the catalogue's; repeat it for more.")
+    ] = None
     latency: Annotated[
         str | None,
         typer.Option(
             "--latency",
             "--profile",
-            help="a profile's path, ledger:NAME, aiconfigurator:MODEL, distserve:MODEL, or GPU=SOURCE,…; "
-            "default: the model's roofline",
+            help="A profile's path, ledger:NAME, aiconfigurator:MODEL, distserve:MODEL, or GPU=SOURCE,…. "
+            "Default: the model's roofline.",
         ),
-    ] = None,
-    prefill_gpu: Annotated[str | None, typer.Option(help="the kind that prefill workers have")] = None,
-    decode_gpu: Annotated[str | None, typer.Option(help="the kind that decode workers have")] = None,
-    price: Annotated[
-        list[str] | None, typer.Option(help="GPU=DOLLARS an hour instead of the catalogue's; repeat it for more")
-    ] = None,
-    kv_codec: Annotated[KvCodecs, typer.Option(help="of KV between nodes")] = KvCodecs.AUTO,
-    network: Annotated[float | None, typer.Option(help="Gbit/s of each node; default: the catalogue's")] = None,
-    context: Annotated[int | None, typer.Option(min=2, help="tokens of a sequence; default: the model's")] = None,
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """What the search optimizes and which layouts it tries."""
+
+    PANEL: ClassVar[str] = "Search"
+    objective: Annotated[
+        Objective | None,
+        typer.Option(help="What to optimize. Default: gpus (the fewest) with --rate, goodput-per-gpu without."),
+    ] = None
+    affinity: Annotated[
+        Affinity,
+        typer.Option(help="high: KV may cross nodes; low: KV stays within a node; auto: whichever is better."),
+    ] = Affinity.AUTO
+    kv_codec: Annotated[KvCodecs, typer.Option(help="Encoding of KV between nodes.")] = KvCodecs.AUTO
     max_running: Annotated[
-        int | None, typer.Option(min=1, help="sequences of one worker; default: the profile's, or 256")
-    ] = None,
-    requests: Annotated[
-        int | None,
-        typer.Option(min=2, help="of one pass; of a trace the first; default: 1000, or 4000 of a trace"),
-    ] = None,
+        int | None, typer.Option(min=1, help="Most sequences in a worker's batch. Default: the profile's, or 256.")
+    ] = None
     thorough: Annotated[
-        bool, typer.Option("--thorough", help="leaves nothing out but by bounds; several times as long")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="of all that is drawn")] = 0,
-    jobs: Annotated[int | None, typer.Option(min=1, help="processes; default: one for each core")] = None,
-    output: Annotated[Path, typer.Option(help="file for `halfmoon up --plan`")] = Path("plan.yaml"),
+        bool, typer.Option("--thorough", help="Prunes layouts only by bounds; takes several times as long.")
+    ] = False
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one per core.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """Files to write, and what to print."""
+
+    PANEL: ClassVar[str] = "Output"
+    output: Annotated[Path, typer.Option(help="File to write for `halfmoon up --plan`.")] = Path("plan.yaml")
     compose: Annotated[
-        Path | None, typer.Option(help="writes the workers for Docker Compose: a file beside docker-compose.yml")
-    ] = None,
+        Path | None, typer.Option(help="File to write for Docker Compose, next to docker-compose.yml.")
+    ] = None
     plot: Annotated[
-        Path | None, typer.Option(help="draws attainment and goodput over the rate: a .png or .html file")
-    ] = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    ledger_url: LedgerUrl = None,
-    as_json: Annotated[bool, typer.Option("--json", help="prints the plan as JSON")] = False,
+        Path | None, typer.Option(help="Plots attainment and goodput against the rate, into a .png or .html file.")
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Prints the plan as JSON.")] = False
+
+
+@with_option_groups
+def plan(
+    workload: WorkloadOptions,
+    targets: TargetOptions,
+    hardware: HardwareOptions,
+    search: SearchOptions,
+    output: OutputOptions,
+    ledger: LedgerOptions,
 ) -> None:
-    """Finds the layout that meets the targets with the fewest GPUs, or serves most with each."""
+    """Finds the layout that meets the targets with the fewest GPUs or, without --rate, the highest goodput per GPU."""
     try:
-        _check_files(output, compose, plot)
-        request = PlanRequest(
-            model=model,
-            gpu=gpu,
-            workload=workload,
-            ttft_s=ttft,
-            tpot_s=tpot,
-            tbt_s=tbt,
-            tbt_of=tbt_of.value,
-            num_nodes=nodes,
-            gpus_per_node=gpus_per_node,
-            rate_per_s=rate,
-            attainment=attainment,
-            criterion=criterion.value,
-            objective=None if objective is None else objective.value,
-            affinity=affinity.value,
-            latency=None if latency is None else _latency(latency, state_dir, ledger_url),
-            max_running=max_running,
-            num_requests=requests,
-            seed=seed,
-            prefill_gpu=prefill_gpu,
-            decode_gpu=decode_gpu,
-            prices=_prices(price or []),
-            kv_codec=kv_codec.value,
-            network_gbit_per_s=network,
-            context_tokens=context,
-            is_thorough=thorough,
-        )
-        found = _planned(request, jobs, with_curves=plot is not None)
-        summary = summary_of(found)
-        output.write_text(found.file_text)
-        if compose is not None:
-            compose.write_text(compose_text(parse_plan(found.file_text, output)))
-        if plot is not None:
-            write_plot(plot, summary)
+        _check_files(output)
+        result = _search(_request(workload, targets, hardware, search, ledger), search.jobs, output)
+        summary = summary_of(result)
+        _write(result, summary, output)
     except InvalidRequest as error:
         raise typer.BadParameter(error.message) from error
-    if as_json:
+    if output.as_json:
         print(json.dumps(summary))
     else:
-        _print(summary, output, plot)
+        _print(summary, output)
 
 
-def _check_files(output: Path, compose: Path | None, plot: Path | None) -> None:
-    """Before the search, which takes longer."""
-    for path in (output, compose):
+def _check_files(output: OutputOptions) -> None:
+    """Raises InvalidRequest for files that cannot be written, before a search that may take minutes."""
+    for path in (output.output, output.compose):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            what = f"{path} is a directory" if path.is_dir() else f"{path.parent} is no directory"
+            what = f"{path} is a directory" if path.is_dir() else f"{path.parent} is not a directory"
             raise InvalidRequest(f"the plan cannot be written: {what}", param="output")
-    if plot is not None:
-        check_plot(plot)
+    if output.plot is not None:
+        check_plot(output.plot)
 
 
-def _planned(request: PlanRequest, jobs: int | None, *, with_curves: bool) -> PlanResult:
+def _request(
+    workload: WorkloadOptions,
+    targets: TargetOptions,
+    hardware: HardwareOptions,
+    search: SearchOptions,
+    ledger: LedgerOptions,
+) -> PlanRequest:
+    return PlanRequest(
+        model=workload.model,
+        gpu=hardware.gpu,
+        workload=workload.workload,
+        ttft_s=targets.ttft,
+        tpot_s=targets.tpot,
+        tbt_s=targets.tbt,
+        tbt_of=targets.tbt_of.value,
+        num_nodes=hardware.nodes,
+        gpus_per_node=hardware.gpus_per_node,
+        rate_per_s=workload.rate,
+        attainment=targets.attainment,
+        criterion=targets.criterion.value,
+        objective=None if search.objective is None else search.objective.value,
+        affinity=search.affinity.value,
+        latency=None if hardware.latency is None else _latency(hardware.latency, ledger),
+        max_running=search.max_running,
+        num_requests=workload.requests,
+        seed=search.seed,
+        prefill_gpu=hardware.prefill_gpu,
+        decode_gpu=hardware.decode_gpu,
+        prices=_prices(hardware.price or []),
+        kv_codec=search.kv_codec.value,
+        network_gbit_per_s=hardware.network,
+        context_tokens=workload.context,
+        is_thorough=search.thorough,
+    )
+
+
+def _search(request: PlanRequest, jobs: int | None, output: OutputOptions) -> PlanResult:
     with stage_bars(Console(stderr=True)) as advance:
-        return make_plan(request, jobs, advance, with_curves=with_curves)
+        return make_plan(request, jobs, advance, with_curves=output.plot is not None)
 
 
-def _latency(text: str, state_dir: Path, ledger_url: str | None) -> str:
-    """One source, or GPU=SOURCE for each; profiles of the ledger as files."""
+def _latency(text: str, ledger: LedgerOptions) -> str:
+    """Replaces profiles of the ledger by files, in one source or in GPU=SOURCE for each GPU."""
     parts = [part.rpartition("=") for part in text.split(",")]
-    return ",".join(gpu + sign + profile_file(one, state_dir, ledger_url) for gpu, sign, one in parts)
+    return ",".join(
+        gpu + sign + profile_file(source, ledger.state_dir, ledger.ledger_url) for gpu, sign, source in parts
+    )
 
 
-def _prices(given: Sequence[str]) -> dict[str, float]:
+def _prices(texts: Sequence[str]) -> dict[str, float]:
     prices = {}
-    for text in given:
+    for text in texts:
         gpu, _, dollars = text.partition("=")
         try:
             prices[device(gpu).name] = float(dollars)
         except ValueError as error:
             raise InvalidRequest(
-                f"{text!r} is no price: give GPU=DOLLARS an hour, as h100=2.5", param="price"
+                f"{text!r} is not a price: write GPU=DOLLARS per hour, such as h100=2.5", param="price"
             ) from error
     return prices
 
 
-def _print(summary: dict[str, Any], output: Path, plot: Path | None) -> None:
+def _write(result: PlanResult, summary: dict[str, Any], output: OutputOptions) -> None:
+    output.output.write_text(result.file_text)
+    if output.compose is not None:
+        output.compose.write_text(compose_text(parse_plan(result.file_text, output.output)))
+    if output.plot is not None:
+        write_plot(output.plot, summary)
+
+
+def _print(summary: dict[str, Any], output: OutputOptions) -> None:
     console = Console()
     print_plan(summary, console)
-    if plot is not None:
-        console.print(f"drawn: {plot}", soft_wrap=True, highlight=False)
-    console.print(f"written: {output}; start it with `halfmoon up --plan {output}`", soft_wrap=True, highlight=False)
+    if output.plot is not None:
+        console.print(f"plot: {output.plot}", soft_wrap=True, highlight=False)
+    path = output.output
+    console.print(f"plan: {path}; start it with `halfmoon up --plan {path}`", soft_wrap=True, highlight=False)

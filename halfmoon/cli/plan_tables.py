@@ -1,4 +1,4 @@
-"""What `halfmoon plan` prints of a plan's summary: tables that fit a terminal of 80 columns."""
+"""Prints the summary of a plan as tables that fit a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def print_plan(summary: dict[str, Any], console: Console) -> None:
-    """The best layouts, how they fare, the best colocated one, and what becomes of the best when traffic changes."""
+    """Prints the best layouts and their latencies, the best under changed traffic, and the best colocated one."""
     console.print(_layouts(summary))
     rates = {one["rate_per_s"] for one in summary["layouts"]}
     at = f"{rates.pop():.4g} req/s" if len(rates) == 1 else "the rate that each holds"
@@ -21,7 +21,7 @@ def print_plan(summary: dict[str, Any], console: Console) -> None:
     console.print("[bold]What if[/bold] (layout 1)")
     console.print(_fates(list(summary["sensitivity"].items()), summary))
     if not all(one["keeps_up"] for one in (*summary["layouts"], *summary["sensitivity"].values())):
-        console.print("[1] does not keep up: the longer it goes on, the fewer are in time", markup=False)
+        console.print("[1] does not keep up: the longer it runs, the fewer requests are in time", markup=False)
     console.print(_comparison(summary), highlight=False)
     for one in summary["latency"]:
         console.print(f"times: {one['source']}; {_fit(one)}", highlight=False)

@@ -1,17 +1,19 @@
-"""`halfmoon profile`: measures the workers of a running system; `halfmoon profiles`: what was measured."""
+"""`halfmoon profile` measures the workers of a running system; `halfmoon profiles` lists what was measured."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from halfmoon.cli.profile_store import DEFAULT_STATE_DIR, LedgerUrl, StateDir, all_profiles, keep_profile
+from halfmoon.cli.option_groups import with_option_groups
+from halfmoon.cli.profile_store import LedgerOptions, all_profiles, keep_profile
 from halfmoon.cli.progress_bars import stage_bars
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.profiling.profiler import ProfileOptions, profiled
@@ -23,74 +25,113 @@ _INTERRUPTED = 130
 _LIMITS = SweepLimits()
 
 
-def profile(
-    name: Annotated[str, typer.Option(help="in the ledger, where it replaces the one of that name")],
-    gateway: Annotated[str, typer.Option(help="URL of the system's gateway")] = "http://127.0.0.1:8000",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileTarget:
+    """The profile's name and the workers that are measured."""
+
+    PANEL: ClassVar[str] = "What to measure"
+    name: Annotated[str, typer.Option(help="Name of the profile in the ledger; replaces a profile of that name.")]
     worker: Annotated[
-        list[str] | None, typer.Option(help="a worker's id; repeat it for more; default: one of each role")
-    ] = None,
+        list[str] | None, typer.Option(help="Id of a worker; repeat it for more. Default: one of each role.")
+    ] = None
     beside: Annotated[
         bool | None,
         typer.Option(
             "--beside/--no-beside",
-            help="measure how two workers of a host slow each other down; default: where both are on its CPUs",
+            help="Measures how two workers of a host slow each other down. Default: only if both compute on its CPUs.",
         ),
-    ] = None,
-    transports: Annotated[str, typer.Option(help="of KV, best first, by commas: shm, nixl, grpc")] = "shm,grpc",
-    longest_prompt: Annotated[int, typer.Option(min=64, help="tokens")] = _LIMITS.longest_prompt,
-    largest_batch: Annotated[int, typer.Option(min=1, help="sequences")] = _LIMITS.largest_batch,
-    longest_context: Annotated[int, typer.Option(min=64, help="of each sequence of a batch, tokens")] = (
-        _LIMITS.longest_context
-    ),
-    repeats: Annotated[int, typer.Option(min=1, help="of each prompt and transfer; the mean counts")] = (
-        _LIMITS.repeats
-    ),
-    output: Annotated[Path | None, typer.Option(help="file besides; default: NAME.json")] = None,
-    state_dir: StateDir = DEFAULT_STATE_DIR,
-    ledger_url: LedgerUrl = None,
+    ] = None
+    transports: Annotated[
+        str, typer.Option(help="Transports of KV, best first, separated by commas: shm, nixl, grpc.")
+    ] = "shm,grpc"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessOptions:
+    """The gateway and its secrets."""
+
+    PANEL: ClassVar[str] = "Gateway"
+    gateway: Annotated[str, typer.Option(help="URL of the gateway.")] = "http://127.0.0.1:8000"
     token: Annotated[
-        str | None, typer.Option(envvar="HALFMOON_OPERATOR_TOKEN", help="the operator token, where there is one")
-    ] = None,
-    api_key: Annotated[str | None, typer.Option(help="where the gateway wants one")] = None,
+        str | None, typer.Option(envvar="HALFMOON_OPERATOR_TOKEN", help="Operator token, if the gateway has one.")
+    ] = None
+    api_key: Annotated[str | None, typer.Option(help="API key, if the gateway requires one.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """The range of measurements."""
+
+    PANEL: ClassVar[str] = "Measurements"
+    longest_prompt: Annotated[int, typer.Option(min=64, help="Longest prompt in tokens.")] = _LIMITS.longest_prompt
+    largest_batch: Annotated[int, typer.Option(min=1, help="Largest decode batch in sequences.")] = (
+        _LIMITS.largest_batch
+    )
+    longest_context: Annotated[int, typer.Option(min=64, help="Longest context of each sequence in tokens.")] = (
+        _LIMITS.longest_context
+    )
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each prompt and transfer; their mean counts.")] = (
+        _LIMITS.repeats
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """The file to write."""
+
+    PANEL: ClassVar[str] = "Output"
+    output: Annotated[Path | None, typer.Option(help="File that also gets the profile. Default: NAME.json.")] = None
+
+
+@with_option_groups
+def profile(
+    target: ProfileTarget, access: AccessOptions, sweep: SweepOptions, output: OutputOptions, ledger: LedgerOptions
 ) -> None:
     """Measures idle workers over their RPCs, for `simulate`, `plan` and `up --engine sim`; Ctrl-C leaves nothing."""
+    name = target.name
     if not _NAME.fullmatch(name):
         raise typer.BadParameter("a name is letters, digits, '.', '_' and '-'")
-    limits = SweepLimits(longest_prompt, largest_batch, longest_context, repeats)
-    offered = tuple(one.strip() for one in transports.split(",") if one.strip())
-    options = ProfileOptions(gateway.rstrip("/"), token, api_key, tuple(worker or ()), offered, limits, beside)
-    path = output or Path(f"{name}.json")
+    path = output.output or Path(f"{name}.json")
     terminal = Console(stderr=True)
     try:
         if not path.parent.is_dir():
-            raise InvalidRequest(f"the profile cannot be written: {path.parent} is no directory", param="output")
-        found = _measured(options, terminal)
-        write_profile(path, found)
-        keep_profile(name, found, state_dir, ledger_url)
+            raise InvalidRequest(f"the profile cannot be written: {path.parent} is not a directory", param="output")
+        measured = _measured(_profile_options(target, access, sweep), terminal)
+        write_profile(path, measured)
+        keep_profile(name, measured, ledger.state_dir, ledger.ledger_url)
     except HalfmoonError as error:
         terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         terminal.print("halfmoon: interrupted; nothing is left on the workers, and nothing is written")
         raise typer.Exit(_INTERRUPTED) from None
-    _print(name, path, found)
+    _print(name, path, measured)
 
 
-def profiles(state_dir: StateDir = DEFAULT_STATE_DIR, ledger_url: LedgerUrl = None) -> None:
-    """Lists the profiles of the ledger, which other commands take as ledger:NAME."""
+def _profile_options(target: ProfileTarget, access: AccessOptions, sweep: SweepOptions) -> ProfileOptions:
+    limits = SweepLimits(sweep.longest_prompt, sweep.largest_batch, sweep.longest_context, sweep.repeats)
+    transports = tuple(text.strip() for text in target.transports.split(",") if text.strip())
+    workers = tuple(target.worker or ())
+    url = access.gateway.rstrip("/")
+    return ProfileOptions(url, access.token, access.api_key, workers, transports, limits, target.beside)
+
+
+@with_option_groups
+def profiles(ledger: LedgerOptions) -> None:
+    """Lists the profiles in the ledger, which other commands take as ledger:NAME."""
     try:
-        known = all_profiles(state_dir, ledger_url)
+        known = all_profiles(ledger.state_dir, ledger.ledger_url)
     except HalfmoonError as error:
         raise typer.BadParameter(error.message) from error
     if not known:
-        Console().print("no profile was measured: make one with `halfmoon profile`")
+        Console().print("no profile has been measured yet: make one with `halfmoon profile`")
         return
     table = Table("profile", "measured", "model", "device", "TP x PP", "error prefill / step")
-    for one in known:
-        found = read_profile(Path(f"ledger:{one.name}"), dict(one.profile))
-        parallelism = f"{found.tensor_parallel} x {found.pipeline_parallel}"
-        measured = one.measured_at.strftime("%Y-%m-%d %H:%M")
-        table.add_row(one.name, measured, found.model_name, found.device, parallelism, _errors(found))
+    for stored in known:
+        profile = read_profile(Path(f"ledger:{stored.name}"), dict(stored.profile))
+        parallelism = f"{profile.tensor_parallel} x {profile.pipeline_parallel}"
+        measured_at = stored.measured_at.strftime("%Y-%m-%d %H:%M")
+        table.add_row(stored.name, measured_at, profile.model_name, profile.device, parallelism, _errors(profile))
     Console().print(table)
 
 
@@ -99,27 +140,33 @@ def _measured(options: ProfileOptions, terminal: Console) -> MeasuredProfile:
         return asyncio.run(profiled(options, advance))
 
 
-def _errors(found: MeasuredProfile) -> str:
-    error = found.whole.error
-    return " / ".join("–" if one is None else f"{one:.1%}" for one in error)
+def _errors(profile: MeasuredProfile) -> str:
+    return " / ".join("–" if error is None else f"{error:.1%}" for error in profile.whole.error)
 
 
-def _print(name: str, path: Path, found: MeasuredProfile) -> None:
+def _print(name: str, path: Path, profile: MeasuredProfile) -> None:
     terminal = Console()
-    held_out = [sum(one.is_held_out for one in some) for some in (found.prefill, found.step)]
+    held_out = [sum(point.is_held_out for point in points) for points in (profile.prefill, profile.step)]
     terminal.print(
-        f"{len(found.prefill)} kinds of prompts, {len(found.step)} of batches, {len(found.transfer)} of transfers; "
-        f"median error at {held_out[0]} prompts and {held_out[1]} batches that were held out: {_errors(found)}",
+        f"{len(profile.prefill)} kinds of prompts, {len(profile.step)} of batches, {len(profile.transfer)} of "
+        f"transfers; median error at {held_out[0]} held-out prompts and {held_out[1]} held-out batches: "
+        f"{_errors(profile)}",
         highlight=False,
     )
-    if found.link is not None:
-        bytes_per_s, latency_s = found.link
-        transport = found.transfer[0].transport
-        told = f"{bytes_per_s / 1e6:.0f} MB/s after {1000 * latency_s:.1f} ms"
-        terminal.print(f"KV by {transport}: {told}", highlight=False)
-    for one in found.beside:
-        terminal.print(f"{one.work} beside {one.neighbour}: {one.slowdown:.2f} times as long", highlight=False)
-    beside_s = found.request_s, found.answer_s, found.token_s
-    told = "a request beside its work: {:.1f} ms before, {:.1f} ms after its prompt; {:.1f} ms each step of its tokens"
-    terminal.print(told.format(*(1000 * one for one in beside_s)), highlight=False)
-    terminal.print(f"written: {path}, and ledger:{name}", soft_wrap=True, highlight=False)
+    if profile.link is not None:
+        bytes_per_s, latency_s = profile.link
+        transport = profile.transfer[0].transport
+        terminal.print(
+            f"KV over {transport}: {bytes_per_s / 1e6:.0f} MB/s after {1000 * latency_s:.1f} ms", highlight=False
+        )
+    for pair in profile.beside:
+        terminal.print(f"{pair.work} next to {pair.neighbour}: {pair.slowdown:.2f} times as long", highlight=False)
+    request_ms, answer_ms, token_ms = (
+        1000 * time_s for time_s in (profile.request_s, profile.answer_s, profile.token_s)
+    )
+    terminal.print(
+        f"overhead of a request: {request_ms:.1f} ms before its prompt, {answer_ms:.1f} ms after it; "
+        f"{token_ms:.1f} ms for each step of its tokens",
+        highlight=False,
+    )
+    terminal.print(f"profile: {path}, and ledger:{name}", soft_wrap=True, highlight=False)

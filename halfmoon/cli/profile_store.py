@@ -1,12 +1,13 @@
-"""Measured profiles in the ledger of a state directory, for commands that are not services."""
+"""Reads and writes measured profiles in the ledger, for commands of the command line."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -16,20 +17,32 @@ from halfmoon.ledger.measured_profiles import NamedProfile
 from halfmoon.sim.latency_sources.measured_profile import MeasuredProfile, read_profile, write_profile
 
 DEFAULT_STATE_DIR = Path(".halfmoon")
-StateDir = Annotated[Path, typer.Option(help="where the ledger is, unless --ledger-url says otherwise")]
-LedgerUrl = Annotated[str | None, typer.Option(help="the ledger: sqlite:///… or postgresql://…")]
+StateDir = Annotated[
+    Path, typer.Option(help="State directory of `halfmoon up`, which holds the ledger unless --ledger-url is given.")
+]
+LedgerUrl = Annotated[str | None, typer.Option(help="URL of the ledger: sqlite:///… or postgresql://….")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerOptions:
+    """Where the ledger is."""
+
+    PANEL: ClassVar[str] = "State"
+    state_dir: StateDir = DEFAULT_STATE_DIR
+    ledger_url: LedgerUrl = None
+
 
 _LEDGER = "ledger:"
 
 
 def ledger_at(state_dir: Path, ledger_url: str | None) -> str:
-    """The URL of the ledger that `halfmoon up` with that state directory has."""
+    """Returns the URL of the ledger that `halfmoon up` uses with that state directory."""
     return ledger_url or f"sqlite:///{state_dir.resolve() / 'ledger.db'}"
 
 
 def stored_profile(name: str, state_dir: Path, ledger_url: str | None) -> MeasuredProfile:
-    """By name. Raises InvalidRequest naming those that there are."""
-    known = {one.name: one for one in all_profiles(state_dir, ledger_url)}
+    """Returns a profile by name. If there is none, raises InvalidRequest with the names that exist."""
+    known = {stored.name: stored for stored in all_profiles(state_dir, ledger_url)}
     if name not in known:
         there = f"it has {', '.join(known)}" if known else "it has none: make one with `halfmoon profile`"
         raise InvalidRequest(f"the ledger has no profile {name!r}: {there}", param="latency")
@@ -37,7 +50,7 @@ def stored_profile(name: str, state_dir: Path, ledger_url: str | None) -> Measur
 
 
 def all_profiles(state_dir: Path, ledger_url: str | None) -> Sequence[NamedProfile]:
-    """Nothing where there is no ledger yet. Raises Unavailable when it does not answer."""
+    """Returns all profiles; none if there is no ledger yet. Raises Unavailable if the ledger does not answer."""
 
     async def read() -> Sequence[NamedProfile]:
         async with open_ledger(ledger_at(state_dir, ledger_url)) as ledger:
@@ -49,7 +62,7 @@ def all_profiles(state_dir: Path, ledger_url: str | None) -> Sequence[NamedProfi
 
 
 def keep_profile(name: str, profile: MeasuredProfile, state_dir: Path, ledger_url: str | None) -> None:
-    """In the place of the one of that name. Raises Unavailable when the ledger does not answer."""
+    """Stores a profile, replacing the one of that name. Raises Unavailable if the ledger does not answer."""
     values = profile.as_json()
 
     async def put() -> None:
@@ -62,12 +75,12 @@ def keep_profile(name: str, profile: MeasuredProfile, state_dir: Path, ledger_ur
 
 
 def profile_file(text: str, state_dir: Path, ledger_url: str | None = None) -> str:
-    """What other processes can read: a profile of the ledger as a file of the state directory, all else as it is."""
+    """Writes `ledger:NAME` to a file of the state directory and returns its path; returns any other text unchanged."""
     if not text.startswith(_LEDGER):
         return text
     name = text.removeprefix(_LEDGER)
-    found = stored_profile(name, state_dir, ledger_url)
+    profile = stored_profile(name, state_dir, ledger_url)
     path = state_dir.resolve() / "profiles" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_profile(path, found)
+    write_profile(path, profile)
     return str(path)

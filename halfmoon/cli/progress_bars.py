@@ -1,4 +1,4 @@
-"""Progress bars in a terminal, one a stage of what a command does."""
+"""Progress bars in a terminal, one per stage of a command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 @contextmanager
 def stage_bars(terminal: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """To be told the stage, what is done of it, and of how many. Gone when the block ends; only for terminals."""
+    """Yields a callback `(stage, done, total)` that draws the bars, in terminals only, until the block ends."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
         tasks: dict[str, TaskID] = {}

@@ -1,4 +1,4 @@
-"""`halfmoon replay TRACE`."""
+"""`halfmoon replay TRACE`: replays a trace against simulated workers or a running gateway."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from datetime import datetime
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, TypeVar, get_args
+from typing import Annotated, ClassVar, TypeVar, get_args
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from halfmoon.cli.option_groups import with_option_groups
 from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
@@ -35,6 +36,7 @@ from halfmoon.up.service_specs import PreparedModel, UpOptions
 from halfmoon.up.simulated import SimulatedWorkers
 
 _SPEED = 4.0
+_PLACEMENTS, _ADMISSIONS = ", ".join(get_args(PlacementMode)), ", ".join(get_args(AdmissionMode))
 
 Mode = TypeVar("Mode", bound=str)
 Modes = tuple[PlacementMode, AdmissionMode]
@@ -43,7 +45,7 @@ Summaries = dict[tuple[str, str], Summary]
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What is replayed, how fast, against what, and what it is measured by (the trace's seconds)."""
+    """Options of one replay; targets are in the trace's seconds."""
 
     speed: float
     targets: ReplayTargets
@@ -52,69 +54,96 @@ class ReplayOptions:
     modes: tuple[Modes, ...]
 
 
-def replay(
-    trace: Annotated[Path, typer.Argument(help="Mooncake or plain JSON lines, or Azure CSV")],
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceOptions:
+    """How much of the trace is replayed, and how fast."""
+
+    PANEL: ClassVar[str] = "Pace"
+    load: Annotated[float, typer.Option(help="Multiplies the trace's request rate; workers keep their speed.")] = 1.0
+    requests: Annotated[int | None, typer.Option(min=1, help="Replays only the first requests, this many.")] = None
     speed: Annotated[
-        float | None, typer.Option(help="arrivals and workers are so many times as fast (default 4, or 1 with --url)")
-    ] = None,
-    load: Annotated[float, typer.Option(help="arrivals alone are so many times as frequent as in the trace")] = 1.0,
-    requests: Annotated[int | None, typer.Option(min=1, help="only so many requests, from the first")] = None,
-    url: Annotated[str | None, typer.Option(help="a running gateway to replay against, as it is")] = None,
-    engine: Annotated[str, typer.Option(help="of the workers that are started: 'sim', simulated ones")] = "sim",
-    prefill: Annotated[int, typer.Option(min=1, help="simulated prefill workers")] = 8,
-    decode: Annotated[int, typer.Option(min=1, help="simulated decode workers")] = 8,
-    profile: Annotated[str, typer.Option(help=f"latencies: {', '.join(PROFILES)}, or a JSON file")] = DEFAULT_PROFILE,
-    placement: Annotated[str, typer.Option(help="modes, by commas, or all")] = "kvcache-centric",
-    admission: Annotated[str, typer.Option(help="modes, by commas, or all")] = "predicted",
-    slo_ttft: Annotated[float, typer.Option(help="target for the time to first token, s")] = 30.0,
-    slo_tbt: Annotated[float, typer.Option(help="target for a request's mean time between tokens, s")] = 0.1,
-    model: Annotated[str, typer.Option(help="whose tokenizer the gateway uses")] = "demo",
-    sim_processes: Annotated[int, typer.Option(min=1, help="processes that share the simulated workers")] = 1,
+        float | None,
+        typer.Option(help="Speeds up both arrivals and workers by this factor. Default: 4, or 1 with --url."),
+    ] = None
     virtual: Annotated[
-        bool, typer.Option("--virtual", help="on a fake clock, in the simulator: same policies, no processes")
-    ] = False,
-    state_dir: Annotated[Path, typer.Option(help="logs and ledgers")] = Path(".halfmoon/replay"),
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures there")] = None,
+        bool,
+        typer.Option("--virtual", help="Replays in the simulator on a fake clock: same policies, no processes."),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """What the trace is replayed against."""
+
+    PANEL: ClassVar[str] = "Cluster"
+    url: Annotated[str | None, typer.Option(help="Replays against this running gateway, with the modes it has.")] = None
+    prefill: Annotated[int, typer.Option(min=1, help="Number of simulated prefill workers.")] = 8
+    decode: Annotated[int, typer.Option(min=1, help="Number of simulated decode workers.")] = 8
+    profile: Annotated[
+        str, typer.Option(help=f"Latencies of simulated workers: {', '.join(PROFILES)}, or a JSON file.")
+    ] = DEFAULT_PROFILE
+    sim_processes: Annotated[int, typer.Option(min=1, help="Processes that share the simulated workers.")] = 1
+    model: Annotated[str, typer.Option(help="Model whose tokenizer the gateway uses.")] = "demo"
+    engine: Annotated[str, typer.Option(help="Engine of the workers to start: only 'sim', simulated workers.")] = "sim"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """The modes that are compared; every pair is replayed."""
+
+    PANEL: ClassVar[str] = "Policies"
+    placement: Annotated[
+        str, typer.Option(help=f"Placement modes to compare, separated by commas: {_PLACEMENTS}, or all.")
+    ] = "kvcache-centric"
+    admission: Annotated[
+        str, typer.Option(help=f"Admission modes to compare, separated by commas: {_ADMISSIONS}, or all.")
+    ] = "predicted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions:
+    """The latency targets, in the trace's seconds."""
+
+    PANEL: ClassVar[str] = "Targets"
+    slo_ttft: Annotated[float, typer.Option(help="Target for the time to first token, in seconds.")] = 30.0
+    slo_tbt: Annotated[float, typer.Option(help="Target for a request's mean time between tokens, in seconds.")] = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """Files to write."""
+
+    PANEL: ClassVar[str] = "Output"
+    json_file: Annotated[Path | None, typer.Option("--json", help="Writes the results to this JSON file.")] = None
+    state_dir: Annotated[Path, typer.Option(help="Directory for logs and ledgers.")] = Path(".halfmoon/replay")
+
+
+@with_option_groups
+def replay(
+    trace: Annotated[Path, typer.Argument(help="Mooncake or plain JSON lines, or Azure CSV.")],
+    pace: PaceOptions,
+    cluster: ClusterOptions,
+    policies: PolicyOptions,
+    targets: TargetOptions,
+    output: OutputOptions,
 ) -> None:
-    """Replays a trace and says how well it was served, for each placement and admission mode side by side.
+    """Replays a trace and compares how well each pair of placement and admission modes serves it.
 
     Times in the report are the trace's. Against simulated workers, arrivals and modelled latencies run --speed times as
-    fast; what gateway and network take really is then counted --speed times as long as it is. With --virtual nothing
+    fast; what gateway and network really take is then counted --speed times as long as it is. With --virtual nothing
     runs and --speed does not matter: the whole trace takes about a minute a pair of modes.
     """
     terminal = Console()
     try:
-        if json_file is not None:
-            _check_can_write(json_file)
-        workload = read_workload(trace).scaled(_positive(load, "--load"))
-        workload = workload if requests is None else workload.first(requests)
-        if speed is None:
-            speed = _SPEED if url is None else 1.0
-        options = ReplayOptions(
-            _positive(speed, "--speed"),
-            ReplayTargets(_positive(slo_ttft, "--slo-ttft"), _positive(slo_tbt, "--slo-tbt")),
-            url,
-            UpOptions(
-                model,
-                num_prefill=prefill,
-                num_decode=decode,
-                port=0,
-                console=False,
-                slo="off",  # the replay makes the class
-                simulation=SimulatedWorkers(profile, speed, length="seed", num_processes=sim_processes),
-                state_dir=state_dir.absolute(),
-            ),
-            tuple(product(_chosen(placement, PlacementMode), _chosen(admission, AdmissionMode))),
-        )
-        if engine != "sim":
-            raise InvalidRequest(
-                "only simulated workers are started: for real ones start `halfmoon up`, then give --url"
-            )
-        if virtual and url is not None:
-            raise InvalidRequest("--virtual replays in the simulator, --url against a running gateway: choose one")
-        summaries = (
-            _simulated(workload, options, terminal) if virtual else asyncio.run(_replayed(workload, options, terminal))
-        )
+        if output.json_file is not None:
+            _check_can_write(output.json_file)
+        workload = _workload(trace, pace)
+        options = _replay_options(pace, cluster, policies, targets, output)
+        _check_target(pace, cluster)
+        if pace.virtual:
+            summaries = _simulated(workload, options, terminal)
+        else:
+            summaries = asyncio.run(_replayed(workload, options, terminal))
     except (HalfmoonError, ExceptionGroup) as err:
         for error in leaf_errors(err):
             if not isinstance(error, HalfmoonError):
@@ -122,9 +151,48 @@ def replay(
             terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from err
     terminal.print(report_table(summaries))
-    if json_file is not None:
-        rows = [{"placement": p, "admission": a, **found.as_json()} for (p, a), found in summaries.items()]
-        json_file.write_text(json.dumps(rows, indent=2) + "\n")
+    if output.json_file is not None:
+        rows = [{"placement": p, "admission": a, **summary.as_json()} for (p, a), summary in summaries.items()]
+        output.json_file.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def _workload(trace: Path, pace: PaceOptions) -> Workload:
+    workload = read_workload(trace).scaled(_positive(pace.load, "--load"))
+    return workload if pace.requests is None else workload.first(pace.requests)
+
+
+def _replay_options(
+    pace: PaceOptions,
+    cluster: ClusterOptions,
+    policies: PolicyOptions,
+    targets: TargetOptions,
+    output: OutputOptions,
+) -> ReplayOptions:
+    default_speed = _SPEED if cluster.url is None else 1.0
+    speed = _positive(default_speed if pace.speed is None else pace.speed, "--speed")
+    return ReplayOptions(
+        speed,
+        ReplayTargets(_positive(targets.slo_ttft, "--slo-ttft"), _positive(targets.slo_tbt, "--slo-tbt")),
+        cluster.url,
+        UpOptions(
+            cluster.model,
+            num_prefill=cluster.prefill,
+            num_decode=cluster.decode,
+            port=0,
+            console=False,
+            slo="off",  # the replay makes the class
+            simulation=SimulatedWorkers(cluster.profile, speed, length="seed", num_processes=cluster.sim_processes),
+            state_dir=output.state_dir.absolute(),
+        ),
+        tuple(product(_modes(policies.placement, PlacementMode), _modes(policies.admission, AdmissionMode))),
+    )
+
+
+def _check_target(pace: PaceOptions, cluster: ClusterOptions) -> None:
+    if cluster.engine != "sim":
+        raise InvalidRequest("only simulated workers are started: for real ones start `halfmoon up`, then give --url")
+    if pace.virtual and cluster.url is not None:
+        raise InvalidRequest("--virtual replays in the simulator, --url against a running gateway: choose one")
 
 
 def _bars(terminal: Console) -> Progress:
@@ -151,7 +219,7 @@ def _show(bars: Progress, task: TaskID, num_done: int, num: int) -> None:
 
 async def _replayed(workload: Workload, options: ReplayOptions, terminal: Console) -> Summaries:
     summaries: Summaries = {}
-    started = f"{datetime.now():%Y%m%d-%H%M%S}"  # every replay begins with an empty ledger
+    started = f"{datetime.now():%Y%m%d-%H%M%S}"  # every replay starts with an empty ledger
     with _bars(terminal) as bars:
 
         def bar(title: str) -> Callable[[], None]:
@@ -189,24 +257,24 @@ async def _played(workload: Workload, gateway: Gateway, targets: ReplayTargets, 
     return summarized(await played(workload, gateway, on_done), targets, workload.duration_s)
 
 
-def _chosen(names: str, kind: object) -> tuple[Mode, ...]:
+def _modes(names: str, kind: object) -> tuple[Mode, ...]:
     known = get_args(kind)
-    chosen = known if names == "all" else tuple(name.strip() for name in names.split(","))
-    for name in chosen:
+    modes = known if names == "all" else tuple(name.strip() for name in names.split(","))
+    for name in modes:
         if name not in known:
-            raise InvalidRequest(f"there is no mode {name!r}: there are {', '.join(known)}")
-    return chosen  # type: ignore[return-value]  # checked to be of that kind
+            raise InvalidRequest(f"unknown mode {name!r}: choose from {', '.join(known)}")
+    return modes  # type: ignore[return-value]  # every name is one of `known`
 
 
 def _positive(value: float, name: str) -> float:
     if not (value > 0 and math.isfinite(value)):
-        raise InvalidRequest(f"{name} must be above 0, and finite")
+        raise InvalidRequest(f"{name} must be finite and above 0")
     return value
 
 
 def _check_can_write(file: Path) -> None:
-    """Before a replay that may take an hour. Raises InvalidRequest."""
+    """Raises InvalidRequest if the file cannot be written, before a replay that may take an hour."""
     if not os.access(file.parent, os.W_OK) or file.is_dir():
         raise InvalidRequest(
-            f"the figures cannot be written to {file}: give --json a file in a directory that is there"
+            f"the results cannot be written to {file}: give --json a file in an existing, writable directory"
         )

@@ -1,4 +1,4 @@
-"""`halfmoon top`: the console's figures in a terminal, from the same control API."""
+"""`halfmoon top`: shows the console's figures in a terminal, from the same control API."""
 
 from __future__ import annotations
 
@@ -28,59 +28,59 @@ Worker = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TopOptions:
-    """What to look at, and how often."""
+    """Options of `halfmoon top`."""
 
     gateway: str = "http://127.0.0.1:8000"
-    token: str | None = None  # of the operator, or an API key on loopback
+    token: str | None = None  # the operator token, or an API key on loopback
     interval_s: float = 2.0
-    num_workers: int = 20  # lines for workers: the busiest
+    num_workers: int = 20  # rows of workers, the busiest first
 
 
-class Seen(NamedTuple):
-    """One look at the gateway."""
+class Snapshot(NamedTuple):
+    """The gateway's answers at one moment."""
 
     cluster: Mapping[str, Any]
     series: Mapping[str, Any]
     classes: Sequence[Mapping[str, Any]]
 
 
-class Unseen(Exception):
-    """The gateway did not answer with its figures; the text is for the user."""
+class NoSnapshot(Exception):
+    """The gateway did not give its figures; the message is for the user."""
 
 
-async def look(session: aiohttp.ClientSession, options: TopOptions) -> Seen:
-    """Asks once. Raises Unseen."""
+async def snapshot(session: aiohttp.ClientSession, options: TopOptions) -> Snapshot:
+    """Asks the gateway once. Raises NoSnapshot."""
     cluster = await _ask(session, f"{options.gateway}/halfmoon/v1/cluster")
     series = await _ask(session, f"{options.gateway}/halfmoon/v1/series?minutes={_MINUTES}")
     classes = await _ask(session, f"{options.gateway}/halfmoon/v1/classes")
     if "workers" not in cluster or "together" not in series or "classes" not in classes:
-        raise Unseen(f"{options.gateway} is no Halfmoon gateway")
-    return Seen(cluster, series, classes["classes"])
+        raise NoSnapshot(f"{options.gateway} is not a Halfmoon gateway")
+    return Snapshot(cluster, series, classes["classes"])
 
 
 async def top(options: TopOptions, terminal: Console, *, once: bool = False) -> int:
-    """Draws until Ctrl-C, or once; the exit status."""
+    """Draws until Ctrl-C, or once, and returns the exit status."""
     headers = {"Authorization": f"Bearer {options.token}"} if options.token else {}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
         if once:
             return await _once(session, options, terminal)
         with Live(console=terminal, screen=True, auto_refresh=False) as live:
-            known: Seen | None = None
+            known: Snapshot | None = None
             known_s = 0.0
             while True:
                 problem = None
                 try:
-                    known, known_s = await look(session, options), time.monotonic()
-                except Unseen as error:
-                    age = f" (what is below is {time.monotonic() - known_s:.0f} s old)" if known else ""
+                    known, known_s = await snapshot(session, options), time.monotonic()
+                except NoSnapshot as error:
+                    age = f" (figures below are {time.monotonic() - known_s:.0f} s old)" if known else ""
                     problem = f"{error}{age}"
                 live.update(draw(known, options.num_workers, problem), refresh=True)
                 await asyncio.sleep(options.interval_s)
 
 
-def draw(seen: Seen | None, num_workers: int, problem: str | None = None) -> RenderableType:
-    """What the terminal shows; `problem` says why it is old, or why there is nothing."""
+def draw(seen: Snapshot | None, num_workers: int, problem: str | None = None) -> RenderableType:
+    """Builds the screen; `problem` says why the figures are old or missing."""
     parts: list[RenderableType] = [] if problem is None else [Panel(Text(problem), style="red")]
     if seen is None:
         return Group(*parts)
@@ -91,7 +91,7 @@ def draw(seen: Seen | None, num_workers: int, problem: str | None = None) -> Ren
 
 
 def spark(values: Sequence[float | None]) -> str:
-    """The last values as a line of blocks; a gap where nothing was."""
+    """Draws the last values as a line of blocks, with a gap for each missing value."""
     last = values[-_SPARK_WIDTH:]
     most = max((value for value in last if value is not None), default=0.0)
     heights = [None if value is None else int(value / most * (len(_SPARKS) - 1)) if most else 0 for value in last]
@@ -99,15 +99,15 @@ def spark(values: Sequence[float | None]) -> str:
 
 
 def duration(value_s: float | None) -> str:
-    """Three digits, in the unit that suits them."""
+    """Formats a time with three digits, in ms or s."""
     if value_s is None:
         return _NOTHING
     return f"{1000 * value_s:.3g} ms" if value_s < 1 else f"{value_s:.3g} s"
 
 
 def busiest(cluster: Mapping[str, Any]) -> list[Worker]:
-    """Who left first, then by requests and memory in use."""
-    members = sorted(cluster["workers"], key=lambda one: (-_requests(one), -_used(one), one["worker_id"]))
+    """Sorts workers: departed ones first, then by requests and by memory in use."""
+    members = sorted(cluster["workers"], key=lambda worker: (-_requests(worker), -_used(worker), worker["worker_id"]))
     return [*cluster.get("departed", ()), *members]
 
 
@@ -116,24 +116,24 @@ async def _ask(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
         async with session.get(url) as response:
             body = await response.json(content_type=None)
             if response.status != 200:
-                raise Unseen(f"the gateway answered {response.status}: {body['error']['message']}")
+                raise NoSnapshot(f"the gateway answered {response.status}: {body['error']['message']}")
             return dict(body)
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise Unseen(f"no gateway at {url.partition('/halfmoon')[0]}: {error or 'it does not answer'}") from error
+        raise NoSnapshot(f"no gateway at {url.partition('/halfmoon')[0]}: {error or 'it does not answer'}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise Unseen(f"{url} is no part of a Halfmoon gateway") from error
+        raise NoSnapshot(f"{url} is not part of a Halfmoon gateway") from error
 
 
 async def _once(session: aiohttp.ClientSession, options: TopOptions, terminal: Console) -> int:
     try:
-        terminal.print(draw(await look(session, options), options.num_workers))
-    except Unseen as error:
+        terminal.print(draw(await snapshot(session, options), options.num_workers))
+    except NoSnapshot as error:
         terminal.print(f"halfmoon: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     return 0
 
 
-def _headline(seen: Seen) -> Text:
+def _headline(seen: Snapshot) -> Text:
     cluster = seen.cluster
     text = Text()
     text.append("halfmoon ", style="bold")
@@ -164,9 +164,9 @@ def _figures(series: Mapping[str, Any]) -> Table:
     return table
 
 
-def _classes(seen: Seen) -> Table:
-    """Marked where less than the class's goal was in time."""
-    goals = {one["name"]: one["attainment"] for one in seen.classes}
+def _classes(seen: Snapshot) -> Table:
+    """Builds the table of classes; a share below the class's attainment is yellow."""
+    goals = {row["name"]: row["attainment"] for row in seen.classes}
     table = Table("class", "requests", "in time", "refused", "failed", box=None, header_style="dim", padding=(0, 2))
     for name, counts in seen.series["together"]["classes"].items():
         ended = counts["ended"]
@@ -176,7 +176,7 @@ def _classes(seen: Seen) -> Table:
     return table
 
 
-def _workers(seen: Seen, num_workers: int) -> Table:
+def _workers(seen: Snapshot, num_workers: int) -> Table:
     table = Table(box=None, header_style="dim", padding=(0, 1))
     for name in ("worker", "role", "KV", "run", "wait", "step", "predicted"):
         table.add_column(name, no_wrap=True)
@@ -237,5 +237,5 @@ def _share(values: Sequence[float | None]) -> str:
     return _NOTHING if latest is None else f"{100 * latest:.0f} %"
 
 
-def _percentiles(found: Mapping[str, float | None]) -> str:
-    return f"{duration(found['p50'])} / {duration(found['p99'])} p99"
+def _percentiles(quantiles: Mapping[str, float | None]) -> str:
+    return f"{duration(quantiles['p50'])} / {duration(quantiles['p99'])} p99"

@@ -1,4 +1,4 @@
-"""From the flags of `halfmoon up` to a configuration."""
+"""Turns the flags of `halfmoon up` into a configuration."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from halfmoon.up.config.system_config import SystemConfig
 ROLES: tuple[RoleName, ...] = ("prefill", "decode", "both")
 
 _FILE_PANEL, _WORKERS_PANEL, _OTHER_PANEL = "Configuration file", "Workers", "Everything else"
-_CONFIG_HELP = "A file that says everything, such as halfmoon.yaml; flags win over it. `halfmoon config` shows more."
+_CONFIG_HELP = "Configuration file, such as halfmoon.yaml; flags override it. See `halfmoon config`."
 _SET_HELP = "Sets any field of the configuration, such as gateway.request_deadline_s=60; repeat it for more."
-_PLAN_HELP = "The same, for a file that `halfmoon plan` wrote."
+_PLAN_HELP = "Configuration file that `halfmoon plan` wrote."
 _COUNT_HELP = {
-    "prefill": "Workers that compute prompts; default: 1, or 0 where --both is given.",
-    "decode": "Workers that generate answers; default: 1, or 0 where --both is given.",
-    "both": "Workers that do both on one engine; default: 0.",
+    "prefill": "Number of prefill workers. Default: 1, or 0 with --both.",
+    "decode": "Number of decode workers. Default: 1, or 0 with --both.",
+    "both": "Number of workers that do prefill and decode on one engine. Default: 0.",
 }
 
 
 def with_up_flags(command: Callable[[SystemConfig], None]) -> Callable[..., None]:
-    """A command of typer that takes all flags of `halfmoon up`, and gets the configuration that follows from them."""
+    """Returns a typer command that takes all flags of `halfmoon up` and passes their configuration to `command`."""
 
     def run(**given: Any) -> None:
         try:
@@ -40,13 +40,13 @@ def with_up_flags(command: Callable[[SystemConfig], None]) -> Callable[..., None
         command(config)
 
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    run.__name__, run.__doc__ = command.__name__, "\n\n".join(one.replace("\n", " ") for one in paragraphs)
+    run.__name__, run.__doc__ = command.__name__, "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
     run.__signature__ = inspect.Signature(list(_parameters()))  # type: ignore[attr-defined]
     return run
 
 
 def config_of(given: Mapping[str, Any]) -> SystemConfig:
-    """`given` are the flags by parameter; None and nothing were not given. Raises InvalidRequest."""
+    """Builds the configuration from flags by parameter name; None and [] mean not given. Raises InvalidRequest."""
     files = [path for path in (given.get("config"), given.get("plan")) if path is not None]
     if len(files) > 1:
         raise InvalidRequest("--plan is another name of --config: give one of them", param="config")
@@ -71,13 +71,13 @@ def _value(text: str, path: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InvalidRequest(f"--set {path}: {text!r} is no YAML", param="set") from error
+        raise InvalidRequest(f"--set {path}: {text!r} is not YAML", param="set") from error
 
 
 def _counted(
     config: SystemConfig, counts: Mapping[str, int], path: Path | None, overrides: list[Override]
 ) -> SystemConfig:
-    """With so many workers: of the group that the file has of a role, or of a new one."""
+    """Sets the number of workers of each role, in the file's group of that role or in a new one."""
     for role, count in counts.items():
         groups = getattr(config.workers, role)
         if len(groups) > 1:

@@ -110,7 +110,7 @@ def test_what_is_written_can_be_simulated_and_started(tmp_path: Path) -> None:
         ({"tbt": "0.001"}, "TBT 0.001 s cannot be met"),
         ({"gpu": "h100:2x8,h100:1x8"}, "named twice"),
         ({"latency": "h100=distserve:opt-13b"}, "give one for each"),
-        ({"price": "a100-80g=much"}, "is no price"),
+        ({"price": "a100-80g=much"}, "is not a price"),
         ({"price": "h100=2"}, "there is a price of h100, and the GPUs are a100-80g"),
         ({"decode_gpu": "h100"}, "the fleet has no h100 for decode"),
         ({"network": "0"}, "more than 0 Gbit/s"),
@@ -121,7 +121,7 @@ def test_what_is_written_can_be_simulated_and_started(tmp_path: Path) -> None:
         ({"latency": "roofline:opt-13b@h100"}, "is of h100, and the GPUs are a100-80g: leave out @h100"),
         ({"seed": "-1", "workload": "chat"}, "a seed must not be negative"),
         ({"model": ""}, "no model is named"),
-        ({"output": "/nowhere/plan.yaml"}, "is no directory"),
+        ({"output": "/nowhere/plan.yaml"}, "is not a directory"),
         ({"plot": "/nowhere/plan.png"}, "/nowhere is not a directory"),
         ({"plot": "plan.pdf"}, "a plot is a .png or .html file, not plan.pdf"),
     ],
@@ -137,7 +137,7 @@ def test_a_plot_is_drawn(tmp_path: Path, name: str, begins: bytes) -> None:
     pytest.importorskip("vl_convert")
     code, text, error = run(tmp_path, plot=str(tmp_path / name), rate="2")
     assert code == 0, error
-    assert f"drawn: {tmp_path / name}" in text
+    assert f"plot: {tmp_path / name}" in text
     assert (tmp_path / name).read_bytes().startswith(begins)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from halfmoon.cli.top import Seen, TopOptions, busiest, draw, duration, spark, top
+from halfmoon.cli.top import Snapshot, TopOptions, busiest, draw, duration, spark, top
 from tests.services.gateway.fakes import running_fleet
 from tests.services.gateway.test_gateway_admission import complete
 
@@ -19,7 +19,7 @@ WORKER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def on_terminal(seen: Seen | None, num_workers: int = 20, problem: str | None = None) -> str:
+def on_terminal(seen: Snapshot | None, num_workers: int = 20, problem: str | None = None) -> str:
     terminal = Console(width=140, record=True, force_terminal=False)
     with terminal.capture() as said:
         terminal.print(draw(seen, num_workers, problem))
@@ -54,7 +54,7 @@ def test_a_narrow_terminal_and_names_like_markup(width: int) -> None:
     cluster["workers"] = [WORKER | {"worker_id": evil}]
     terminal = Console(width=width, force_terminal=False)
     with terminal.capture() as said:
-        terminal.print(draw(Seen(cluster, figures, []), 20, f"{evil} is away"))
+        terminal.print(draw(Snapshot(cluster, figures, []), 20, f"{evil} is away"))
     assert "[/red]" in said.get()
     assert max(map(len, said.get().splitlines())) <= width
 
@@ -96,7 +96,7 @@ def test_busy_workers_come_first_and_those_that_left_before_them() -> None:
         "silent_after_s": 0.2, "missing": ["prefill worker"],
     }  # fmt: skip
     assert [one["worker_id"] for one in busiest(cluster)] == ["d2", "d0", "d1"]
-    said = on_terminal(Seen(cluster, series(), []), num_workers=2)
+    said = on_terminal(Snapshot(cluster, series(), []), num_workers=2)
     assert "d0 silent 0 s" in said
     assert "✕ gone 3 s ago" in said
     assert "75 %" in said
@@ -110,7 +110,7 @@ def test_a_class_is_marked_by_its_own_goal(goal: float, is_marked: bool) -> None
     cluster = {"workers": [], "gateway_id": "g", "uptime_s": 60.0, "silent_after_s": 2.0}
     terminal = Console(width=140, force_terminal=True, color_system="standard")
     with terminal.capture() as said:
-        terminal.print(draw(Seen(cluster, series(), [{"name": "gold", "attainment": goal}]), 20))
+        terminal.print(draw(Snapshot(cluster, series(), [{"name": "gold", "attainment": goal}]), 20))
     assert ("\x1b[33m80.0 %" in said.get()) is is_marked
 
 
