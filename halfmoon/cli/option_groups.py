@@ -24,9 +24,15 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
         others = {name: values[name] for name in inspect.signature(command).parameters if name not in groups}
         command(**others, **built)
 
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__name__, run.__doc__ = command.__name__, unwrapped_doc(command)
     run.__signature__ = inspect.Signature(list(_parameters(command, hints)))  # type: ignore[attr-defined]
     return run
+
+
+def unwrapped_doc(command: Callable[..., None]) -> str:
+    """Returns the docstring with one line per paragraph, so that typer wraps it to the terminal."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
 
 
 def _parameters(command: Callable[..., None], hints: dict[str, Any]) -> Iterator[inspect.Parameter]:

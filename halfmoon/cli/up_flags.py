@@ -11,6 +11,7 @@ import typer
 import yaml
 
 from halfmoon.cli.flags import PANELS, flag_parameter, parameter
+from halfmoon.cli.option_groups import unwrapped_doc
 from halfmoon.config.worker import RoleName
 from halfmoon.errors import InvalidRequest
 from halfmoon.up.config.read import Override, read_config
@@ -39,8 +40,7 @@ def with_up_flags(command: Callable[[SystemConfig], None]) -> Callable[..., None
             raise typer.BadParameter(error.message) from error
         command(config)
 
-    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    run.__name__, run.__doc__ = command.__name__, "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
+    run.__name__, run.__doc__ = command.__name__, unwrapped_doc(command)
     run.__signature__ = inspect.Signature(list(_parameters()))  # type: ignore[attr-defined]
     return run
 

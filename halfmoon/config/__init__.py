@@ -1,4 +1,4 @@
-"""What a system can be told: one definition of each option, shared by the services' settings and `halfmoon.yaml`.
+"""Sections of the configuration that services and `halfmoon up` share, each with defaults and descriptions.
 
-Read in this order: section, worker, stores, gateway, qos_classes, security, observability.
+Read in this order: section, gateway, qos, worker, stores, planner, simulation, security, observability, state.
 """

@@ -1,4 +1,4 @@
-"""How a system is watched."""
+"""Settings of traces and logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 
 class ObservedConfig(Section):
-    """What every service has."""
+    """Traces and logs of every service."""
 
     otlp_endpoint: str | None = Field(None, description=OTLP_HELP)
-    log_level: LogLevel = Field("INFO", description="least severe messages that are logged")
+    log_level: LogLevel = Field("INFO", description="lowest severity that is logged")

@@ -1,4 +1,7 @@
-"""QoS classes as a file and the control API write them; `halfmoon.policy.classes.QosClass` has the law."""
+"""QoS classes as the configuration file and the control API write them.
+
+`halfmoon.policy.admission.classes.QosClass` checks their values.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _MAX_TARGET_S = 1e6
 _MAX_NAME_CHARS = 64
 _HEADER_NAME = re.compile(r"[-!#$%&'*+.^_`|~0-9A-Za-z]+")  # a token of HTTP: RFC 9110, 5.6.2
 _CONTROL = re.compile(r"[\0-\x08\x0a-\x1f\x7f]")
-_PATH_STEPS = (".", "..")  # clients take them out of a URL
+_PATH_STEPS = (".", "..")  # clients remove them from a URL
 
 
 class _Strict(BaseModel):
@@ -37,40 +40,40 @@ class _Strict(BaseModel):
 
 
 class RuleConfig(_Strict):
-    """A request is of the class when this holds of it."""
+    """A rule that assigns matching requests to a class."""
 
     kind: MatchKind = Field(description="what is compared: an HTTP header, the API key, or the model's name")
-    value: str = Field(max_length=_MAX_VALUE_CHARS, description="what it has to be")
-    header: str = Field("", max_length=_MAX_HEADER_CHARS, description="name of the header, for that kind")
+    value: str = Field(max_length=_MAX_VALUE_CHARS, description="the value that matches")
+    header: str = Field("", max_length=_MAX_HEADER_CHARS, description="name of the header, for kind: header")
 
 
 class ClassConfig(_Strict):
-    """One class. Times are targets that `attainment` of its requests must meet; none promises nothing."""
+    """One class. The share `attainment` of its requests must meet the targets. Without targets it promises nothing."""
 
-    priority: int = Field(0, ge=-1_000, le=1_000, description="smaller goes first")
+    priority: int = Field(0, ge=-1_000, le=1_000, description="smaller numbers are served first")
     reserved: float = Field(
-        0.0, description="share of the decode workers' KV memory that waits for the class, and is lent out meanwhile"
+        0.0, description="share of the decode workers' KV memory reserved for the class; lent to others while unused"
     )
     ttft_s: float | None = Field(None, le=_MAX_TARGET_S, description="target for the time to the first token")
     tbt_s: float | None = Field(None, le=_MAX_TARGET_S, description="target for the time between tokens")
     attainment: float = Field(0.9, description="share of requests that must meet the targets")
     early_rejection: EarlyRejection = Field(
         "strict",
-        description="what gets 429: 'strict': whatever is predicted to miss a target; 'overload': only what others "
-        "make miss it, so that a slow host still serves what takes longer than the target by itself",
+        description="what gets 429: 'strict': every request predicted to miss a target; 'overload': only requests that "
+        "miss it because of other requests, so that a slow host still serves those too long for the target",
     )
     rules: Annotated[list[RuleConfig], Field(fail_fast=True, max_length=_MAX_RULES)] = Field(
-        default_factory=list, description="a request for which one of them holds is of this class"
+        default_factory=list, description="a request that matches one of them belongs to this class"
     )
     degradation: Annotated[list[Degradation], Field(fail_fast=True)] = Field(
-        default_factory=list, description="what is given up before a request is refused, in this order"
+        default_factory=list, description="what the class gives up before a request is refused, in this order"
     )
     capped_tokens: int = Field(
         NO_PROMISES.capped_tokens, lt=1 << 31, description="output tokens that cap_max_tokens leaves"
     )
 
     def as_class(self, name: str) -> QosClass:
-        """Raises InvalidRequest for values that are none."""
+        """Converts the section to a class. Raises InvalidRequest for values out of range."""
         return QosClass(
             name,
             self.priority,
@@ -86,7 +89,7 @@ class ClassConfig(_Strict):
 
 
 DEFAULT_TARGETS = ClassConfig(ttft_s=30.0, tbt_s=1.0, early_rejection="overload")
-"""The class called default, until somebody says something else."""
+"""Targets of the class called default, unless the file or an operator changes them."""
 
 
 class ClassesConfig(Section):
@@ -94,15 +97,15 @@ class ClassesConfig(Section):
 
     classes: dict[str, ClassConfig] = Field(
         default_factory=dict,
-        description="QoS classes by name: whose requests they are, and their targets. One called default takes what "
-        "no rule names",
+        description="QoS classes by name: rules that assign requests, and targets. The class called default takes "
+        "requests that match no rule",
     )
 
 
 def check_reachable(name: str, written: ClassConfig) -> None:
-    """Raises InvalidRequest for a name that no URL says well, and for rules that hold of no request.
+    """Raises InvalidRequest for a name that a URL cannot hold, and for rules that can match no request.
 
-    Only edits are held to it: what the ledger has of an earlier release stays in force.
+    Only edits are checked: classes that an earlier release wrote to the ledger stay active.
     """
     if name != name.strip() or name in _PATH_STEPS:
         raise InvalidRequest("a class's name must not begin or end with a space, nor be . or ..", param="name")
@@ -112,11 +115,11 @@ def check_reachable(name: str, written: ClassConfig) -> None:
         if rule.kind == "header" and rule.header and not _HEADER_NAME.fullmatch(rule.header):
             _refuse_rule(index, "header", "is not the name of an HTTP header")
         if rule.kind != "model" and (rule.value != rule.value.strip() or _CONTROL.search(rule.value)):
-            _refuse_rule(index, "value", "holds of no request: HTTP strips spaces, and knows no control characters")
+            _refuse_rule(index, "value", "matches no request: HTTP strips spaces and forbids control characters")
 
 
 def check_classes(classes: Mapping[str, ClassConfig]) -> None:
-    """Raises InvalidRequest for classes that cannot be in force together."""
+    """Raises InvalidRequest for classes that cannot be active together."""
     for name, written in classes.items():
         check_reachable(name, written)
     ClassTable(written.as_class(name) for name, written in classes.items())

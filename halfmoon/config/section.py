@@ -1,4 +1,4 @@
-"""A part of the configuration."""
+"""The base class of configuration sections."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Frozen, and strict about names: an unknown field is an error."""
+    """A frozen part of the configuration. An unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def off_is_a_word(written: Any) -> Any:
-    """YAML reads a bare `off` as false."""
+    """Converts false back to "off", because YAML reads a bare `off` as false."""
     return "off" if written is False else written

@@ -1,4 +1,4 @@
-"""Who may use a system."""
+"""Settings of access: API keys and the operator token."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from halfmoon.config.section import Section
 
 
 class SecurityConfig(Section):
-    """Secrets that clients and operators have to show."""
+    """Secrets that clients and operators send."""
 
-    api_key: tuple[str, ...] = Field((), description="a key that clients may use; repeat it for more; none: no key")
+    api_key: tuple[str, ...] = Field(
+        (), description="key that clients must send; repeat it for more; none: no key is needed"
+    )
     operator_token: str | None = Field(
         None,
-        description="secret that console and control API ask for; none: nothing on a loopback host; elsewhere "
-        "`halfmoon up` makes one, and a gateway by itself has no control API",
+        description="secret that console and control API require; none: not required on a loopback host; elsewhere "
+        "`halfmoon up` generates one, and a gateway alone has no control API",
     )

@@ -1,4 +1,4 @@
-"""Configuration of simulated workers."""
+"""Settings of simulated workers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SimulationConfig(Section):
         description=f"latencies of simulated workers: {', '.join(PROFILES)}, a JSON file, or ledger:NAME for one that "
         "`halfmoon profile` measured",
     )
-    time_scale: float = Field(1.0, gt=0, description="factor by which simulated workers are faster than the profile")
-    text: TextKind = Field("random", description="answers: 'random' words, or 'echo' of the prompt")
+    time_scale: float = Field(1.0, gt=0, description="speeds up everything simulated workers do by this factor")
+    text: TextKind = Field("random", description="answers: 'random' words, or an 'echo' of the prompt")
     length: LengthKind = Field(
-        "drawn", description="length of answers: 'drawn' at random by the request's seed, or 'seed': the seed itself"
+        "drawn", description="lengths of answers: 'drawn' at random from the seed, or 'seed': the seed is the length"
     )
     median_tokens: int = Field(200, ge=1, description="median of drawn lengths, in tokens")

@@ -1,4 +1,4 @@
-"""Where a system keeps what it has to remember."""
+"""Settings of persistent state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of a worker, apart from addresses."""
+"""Settings of a worker, except the addresses of other services."""
 
 from __future__ import annotations
 
@@ -16,58 +16,69 @@ class WorkerConfig(Section):
     """The engine of one worker, its limits, and its links to others."""
 
     weights: Literal["checkpoint", "dummy"] = Field(
-        "checkpoint", description="'dummy': random weights of the same shape"
+        "checkpoint", description="'checkpoint': the model's; 'dummy': random weights of the same shape"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="where the engine computes; auto takes a GPU if there is one"
+        "auto", description="where the engine computes; auto uses a GPU if there is one"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="number format of weights and KV; auto takes bfloat16 where it is fast"
+        "auto", description="number format of weights and KV; auto uses bfloat16 where it is fast"
     )
     block_tokens: int = Field(64, ge=1, description="tokens in a KV block; must be the same on all workers")
     kv_memory: ByteSize | None = Field(
-        None, description="memory for KV blocks, such as 2GiB; default: a share of what is free"
+        None, description="memory for KV blocks, such as 2GiB; default: a share of free memory"
     )
     gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="share of a GPU's memory this worker uses if kv_memory is not given"
+        0.9, gt=0, le=1, description="share of a GPU's memory that this worker uses, unless kv_memory is given"
     )
-    max_batch_tokens: int | None = Field(None, ge=2, description="most tokens in one forward pass; default: by device")
-    chunk_tokens: int | None = Field(None, ge=1, description="prompt tokens in a step with decodes; default: by device")
+    max_batch_tokens: int | None = Field(
+        None, ge=2, description="most tokens in one forward pass; default: depends on the device"
+    )
+    chunk_tokens: int | None = Field(
+        None, ge=1, description="most prompt tokens in a step with running decodes; default: depends on the device"
+    )
     max_running: int = Field(64, ge=1, description="most sequences in one batch")
     offload_kv: Literal["none", "host"] = Field(
         "none",
-        description="'host': KV that does not fit into kv_memory stays in host memory and is copied layer by layer; "
-        "for OPT models the layers' inputs may be kept instead, half as large. Not with several ranks",
+        description="'host': KV that exceeds kv_memory is kept in host memory and fetched layer by layer; for OPT, "
+        "layers' inputs, half as large, may be kept there instead. Not with several ranks",
     )
     offload_bytes: ByteSize = Field(ByteSize(4 << 30), gt=0, description="host memory for offload_kv: host")
     offload_schedule: Literal["latency", "throughput"] = Field(
-        "latency", description="groups of such sequences: one after another, or all in each layer"
+        "latency",
+        description="order of offloaded sequences: 'latency': group by group; 'throughput': all of them in each layer",
     )
-    max_context_tokens: int | None = Field(None, ge=1, description="limit on prompt + output; default: the model's")
+    max_context_tokens: int | None = Field(
+        None, ge=1, description="most tokens of prompt and output; default: the model's context"
+    )
     attention: Literal["auto", "sdpa", "native", "triton"] = Field(
         "auto",
         description="'triton': our CUDA kernels; 'native': our CPU kernels; 'sdpa': torch's; 'auto': by device",
     )
-    cuda_graphs: bool = Field(True, description="on a GPU, capture decode steps at start")
+    cuda_graphs: bool = Field(True, description="capture decode steps in CUDA graphs at start, on a GPU")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of each rank of the engine")
     tensor_parallel: int = Field(1, ge=1, description="devices that share every layer of the model")
-    pipeline_parallel: int = Field(1, ge=1, description="number of stages, each with some of the layers")
-    lease_s: float = Field(10.0, ge=5, description="seconds of silence after which a sender's KV reservation ends")
+    pipeline_parallel: int = Field(1, ge=1, description="stages that the layers are divided into")
+    lease_s: float = Field(10.0, ge=5, description="a KV reservation ends after its sender has been silent this long")
     kv_transports: str = Field(
         "shm,grpc",
         description="transports of KV, best first: 'cuda_ipc', 'shm', 'nixl'; 'grpc' is always the last resort",
     )
-    kv_window: ByteSize = Field(ByteSize(32 << 20), description="most KV in transit to one worker")
-    kv_stall_s: float = Field(10.0, gt=0, description="seconds without progress after which a KV link has failed")
-    kv_link_mbps: float | None = Field(None, gt=0, description="for experiments: limit on KV links in MB/s")
-    kv_link_delay_ms: float = Field(0.0, ge=0, description="for experiments: delay added to KV links")
+    kv_window: ByteSize = Field(ByteSize(32 << 20), description="most KV in transfer to one worker")
+    kv_stall_s: float = Field(10.0, gt=0, description="a KV link without progress for this long has failed")
+    kv_link_mbps: float | None = Field(
+        None, gt=0, description="for experiments: limits KV transfer to this many megabytes per second"
+    )
+    kv_link_delay_ms: float = Field(0.0, ge=0, description="for experiments: delays KV transfer by this much")
     kv_store_mbps: float | None = Field(
-        None, gt=0, description="for experiments: limit on the link to the store in MB/s"
+        None,
+        gt=0,
+        description="for experiments: limits transfer to and from the store to this many megabytes per second",
     )
     calibrate: Calibrate = Field(
         "auto",
         description="measure a few prefills and decode steps before joining, so that the gateway can predict from the "
         "first request on. auto: use an earlier start's measurements (in the state directory); never: join at once",
     )
-    calibrate_s: float = Field(3.0, gt=0, description="approximate seconds that calibration may take")
-    drain_s: float = Field(2.0, ge=0, description="at SIGTERM, seconds that running requests get to finish")
+    calibrate_s: float = Field(3.0, gt=0, description="how long calibration may take, roughly")
+    drain_s: float = Field(2.0, ge=0, description="how long running requests may take to finish after SIGTERM")

@@ -1,4 +1,5 @@
-"""`halfmoon up`: the whole system on one host. Which processes there are, how they start, change and stop.
+"""`halfmoon up`: starts, changes and stops the processes of the whole system on one host.
 
-Read in this order: config/system_config, run, service_specs, supervisor, reserved_ports, gpus, from_plan, fleet.
+Read in this order: run, service_specs, supervisor, reserved_ports, gpus, from_plan, fleet, fleet_diff, fleet_servicer,
+stores, simulated, metrics_targets, service; config has its own order.
 """

@@ -1,4 +1,4 @@
-"""The workers of `halfmoon up` while it runs: new ones join before old ones go."""
+"""Changes the workers of a running `halfmoon up`: new ones join before old ones drain and end."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ from halfmoon.up.fleet_diff import WorkerChange, worker_change
 from halfmoon.up.service_specs import UpOptions, WorkerSpec, WorkerStart, wanted_workers
 from halfmoon.up.supervisor import Child, Supervisor
 
-JOIN_S = 900.0  # for a worker to load its weights and join
-DRAIN_S = 600.0  # for a worker to finish its requests; what is left then moves to others
+JOIN_S = 900.0  # time for a worker to load its weights and join
+DRAIN_S = 600.0  # time for a worker to finish its requests; the rest then moves to other workers
 _RETRY_AFTER_MS = 10_000
 
-# What a planned worker of a role with that index is started as, which sees these GPUs.
+# Builds the spec of a planned worker from options, role, index, start and the environment that names its GPUs.
 MakeSpec: TypeAlias = Callable[[UpOptions, Role, int, WorkerStart, Mapping[str, str]], WorkerSpec]
-OnProgress: TypeAlias = Callable[[str, int, int], None]  # what; done, of how many
+OnProgress: TypeAlias = Callable[[str, int, int], None]  # (stage, done, total)
 
 
 class WorkerFleet:
-    """Owns which workers run, and their one change at a time. `of_host` are the GPUs that they may use."""
+    """Owns the list of running workers and their one change at a time. `host_gpus` are the GPUs they may use."""
 
     def __init__(
-        self, supervisor: Supervisor, workers: Sequence[WorkerSpec], make: MakeSpec, of_host: Sequence[str]
+        self, supervisor: Supervisor, workers: Sequence[WorkerSpec], make: MakeSpec, host_gpus: Sequence[str]
     ) -> None:
         self._supervisor = supervisor
         self._workers = list(workers)
         self._make = make
-        self._of_host = of_host
-        self._num_made = len(workers)  # an index is given once: log files, and who is told apart by its name
+        self._host_gpus = host_gpus
+        self._num_made = len(workers)  # an index is used once, so that names and log files stay unique
         self._change: asyncio.Task[WorkerChange] | None = None
 
     @property
     def workers(self) -> Sequence[WorkerSpec]:
-        """Those that run."""
+        """Returns the specs of the running workers."""
         return self._workers
 
     def preview(self, planned: UpOptions) -> tuple[WorkerChange, str]:
-        """What would change, and why not without stopping first, if so. Raises Incompatible for too few GPUs."""
+        """Returns the change, and why it needs `stop_first`, or "". Raises Incompatible if there are too few GPUs."""
         change = worker_change(self._workers, wanted_workers(planned))
-        change.gpus(self._of_host, stop_first=True)
+        change.gpus(self._host_gpus, stop_first=True)
         try:
-            change.gpus(self._of_host, stop_first=False)
+            change.gpus(self._host_gpus, stop_first=False)
         except Incompatible as error:
             return change, error.message
         return change, ""
 
     def begin(self, planned: UpOptions, stop_first: bool, on_progress: OnProgress) -> asyncio.Task[WorkerChange]:
-        """Changes the workers. The task raises ServiceFailed when a new one does not join: the old ones serve on.
+        """Starts a change. Its task raises ServiceFailed if a new worker does not join; the old ones then keep serving.
 
-        Raises NoCapacity while another change is under way, and Incompatible where too few GPUs are free.
+        Raises NoCapacity while another change is in progress, and Incompatible if too few GPUs are free.
         """
         if self._change is not None and not self._change.done():
-            raise NoCapacity("another change of the workers is under way", retry_after_ms=_RETRY_AFTER_MS)
+            raise NoCapacity("another change of the workers is in progress", retry_after_ms=_RETRY_AFTER_MS)
         change = worker_change(self._workers, wanted_workers(planned))
-        visible = change.gpus(self._of_host, stop_first)
+        visible = change.gpus(self._host_gpus, stop_first)
         new = [
-            self._make(planned, role, self._num_made + at, start, gpus)
-            for at, ((role, start), gpus) in enumerate(zip(change.started, visible, strict=True))
+            self._make(planned, role, self._num_made + offset, start, gpus)
+            for offset, ((role, start), gpus) in enumerate(zip(change.started, visible, strict=True))
         ]
         self._num_made += len(new)
         run = self._stop_then_start if stop_first else self._start_then_stop
@@ -69,7 +69,7 @@ class WorkerFleet:
         return self._change
 
     async def close(self) -> None:
-        """Ends a change in the middle; who started the supervisor stops the workers."""
+        """Aborts a change. The owner of the supervisor stops the workers."""
         if self._change is not None:
             await cancelled(self._change)
 
@@ -92,7 +92,7 @@ class WorkerFleet:
         return change
 
     async def _join(self, specs: Sequence[WorkerSpec], on_progress: OnProgress) -> None:
-        """All of them, or none."""
+        """Starts workers and waits until all have joined; if one fails, stops all of them and raises its error."""
         on_progress("starting", 0, len(specs))
         children = [await self._supervisor.start(spec, is_expendable=True) for spec in specs]
         joining = [asyncio.create_task(_joined(child)) for child in children]
@@ -119,7 +119,7 @@ class WorkerFleet:
 
 
 async def _joined(child: Child) -> None:
-    """Raises ServiceFailed for one that ends before, or takes too long."""
+    """Waits until a worker has joined. Raises ServiceFailed if it ends first or takes longer than `JOIN_S`."""
     either: set[asyncio.Future[Any]] = {child.joined, child.ended}
     await asyncio.wait(either, timeout=JOIN_S, return_when=asyncio.FIRST_COMPLETED)
     if child.ended.done():

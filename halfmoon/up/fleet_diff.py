@@ -1,4 +1,4 @@
-"""From the workers that run to those of a plan: which stay, which start, which go. Pure."""
+"""Computes which workers a plan keeps, starts and stops. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WantedWorker: TypeAlias = tuple[Role, WorkerStart]
 
 @dataclass(frozen=True, slots=True)
 class WorkerChange:
-    """Who is of the same role and started with the same options stays."""
+    """Workers to keep, stop and start. Workers with the same role and options are kept."""
 
     kept: tuple[WorkerSpec, ...]
     stopped: tuple[WorkerSpec, ...]
@@ -23,29 +23,29 @@ class WorkerChange:
 
     @property
     def now(self) -> list[WantedWorker]:
-        """Before it."""
+        """Returns the workers before the change."""
         return [(spec.role, spec.start) for spec in (*self.kept, *self.stopped)]
 
     @property
     def then(self) -> list[WantedWorker]:
-        """After it."""
+        """Returns the workers after the change."""
         return [*((spec.role, spec.start) for spec in self.kept), *self.started]
 
-    def gpus(self, of_host: Sequence[str], stop_first: bool) -> list[dict[str, str]]:
-        """What lets each started worker see GPUs of its own. Raises Incompatible where too few are free."""
-        beside = self.kept if stop_first else (*self.kept, *self.stopped)
-        taken = {name for spec in beside for name in spec.gpus}
-        return gpus_beside(of_host, taken, [start.num_gpus for _, start in self.started])
+    def gpus(self, host_gpus: Sequence[str], stop_first: bool) -> list[dict[str, str]]:
+        """Returns environments that give each started worker its own GPUs. Raises Incompatible if too few are free."""
+        others = self.kept if stop_first else (*self.kept, *self.stopped)
+        taken = {name for spec in others for name in spec.gpus}
+        return gpus_beside(host_gpus, taken, [start.num_gpus for _, start in self.started])
 
 
 def worker_change(now: Sequence[WorkerSpec], wanted: Sequence[WantedWorker]) -> WorkerChange:
-    """The fewest starts and stops."""
+    """Finds the change with the fewest starts and stops."""
     missing = list(wanted)
     kept, stopped = [], []
     for spec in now:
-        one = (spec.role, spec.start)
-        if one in missing:
-            missing.remove(one)
+        worker = (spec.role, spec.start)
+        if worker in missing:
+            missing.remove(worker)
             kept.append(spec)
         else:
             stopped.append(spec)

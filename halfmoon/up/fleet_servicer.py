@@ -1,4 +1,4 @@
-"""halfmoon.Fleet on the wire: what `halfmoon up` answers to its own planner."""
+"""Serves halfmoon.Fleet, through which the planner of `halfmoon up` changes workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from halfmoon.up.service_specs import UpOptions
 
 @contextmanager
 def fleet_address() -> Iterator[str]:
-    """A Unix socket's, in a directory that only this user can enter. Its path is short, as the system wants it."""
+    """Yields the address of a Unix socket in a directory that only this user can enter, short enough for the system."""
     with tempfile.TemporaryDirectory(prefix="halfmoon-") as directory:
         yield f"unix:{Path(directory) / 'fleet'}"
 
@@ -34,7 +34,10 @@ async def fleet_server(
     planned: Callable[[str], UpOptions],
     on_end: Callable[[asyncio.Task[WorkerChange]], None],
 ) -> AsyncIterator[None]:
-    """Answers at `address` while inside. `planned` reads a plan's text, and may block; `on_end` hears of changes."""
+    """Serves at `address` until the block ends. `planned` reads a plan's text and may block.
+
+    `on_end` is called with each change that has ended.
+    """
     servicer = FleetServicer(fleet, planned, on_end)
     try:
         async with running_server(address, [servicer.register], RpcMetrics(CollectorRegistry()), grace_s=0.0):
@@ -44,7 +47,7 @@ async def fleet_server(
 
 
 class FleetServicer(planner_pb2_grpc.FleetServicer):
-    """Owns nothing: a change is the fleet's, and goes on when who asked for it leaves."""
+    """Knows the fleet. Owns nothing: a change belongs to the fleet and continues after its caller has left."""
 
     def __init__(
         self,
@@ -72,21 +75,21 @@ class FleetServicer(planner_pb2_grpc.FleetServicer):
     ) -> AsyncIterator[planner_pb2.ApplyUpdate]:
         """See planner.proto."""
         planned = await asyncio.to_thread(self._planned, request.plan_yaml)
-        said: asyncio.Queue[planner_pb2.Progress | None] = asyncio.Queue()
+        updates: asyncio.Queue[planner_pb2.Progress | None] = asyncio.Queue()
 
         def note(what: str, done: int, total: int) -> None:
-            said.put_nowait(planner_pb2.Progress(what=what, done=done, total=total))
+            updates.put_nowait(planner_pb2.Progress(what=what, done=done, total=total))
 
         change = self._fleet.begin(planned, request.stop_first, note)
-        change.add_done_callback(lambda _: said.put_nowait(None))
+        change.add_done_callback(lambda _: updates.put_nowait(None))
         change.add_done_callback(self._on_end)
-        while (progress := await said.get()) is not None:
+        while (progress := await updates.get()) is not None:
             yield planner_pb2.ApplyUpdate(progress=progress)
         yield planner_pb2.ApplyUpdate(applied=change_message(await asyncio.shield(change)))
 
 
 def change_message(change: WorkerChange, why_not: str = "") -> planner_pb2.WorkerChange:
-    """As it is told."""
+    """Converts a change to a message."""
     return planner_pb2.WorkerChange(
         now=_groups(change.now),
         then=_groups(change.then),

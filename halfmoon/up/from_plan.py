@@ -1,4 +1,4 @@
-"""The workers of a plan: of one that a system starts from, or of one that is applied to what runs."""
+"""Takes the workers of a plan, for a system that starts from it or a running system that it is applied to."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 
 def applied_options(options: UpOptions, model: PreparedModel, plan_yaml: str) -> UpOptions:
-    """Of the system that runs with `options` and serves `model`, with the plan's workers instead of its own.
+    """Returns the options of the running system with the plan's workers instead of its own.
 
-    Blocks, to read the model's config. Raises InvalidRequest for no plan, Incompatible for one that needs more than
-    other workers.
+    Blocks to read the model's config. Raises InvalidRequest for a malformed plan, and Incompatible for a plan that
+    would change more than the workers.
     """
     planned = parse_plan(plan_yaml, Path("plan.yaml"))
     if not _is_served(planned.model_name, options, model):
         raise Incompatible(
-            f"the plan is for {planned.model_name!r}, and {model.name!r} is served here: search for a plan of that, or "
-            "download this one and start it with `halfmoon up --plan plan.yaml --model MODEL`"
+            f"the plan is for {planned.model_name!r}, and {model.name!r} is served here: search for a plan for that "
+            "model, or download this one and start it with `halfmoon up --plan plan.yaml --model MODEL`"
         )
     if planned.handover_codec not in ("raw", options.handover_codec):
         raise Incompatible(
@@ -36,13 +36,13 @@ def applied_options(options: UpOptions, model: PreparedModel, plan_yaml: str) ->
 
 
 def with_planned_workers(options: UpOptions, planned: PlannedLayout) -> UpOptions:
-    """`options` with the plan's workers instead of its own."""
+    """Returns `options` with the plan's workers instead of its own."""
     starts: dict[str, list[WorkerStart]] = {
         role: [
-            WorkerStart(one.arguments, one.tp * one.pp)
-            for one in planned.workers
-            if one.role == role
-            for _ in range(one.count)
+            WorkerStart(group.arguments, group.tp * group.pp)
+            for group in planned.workers
+            if group.role == role
+            for _ in range(group.count)
         ]
         for role in _ROLES
     }
@@ -56,7 +56,7 @@ def with_planned_workers(options: UpOptions, planned: PlannedLayout) -> UpOption
 
 
 def _is_served(name: str, options: UpOptions, model: PreparedModel) -> bool:
-    """By name, or as a model of the catalogue with the same shape."""
+    """Whether the served model has that name, or the same shape as the catalogue's model of that name."""
     if name in (options.model, model.name):
         return True
     known = known_shape(name)

@@ -1,4 +1,4 @@
-"""Which GPU each worker of one host computes on, and how much of it. No torch: the workers alone load it."""
+"""Assigns the GPUs of one host, and shares of their memory, to workers. No torch: only the workers load it."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from dataclasses import dataclass
 from halfmoon.errors import Incompatible, InvalidRequest
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-_UTILIZATION = 0.9  # of a GPU, by all its workers
+_UTILIZATION = 0.9  # share of a GPU's memory that all its workers use together
 _QUERY = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
 _TIMEOUT_S = 20
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Names of this host's GPUs, as CUDA_VISIBLE_DEVICES takes them: those that it allows already, else all."""
+    """Returns names of GPUs for CUDA_VISIBLE_DEVICES: those that it names already, or else all of this host."""
     named = environment.get(VISIBLE_GPUS)
     if named is not None:
         names = [name.strip() for name in named.split(",")]
         return tuple(names[: next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))])
     try:
-        said = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+        output = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):  # no driver, no GPU
         return ()
-    return tuple(line.strip() for line in said.splitlines() if line.strip())
+    return tuple(line.strip() for line in output.splitlines() if line.strip())
 
 
 @dataclass(frozen=True, slots=True)
 class GPUShares:
-    """`num_workers` on `gpus` in turns; those that meet on one share its memory."""
+    """Assigns `num_workers` to `gpus` in turn. Workers on the same GPU share its memory."""
 
     gpus: tuple[str, ...]
     num_workers: int
 
     def environment(self, worker: int) -> dict[str, str]:
-        """What lets one worker see its GPU alone."""
+        """Returns the environment in which a worker sees only its GPU."""
         return {VISIBLE_GPUS: self.gpus[worker % len(self.gpus)]} if self.gpus else {}
 
     def arguments(self, worker: int) -> tuple[str, ...]:
-        """Its share of that GPU's memory, unless it has all of it."""
+        """Returns the arguments that limit a worker to its share of a shared GPU's memory."""
         if not self.gpus:
             return ()
         here = worker % len(self.gpus)
@@ -49,7 +49,7 @@ class GPUShares:
 
 
 def whole_gpus(gpus: Sequence[str], num_devices: Sequence[int]) -> list[dict[str, str]]:
-    """What lets each worker see GPUs of its own, as many as it computes on. Raises InvalidRequest for too few."""
+    """Returns environments that give each worker its own GPUs. Raises InvalidRequest if there are too few."""
     if not gpus:
         return [{} for _ in num_devices]
     if sum(num_devices) > len(gpus):
@@ -62,7 +62,7 @@ def whole_gpus(gpus: Sequence[str], num_devices: Sequence[int]) -> list[dict[str
 
 
 def gpus_beside(gpus: Sequence[str], taken: Collection[str], num_devices: Sequence[int]) -> list[dict[str, str]]:
-    """As `whole_gpus`, of those that nobody has `taken`. Raises Incompatible for too few."""
+    """Does as `whole_gpus` with the GPUs that are not `taken`. Raises Incompatible if there are too few."""
     free = [name for name in gpus if name not in taken]
     if gpus and sum(num_devices) > len(free):
         raise Incompatible(

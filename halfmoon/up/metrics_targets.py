@@ -1,7 +1,7 @@
-"""Where Prometheus finds the services of `halfmoon up`: their ports, and the file that says so.
+"""Chooses the metrics ports of the services of `halfmoon up`, and lists them in a file for Prometheus.
 
-deploy/prometheus/prometheus-up.yml reads the file (file_sd_configs), so that any number of workers, and those that the
-planner starts later, are scraped without an edit.
+deploy/prometheus/prometheus-up.yml reads the file (file_sd_configs). So any number of workers is scraped without an edit,
+also workers that the planner starts later.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ Spec = TypeVar("Spec", bound=ServiceSpec)
 
 
 class MetricsTargets:
-    """Owns which service serves metrics at which port. `first` is None for nowhere, 0 for free ports."""
+    """Owns the metrics ports of the services. `first` is the first port, 0 for free ports, or None for no metrics."""
 
     def __init__(self, state_dir: Path, first: int | None, ports: ReservedPorts) -> None:
         self._path = state_dir / TARGETS_FILE
         self._first = first
         self._ports = ports
-        self._num_given = 0
+        self._num_opened = 0
 
     def opened(self, spec: Spec) -> Spec:
-        """With a port for its metrics, if it has any."""
+        """Returns the spec with a port for its metrics, if the service has metrics."""
         if self._first is None or spec.arguments[1] not in _JOBS:
             return spec
-        port = self._first + self._num_given if self._first else self._ports.port()
-        self._num_given += 1
+        port = self._first + self._num_opened if self._first else self._ports.port()
+        self._num_opened += 1
         return replace(spec, arguments=(*spec.arguments, "--metrics-port", str(port)), metrics_port=port)
 
     def write(self, gateway: str, specs: Iterable[ServiceSpec]) -> None:
-        """The file, for the HTTP address of the gateways and the services that run now."""
+        """Writes the file: the gateways' HTTP address and the services that run now."""
         groups = [_group(gateway, "halfmoon-gateway", "gateway")]
         groups += [
             _group(f"{_HOST}:{spec.metrics_port}", _JOBS[spec.arguments[1]], spec.name)

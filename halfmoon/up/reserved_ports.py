@@ -1,4 +1,4 @@
-"""Ports that are chosen here and listened on by a child, now and whenever it is started again."""
+"""Reserves ports that a child listens on, now and after every restart."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from halfmoon.errors import InvalidRequest
 
 
 class ReservedPorts:
-    """Owns a bound socket for each port, which never listens.
+    """Owns a bound socket for each port. The sockets never listen.
 
-    Linux gives a bound port to nobody who asks for any, and lets one who names it and sets SO_REUSEADDR, as servers do,
-    listen on it. Elsewhere the second bind would be refused, so there the port is only one that was free.
+    Linux never hands out a bound port as a free one. A server that names the port and sets SO_REUSEADDR may listen on
+    it all the same. Other systems would refuse the second bind, so there the port has only been free once.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class ReservedPorts:
         self._held.close()
 
     def port(self, host: str = "127.0.0.1") -> int:
-        """One more, on an address of this host. Raises InvalidRequest if it is none."""
+        """Reserves one more port on `host`. Raises InvalidRequest if that is not an address of this host."""
         try:
             held = _bound(host)
         except OSError as err:
@@ -42,7 +42,7 @@ class ReservedPorts:
         return port
 
     def address(self) -> str:
-        """host:port on loopback."""
+        """Reserves a port on loopback and returns its host:port."""
         return f"127.0.0.1:{self.port()}"
 
 

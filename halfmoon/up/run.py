@@ -1,4 +1,4 @@
-"""`halfmoon up`: the whole system on this host, as one command."""
+"""Runs `halfmoon up`: starts the whole system on this host and keeps it running until it is stopped."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _HEALTH_POLL_S = 0.1
 
 
 async def up(options: UpOptions, terminal: Console) -> None:
-    """Runs until Ctrl-C or SIGTERM. Raises ServiceFailed when a service ends on its own."""
+    """Runs until Ctrl-C or SIGTERM. Raises ServiceFailed if a service ends for good on its own."""
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -67,11 +67,11 @@ async def up(options: UpOptions, terminal: Console) -> None:
 
 
 class _Started(NamedTuple):
-    """What runs, and all that more workers of it need."""
+    """The started system, with everything that starting more workers needs."""
 
     options: UpOptions
     model: PreparedModel
-    cluster: str  # host:port of the gateways, by commas
+    cluster: str  # host:port of the gateways, separated by commas
     stores: Sequence[str]
     specs: Sequence[ServiceSpec]  # all but the gateways
     metrics: MetricsTargets
@@ -100,8 +100,8 @@ async def _start(
     options = replace(options, port=options.port or ports.port(options.host))
     numbers = [None] if options.num_gateways == 1 else range(options.num_gateways)
     specs = [gateway_spec(options, model, number, stores[0], ports.address()) for number in numbers]
-    announced = await children_ready([await supervisor.start(traced(spec, options)) for spec in specs])
-    cluster = ",".join(one["address"] for one in announced)
+    ready = await children_ready([await supervisor.start(traced(spec, options)) for spec in specs])
+    cluster = ",".join(event["address"] for event in ready)
     metrics = MetricsTargets(options.state_dir, options.metrics_port, ports)
     wanted = other_specs(options, model, cluster, stores, planner, fleet)
     specs = [metrics.opened(traced(spec, options)) for spec in wanted]
@@ -110,9 +110,9 @@ async def _start(
     remember_stores(options.state_dir, stores)
     for idle in idle_directories(options.store, options.state_dir):
         terminal.print(
-            f"[yellow]{idle} is of a store that is not started now: --stores brings it back, or remove it[/]"
+            f"[yellow]{idle} belongs to a store that is not started: raise --stores to use it, or remove it[/]"
         )
-    url = announced[0]["http"]
+    url = ready[0]["http"]
     await _until_healthy(url)
     http = url.removeprefix("http://")
     metrics.write(http, specs)
@@ -122,7 +122,7 @@ async def _start(
 
 
 async def _change_workers(started: _Started, address: str, supervisor: Supervisor, terminal: Console) -> None:
-    """Does what the planner asks for."""
+    """Serves the planner's requests to change workers."""
     options, model, cluster, stores, specs, metrics, http = started
 
     def made(planned: UpOptions, role: Role, index: int, start: WorkerStart, visible: Mapping[str, str]) -> WorkerSpec:
@@ -143,28 +143,28 @@ async def _change_workers(started: _Started, address: str, supervisor: Superviso
 
 
 async def prepared_model(model: str, terminal: Console) -> PreparedModel:
-    """Downloads or converts the model in a process of its own, which ends with this call. Raises UnknownModel."""
+    """Downloads or converts the model in a process that ends with this call. Raises UnknownModel."""
     command = (sys.executable, "-m", "halfmoon.engine.prepare", model)
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, start_new_session=True)
-    said: dict[str, str] = {}
+    message: dict[str, str] = {}
     try:
         assert process.stdout is not None
         async for line in process.stdout:
-            said = json.loads(line)
-            if "step" in said:
-                terminal.print(said["step"], markup=False, highlight=False, soft_wrap=True)
+            message = json.loads(line)
+            if "step" in message:
+                terminal.print(message["step"], markup=False, highlight=False, soft_wrap=True)
         await process.wait()
     finally:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-    if "path" not in said:
-        raise UnknownModel(said.get("error", f"preparing the model ended with exit status {process.returncode}"))
-    return PreparedModel(said["path"], "demo" if model == "demo" else said["name"])
+    if "path" not in message:
+        raise UnknownModel(message.get("error", f"preparing the model ended with exit status {process.returncode}"))
+    return PreparedModel(message["path"], "demo" if model == "demo" else message["name"])
 
 
 def _operator_token(options: UpOptions) -> str | None:
-    """Beyond loopback there is always one."""
+    """Returns the operator token, generated if the host is not loopback and none is given."""
     return options.operator_token or (None if is_loopback(options.host) else secrets.token_urlsafe(18))
 
 
@@ -202,13 +202,14 @@ def _print_change(terminal: Console, change: asyncio.Task[WorkerChange]) -> None
     if change.cancelled():
         return
     error = change.exception()
-    said = f"changing the workers failed, the old ones serve on: {error}" if error else f"now {_told(change.result())}"
-    terminal.print(f"halfmoon: {said}", style="red" if error else None, markup=False, highlight=False, soft_wrap=True)
+    text = f"changing the workers failed, the old ones keep serving: {error}" if error else _now(change.result())
+    terminal.print(f"halfmoon: {text}", style="red" if error else None, markup=False, highlight=False, soft_wrap=True)
 
 
-def _told(change: WorkerChange) -> str:
+def _now(change: WorkerChange) -> str:
     counts = Counter(role for role, _ in change.then)
-    return ", ".join(f"{count} {role}" for role, count in sorted(counts.items())) + " workers serve, as planned"
+    workers = ", ".join(f"{count} {role}" for role, count in sorted(counts.items()))
+    return f"now {workers} workers serve, as planned"
 
 
 def _bars(terminal: Console) -> Progress:
@@ -217,14 +218,14 @@ def _bars(terminal: Console) -> Progress:
 
 
 class _Display:
-    """Owns the progress bars: one for each thing that loads."""
+    """Owns the progress bars, one for each service that loads weights."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
         self._tasks: dict[str, TaskID] = {}
 
     def on_event(self, service: str, event: dict[str, Any]) -> None:
-        """A child's log event."""
+        """Advances a bar on a child's log event."""
         if event.get("event") == "weights.progress":
             self._advance(f"{service}: weights", int(event["done_bytes"]), int(event["total_bytes"]))
 
@@ -235,7 +236,7 @@ class _Display:
 
 
 def run_up(options: UpOptions, terminal: Console) -> int:
-    """The exit status of `halfmoon up`."""
+    """Runs `halfmoon up` and returns its exit status."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         asyncio.run(up(options, terminal))

@@ -1,6 +1,6 @@
-"""`python -m halfmoon.up.service SERVICE [options]`: one service with its part of the file that HALFMOON_CONFIG names.
+"""`python -m halfmoon.up.service SERVICE [options]` runs one service with its part of the file in HALFMOON_CONFIG.
 
-Containers start this way. The service's own options and variables go before the file.
+Containers start this way. The service's own options and variables override the file.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ SERVICES = ("gateway", "prefill", "decode", "kvstore", "planner", "console")
 
 
 class Start(NamedTuple):
-    """What is run instead of this."""
+    """The program that replaces this one."""
 
-    arguments: tuple[str, ...]  # of Python
+    arguments: tuple[str, ...]  # to Python
     environment: dict[str, str]
 
 
 def service_start(arguments: Sequence[str], environment: Mapping[str, str]) -> Start:
-    """For this program's arguments. Raises InvalidRequest."""
+    """Returns the program to run for these arguments. Raises InvalidRequest."""
     service, *own = arguments or ("",)
     if service not in SERVICES:
-        raise InvalidRequest(f"there is no service {service!r}: there are {', '.join(SERVICES)}")
+        raise InvalidRequest(f"unknown service {service!r}: choose from {', '.join(SERVICES)}")
     module = service if service == "console" else f"services.{service}"
     file = environment.get(CONFIG_VARIABLE)
-    told = service_environment(read_config(Path(file)), service, own, environment) if file else {}
-    return Start(("-m", module, *own), {**environment, **told})
+    settings = service_environment(read_config(Path(file)), service, own, environment) if file else {}
+    return Start(("-m", module, *own), {**environment, **settings})
 
 
 if __name__ == "__main__":

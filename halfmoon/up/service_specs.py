@@ -1,4 +1,4 @@
-"""What `halfmoon up` starts: each process of the system with its arguments and environment. Starts nothing."""
+"""Builds the arguments and environment of every process that `halfmoon up` starts. Starts nothing itself."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ ServiceSettings: TypeAlias = Mapping[str, Mapping[str, str]]
 
 
 class WorkerStart(NamedTuple):
-    """What one worker is started with, beside what all are."""
+    """One worker's own arguments, in addition to those of all workers."""
 
     arguments: tuple[str, ...] = ()
     num_gpus: int = 1
-    on_cpu: bool = False  # though others may have GPUs
+    on_cpu: bool = False  # even if other workers have GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec(ServiceSpec):
-    """A worker as a child."""
+    """The spec of one worker process."""
 
     role: Role
     start: WorkerStart
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """That it computes on; none: on the CPU, or on whatever there is."""
+        """Returns its GPUs. Empty if it computes on the CPU or its GPUs are not restricted."""
         return visible_gpus({VISIBLE_GPUS: self.environment.get(VISIBLE_GPUS, "")})
 
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """What to start. Counts are numbers of worker processes by role."""
+    """Options of `halfmoon up`. Counts are numbers of worker processes by role."""
 
     model: str = "demo"
-    model_name: str | None = None  # None: its own
+    model_name: str | None = None  # None: the model's own
     num_prefill: int = 1
     num_decode: int = 1
     num_both: int = 0
@@ -63,20 +63,22 @@ class UpOptions:
     state_dir: Path = Path(".halfmoon")
     console: bool = True
     console_port: int = 8501
-    admission: AdmissionMode | None = None  # None: the gateway's own
+    admission: AdmissionMode | None = None  # None: the gateway's default
     placement: PlacementMode | None = None
     slo: Literal["default", "off"] = "default"
-    settings: ServiceSettings = field(default_factory=dict)  # other settings by service, as texts
-    worker_arguments: tuple[str, ...] = ()  # of every worker, as options and values in turns; its own go before
-    metrics_port: int | None = 0  # first of those of stores, planner and workers; 0: free ones; None: none
+    settings: ServiceSettings = field(default_factory=dict)  # further settings by service, as texts
+    worker_arguments: tuple[
+        str, ...
+    ] = ()  # of every worker, options and values alternating; a worker's own override them
+    metrics_port: int | None = 0  # first port of stores, planner and workers; 0: free ports; None: no metrics
     simulation: SimulatedWorkers | None = None  # None: real engines
     store: StoreOptions = field(default_factory=StoreOptions)
     num_gateways: int = 1
-    operator_token: str | None = None  # None: made where the host is not loopback
-    api_keys: tuple[str, ...] = ()  # none: everybody may ask
-    worker_starts: Mapping[str, Sequence[WorkerStart]] = field(default_factory=dict)  # by role, of each real engine
+    operator_token: str | None = None  # None: generated if the host is not loopback
+    api_keys: tuple[str, ...] = ()  # empty: no key is needed
+    worker_starts: Mapping[str, Sequence[WorkerStart]] = field(default_factory=dict)  # of each real engine, by role
     ledger_url: str | None = None  # of gateways and planner; None: SQLite in state_dir
-    otlp_endpoint: str | None = None  # who gets traces; None: whom OpenTelemetry's own variables name
+    otlp_endpoint: str | None = None  # receiver of traces; None: the one that OpenTelemetry's own variables name
 
     def __post_init__(self) -> None:
         if self.state_dir.exists() and not self.state_dir.is_dir():
@@ -84,7 +86,7 @@ class UpOptions:
         if min(self.num_prefill, self.num_decode, self.num_both) < 0:
             raise InvalidRequest("numbers of workers cannot be negative")
         if self.num_gateways < 1:
-            raise InvalidRequest("there has to be at least one gateway")
+            raise InvalidRequest("at least one gateway is needed")
         check_endpoint(self.otlp_endpoint)
         if not self.num_both and not (self.num_prefill and self.num_decode):
             raise InvalidRequest(
@@ -107,15 +109,15 @@ def gateway_spec(
     store: str | None = None,
     cluster_listen: str = "127.0.0.1:0",
 ) -> ServiceSpec:
-    """The gateway as a child; with a `number`, one of several on one HTTP port.
+    """Returns the spec of a gateway; with a `number`, of one of several on one HTTP port.
 
-    With ports that are given it comes back where it was when it dies: workers register again, clients see a pause or
-    another gateway.
+    Its ports are given, so that a restarted gateway has the same addresses: workers register again, and clients see a
+    pause or another gateway.
     """
     is_shared = number is not None
     listen = ("--host", options.host, "--port", str(options.port), "--reuse-port", str(is_shared).lower())
     cluster = ("--cluster-listen", cluster_listen)
-    which = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
+    served = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
     codec = ("--handover-codec", options.handover_codec, "--slo", options.slo)
     modes = {"--admission": options.admission, "--placement": options.placement}
     chosen = (part for name, mode in modes.items() if mode is not None for part in (name, mode))
@@ -123,16 +125,19 @@ def gateway_spec(
     if options.operator_token:
         keys["HALFMOON_GATEWAY_OPERATOR_TOKEN"] = options.operator_token
     keys |= _ledger(options, "GATEWAY") | variables("gateway", options.settings)
-    stored = () if store is None else ("--kv-store", store)
-    arguments = ("-m", "services.gateway", *listen, *cluster, *which, *codec, *stored, *chosen)
+    kv_store = () if store is None else ("--kv-store", store)
+    arguments = ("-m", "services.gateway", *listen, *cluster, *served, *codec, *kv_store, *chosen)
     return ServiceSpec(f"gateway-{number}" if is_shared else "gateway", arguments, keys, restarts=True)
 
 
 def other_specs(
     options: UpOptions, model: PreparedModel, cluster: str, stores: Sequence[str], planner: str, fleet: str = ""
 ) -> list[ServiceSpec]:
-    """All but the gateways, which are at `cluster` (host:port, by commas). `fleet`: where the workers are changed."""
-    which = ("--model", model.path, "--model-name", model.name)
+    """Returns the specs of all services but the gateways.
+
+    The gateways are at `cluster` (host:port, separated by commas), and halfmoon.Fleet is at `fleet`.
+    """
+    served = ("--model", model.path, "--model-name", model.name)
     specs = [
         *store_specs(options.store, options.state_dir, stores, variables("kvstore", options.settings)),
         _planner_spec(options, planner, fleet),
@@ -141,9 +146,9 @@ def other_specs(
     if options.console and find_spec("streamlit") is not None:
         specs.append(_console_spec(options, planner))
     if options.simulation is not None:
-        told = variables("simulation", options.settings)
-        simulated = simulation_specs(options.simulation, counts, cluster, which)
-        return [*specs, *(replace(spec, environment={**spec.environment, **told}) for spec in simulated)]
+        settings = variables("simulation", options.settings)
+        simulated = simulation_specs(options.simulation, counts, cluster, served)
+        return [*specs, *(replace(spec, environment={**spec.environment, **settings}) for spec in simulated)]
     workers = wanted_workers(options)
     shares = _gpus([start for _, start in workers], options.device)
     num_of: Counter[Role] = Counter()
@@ -155,7 +160,7 @@ def other_specs(
 
 
 def wanted_workers(options: UpOptions) -> list[tuple[Role, WorkerStart]]:
-    """Each real engine."""
+    """Returns role and start of each worker with a real engine."""
     counts: dict[Role, int] = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
     starts = options.worker_starts
     return [
@@ -176,18 +181,21 @@ def worker_spec(
     visible: Mapping[str, str],
     share: Sequence[str] = (),
 ) -> WorkerSpec:
-    """The `index`th of its role; `visible` lets it see its GPUs, `share` says what it has of them."""
+    """Returns the spec of the `index`th worker of a role.
+
+    `visible` is the environment that names its GPUs, `share` the arguments that limit their memory.
+    """
     module = "services.decode" if role == "decode" else "services.prefill"
     common = ("--gateway", cluster)
     chosen = {"--device": options.device, "--dtype": options.dtype, **_pairs(share)}
     chosen |= _pairs(options.worker_arguments) | _pairs(start.arguments)
-    which = ("--model", model.path, "--model-name", model.name)
+    served = ("--model", model.path, "--model-name", model.name)
     state = ("--state-dir", str(options.state_dir), "--kv-store", stores[index % len(stores)])
-    told = variables(module.removeprefix("services."), options.settings)
+    settings = variables(module.removeprefix("services."), options.settings)
     return WorkerSpec(
         f"{role}-{index}",
-        ("-m", module, "--role", role, *common, *which, *state, *itertools.chain(*chosen.items())),
-        {**told, **_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false", **visible},
+        ("-m", module, "--role", role, *common, *served, *state, *itertools.chain(*chosen.items())),
+        {**settings, **_openmp_waiting(options), "TOKENIZERS_PARALLELISM": "false", **visible},
         restarts=True,
         num_gateways=options.num_gateways,
         role=role,
@@ -196,14 +204,14 @@ def worker_spec(
 
 
 def traced(spec: Spec, options: UpOptions) -> Spec:
-    """With what tells it where traces go."""
+    """Returns the spec with the address that its traces go to."""
     if options.otlp_endpoint is None:
         return spec
     return replace(spec, environment={**spec.environment, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": options.otlp_endpoint})
 
 
 def variables(service: str, settings: ServiceSettings) -> dict[str, str]:
-    """The settings of a service as its environment says them: others may read arguments, and some are secrets."""
+    """Converts settings to environment variables: arguments are visible to other users, and some are secrets."""
     return {f"HALFMOON_{service.upper()}_{name.upper()}": text for name, text in settings.get(service, {}).items()}
 
 
@@ -212,24 +220,24 @@ def _pairs(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _gpus(starts: Sequence[WorkerStart], device: str) -> list[tuple[dict[str, str], tuple[str, ...]]]:
-    """Environment and arguments of each worker. GPUs are shared in turns, unless a worker needs several."""
-    computing = iter(_gpu_shares([one.num_gpus for one in starts if not one.on_cpu], device))
-    return [({}, ()) if one.on_cpu else next(computing) for one in starts]
+    """Returns environment and arguments of each worker. GPUs are assigned in turn, unless a worker needs several."""
+    computing = iter(_gpu_shares([start.num_gpus for start in starts if not start.on_cpu], device))
+    return [({}, ()) if start.on_cpu else next(computing) for start in starts]
 
 
 def _gpu_shares(num_devices: list[int], device: str) -> list[tuple[dict[str, str], tuple[str, ...]]]:
     gpus = visible_gpus() if device != "cpu" else ()
     if max(num_devices, default=1) > 1:
-        return [(one, ()) for one in whole_gpus(gpus, num_devices)]
+        return [(environment, ()) for environment in whole_gpus(gpus, num_devices)]
     shares = GPUShares(gpus, len(num_devices))
     return [(shares.environment(place), shares.arguments(place)) for place in range(len(num_devices))]
 
 
 def _openmp_waiting(options: UpOptions) -> dict[str, str]:
-    """How OpenMP threads wait between two operations: docs/log/up.md has the measurements.
+    """Returns how OpenMP threads wait between two operations. Measurements are in docs/log/up.md.
 
-    Alone on its cores a worker is a fifth faster when they spin for a moment; where several share cores, spinning
-    takes them from each other.
+    A worker alone on its cores is a fifth faster if its threads spin for a moment. Workers that share cores would take
+    them from each other by spinning.
     """
     if options.num_prefill + options.num_decode + options.num_both == 1:
         return {"GOMP_SPINCOUNT": "1000"}
@@ -237,7 +245,7 @@ def _openmp_waiting(options: UpOptions) -> dict[str, str]:
 
 
 def _planner_spec(options: UpOptions, address: str, fleet: str) -> ServiceSpec:
-    """At the same address whenever it is started again; its plans are in the gateway's ledger."""
+    """Returns the planner's spec. It keeps its address after a restart, and its plans in the gateway's ledger."""
     changes = ("--fleet", fleet) if fleet and options.simulation is None else ()
     arguments = ("-m", "services.planner", "--listen", address, "--state-dir", str(options.state_dir), *changes)
     token = {"HALFMOON_PLANNER_OPERATOR_TOKEN": options.operator_token} if options.operator_token else {}
@@ -246,7 +254,7 @@ def _planner_spec(options: UpOptions, address: str, fleet: str) -> ServiceSpec:
 
 
 def _ledger(options: UpOptions, service: str) -> dict[str, str]:
-    """No argument: others may read those, and the URL may have a password."""
+    """Passes the URL by environment: it may hold a password, and arguments are visible to other users."""
     return {f"HALFMOON_{service}_LEDGER_URL": options.ledger_url} if options.ledger_url else {}
 
 
@@ -267,7 +275,7 @@ def _console_spec(options: UpOptions, planner: str) -> ServiceSpec:
 
 
 def reachable(host: str) -> str:
-    """An address at which a service that listens on `host` answers on this host."""
+    """Returns an address of this host at which a service that listens on `host` answers."""
     return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
 
 

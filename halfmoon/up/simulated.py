@@ -1,4 +1,4 @@
-"""`halfmoon up --engine sim`: the model directory that is served without weights, and the processes of its workers."""
+"""`halfmoon up --engine sim`: prepares a model directory without weights, and the processes of simulated workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWorkers:
-    """How the workers are simulated. Raises InvalidRequest for an unknown profile."""
+    """Options of simulated workers. Raises InvalidRequest for an unknown profile."""
 
     profile: str = DEFAULT_PROFILE
     time_scale: float = 1.0
@@ -33,12 +33,12 @@ class SimulatedWorkers:
             raise InvalidRequest("--sim-processes must be at least 1")
 
     def worker_profile(self) -> WorkerProfile:
-        """The latencies of each worker."""
+        """Returns the latencies of each worker."""
         return load_profile(self.profile).scaled(self.time_scale)
 
 
 def simulated_model(model: Path, simulated: SimulatedWorkers, state_dir: Path) -> Path:
-    """A directory with the tokenizer of `model`, without weights, whose context is that of the simulated workers."""
+    """Makes a directory with the tokenizer of `model`, no weights, and the context length of the simulated workers."""
     target = state_dir / "simulated-model"
     target.mkdir(parents=True, exist_ok=True)
     for pattern in _TOKENIZER_FILES:
@@ -53,15 +53,15 @@ def simulated_model(model: Path, simulated: SimulatedWorkers, state_dir: Path) -
 def simulation_specs(
     simulated: SimulatedWorkers, counts: Mapping[str, int], cluster: str, model: Sequence[str]
 ) -> list[ServiceSpec]:
-    """Processes that share the workers of each role evenly. `model` is the arguments that name it."""
-    how = {
+    """Returns processes that share the workers of each role evenly. `model` holds the arguments that name the model."""
+    settings = {
         "--profile": simulated.profile,
         "--time-scale": simulated.time_scale,
         "--text": simulated.text,
         "--length": simulated.length,
         "--median-tokens": simulated.median_tokens,
     }
-    options = tuple(str(part) for pair in how.items() for part in pair)
+    options = tuple(str(part) for pair in settings.items() for part in pair)
     specs = []
     for index in range(min(simulated.num_processes, sum(counts.values()))):
         share = {role: len(range(index, count, simulated.num_processes)) for role, count in counts.items()}

@@ -1,4 +1,4 @@
-"""The stores of `halfmoon up`: their processes, and how workers and operators find them."""
+"""The KV stores of `halfmoon up`: their processes, directories and addresses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.up.supervisor import ServiceSpec
 
-_INDEX = "index.sqlite"  # of the disk tier
-_ADDRESSES = "stores"  # in the state directory, one a line
+_INDEX = "index.sqlite"  # the disk tier's index
+_ADDRESSES = "stores"  # file in the state directory, one address per line
 
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How many, and the tiers of each. Raises InvalidRequest for a codec that there is not."""
+    """The number of stores and the tiers of each. Raises InvalidRequest for an unknown codec."""
 
     dram_bytes: str = "512MiB"
     disk_dir: Path | None = None  # None: under the state directory
@@ -25,7 +25,7 @@ class StoreOptions:
     dram_codec: str = "raw"
     disk_codec: str = "raw"
     cold_codec: str = "raw"
-    num_stores: int = 1  # workers of each role use them in turns
+    num_stores: int = 1  # assigned to the workers of each role in turn
 
     def __post_init__(self) -> None:
         if self.num_stores < 1:
@@ -39,28 +39,30 @@ class StoreOptions:
 def store_specs(
     options: StoreOptions, state_dir: Path, addresses: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> list[ServiceSpec]:
-    """The stores as children. Several ones share the cold tier; each has its own memory and directory."""
+    """Returns the specs of the stores. They share the cold tier; each has its own memory and directory."""
     names = ["kvstore"] if len(addresses) == 1 else [f"kvstore-{index}" for index in range(len(addresses))]
     directories = _directories(options, state_dir)
-    return [_store_spec(options, *one, environment or {}) for one in zip(names, directories, addresses, strict=True)]
+    return [
+        _store_spec(options, *place, environment or {}) for place in zip(names, directories, addresses, strict=True)
+    ]
 
 
 def idle_directories(options: StoreOptions, state_dir: Path) -> list[Path]:
-    """Of stores that there were with another number of them: nobody uses nor frees what lies there."""
+    """Returns directories left by an earlier, larger number of stores. Their blocks are neither used nor freed."""
     directory = options.disk_dir or state_dir / "kvstore"
     used = _directories(options, state_dir)
     return [
-        one for one in (directory, *sorted(directory.glob("[0-9]*"))) if one not in used and (one / _INDEX).exists()
+        path for path in (directory, *sorted(directory.glob("[0-9]*"))) if path not in used and (path / _INDEX).exists()
     ]
 
 
 def remember_stores(state_dir: Path, addresses: Sequence[str]) -> None:
-    """For `known_stores`."""
+    """Writes the addresses that `known_stores` reads."""
     (state_dir / _ADDRESSES).write_text("\n".join(addresses))
 
 
 def known_stores(state_dir: Path) -> tuple[str, ...]:
-    """Those that `halfmoon up` started last with this state directory, whether they run or not."""
+    """Returns the addresses of the stores last started with this state directory, whether they still run or not."""
     try:
         return tuple((state_dir / _ADDRESSES).read_text().split())
     except OSError:
@@ -73,7 +75,7 @@ def _directories(options: StoreOptions, state_dir: Path) -> list[Path]:
 
 
 def _store_spec(
-    options: StoreOptions, name: str, directory: Path, address: str, told: Mapping[str, str]
+    options: StoreOptions, name: str, directory: Path, address: str, settings: Mapping[str, str]
 ) -> ServiceSpec:
     arguments = {
         "--listen": address,
@@ -84,7 +86,9 @@ def _store_spec(
         "--disk-codec": options.disk_codec,
         "--cold-codec": options.cold_codec,
     }
-    # A URL may hold a password, which a process's arguments would show to everybody on the host.
-    environment = {**told} if options.cold_url is None else {**told, "HALFMOON_KVSTORE_COLD_URL": options.cold_url}
+    # A URL may hold a password, and a process's arguments are visible to every user of the host.
+    environment = (
+        {**settings} if options.cold_url is None else {**settings, "HALFMOON_KVSTORE_COLD_URL": options.cold_url}
+    )
     flags = tuple(part for pair in arguments.items() for part in pair)
     return ServiceSpec(name, ("-m", "services.kvstore", *flags), environment, restarts=True)

@@ -1,8 +1,8 @@
 """Starts the services of one host as child processes, watches them, and stops them all.
 
-Children run in sessions of their own, so a Ctrl-C reaches this process alone. Their log lines come here by pipe, go
-to files, and the few events this process acts on (`service.ready`, `weights.progress`) are read from them. Each child
-holds the other end of a pipe as its stdin: should this process be killed, the children see its end and stop.
+Children run in sessions of their own, so that Ctrl-C reaches only this process. Their log lines arrive by pipe and are
+copied to files. The supervisor reads the few events it acts on (`service.ready`, `weights.progress`) from them. Each
+child's stdin is a pipe from this process: if this process is killed, the children see the pipe close, and stop.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from halfmoon.background import cancelled
 from halfmoon.errors import ServiceFailed
 from halfmoon.rpc.server import SUPERVISED_ENV
 
-STOP_GRACE_S = 3.5  # from SIGTERM to SIGKILL; with what surrounds it, all is over within five seconds
+STOP_GRACE_S = 3.5  # from SIGTERM to SIGKILL; the whole stop takes at most five seconds
 
 _TAIL_LINES = 15
-_RESTART_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # waits before one start after another; the last one again and again
-_SETTLED_S = 60.0  # who lived for so long begins with the first wait again
+_RESTART_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # waits before successive restarts; the last one repeats
+_SETTLED_S = 60.0  # a child that lived this long starts again at the first wait
 _SILENT_READY_S = 10.0
 
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -36,11 +36,11 @@ OnRestart = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One child: its name (unique, also its log file's), its arguments to Python, and what its environment adds.
+    """One child: its unique name, also that of its log file, its arguments to Python and its additional environment.
 
-    `restarts`: once it was ready, it is started again whenever it ends on its own; others do without it for a while.
-    `announces`: it says when it is ready. One that does not is ready when it has lived for ten seconds.
-    `num_gateways`: that have to welcome it before it has joined.
+    `restarts`: a child that has been ready is started again whenever it ends on its own.
+    `announces`: it logs `service.ready`. A child that does not counts as ready after ten seconds.
+    `num_gateways`: the number of gateways that must welcome it before it has joined.
     """
 
     name: str
@@ -53,9 +53,9 @@ class ServiceSpec:
 
 
 class Child:
-    """Owns one child process, its log file and what it has said about itself.
+    """Owns one child process, its log file and its announcements.
 
-    Its end is a failure, or a reason to start it again, unless it `is_expendable`: on trial, or told to go.
+    An expendable child, on trial or being retired, may end without failure or restart.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class Child:
 
 
 class Supervisor:
-    """Owns the children. `start` may be called until `stop`; `until_one_ends` never returns while all are well.
+    """Owns the children. `start` may be called until `stop`.
 
-    `on_restart` is told why a child has to be started again, and in how many seconds it will be.
+    `on_restart(reason, wait_s)` is called before a child is started again.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Supervisor:
         self._on_event = on_event
         self._on_restart = on_restart
         self._restart_s = restart_s
-        self._num_restarts: dict[str, int] = {}  # since it was last settled; of those that were ready once
+        self._num_restarts: dict[str, int] = {}  # since the child last settled; only children that have been ready
         self._children: dict[asyncio.Task[None], Child] = {}
         self._restarting: dict[asyncio.Task[None], str] = {}  # by the child's name
         self._changed = asyncio.Event()
@@ -156,7 +156,7 @@ class Supervisor:
         return child
 
     async def until_one_ends(self) -> None:
-        """Raises ServiceFailed as soon as a child ends for good; starts those again that may be."""
+        """Restarts children that end, where allowed. Raises ServiceFailed as soon as one ends for good."""
         while True:
             self._changed.clear()
             changed = asyncio.create_task(self._changed.wait())
@@ -185,7 +185,7 @@ class Supervisor:
             self._restarting[asyncio.create_task(self._start_later(child.spec, wait_s))] = child.spec.name
 
     def _may_restart(self, child: Child) -> bool:
-        """One that never was ready would not be the next time, either."""
+        """Whether a child may be restarted. A child that was never ready would fail again."""
         name, lived_s = child.spec.name, self._lived_s(child)
         is_ready = child.ready.done() if child.spec.announces else lived_s >= _SILENT_READY_S
         if is_ready:
@@ -206,22 +206,22 @@ class Supervisor:
         await self.start(spec)
 
     async def retire(self, name: str, drain_s: float = 0.0) -> None:
-        """Ends one child for good, which has up to `drain_s` to finish what it has accepted. Then it is not alive."""
+        """Ends one child for good, giving it up to `drain_s` to finish accepted work. Returns when it is dead."""
         for task in [task for task, restarting in self._restarting.items() if restarting == name]:
             del self._restarting[task]
             await cancelled(task)
-        going = {task: child for task, child in self._children.items() if child.spec.name == name}
-        for child in going.values():
+        retired = {task: child for task, child in self._children.items() if child.spec.name == name}
+        for child in retired.values():
             child.is_expendable = True
         steps = ((signal.SIGUSR1, drain_s), (signal.SIGTERM, STOP_GRACE_S), (signal.SIGKILL, None))
         for number, within_s in steps[0 if drain_s else 1 :]:
-            alive = [child for task, child in going.items() if not task.done()]
+            alive = [child for task, child in retired.items() if not task.done()]
             _signal_all(alive, number)
             if alive:
-                await asyncio.wait(going, timeout=within_s)
+                await asyncio.wait(retired, timeout=within_s)
 
     async def stop(self) -> None:
-        """SIGTERM to all, SIGKILL to what is left after the grace. Afterwards no child is alive."""
+        """Sends SIGTERM to all children, and SIGKILL to those left after the grace. Returns when none is alive."""
         for task in self._restarting:
             task.cancel()
         await asyncio.gather(*self._restarting, return_exceptions=True)
@@ -241,7 +241,7 @@ def _signal_all(children: Any, number: signal.Signals) -> None:
 
 
 async def _lines(stream: asyncio.StreamReader) -> Any:
-    """Lines of any length: a longer one than the stream's buffer arrives in pieces."""
+    """Yields lines of any length. A line longer than the stream's buffer arrives in pieces."""
     while True:
         try:
             line = await stream.readuntil(b"\n")

@@ -82,7 +82,7 @@ def test_a_wrong_flag_is_refused_by_name() -> None:
     assert code == 2
     assert "--kv-memory: " in error
     code, _, error = run("up", "--set", "gateway.prot=1")
-    assert "gateway.prot: there is no such field; did you mean port?" in error
+    assert "gateway.prot: unknown field; did you mean port?" in error
 
 
 def test_help_has_its_panels_in_order_and_a_sentence_for_every_flag() -> None:

@@ -40,9 +40,9 @@ def arguments_of(spec: ServiceSpec) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("gateway:\n  prot: 1", ["halfmoon.yaml:2: gateway.prot: there is no such field; did you mean port?"]),
-        ("gatway: {}", ["halfmoon.yaml:1: gatway: there is no such field; did you mean gateway?"]),
-        ("console: {colour: 1}", ["console.colour: there is no such field; there are enabled, port"]),
+        ("gateway:\n  prot: 1", ["halfmoon.yaml:2: gateway.prot: unknown field; did you mean port?"]),
+        ("gatway: {}", ["halfmoon.yaml:1: gatway: unknown field; did you mean gateway?"]),
+        ("console: {colour: 1}", ["console.colour: unknown field; known fields: enabled, port"]),
         (
             "workers:\n  prefill:\n  - {}\n  - {tensor_parallel: two}\n  decode: {count: -1}",
             [
@@ -52,9 +52,9 @@ def arguments_of(spec: ServiceSpec) -> dict[str, str]:
         ),
         ("stores: {dram_codec: int7}", ["stores.dram_codec: no codec is called 'int7': there are raw, int8"]),
         ("classes: {gold: {reserved: 2}}", ["classes: a class's reserved must be between 0 and 1"]),
-        ("classes: {gold: {ttft: 3}}", ["classes.gold.ttft: there is no such field; did you mean ttft_s?"]),
+        ("classes: {gold: {ttft: 3}}", ["classes.gold.ttft: unknown field; did you mean ttft_s?"]),
         ("cluster: {workers: [{role: both}]}\nworkers: {both: {}}", ["leave the roles of workers"]),
-        ("model: [", ["halfmoon.yaml is no YAML"]),
+        ("model: [", ["halfmoon.yaml is not YAML"]),
         ("- model", ["has to be a mapping"]),
     ],
 )

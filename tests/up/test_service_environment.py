@@ -73,5 +73,5 @@ def test_workers_of_a_plan_have_their_limits_in_their_arguments(tmp_path: Path) 
 def test_without_a_file_nothing_is_added() -> None:
     start = service_start(["kvstore", "--listen=x:1"], {"A": "b"})
     assert start == (("-m", "services.kvstore", "--listen=x:1"), {"A": "b"})
-    with pytest.raises(InvalidRequest, match="no service 'cook'"):
+    with pytest.raises(InvalidRequest, match="unknown service 'cook'"):
         service_start(["cook"], {})

@@ -1,1 +1,4 @@
-"""`halfmoon.yaml`: one file that says everything about a system, and what is started from it."""
+"""The configuration of `halfmoon up`: reads the file and flags, and converts them for the services.
+
+Read in this order: tree, read, options, service_environment, human_bytes, table.
+"""

@@ -1,4 +1,4 @@
-"""From a configuration to what `halfmoon up` starts."""
+"""Converts a configuration to the options of `halfmoon up`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from halfmoon.up.service_specs import UpOptions, WorkerStart
 from halfmoon.up.simulated import SimulatedWorkers
 from halfmoon.up.stores import StoreOptions
 
-_OWN_OF_GATEWAY = frozenset({"host", "port", "replicas", "slo", "admission", "placement"})  # options of their own
+_OWN_OF_GATEWAY = frozenset({"host", "port", "replicas", "slo", "admission", "placement"})  # fields of UpOptions
 _TIERS = ("dram_bytes", "disk_bytes", "cold_url", "dram_codec", "disk_codec", "cold_codec")
 _OWN_OF_STORES = frozenset({"count", "disk_dir", *_TIERS})
 
 
 def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
-    """What to start; `profile` is a file instead of that of the configuration. Raises InvalidRequest."""
+    """Converts a configuration; `profile` is a file that replaces the configured one. Raises InvalidRequest."""
     everywhere = texts(config.workers.all)
     device, dtype = everywhere.pop("device", "auto"), everywhere.pop("dtype", "auto")
     starts = {role: _starts(config, role) for role in ("prefill", "decode", "both")}
@@ -58,7 +58,7 @@ def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
 
 
 def texts(section: Section, leave_out: frozenset[str] = frozenset()) -> dict[str, str]:
-    """What a section says of itself, by field, as environment and command line take it."""
+    """Returns the set fields of a section as texts for environment variables and command lines."""
     written = section.model_dump(mode="json", exclude_unset=True, exclude=set(leave_out))
     return {name: _text(value) for name, value in written.items() if value is not None}
 
@@ -74,9 +74,9 @@ def _arguments(settings: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _starts(config: SystemConfig, role: Role) -> list[WorkerStart]:
-    """Each worker of the role."""
+    """Returns the start of each worker of a role."""
     if config.cluster is not None:
-        return [WorkerStart()]  # the plan's follow
+        return [WorkerStart()]  # replaced by the plan's
     return [_start(config, group) for group in config.workers.groups(role) for _ in range(group.count)]
 
 
@@ -87,7 +87,7 @@ def _start(config: SystemConfig, group: WorkerGroup) -> WorkerStart:
 
 
 def _model(config: SystemConfig) -> str:
-    """Simulated workers need a tokenizer only, and a name of the catalogue has none: the demo model's is taken then."""
+    """Returns the model to prepare: the demo model for a simulated plan of a catalogue name, which has no tokenizer."""
     path = config.model.path
     is_name_of_plan = config.engine == "sim" and config.cluster is not None and known_shape(path) is not None
     return "demo" if is_name_of_plan else path
@@ -108,7 +108,7 @@ def _stores(config: SystemConfig) -> StoreOptions:
 
 
 def service_settings(config: SystemConfig) -> dict[str, dict[str, str]]:
-    """What services are told beside the options: by service and setting."""
+    """Returns the settings that UpOptions has no field for, by service and setting."""
     everywhere = texts(config.observability, frozenset({"metrics_port", "otlp_endpoint"}))
     classes = {name: written.model_dump(mode="json", exclude_unset=True) for name, written in config.classes.items()}
     aliases = {"model_alias": json.dumps(config.model.alias)} if config.model.alias else {}

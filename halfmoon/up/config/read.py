@@ -1,4 +1,4 @@
-"""Reads a configuration file, puts flags over it, and says of each mistake where it is and what to do."""
+"""Reads a configuration file, applies flags to it, and reports each mistake with its place and a remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Loc = Sequence[int | str]
 
 
 class Override(NamedTuple):
-    """One value that goes before the file's."""
+    """One value that replaces the file's."""
 
     path: str  # such as gateway.port
     value: Any
@@ -26,7 +26,7 @@ class Override(NamedTuple):
 
 
 def read_config(path: Path | None, overrides: Sequence[Override] = ()) -> SystemConfig:
-    """The file with the overrides over it; without a file the defaults.
+    """Reads the file and applies the overrides; without a file it starts from the defaults.
 
     Raises InvalidRequest with a line for each mistake.
     """
@@ -35,12 +35,12 @@ def read_config(path: Path | None, overrides: Sequence[Override] = ()) -> System
 
 
 def parse_config(text: str, name: str, overrides: Sequence[Override] = ()) -> SystemConfig:
-    """A file's text; `name` is for errors. Raises InvalidRequest."""
+    """Parses a file's text; `name` appears in errors. Raises InvalidRequest."""
     try:
         root = yaml.compose(text, yaml.SafeLoader)
         written = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InvalidRequest(f"{name} is no YAML: {error}", param="config") from error
+        raise InvalidRequest(f"{name} is not YAML: {error}", param="config") from error
     if written is None:
         written = {}
     if not isinstance(written, dict):
@@ -55,7 +55,7 @@ def parse_config(text: str, name: str, overrides: Sequence[Override] = ()) -> Sy
 
 
 def dotted(loc: Loc) -> str:
-    """workers.prefill[0].device"""
+    """Formats a place in the file, such as workers.prefill[0].device."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
 
 
@@ -75,7 +75,9 @@ def _put(written: dict[str, Any], override: Override) -> None:
             inner = {"path": inner}
         section[name] = inner = {} if inner is None else inner
         if not isinstance(inner, dict):
-            raise InvalidRequest(f"{override.source} cannot be put over {name!r}, which is no mapping", param="config")
+            raise InvalidRequest(
+                f"{override.source} cannot be applied to {name!r}, which is not a mapping", param="config"
+            )
         section = inner
     if parents == ["workers", "all"]:
         _drop_from_roles(written["workers"], last)
@@ -83,7 +85,7 @@ def _put(written: dict[str, Any], override: Override) -> None:
 
 
 def _drop_from_roles(workers: dict[str, Any], name: str) -> None:
-    """What a flag says of all workers goes before what the file says of some."""
+    """Removes a field from the roles, because a flag for all workers overrides the file's value for some."""
     for role in ("prefill", "decode", "both"):
         groups = workers.get(role)
         for group in [groups] if isinstance(groups, dict) else groups or ():
@@ -98,7 +100,7 @@ def _mistakes(error: ValidationError, name: str, root: yaml.Node | None, sources
         source = next((flag for path, flag in sources.items() if place == path or place.startswith(path + "[")), None)
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
-            message = f"there is no such field; {_known_names(loc)}"
+            message = f"unknown field; {_known_names(loc)}"
         line = _line(root, loc)
         where = name if line is None else f"{name}:{line}"
         yield f"{source}: {message}" if source else ": ".join(part for part in (where, place, message) if part)
@@ -107,20 +109,20 @@ def _mistakes(error: ValidationError, name: str, root: yaml.Node | None, sources
 def _known_names(loc: Loc) -> str:
     names = list(_section(loc[:-1]).model_fields)
     close = difflib.get_close_matches(str(loc[-1]), names, 1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+    return f"did you mean {close[0]}?" if close else f"known fields: {', '.join(names)}"
 
 
 def _section(loc: Loc) -> type[BaseModel]:
-    """The model whose fields stand at that place."""
-    found: type[BaseModel] = SystemConfig
+    """Returns the model whose fields are at a place of the file."""
+    section: type[BaseModel] = SystemConfig
     for part in loc:
-        if isinstance(part, str) and part in found.model_fields:
-            found = _model_in(found.model_fields[part].annotation) or found
-    return found
+        if isinstance(part, str) and part in section.model_fields:
+            section = _model_in(section.model_fields[part].annotation) or section
+    return section
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model that an annotation is of: itself, or what its list, mapping or option holds."""
+    """Returns the model in an annotation: itself, or the items of its list, mapping or option."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     is_wrapped = get_origin(annotation) in (Annotated, Union, UnionType, tuple, list, dict)
@@ -129,7 +131,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _line(node: yaml.Node | None, loc: Loc) -> int | None:
-    """Where the file says it, counted from 1; of what it leaves out, where its section begins."""
+    """Returns the line of a field, counted from 1; for a missing field, the line where its section begins."""
     line = None
     for part in loc:
         if isinstance(node, yaml.MappingNode) and isinstance(part, str):

@@ -1,4 +1,4 @@
-"""The part of a configuration that one service takes, as its environment: a container is one service."""
+"""Converts the part of a configuration that one service needs to environment variables, for containers."""
 
 from __future__ import annotations
 
@@ -11,46 +11,48 @@ from halfmoon.up.config.options import service_settings, texts
 from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.service_specs import variables
 
-_PLACES = frozenset({"host", "port", "replicas"})  # of the container, not of the file
+_PLACES = frozenset({"host", "port", "replicas"})  # the container sets them, not the file
 _CONSOLE = "HALFMOON_CONSOLE_"
 
 
 def service_environment(
     config: SystemConfig, service: str, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """What to add to `environment`, whose variables go before the file, and are not set where they are empty.
+    """Returns the variables to add to `environment`. Its own non-empty variables win over the file.
 
-    Raises InvalidRequest for workers that a container by itself cannot be.
+    Raises InvalidRequest for groups of workers that one container cannot run.
     """
     prefix = f"HALFMOON_{service.upper()}_"
-    told = (
+    added = (
         _console(config)
         if service == "console"
         else variables(service, {service: _settings(config, service, arguments)})
     )
     if service == "gateway" and not environment.get(f"{prefix}MODEL_ALIAS"):
         model = environment.get(f"{prefix}MODEL") or config.model.path
-        told[f"{prefix}MODEL_ALIAS"] = json.dumps([model, *config.model.alias])
-    return {name: text for name, text in told.items() if not environment.get(name)}
+        added[f"{prefix}MODEL_ALIAS"] = json.dumps([model, *config.model.alias])
+    return {name: text for name, text in added.items() if not environment.get(name)}
 
 
 def _settings(config: SystemConfig, service: str, arguments: Sequence[str]) -> dict[str, str]:
     model = {"model": config.model.path} | texts(config.model, frozenset({"path", "alias"}))
     token = texts(config.security, frozenset({"api_key"}))
     ledger = {} if config.ledger_url is None else {"ledger_url": config.ledger_url}
-    told = service_settings(config)[service] | texts(config.observability, frozenset({"metrics_port"}))
+    common = service_settings(config)[service] | texts(config.observability, frozenset({"metrics_port"}))
     if service == "gateway":
         keys = texts(config.security)
-        return told | texts(config.gateway, _PLACES) | model | keys | ledger | {"handover_codec": config.handover_codec}
+        return (
+            common | texts(config.gateway, _PLACES) | model | keys | ledger | {"handover_codec": config.handover_codec}
+        )
     if service == "kvstore":
-        return told | texts(config.stores, frozenset({"count", "disk_dir"}))
+        return common | texts(config.stores, frozenset({"count", "disk_dir"}))
     if service == "planner":
-        return told | token | ledger
-    return told | model | texts(config.workers.all) | _group(config, _role(service, arguments))
+        return common | token | ledger
+    return common | model | texts(config.workers.all) | _group(config, _role(service, arguments))
 
 
 def _role(service: str, arguments: Sequence[str]) -> RoleName:
-    """A container's arguments may make a worker of another role of it."""
+    """Returns the worker's role, which the container's arguments may override."""
     roles: tuple[RoleName, ...] = ("prefill", "decode", "both")
     own: RoleName = "decode" if service == "decode" else "prefill"
     return next((role for role in roles if f"--role={role}" in arguments), own)
@@ -58,12 +60,12 @@ def _role(service: str, arguments: Sequence[str]) -> RoleName:
 
 def _group(config: SystemConfig, role: RoleName) -> dict[str, str]:
     if config.cluster is not None:
-        return {}  # the arguments have it
+        return {}  # the container's arguments have it
     groups = config.workers.groups(role)
     if len(groups) != 1:
         found = f"has {len(groups)} groups of {role} workers" if groups else f"names no {role} workers"
         raise InvalidRequest(
-            f"the configuration {found}, and this container is one of one group: give the role one group, or make "
+            f"the configuration {found}, and a container runs one group: give the role one group, or make "
             "containers of a plan with `halfmoon plan --compose`"
         )
     return texts(groups[0], frozenset({"count"}))
@@ -71,5 +73,5 @@ def _group(config: SystemConfig, role: RoleName) -> dict[str, str]:
 
 def _console(config: SystemConfig) -> dict[str, str]:
     security = config.security
-    told = {f"{_CONSOLE}OPERATOR_TOKEN": security.operator_token or ""}
-    return told | {f"{_CONSOLE}API_KEY": key for key in security.api_key[:1]}
+    token = {f"{_CONSOLE}OPERATOR_TOKEN": security.operator_token or ""}
+    return token | {f"{_CONSOLE}API_KEY": key for key in security.api_key[:1]}

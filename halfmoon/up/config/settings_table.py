@@ -1,4 +1,4 @@
-"""The tables of docs/reference/settings.md, made from the configuration by running this module."""
+"""`python -m halfmoon.up.config.table` prints the tables of docs/reference/settings.md."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _NAMES: Mapping[object, str] = {
 
 
 def settings_table() -> str:
-    """Markdown: a table for each section of the file."""
+    """Returns Markdown with a table for each section of the file."""
     top = {name: field for name, field in SystemConfig.model_fields.items() if not _is_section(field)}
     tables = [_table("At the top", top)]
     tables += [_table(f"`{title}`", section.model_fields) for title, section in SECTIONS.items()]
@@ -61,8 +61,8 @@ def _table(title: str, fields: Mapping[str, FieldInfo]) -> str:
 
 def _rows(fields: Mapping[str, FieldInfo]) -> Iterator[str]:
     for name, field in fields.items():
-        says = (field.description or "").replace("|", "\\|")
-        yield f"| `{name}` | {_kind(field.annotation)} | {_default(name, field)} | {says} |"
+        description = (field.description or "").replace("|", "\\|")
+        yield f"| `{name}` | {_kind(field.annotation)} | {_default(name, field)} | {description} |"
 
 
 def _is_section(field: FieldInfo) -> bool:
@@ -70,9 +70,9 @@ def _is_section(field: FieldInfo) -> bool:
 
 
 def _kind(annotation: Any) -> str:
-    origin, inner = get_origin(annotation), [one for one in get_args(annotation) if one is not NoneType]
+    origin, inner = get_origin(annotation), [part for part in get_args(annotation) if part is not NoneType]
     if origin is Literal:
-        return ", ".join(f"`{one}`" for one in inner)
+        return ", ".join(f"`{value}`" for value in inner)
     if origin in (Union, UnionType, Annotated):
         return _kind(inner[0])
     if origin in (list, tuple):

@@ -1,4 +1,4 @@
-"""What a configuration file may say. A plan of `halfmoon plan` is such a file, too."""
+"""The configuration file's schema. A plan of `halfmoon plan` is also such a file."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ def _model_by_path(written: Any) -> Any:
 
 
 class ModelConfig(Section):
-    """The model that is served. A text alone is its path."""
+    """The served model. A plain text in its place is the path."""
 
     path: str = Field("demo", description="'demo', a directory, a .gguf file or a Hugging Face id")
-    name: str | None = Field(None, description="name under which the model is served; none: its own")
-    alias: tuple[str, ...] = Field((), description="other names that requests may give the model")
+    name: str | None = Field(None, description="name under which the model is served; none: the model's own")
+    alias: tuple[str, ...] = Field((), description="further names by which requests may call the model")
 
 
 class WorkerGroup(WorkerConfig):
-    """Equal workers of one role."""
+    """Identical workers of one role."""
 
-    count: int = Field(1, ge=0, description="how many of them")
+    count: int = Field(1, ge=0, description="number of workers in the group")
 
 
 Groups = Annotated[tuple[WorkerGroup, ...], BeforeValidator(_list_of_one)]
 
 
 class WorkersConfig(Section):
-    """Workers by role. Without one that does both there is at least one prefill and one decode worker."""
+    """Workers by role. Without a worker of role both there is at least one prefill and one decode worker."""
 
-    all: WorkerConfig = Field(default_factory=WorkerConfig, description="what holds for every worker")
+    all: WorkerConfig = Field(default_factory=WorkerConfig, description="settings of every worker")
     prefill: Groups = Field((), description="groups of workers that compute prompts")
     decode: Groups = Field((), description="groups of workers that generate answers")
     both: Groups = Field((), description="groups of workers that do both on one engine")
 
     def groups(self, role: RoleName) -> tuple[WorkerGroup, ...]:
-        """A role that is not named has one worker, unless others do both."""
+        """Returns a role's groups. A role without groups has one worker, unless there are workers of role both."""
         if role == "both":
             return self.both
         named = self.prefill if role == "prefill" else self.decode
@@ -63,15 +63,17 @@ class WorkersConfig(Section):
 
 
 class UpGatewayConfig(GatewayConfig):
-    """Gateways, all alike."""
+    """Identical gateways."""
 
     replicas: int = Field(1, ge=1, description="gateways that share the HTTP port")
 
 
 class UpStoresConfig(StoreConfig):
-    """Stores of KV blocks, all alike."""
+    """Identical KV stores."""
 
-    count: int = Field(1, ge=1, description="stores of KV blocks; workers of each role use them in turns")
+    count: int = Field(
+        1, ge=1, description="number of KV stores; they are assigned to the workers of each role in turn"
+    )
 
 
 class UpObservedConfig(ObservedConfig):
@@ -81,8 +83,8 @@ class UpObservedConfig(ObservedConfig):
         0,
         ge=0,
         le=65000,
-        description="first of the ports where stores, planner and workers serve Prometheus metrics, each the next one; "
-        "0 takes free ports and lists them in the state directory; null opens none",
+        description="first of the successive ports where stores, planner and workers serve Prometheus metrics; 0 picks "
+        "free ports and lists them in the state directory; null opens none",
     )
 
 
@@ -93,7 +95,7 @@ class UpSimulationConfig(SimulationConfig):
 
 
 class ConsoleConfig(Section):
-    """The pages for operators."""
+    """The console, pages for operators."""
 
     enabled: bool = Field(True, description="start the Streamlit console, if it is installed")
     port: int = Field(8501, ge=1, le=65535, description="port of the console")
@@ -104,7 +106,7 @@ class SystemConfig(ClassesConfig, HandoverConfig, StateConfig):
 
     model: Annotated[ModelConfig, BeforeValidator(_model_by_path)] = Field(default_factory=ModelConfig)
     engine: Literal["real", "sim"] = Field(
-        "real", description="real engines, or sim: simulated workers, which need no weights and no torch"
+        "real", description="real: real engines; sim: simulated workers, which need neither weights nor torch"
     )
     workers: WorkersConfig = Field(default_factory=WorkersConfig)
     gateway: UpGatewayConfig = Field(default_factory=UpGatewayConfig)
@@ -114,11 +116,9 @@ class SystemConfig(ClassesConfig, HandoverConfig, StateConfig):
     planner: PlannerConfig = Field(default_factory=PlannerConfig)
     console: ConsoleConfig = Field(default_factory=ConsoleConfig)
     simulation: UpSimulationConfig = Field(default_factory=UpSimulationConfig)
-    cluster: PlannedLayout | None = Field(None, description="the workers of a plan, as `halfmoon plan` writes them")
-    layout: str | None = Field(None, description="what a plan says about itself; nothing follows from it")
-    expected: dict[str, float] | None = Field(
-        None, description="what a plan expects of its workers; nothing follows from it"
-    )
+    cluster: PlannedLayout | None = Field(None, description="workers of a plan, as `halfmoon plan` writes them")
+    layout: str | None = Field(None, description="a plan's own description; has no effect")
+    expected: dict[str, float] | None = Field(None, description="performance that a plan expects; has no effect")
 
     @field_validator("classes")
     @classmethod
