@@ -11,7 +11,7 @@ from typing import TypeAlias
 from halfmoon.errors import DeadlineExceeded
 from halfmoon.rpc.context import bounded_deadline_s
 from services.planner.job import JobProgress, JobResult, PlanJob
-from services.planner.turns import Turns
+from services.planner.job_queue import JobQueue
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,9 +64,9 @@ class PlannerServicer(planner_pb2_grpc.PlannerServicer):
                 elif isinstance(update, JobProgress):
                     yield planner_pb2.PlanUpdate(progress=_progress(update))
                 else:
-                    found = update.found
+                    result = update.result
                     new = NewPlan(
-                        options.model, set_fields(request), {"plan_yaml": found["plan_yaml"]}, found["summary"]
+                        options.model, set_fields(request), {"plan_yaml": result["plan_yaml"]}, result["summary"]
                     )
                     yield planner_pb2.PlanUpdate(plan=stored_plan(await self._kept(new)))
 

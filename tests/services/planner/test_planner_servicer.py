@@ -46,7 +46,7 @@ async def planner(fleet: str | None = None) -> AsyncIterator[Planner]:
 
 
 def _servicer(ledger: Ledger, fleet: str | None) -> PlannerServicer:
-    jobs = Jobs(Turns(1, 0), 1.0, run_job)
+    jobs = Jobs(JobQueue(1, 0), 1.0, run_job)
     return PlannerServicer(ledger.plans, jobs, OperatorToken(None, "127.0.0.1"), 1, Fleet(fleet))
 
 
