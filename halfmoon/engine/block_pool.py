@@ -1,4 +1,4 @@
-"""Which blocks are free, and how often each used one is referenced. No torch."""
+"""Counts references to blocks and allocates free ones. No torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from halfmoon.errors import NoCapacity
 class BlockPool:
     """Owns block ids and reference counts. Knows nothing of tensors, sequences or keys.
 
-    Ids are handed out so that a sequence's blocks lie next to each other: attention then reads them in place. A
-    sequence may claim free blocks after its last one; others take claimed blocks only when nothing else is left, so a
-    claim costs no capacity.
+    Ids are allocated so that a sequence's blocks are adjacent, because attention then reads them in place. A sequence
+    may claim free blocks after its last one. Others take claimed blocks only when no other is left, so a claim costs
+    no capacity.
 
-    Ids above the highest that was ever used or claimed are known to be free without a look at them: a pool of millions
-    of blocks costs what is used of it.
+    Ids above the highest ever used or claimed are free without being examined. So the cost of a pool of millions of
+    blocks grows only with the blocks used.
 
-    The last `num_divisible` blocks are of two halves each: one of the block's own id, and a second one, whose id is
-    no block's meanwhile. A used one can do with its own half (`halve`); two halves without a use make a free block.
+    The last `num_divisible` blocks consist of two halves: one with the block's own id, and a second one whose id is not
+    a block meanwhile. A used block can shrink to its own half (`halve`). Two unused halves make a free block.
     """
 
     def __init__(self, num_blocks: int, num_divisible: int = 0) -> None:
@@ -33,21 +33,21 @@ class BlockPool:
         self._claimed: NDArray[np.bool_] = np.zeros(num_ids, dtype=np.bool_)
         self._claim_ends: dict[int, int] = {}  # last block of a sequence -> end of the claim that follows it
         self._first_divisible = num_blocks - num_divisible
-        # -1: has no second half. Nobody asks where no block is divisible.
+        # -1: no second half. Empty, and never read, if no block is divisible.
         self._seconds: NDArray[np.int64] = np.full(num_ids if num_divisible else 0, -1, dtype=np.int64)
         self._seconds[self._first_divisible : num_blocks] = np.arange(num_blocks, num_ids)
         self._is_no_block: NDArray[np.bool_] = np.zeros(num_ids, dtype=np.bool_)  # second halves, and the odd one
         self._is_no_block[num_blocks:] = True
         self._num_touched = num_ids if num_divisible else 0  # ids from here on are blocks, free and unclaimed
-        self._odd: int | None = None  # a half that nobody uses and no block has
+        self._odd: int | None = None  # an unused half that belongs to no block
 
     @property
     def num_free(self) -> int:
-        """Blocks without references."""
+        """Returns the number of blocks without references."""
         return self._num_free
 
     def num_free_with(self, num_whole: int, num_half: int) -> int:
-        """Blocks that would be free if this many whole and halved ones were released."""
+        """Returns how many blocks would be free if this many whole and halved ones were released."""
         return self._num_free + num_whole + (num_half + (self._odd is not None)) // 2
 
     def is_half(self, block: int) -> bool:
@@ -55,14 +55,14 @@ class BlockPool:
         return block >= self._first_divisible and bool(self._seconds[block] < 0)
 
     def references(self, block: int) -> int:
-        """How many holders `block` has."""
+        """Returns the number of references to `block`."""
         return int(self._references[block])
 
     def allocate(self, num_blocks: int, near: int | None = None, room: int = 0) -> list[int]:
-        """Takes `num_blocks` free blocks, referenced once, in the order to fill them.
+        """Allocates `num_blocks` free blocks with one reference each, in the order to fill them.
 
         `near` is the sequence's last block: the blocks right after it are preferred. `room` is how many more blocks the
-        sequence may need later. Raises NoCapacity, and changes nothing, when fewer are free.
+        sequence may need later. Raises NoCapacity, and changes nothing, if fewer are free.
         """
         if num_blocks > self._num_free:
             raise NoCapacity(f"{num_blocks} blocks are wanted, {self._num_free} of {self.num_blocks} are free")
@@ -101,7 +101,7 @@ class BlockPool:
                     self._num_free += 1
 
     def seconds(self, blocks: Sequence[int]) -> NDArray[np.int64]:
-        """Ids of the second halves of divisible blocks; -1 for a block without one."""
+        """Returns the ids of the second halves of divisible blocks; -1 for a block without one."""
         return self._seconds[list(blocks)]
 
     def halve(self, block: int) -> None:
@@ -113,7 +113,7 @@ class BlockPool:
         self._put_half(second)
 
     def make_whole(self, block: int) -> bool:
-        """Gives a halved block a second half. Returns False, and changes nothing, when there is none."""
+        """Gives a halved block a second half. Returns False, and changes nothing, if there is none."""
         assert self._references[block] > 0, f"block {block} is free"
         assert self._seconds[block] < 0, f"block {block} is whole"
         if self._odd is None:
@@ -152,13 +152,13 @@ class BlockPool:
         return bool(self._references[block] == 0 and not self._claimed[block])
 
     def _free(self) -> NDArray[np.bool_]:
-        """By id, up to the first that was never touched."""
+        """Returns which ids are free, up to the first that was never touched."""
         end = self._num_touched + 1
         free: NDArray[np.bool_] = (self._references[:end] == 0) & ~self._is_no_block[:end]
         return free
 
     def _put_half(self, half: int) -> None:
-        """Frees a half: with another unused half it makes a block."""
+        """Frees a half. Together with another unused half it makes a block."""
         if self._odd is None:
             self._odd = half
             return
@@ -167,7 +167,7 @@ class BlockPool:
         self._num_free += 1
 
     def _best_run(self, num_blocks: int, room: int) -> range:
-        """The start of the smallest unclaimed free run that has room, else of the largest, else of any free run."""
+        """Returns the start of the smallest unclaimed free run with room, else of the largest, else of any free run."""
         num_ids = len(self._references)
         for free in (self._free() & ~self._claimed[: self._num_touched + 1], self._free()):
             edges = np.flatnonzero(np.diff(free, prepend=False, append=False))  # starts and ends, in turn

@@ -1,6 +1,6 @@
-"""One worker's engine: requests in, tokens out, KV in and out. No network, no asyncio.
+"""One worker's engine: computes requests on a model, and reads and writes their KV. No network, no asyncio.
 
-All methods belong to one thread at a time, except `kv_write`, `kv_read` and others that say "any thread".
+Methods are called by one thread at a time, except `kv_write`, `kv_read` and others documented as "any thread".
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 
 
 class Engine(EngineCore):
-    """Computes the core's steps on a model. Owns the runner, and the memory where K and V lie."""
+    """Computes the core's steps on a model. Owns the runner and the KV memory."""
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, on_progress: Progress | None = None) -> None:
         """Loads the weights, calling `on_progress(done_bytes, total_bytes)`.
 
-        Raises Incompatible, and ServiceFailed when another rank's process ended. Call `close` when done with it.
+        Raises Incompatible, and ServiceFailed if another rank's process ended. Call `close` when done.
         """
         self.checkpoint = checkpoint
         self.config = config
@@ -46,7 +46,7 @@ class Engine(EngineCore):
         most_tokens = most_context_tokens(checkpoint, config)
         self._runner, memory = assemble(checkpoint, config, layout, on_progress)
         self._kv = KVAccess(memory)
-        self.context_tokens = min(most_tokens, memory.num_blocks * config.block_tokens)  # of prompt and output
+        self.context_tokens = min(most_tokens, memory.num_blocks * config.block_tokens)  # prompt and output
         super().__init__(
             memory.pool if isinstance(memory, TieredKV) else BlockPool(memory.num_blocks),
             RequestLimits(checkpoint.model_config.vocab_size, most_tokens, memory.num_blocks, layout),
@@ -74,10 +74,10 @@ class Engine(EngineCore):
         num_tokens: int,
         out: KVPlace | None = None,
     ) -> memoryview:
-        """Canonical KV bytes of a prefill-only request until its `release`, as far as they are written.
+        """Reads canonical KV bytes of a prefill-only request until its `release`, as far as they are written.
 
         Copies them to `out`, if given. May run on any thread, during a step that computes the rest. Raises NotWritten
-        for KV that is not computed yet, or not again after a preemption; NotFound for a request that is absent or not
+        for KV not computed yet, or not recomputed after a preemption; NotFound for a request that is absent or not
         prefill-only; InvalidRequest for a wrong range.
         """
         return self._kv.read(self.find(request_id), layer_start, layer_end, token_start, num_tokens, out)
@@ -85,19 +85,19 @@ class Engine(EngineCore):
     def load_block(self, request_id: str, block: int, payload: KVSource) -> None:
         """Writes the canonical KV bytes of one block behind the fence of a request added with an order. Any thread.
 
-        They count once `note_loaded` says so. Raises NotFound when the block is not, or no longer, awaited.
+        They count from `note_loaded` on. Raises NotFound if the block is not, or no longer, awaited.
         """
         self._kv.load(self.find(request_id), block, self.layout, payload)
 
     def read_block(self, block: int) -> memoryview:
-        """Canonical KV bytes of a held block, all layers. Any thread."""
+        """Reads the canonical KV bytes of a held block, all layers. Any thread."""
         return self._kv.read_block(block, self.layout)
 
     def step(self) -> StepResult:
-        """Runs one batch. A failure inside it ends its requests with "error"; the engine goes on.
+        """Runs one step. A failure inside it ends its requests with "error"; the engine goes on.
 
-        With several ranks a failure of one of them ends the engine: ServiceFailed. A step that samples no tokens
-        returns when this rank has finished it; later stages may still compute.
+        If one of several ranks fails, the engine ends with ServiceFailed. A step that samples no tokens returns when
+        this rank has finished it; later stages may still compute.
         """
         started = time.perf_counter()
         step = self.begin_step()
@@ -121,7 +121,7 @@ class Engine(EngineCore):
         )
 
     def check_ranks(self) -> None:
-        """Raises ServiceFailed, with the reason, when another rank's process ended."""
+        """Raises ServiceFailed, with the reason, if another rank's process ended."""
         if isinstance(self._runner, ParallelRunner):
             self._runner.check()
 

@@ -1,6 +1,6 @@
-"""Continuous batching without a model: requests in, steps that somebody else computes, their tokens out. No torch.
+"""Continuous batching without a model: schedules steps for requests and books the sampled tokens. No torch.
 
-The engine proper runs its steps on a model, a simulated worker waits as long as a model would take.
+The engine runs the steps on a model. A simulated worker waits as long as a model would take.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from halfmoon.policy.retries import retry_ms_when_full
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step to compute: its schedule, how much that is, and who wants to know how far it has come."""
+    """A step to compute: its schedule, its counts, and the watch to notify as layers complete."""
 
     schedule: Schedule
     counts: StepResult  # without outputs and times
@@ -36,9 +36,9 @@ class Step:
 
 
 class EngineCore:
-    """Owns the sequences by request id, from the request to its last token. Knows nothing of tensors and of time.
+    """Owns the sequences by request id, from arrival to last token. Knows nothing of tensors and time.
 
-    One step at most is under way: `begin_step`, then `end_step` with its tokens.
+    At most one step runs at a time: `begin_step`, then `end_step` with its tokens.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class EngineCore:
         root: Callable[[bytes], bytes] | None,
         finish_reason: Callable[[Sequence], FinishReason | None],
     ) -> None:
-        """`root` is the prefix cache's; `finish_reason` says whether a sequence's newest token is its last, and why."""
+        """`root` is the prefix cache's. `finish_reason` returns why a sequence's newest token is its last, or None."""
         self.layout = limits.layout
         self.num_blocks = limits.num_blocks
-        self.last_step_s = 0.0  # duration of the last step that computed something, for whoever times steps to set
+        self.last_step_s = 0.0  # duration of the last non-empty step, set by the caller that times steps
         self._limits = limits
         self._finish_reason = finish_reason
         self._cache = PrefixCache(pool, self.layout.block_tokens, root)
@@ -64,10 +64,10 @@ class EngineCore:
         self._num_added = 0
 
     def add(self, request: EngineRequest, on_kv: OnKV | None = None, order: RestoreOrder | None = None) -> None:
-        """Queues a request. `on_kv` hears what of a prefill-only one's KV is written, on this thread or the device's.
+        """Queues a request. `on_kv` hears which KV of a prefill-only one is written, on this thread or the device's.
 
-        With `order`, blocks behind the fence are not computed but waited for: `load_block`, `note_loaded` and
-        `move_fence`. Raises InvalidRequest when it can never run here.
+        With `order`, blocks behind the fence are not computed but awaited: `load_block`, `note_loaded` and
+        `move_fence`. Raises InvalidRequest if the request can never run here.
         """
         sequence = self._admit(request, order)
         if on_kv is not None:
@@ -76,10 +76,10 @@ class EngineCore:
         self._restores.tell(sequence)
 
     def reserve(self, request: EngineRequest, on_kv: OnKV | None = None) -> None:
-        """Blocks for a request whose KV comes from another worker: `kv_write` it all, then `start`.
+        """Reserves blocks for a request whose KV comes from another worker: `kv_write` all of it, then `start`.
 
-        `on_kv` hears, on this thread, when it is gone before it was started. Raises InvalidRequest when it can never
-        run here and NoCapacity when there is no room now.
+        `on_kv` is called, on this thread, if the request ends before it is started. Raises InvalidRequest if it can
+        never run here, and NoCapacity if there is no room now.
         """
         sequence = self._admit(request)
         try:
@@ -91,7 +91,7 @@ class EngineCore:
             self._kv_watch.add(request.request_id, on_kv)
 
     def start(self, request_id: str, first_token_id: int) -> None:
-        """All KV of a reserved request is in place: it joins the running batch.
+        """Moves a reserved request, whose KV is complete, to the running batch.
 
         The next token computed has position `len(output_token_ids) + 1`. Raises NotFound for a request that is not
         reserved, InvalidRequest for a token outside the vocabulary or one that ends the request.
@@ -105,7 +105,7 @@ class EngineCore:
             raise InvalidRequest("the first token ends the request; there is nothing to decode", param="first_token_id")
 
     def cancel(self, request_id: str) -> bool:
-        """Frees a request's blocks at once, in any state; no more outputs. False when it is not here (any more)."""
+        """Ends a request in any state and frees its blocks at once. Returns False if it is not here (any more)."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
@@ -113,14 +113,14 @@ class EngineCore:
         return True
 
     def cancel_all(self) -> None:
-        """`cancel` for every request that is here."""
+        """Cancels every request."""
         for request_id in tuple(self._sequences):
             self.cancel(request_id)
 
     def note_loaded(self, request_id: str, loaded: SequenceOf[int], given_up: SequenceOf[int] = ()) -> None:
-        """`loaded` were loaded, and are right: computing skips them; `given_up` are computed here.
+        """Marks blocks as loaded and verified, so that computing skips them; `given_up` blocks are computed here.
 
-        Where nobody waits for them any more it means nothing.
+        Has no effect on blocks that are no longer awaited.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None or not self._restores.note_loaded(sequence, loaded, given_up):
@@ -130,14 +130,14 @@ class EngineCore:
         self._restores.tell(sequence)
 
     def move_fence(self, request_id: str, fence: int) -> int:
-        """Blocks below `fence` are computed after all, the others waited for; gives where it is now.
+        """Moves the fence: blocks below it are computed, the others awaited. Returns the new fence.
 
-        That is not below what is computed. Raises NotFound for a request that waits for nothing to be loaded.
+        The fence never moves below computed blocks. Raises NotFound for a request that awaits no blocks.
         """
         return self._restores.move_fence(self.find(request_id), fence)
 
     def hold_cached(self, keys: SequenceOf[bytes]) -> list[int]:
-        """Keeps the blocks of the leading keys that the prefix cache has until `let_cached_go`."""
+        """Holds the blocks of the leading keys in the prefix cache until `let_cached_go`, and returns them."""
         return self._cache.hold(keys)
 
     def let_cached_go(self, blocks: SequenceOf[int]) -> None:
@@ -145,20 +145,20 @@ class EngineCore:
         self._cache.release(blocks)
 
     def release(self, request_id: str) -> None:
-        """Drops the KV of a prefill-only request that has its token. Raises NotFound."""
+        """Drops the KV of a prefill-only request whose token was sampled. Raises NotFound."""
         self._remove(self.find_in("held", request_id))
 
     def forget_prefixes(self) -> None:
-        """Empties the prefix cache, but for what requests use; nobody is told of what was in it."""
+        """Empties the prefix cache, except for blocks in use, without reporting evictions."""
         self._cache.forget_idle()
         self._cache.take_changes()
 
     def has_work(self) -> bool:
-        """Whether `step` could have something to compute. It computes nothing while all work waits for blocks."""
+        """Whether there is work. A step may still be empty, while all work waits for blocks."""
         return self._scheduler.has_work()
 
     def begin_step(self) -> Step:
-        """The next batch, with its blocks. It is empty when there is no work, or all of it waits for blocks."""
+        """Schedules the next step and its blocks. It is empty if there is no work, or all work waits for blocks."""
         schedule = self._scheduler.schedule()
         counts = step_counts(schedule)
         for item in schedule.scheduled:
@@ -166,10 +166,10 @@ class EngineCore:
         return Step(schedule, counts, self._kv_watch.begin(schedule.scheduled))
 
     def end_step(self, step: Step, sampled: list[SampledToken] | None) -> StepResult:
-        """Books what a step computed; the result has no times. `sampled` has a token for each item that samples.
+        """Books a computed step; the result has no times. `sampled` has a token for each item that samples.
 
-        None: the step failed, and its requests end with "error". A request that was cancelled since the step began
-        took its part of it, and nothing comes of that.
+        None means that the step failed; its requests end with "error". A request that was cancelled during the step
+        has no output.
         """
         if sampled is None:
             outputs = [self._fail(item.sequence) for item in step.schedule.scheduled]
@@ -185,7 +185,7 @@ class EngineCore:
         )
 
     def stats(self) -> EngineStats:
-        """Counts as of now; from another thread than `step`'s they may be of two moments."""
+        """Returns current counts. Read from another thread than `step`'s, they may be inconsistent."""
         running, waiting = self._scheduler.running, self._scheduler.waiting
         return EngineStats(
             num_blocks=self.num_blocks,
@@ -203,14 +203,14 @@ class EngineCore:
         self._cache.check_integrity()
 
     def find(self, request_id: str) -> Sequence:
-        """The request's sequence. Raises NotFound when it is not here (any more)."""
+        """Returns the request's sequence. Raises NotFound if it is not here (any more)."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             raise NotFound(f"request {request_id} is not here")
         return sequence
 
     def find_in(self, state: SequenceState, request_id: str) -> Sequence:
-        """As `find`. Raises NotFound when it is in another state, too."""
+        """Does as `find`. Also raises NotFound if the sequence is in another state."""
         sequence = self.find(request_id)
         if sequence.state != state:
             raise NotFound(f"request {request_id} is not {state} here")
@@ -228,7 +228,7 @@ class EngineCore:
         return sequence
 
     def _advance(self, schedule: Schedule, sampled: list[SampledToken]) -> list[TokenOutput]:
-        """Books counts, cache, new tokens, finished requests."""
+        """Updates counts, prefix cache, new tokens and finished requests."""
         tokens = iter(sampled)
         outputs = []
         for item in schedule.scheduled:
@@ -257,7 +257,7 @@ class EngineCore:
         return TokenOutput(sequence.request_id, token.token_id, position, reason, token.logprobs)
 
     def _fail(self, sequence: Sequence) -> TokenOutput:
-        self._kv_watch.forget(sequence.request_id)  # its output says so
+        self._kv_watch.forget(sequence.request_id)  # its output reports the failure
         self._remove(sequence)
         return TokenOutput(sequence.request_id, ERROR_TOKEN_ID, sequence.num_output, "error")
 
@@ -271,7 +271,8 @@ class EngineCore:
         self._kv_watch.remove(sequence.request_id)
 
     def _retry_after_ms(self) -> int:
-        """When the first running request will have made room, at the pace of the last step."""
-        return retry_ms_when_full(
-            self.last_step_s, (one.sampling.max_tokens - one.num_output for one in self._scheduler.running)
+        """Estimates when the first running request makes room, at the pace of the last step."""
+        return room_in_ms(
+            self.last_step_s,
+            (sequence.sampling.max_tokens - sequence.num_output for sequence in self._scheduler.running),
         )

@@ -1,8 +1,8 @@
 """Draws tokens from logits. Stateless: the token at output position i depends on logits, parameters and (seed, i).
 
 Order of operations as in vLLM (v1/sample/sampler.py): bans and bias, penalties, temperature, min-p, top-k, top-p;
-tokens that a constraint does not allow are banned, too. The remaining distribution is inverted at one uniform number,
-which Philox (Salmon et al., 2011) gives for (seed, i).
+tokens that a constraint does not allow are also banned. The remaining distribution is inverted at one uniform number,
+which Philox (Salmon et al., 2011) generates from (seed, i).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from halfmoon.engine.request import ERROR_TOKEN_ID, SampledToken, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_GREEDY_BELOW = 1e-5  # temperatures; logits divided by less would leave the range of float32 (vLLM's limit, too)
-_FIRST_CANDIDATES = 256  # most likely tokens looked at before a whole vocabulary is sorted
+_GREEDY_BELOW = 1e-5  # temperature; logits divided by less would exceed float32 (also vLLM's limit)
+_FIRST_CANDIDATES = 256  # most likely tokens that are tried before the whole vocabulary is sorted
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """One sequence whose next token is drawn. `token_ids` are prompt and output."""
+    """One sequence whose next token is drawn. `token_ids` holds prompt and output."""
 
     params: SamplingParams
     token_ids: Sequence[int]
@@ -34,16 +34,16 @@ class SamplingRow:
 
     @property
     def position(self) -> int:
-        """Output position of the next token."""
+        """Returns the output position of the next token."""
         return len(self.token_ids) - self.num_prompt
 
 
 def sample(
     logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int], masks: TokenMasks | None = None
 ) -> list[SampledToken]:
-    """One token per row, ERROR_TOKEN_ID for a row that fails. logits: [num_rows, vocab_size], any float; not changed.
+    """Draws one token per row; ERROR_TOKEN_ID for a row that fails.
 
-    `masks` are needed for rows with a constraint.
+    logits: [num_rows, vocab_size], any float; not changed. `masks` are needed for rows with a constraint.
     """
     try:
         return _sample(logits, rows, eos_token_ids, masks)
@@ -120,7 +120,7 @@ def adjust_logits(values: Tensor, row: SamplingRow, eos_token_ids: frozenset[int
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that draws output position `position` under `seed`; the same on every machine."""
+    """Returns the number in [0, 1) for (seed, position), the same on every machine."""
     bits = np.random.Philox(key=seed % (1 << 64), counter=position)
     return float(np.random.Generator(bits).random())
 
@@ -156,7 +156,7 @@ def _reaches_past(top: Tensor, params: SamplingParams) -> bool:
 
 
 def num_kept(top: Tensor, params: SamplingParams) -> int:
-    """How many of the most likely tokens (`top`, probabilities in falling order) survive min-p, top-k and top-p."""
+    """Counts the tokens of `top` (probabilities in falling order) that survive min-p, top-k and top-p."""
     kept = len(top) if params.top_k <= 0 else min(params.top_k, len(top))
     if params.min_p > 0:
         kept = min(kept, int((top >= params.min_p * top[0]).sum()))
@@ -168,14 +168,14 @@ def num_kept(top: Tensor, params: SamplingParams) -> int:
 
 
 def _invert(weights: Tensor, point: float) -> int:
-    """Index of the token whose share of the cumulative `weights` holds `point`."""
+    """Returns the index of the token whose share of the cumulative `weights` contains `point`."""
     cumulative = weights.double().cumsum(0)
     index = int(torch.searchsorted(cumulative, point * float(cumulative[-1]), right=True))
     return min(index, len(weights) - 1)
 
 
 def _logprobs(values: Tensor, token_id: int, num_top: int | None) -> TokenLogprobs | None:
-    """Log-probabilities under the model's own distribution, before penalties. values: [vocab_size] float32."""
+    """Computes log-probabilities under the model's own distribution, before penalties. values: [vocab_size] float32."""
     if num_top is None:
         return None
     logprobs = values.log_softmax(dim=-1)

@@ -347,7 +347,7 @@ class WatchResponse(_message.Message):
     is_snapshot: _builtins.bool
     """`blocks` replaces everything that the reader knew, from the first part to the last"""
     is_last_part: _builtins.bool
-    """of a snapshot"""
+    """the last message of a snapshot"""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockEvent]: ...
     @_builtins.property

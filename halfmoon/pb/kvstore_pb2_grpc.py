@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class KVStoreStub:
-    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
+    """The KV store's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
     are read in place (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the empty salt
     is a tenant of its own. Damaged, missing and unreachable blocks are misses for the caller.
     """
@@ -75,13 +75,13 @@ class KVStoreStub:
 
 
 class KVStoreServicer:
-    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
+    """The KV store's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
     are read in place (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the empty salt
     is a tenant of its own. Damaged, missing and unreachable blocks are misses for the caller.
     """
 
     def Match(self, request, context):
-        """How many leading keys of the chain are here: a prefix ends at its first gap.
+        """Counts the leading keys of the chain that are here. A prefix ends at its first gap.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,7 +103,7 @@ class KVStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Borrow(self, request_iterator, context):
-        """For readers on the store's host: where blocks lie in its memory. The blocks stay unchanged during the call: the
+        """Tells readers on the store's host where blocks are in its memory. The blocks stay unchanged during the call: the
         reader closes its side when it is done, and what it has read is valid if the store's last message follows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -111,8 +111,8 @@ class KVStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Take(self, request, context):
-        """For writers on the store's host: stores successive blocks of a prompt from the writer's memory, which must stay
-        unchanged until the answer. Blocks that are already here are not copied; the call waits for those that another
+        """Stores successive blocks of a prompt from the memory of a writer on the store's host, which must stay unchanged
+        until the answer. Blocks that are already here are not copied; the call waits for those that another
         writer is storing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -120,7 +120,7 @@ class KVStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """The blocks held, then changes. A reader that falls behind gets a snapshot in place of what it missed.
+        """Streams the blocks held, then changes. A reader that falls behind gets a snapshot in place of what it missed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -179,7 +179,7 @@ def add_KVStoreServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KVStore:
-    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
+    """The KV store's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
     are read in place (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the empty salt
     is a tenant of its own. Damaged, missing and unreachable blocks are misses for the caller.
     """
@@ -375,7 +375,7 @@ class KVStore:
 
 
 class KVStoreAdminStub:
-    """The operator's side: sees all tenants' blocks, by id (the tenant's public tag, 8 bytes, then the key, 16).
+    """The operator's side: accesses all tenants' blocks by id (the tenant's public tag, 8 bytes, then the key, 16).
     """
 
     def __init__(self, channel):
@@ -407,7 +407,7 @@ class KVStoreAdminStub:
 
 
 class KVStoreAdminServicer:
-    """The operator's side: sees all tenants' blocks, by id (the tenant's public tag, 8 bytes, then the key, 16).
+    """The operator's side: accesses all tenants' blocks by id (the tenant's public tag, 8 bytes, then the key, 16).
     """
 
     def List(self, request, context):
@@ -469,7 +469,7 @@ def add_KVStoreAdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KVStoreAdmin:
-    """The operator's side: sees all tenants' blocks, by id (the tenant's public tag, 8 bytes, then the key, 16).
+    """The operator's side: accesses all tenants' blocks by id (the tenant's public tag, 8 bytes, then the key, 16).
     """
 
     @staticmethod

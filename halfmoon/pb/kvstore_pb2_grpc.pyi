@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class KVStoreStub:
-    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
+    """The KV store's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
     are read in place (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the empty salt
     is a tenant of its own. Damaged, missing and unreachable blocks are misses for the caller.
     """
@@ -37,7 +37,7 @@ class KVStoreStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KVStoreAsyncStub: ...
     Match: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.MatchRequest, _kvstore_pb2.MatchResponse]
-    """How many leading keys of the chain are here: a prefix ends at its first gap."""
+    """Counts the leading keys of the chain that are here. A prefix ends at its first gap."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PrefetchRequest, _kvstore_pb2.PrefetchResponse]
     """Starts bringing leading blocks to DRAM; returns at once."""
     Replicate: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReplicateRequest, _kvstore_pb2.ReplicateResponse]
@@ -45,28 +45,28 @@ class KVStoreStub:
     RESOURCE_EXHAUSTED if enough copies are pending already.
     """
     Borrow: _grpc.StreamStreamMultiCallable[_kvstore_pb2.BorrowRequest, _kvstore_pb2.BorrowResponse]
-    """For readers on the store's host: where blocks lie in its memory. The blocks stay unchanged during the call: the
+    """Tells readers on the store's host where blocks are in its memory. The blocks stay unchanged during the call: the
     reader closes its side when it is done, and what it has read is valid if the store's last message follows.
     """
     Take: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.TakeRequest, _kvstore_pb2.TakeResponse]
-    """For writers on the store's host: stores successive blocks of a prompt from the writer's memory, which must stay
-    unchanged until the answer. Blocks that are already here are not copied; the call waits for those that another
+    """Stores successive blocks of a prompt from the memory of a writer on the store's host, which must stay unchanged
+    until the answer. Blocks that are already here are not copied; the call waits for those that another
     writer is storing.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]
-    """The blocks held, then changes. A reader that falls behind gets a snapshot in place of what it missed."""
+    """Streams the blocks held, then changes. A reader that falls behind gets a snapshot in place of what it missed."""
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]
 
 @_typing.type_check_only
 class KVStoreAsyncStub(KVStoreStub):
-    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
+    """The KV store's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
     are read in place (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the empty salt
     is a tenant of its own. Damaged, missing and unreachable blocks are misses for the caller.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Match: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.MatchRequest, _kvstore_pb2.MatchResponse]  # type: ignore[assignment]
-    """How many leading keys of the chain are here: a prefix ends at its first gap."""
+    """Counts the leading keys of the chain that are here. A prefix ends at its first gap."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PrefetchRequest, _kvstore_pb2.PrefetchResponse]  # type: ignore[assignment]
     """Starts bringing leading blocks to DRAM; returns at once."""
     Replicate: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReplicateRequest, _kvstore_pb2.ReplicateResponse]  # type: ignore[assignment]
@@ -74,20 +74,20 @@ class KVStoreAsyncStub(KVStoreStub):
     RESOURCE_EXHAUSTED if enough copies are pending already.
     """
     Borrow: _aio.StreamStreamMultiCallable[_kvstore_pb2.BorrowRequest, _kvstore_pb2.BorrowResponse]  # type: ignore[assignment]
-    """For readers on the store's host: where blocks lie in its memory. The blocks stay unchanged during the call: the
+    """Tells readers on the store's host where blocks are in its memory. The blocks stay unchanged during the call: the
     reader closes its side when it is done, and what it has read is valid if the store's last message follows.
     """
     Take: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.TakeRequest, _kvstore_pb2.TakeResponse]  # type: ignore[assignment]
-    """For writers on the store's host: stores successive blocks of a prompt from the writer's memory, which must stay
-    unchanged until the answer. Blocks that are already here are not copied; the call waits for those that another
+    """Stores successive blocks of a prompt from the memory of a writer on the store's host, which must stay unchanged
+    until the answer. Blocks that are already here are not copied; the call waits for those that another
     writer is storing.
     """
     Watch: _aio.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]  # type: ignore[assignment]
-    """The blocks held, then changes. A reader that falls behind gets a snapshot in place of what it missed."""
+    """Streams the blocks held, then changes. A reader that falls behind gets a snapshot in place of what it missed."""
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]  # type: ignore[assignment]
 
 class KVStoreServicer(metaclass=_abc_1.ABCMeta):
-    """The pool's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
+    """The KV store's control side. Block bytes travel as raw frames (halfmoon.kv.frame) on /halfmoon.KVStoreBytes/{Put,Get}, or
     are read in place (Borrow). Wherever keys come with a tenant's salt, other tenants' blocks are absent; the empty salt
     is a tenant of its own. Damaged, missing and unreachable blocks are misses for the caller.
     """
@@ -98,7 +98,7 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.MatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.MatchResponse, _abc.Awaitable[_kvstore_pb2.MatchResponse]]:
-        """How many leading keys of the chain are here: a prefix ends at its first gap."""
+        """Counts the leading keys of the chain that are here. A prefix ends at its first gap."""
 
     @_abc_1.abstractmethod
     def Prefetch(
@@ -124,7 +124,7 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_kvstore_pb2.BorrowRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.BorrowResponse], _abc.AsyncIterator[_kvstore_pb2.BorrowResponse]]:
-        """For readers on the store's host: where blocks lie in its memory. The blocks stay unchanged during the call: the
+        """Tells readers on the store's host where blocks are in its memory. The blocks stay unchanged during the call: the
         reader closes its side when it is done, and what it has read is valid if the store's last message follows.
         """
 
@@ -134,8 +134,8 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.TakeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.TakeResponse, _abc.Awaitable[_kvstore_pb2.TakeResponse]]:
-        """For writers on the store's host: stores successive blocks of a prompt from the writer's memory, which must stay
-        unchanged until the answer. Blocks that are already here are not copied; the call waits for those that another
+        """Stores successive blocks of a prompt from the memory of a writer on the store's host, which must stay unchanged
+        until the answer. Blocks that are already here are not copied; the call waits for those that another
         writer is storing.
         """
 
@@ -145,7 +145,7 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.WatchResponse], _abc.AsyncIterator[_kvstore_pb2.WatchResponse]]:
-        """The blocks held, then changes. A reader that falls behind gets a snapshot in place of what it missed."""
+        """Streams the blocks held, then changes. A reader that falls behind gets a snapshot in place of what it missed."""
 
     @_abc_1.abstractmethod
     def Stats(
@@ -157,7 +157,7 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
 def add_KVStoreServicer_to_server(servicer: KVStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class KVStoreAdminStub:
-    """The operator's side: sees all tenants' blocks, by id (the tenant's public tag, 8 bytes, then the key, 16)."""
+    """The operator's side: accesses all tenants' blocks by id (the tenant's public tag, 8 bytes, then the key, 16)."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -173,7 +173,7 @@ class KVStoreAdminStub:
 
 @_typing.type_check_only
 class KVStoreAdminAsyncStub(KVStoreAdminStub):
-    """The operator's side: sees all tenants' blocks, by id (the tenant's public tag, 8 bytes, then the key, 16)."""
+    """The operator's side: accesses all tenants' blocks by id (the tenant's public tag, 8 bytes, then the key, 16)."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     List: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ListRequest, _kvstore_pb2.ListResponse]  # type: ignore[assignment]
@@ -185,7 +185,7 @@ class KVStoreAdminAsyncStub(KVStoreAdminStub):
     """Reads every block of the tiers and drops damaged ones."""
 
 class KVStoreAdminServicer(metaclass=_abc_1.ABCMeta):
-    """The operator's side: sees all tenants' blocks, by id (the tenant's public tag, 8 bytes, then the key, 16)."""
+    """The operator's side: accesses all tenants' blocks by id (the tenant's public tag, 8 bytes, then the key, 16)."""
 
     @_abc_1.abstractmethod
     def List(

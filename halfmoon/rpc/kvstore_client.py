@@ -1,7 +1,7 @@
-"""The pool's client in a worker or gateway: blocks in and out, read in place on the store's own host.
+"""The KV store's client in workers and gateways: puts and gets blocks, reading them in place on the store's host.
 
 Every method's `deadline_s` bounds the call. Absent, damaged and unreachable blocks raise NotFound, DataLoss and
-Unavailable: for a caller that can compute a block, each of them is a miss.
+Unavailable. For a caller that can compute the block, each of these is a miss.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TierName = Literal["dram", "disk", "cold"]
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """One block in the store's memory, valid as long as the loan lasts."""
+    """One block in the store's memory, valid for the duration of the loan."""
 
     stored: memoryview  # read-only, in the store's mapping
     digest: int
@@ -42,7 +42,7 @@ class Lent:
     layout: KVLayout
 
     def cells(self) -> memoryview:
-        """The raw block in canonical order; for a plain block, a view of the store's memory.
+        """Decodes the block to canonical order; for a raw block, returns a view of the store's memory.
 
         Raises DataLoss if the bytes are not those that were stored.
         """
@@ -52,10 +52,13 @@ class Lent:
 
 
 class KVStoreClient:
-    """Owns the channels to one store, its mapped memory, and the memory from which it takes blocks. Close it."""
+    """Owns the channels to one store, its mapped memory, and the shared memory that the store takes blocks from.
+
+    Close it after use.
+    """
 
     def __init__(self, address: str, tenant_salt: bytes = b"", link_settings: LinkSettings | None = None) -> None:
-        """tenant_salt: only blocks stored under the same salt are visible."""
+        """`tenant_salt` limits the client to blocks stored under the same salt."""
         self._peer = Peer(address)
         self._link = KVLink(Peer(address), link_settings)  # bulk bytes do not delay control
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._peer.channel)
@@ -66,7 +69,7 @@ class KVStoreClient:
         self._outbox = Outbox(self._peer, self._link)
 
     def of_tenant(self, salt: bytes) -> KVStoreClient:
-        """The same store for another tenant, on the same channels. Must not be closed."""
+        """Returns a client of the same store for another tenant, on the same channels. It must not be closed."""
         view = copy(self)
         view._salt = salt
         return view
@@ -79,7 +82,7 @@ class KVStoreClient:
         await self._peer.close()
 
     async def match(self, keys: Sequence[bytes], *, deadline_s: float) -> list[TierName]:
-        """For each of the leading keys that are present, the fastest tier that has it."""
+        """Returns the fastest tier that has the block, for each of the leading keys that are present."""
         request = kvstore_pb2.MatchRequest(keys=keys, tenant_salt=self._salt)
         response = await self._peer.call(self._stub.Match, request, deadline_s=deadline_s)
         return [_TIERS[tier] for tier in response.tiers]
@@ -100,7 +103,7 @@ class KVStoreClient:
         return int((await self._peer.call(self._stub.Replicate, request, deadline_s=deadline_s)).num_coming)
 
     async def stats(self, *, deadline_s: float) -> kvstore_pb2.StatsResponse:
-        """The store's statistics."""
+        """Returns the store's statistics."""
         response = await self._peer.call(self._stub.Stats, kvstore_pb2.StatsRequest(), deadline_s=deadline_s)
         assert isinstance(response, kvstore_pb2.StatsResponse)
         return response
@@ -120,9 +123,9 @@ class KVStoreClient:
         *,
         deadline_s: float,
     ) -> Stored:
-        """Stores successive blocks of a prompt: raw bytes in canonical order.
+        """Stores successive blocks of a prompt, as raw bytes in canonical order.
 
-        Afterwards at least the first one is stored and visible; otherwise raises NotFound if the block before it is
+        On return at least the first block is stored and visible. Otherwise raises NotFound if the block before it is
         absent, NoCapacity, DataLoss, Incompatible or Unavailable.
         """
         place = chain or Chain()
@@ -132,7 +135,7 @@ class KVStoreClient:
         return await put_blocks(self._link, keys, layout, cells, place, self._salt, deadline_s=deadline_s)
 
     async def get(self, key: bytes, layout: KVLayout, part: KVRange | None = None, *, deadline_s: float) -> memoryview:
-        """One block, or a part of it; see `get_run`. Raises NotFound, DataLoss, Incompatible or Unavailable."""
+        """Returns one block, or a part of it; see `get_run`. Raises NotFound, DataLoss, Incompatible or Unavailable."""
         async with aclosing(self.get_run([key], layout, part, deadline_s=deadline_s)) as blocks:
             async for cells in blocks:
                 return cells
@@ -141,18 +144,18 @@ class KVStoreClient:
     def get_run(
         self, keys: Sequence[bytes], layout: KVLayout, part: KVRange | None = None, *, deadline_s: float
     ) -> AsyncGenerator[memoryview, None]:
-        """Raw bytes of blocks in canonical order, or a part of each; `token_start` may count from any origin.
+        """Yields blocks, or a part of each, as raw bytes in canonical order; `token_start` may count from any origin.
 
-        Ends at the first absent block; if that is the very first, raises NotFound. Close it.
+        Ends at the first absent block, and raises NotFound if that is the very first. Close the iterator.
         """
-        wanted = part or whole_blocks(layout, 0, 1)
-        return get_blocks(self._link, keys, layout, wanted, self._salt, self._arrival, deadline_s=deadline_s)
+        blocks_range = part or whole_blocks(layout, 0, 1)
+        return get_blocks(self._link, keys, layout, blocks_range, self._salt, self._arrival, deadline_s=deadline_s)
 
     @asynccontextmanager
     async def borrow(self, keys: Sequence[bytes], *, deadline_s: float) -> AsyncIterator[list[Lent]]:
-        """The leading blocks that are present, in place. What was read counts only if the context ends without error.
+        """Yields the leading blocks that are present, in place. Reads are valid only if the context exits cleanly.
 
-        Raises Incompatible if the store is on another host, DeadlineExceeded if the loan lasted too long.
+        Raises Incompatible if the store is on another host, and DeadlineExceeded if the loan lasted too long.
         """
         requests: asyncio.Queue[kvstore_pb2.BorrowRequest | None] = asyncio.Queue()
         requests.put_nowait(kvstore_pb2.BorrowRequest(keys=keys, tenant_salt=self._salt))
@@ -171,7 +174,7 @@ class KVStoreClient:
 
     @asynccontextmanager
     async def watch(self) -> AsyncIterator[AsyncIterator[kvstore_pb2.WatchResponse]]:
-        """A snapshot, then changes; see kvstore.proto. Leaving the context ends the watch."""
+        """Yields a stream of a snapshot, then changes; see kvstore.proto. Leaving the context ends the watch."""
         request = kvstore_pb2.WatchRequest()
         async with self._peer.stream(self._stub.Watch, request, deadline_s=LONG_LIVED_S) as responses:
             yield responses

@@ -1,4 +1,4 @@
-"""The common part of every service's `__main__`: read settings once, set up logs, run; one clear line on failure."""
+"""The common part of every service's `__main__`: reads settings, sets up logs, runs, and logs one line on failure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 class ListensForRpc(Protocol):
-    """The settings that every service with RPCs has."""
+    """Settings of every service with RPCs."""
 
     @property
     def listen(self) -> str: ...
@@ -55,7 +55,7 @@ class ServiceMetrics(Protocol):
 
 
 def service_config(service: str) -> SettingsConfigDict:
-    """Sources of `service`'s settings: environment `HALFMOON_<SERVICE>_…` and command line `--kebab-case`."""
+    """Configures where settings come from: environment `HALFMOON_<SERVICE>_…` and command line `--kebab-case`."""
     return SettingsConfigDict(
         env_prefix=_prefix(service),
         cli_prog_name=f"python -m services.{service}",
@@ -87,7 +87,7 @@ def read_settings(settings_class: type[Settings], arguments: Sequence[str]) -> S
 def service_main(
     service: str, settings_class: type[Settings], serve: Callable[[Settings], Coroutine[Any, Any, None]]
 ) -> None:
-    """Runs `serve(settings)` to its end. Exits with 1 and one log line for an error of our tree."""
+    """Runs `serve(settings)` to its end. On a HalfmoonError, logs one line and exits with 1."""
     configure_logs(service)
     try:
         settings = read_settings(settings_class, sys.argv[1:])
@@ -109,7 +109,7 @@ async def serve_until_told_to_stop(
     metrics: ServiceMetrics,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> None:
-    """Runs a service that has only RPCs, start to end. Raises InvalidRequest if it cannot listen."""
+    """Runs a service that has only RPCs, from start to end. Raises InvalidRequest if it cannot listen."""
     stopping = asyncio.create_task(until_told_to_stop())  # SIGTERM is handled from here on
     with tracing(service, settings.otlp_endpoint) as tracer:
         async with running_server(
@@ -124,7 +124,7 @@ async def serve_until_told_to_stop(
 
 @contextmanager
 def metrics_endpoint(listen: str, port: int | None, registry: CollectorRegistry) -> Iterator[None]:
-    """Serves `registry` over HTTP on `port`, if there is one, of the host in `listen`. Raises InvalidRequest."""
+    """Serves `registry` over HTTP on `port` of the host in `listen`, if there is a port. Raises InvalidRequest."""
     if port is None:
         yield
         return
@@ -143,7 +143,7 @@ def metrics_endpoint(listen: str, port: int | None, registry: CollectorRegistry)
 
 
 def _explained(problem: Any, prefix: str) -> str:
-    """One of pydantic's findings, worded for a user of the command line."""
+    """Words one of pydantic's errors for a user of the command line."""
     name = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "missing":
         return f"--{name.replace('_', '-')} (or {prefix}{name.upper()}) is required"
@@ -155,6 +155,6 @@ def _prefix(service: str) -> str:
 
 
 def _as_logged(settings: BaseSettings) -> dict[str, Any]:
-    """The settings to log: the class's own selection if it holds a secret, else all."""
+    """Returns the settings to log: the class's own selection if it has secrets, else all."""
     own: Callable[[], dict[str, Any]] | None = getattr(settings, "as_logged", None)
     return own() if own is not None else settings.model_dump(mode="json")

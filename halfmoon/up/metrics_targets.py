@@ -1,7 +1,7 @@
 """Chooses the metrics ports of the services of `halfmoon up`, and lists them in a file for Prometheus.
 
-deploy/prometheus/prometheus-up.yml reads the file (file_sd_configs), so any number of workers is scraped without an
-edit, also workers that the planner starts later.
+deploy/prometheus/prometheus-up.yml reads the file (file_sd_configs), so any number of workers is scraped without
+an edit, also workers that the planner starts later.
 """
 
 from __future__ import annotations

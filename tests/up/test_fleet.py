@@ -113,7 +113,7 @@ async def test_who_takes_too_long_to_join_is_stopped(tmp_path: Path, monkeypatch
 async def test_one_change_at_a_time(tmp_path: Path) -> None:
     async with host(tmp_path) as it:
         it.fleet.begin(wanting(1, "silent"), False, lambda *said: None)
-        with pytest.raises(NoCapacity, match="under way"):
+        with pytest.raises(NoCapacity, match="in progress"):
             await it.change(wanting(1))
 
 

@@ -48,7 +48,7 @@ def _kv_write_kernel(
 def kv_write(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     """Stores new K and V in the slots of `slot_mapping`; -1 stores nothing.
 
-    k, v: [num_tokens, num_kv_heads, head_dim], views into a fused QKV output will do; slot_mapping: [num_tokens] int64.
+    k, v: [num_tokens, num_kv_heads, head_dim], may be views into a fused QKV output. slot_mapping: [num_tokens] int64.
     Raises ValueError or TypeError.
     """
     num_kv_heads, _, head_dim = kv.k.shape
@@ -67,8 +67,8 @@ def kv_write(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     )  # fmt: skip
 
 
-def kv_write_reference(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
-    """`kv_write` in plain torch."""
+def kv_store_reference(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
+    """Does as `kv_store`, in plain torch."""
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     for new, stored in ((k, kv.k), (v, kv.v)):

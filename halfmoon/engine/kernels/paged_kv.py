@@ -1,6 +1,6 @@
-"""One layer's K and V in the arena, as the attention and store kernels see them.
+"""One layer's K and V in the arena, as the attention and store kernels read them.
 
-A slot is one token's place in a head: `block_id * block_tokens + offset`.
+A slot is one token's index in a head: `block_id * block_tokens + offset`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PagedKV:
         check_same_device(k=self.k, v=self.v)
 
     def check_query(self, q: Tensor) -> int:
-        """q: [rows, num_q_heads, head_dim]. Returns query heads a KV head; raises ValueError or TypeError."""
+        """q: [rows, num_q_heads, head_dim]. Returns the query heads per KV head. Raises ValueError or TypeError."""
         check_tensor("q", q, (None, None, self.k.shape[2]), (self.k.dtype,))
         group, rest = divmod(q.shape[1], self.k.shape[0])
         if group == 0 or rest:
@@ -53,7 +53,7 @@ class PagedKV:
         return group
 
     def num_stages(self, tile: int, other_bytes: int) -> int:
-        """Depth of the load pipeline: three tiles of K and V, or what shared memory holds next to `other_bytes`."""
+        """Returns the depth of the load pipeline: three tiles, or what shared memory holds next to `other_bytes`."""
         if self.k.device.type != "cuda":
             return _STAGES
         device: Any = torch.cuda.get_device_properties(self.k.device)  # torch's stubs lack the field
@@ -63,7 +63,7 @@ class PagedKV:
         return max(1, min(_STAGES, (limit - other_bytes) // stage_bytes))
 
     def gathered(self, block_row: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """K and V of a sequence's first tokens, [num_kv_heads, num_tokens, head_dim] float32, for references."""
+        """Gathers K and V of a sequence's first tokens for references: [num_kv_heads, num_tokens, head_dim] float32."""
         positions = torch.arange(num_tokens, device=block_row.device)
         slots = block_row.long()[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
         return self.k[:, slots].float(), self.v[:, slots].float()
@@ -77,7 +77,7 @@ def tile_slots(
     TILE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> tl.tensor:
-    """Slots of positions `start`..`start + TILE`, int64 [TILE]."""
+    """Returns the slots of positions `start`..`start + TILE`, int64 [TILE]."""
     offset = tl.arange(0, TILE)
     if BLOCK_TOKENS % TILE == 0:  # the tile lies inside one block: one load, and consecutive slots
         block = tl.load(block_row + start // BLOCK_TOKENS, mask=start < end, other=0).to(tl.int64)

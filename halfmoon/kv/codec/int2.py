@@ -56,7 +56,7 @@ _KEYS, _VALUES = 0, 1  # indices on axis 1 of the canonical order
 
 
 class _Parts(NamedTuple):
-    """Views into one payload."""
+    """Views of the parts of one payload."""
 
     packed: NDArray[np.uint8]  # [layers, bytes]
     first_keys: Bits  # [layers, heads, head_dim]
@@ -65,7 +65,7 @@ class _Parts(NamedTuple):
 
 
 def encoded_bytes(shape: tuple[int, ...]) -> int:
-    """Size in bytes of a payload for `[layers, 2, heads, tokens, head_dim]`."""
+    """Returns the size in bytes of a payload for `[layers, 2, heads, tokens, head_dim]`."""
     return _packed_bytes(shape) + 2 * sum(math.prod(part) for part in _param_shapes(shape))
 
 
@@ -91,7 +91,7 @@ def encode(bits: Bits, dtype: KVDtype, payload: NDArray[np.uint8]) -> None:
 
 
 def decode(payload: KVBytes, shape: tuple[int, ...], dtype: KVDtype) -> Bits:
-    """Bits of the values, of `shape`; `payload` has `encoded_bytes(shape)` bytes."""
+    """Decodes a payload of `encoded_bytes(shape)` bytes to the bits of the values, of `shape`."""
     parts = _parts(np.frombuffer(payload, np.uint8), shape)
     out = np.empty(shape, UNSIGNED[dtype])
     _, _, heads, tokens, head_dim = shape
@@ -118,7 +118,7 @@ def decode(payload: KVBytes, shape: tuple[int, ...], dtype: KVDtype) -> Bits:
 
 
 def _turned(values: Bits, dtype: KVDtype, scratch: Scratch) -> Floats:
-    """Rotated values [layers, 1, head_dim, heads * tokens], in scratch's first tile."""
+    """Returns rotated values [layers, 1, head_dim, heads * tokens], in scratch's first tile."""
     layers, heads, tokens, head_dim = values.shape
     numbers = scratch.floats((layers, heads * tokens, head_dim), 1)
     widen_finite(values.reshape(numbers.shape), dtype, numbers, magnitudes(values).max())
