@@ -1,17 +1,16 @@
 """INT2: four levels, in groups of 32 tokens of a channel for keys, of 64 rotated channels of a token for values.
 
-Coarse: for blocks that lie well before the end of their prompt (`EntryCodec.residual_tokens`). What makes it bearable,
-each of it measured (docs/log/kv.md): the first token's keys stay bfloat16, for a prompt's first token draws much of
-all attention and stretches its groups; the levels leave a tenth of a group's extent out at each end; values are turned
-by a Hadamard matrix (QuaRot: Ashkboos et al., 2024), which leaves no channel of outliers, so that one group may be
-twice as large.
+The codec is coarse, and meant for blocks well before the end of their prompt (`EntryCodec.residual_tokens`). Three
+measures, each evaluated in docs/log/kv.md, limit the error. The first token's keys stay bfloat16, because a prompt's
+first token draws much of all attention and stretches its groups. The levels leave out a tenth of a group's extent at
+each end. Values are rotated by a Hadamard matrix (QuaRot: Ashkboos et al., 2024), which removes outlier channels, so
+that a group may be twice as large.
 
     bytes                                            content
     layers * ceil(heads * tokens * head_dim / 2)     codes, layer by layer, see `_pack`
     2 * layers * heads * head_dim                    K of the first token, bfloat16: [layers, heads, head_dim]
     4 * layers * heads * ceil(tokens/32) * head_dim  K's bfloat16 scales, zeros: [2, layers, heads, groups, head_dim]
     4 * layers * ceil(head_dim/64) * heads * tokens  V's bfloat16 scales, zeros: [2, layers, 1, groups, heads * tokens]
-
 
 V's codes are channel-major, [layers, 1, head_dim, heads * tokens]. The rotation is orthogonal and its own inverse. It
 runs over as many channels as the largest power of two, up to 64, that divides head_dim.
