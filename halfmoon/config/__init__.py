@@ -1,4 +1,4 @@
 """Sections of the configuration that services and `halfmoon up` share, each with defaults and descriptions.
 
-Read in this order: section, gateway, qos, worker, stores, planner, simulation, security, observability, state.
+Read in this order: section, gateway, qos_classes, worker, stores, planner, simulation, security, observability, state.
 """

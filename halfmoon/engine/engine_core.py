@@ -272,7 +272,7 @@ class EngineCore:
 
     def _retry_after_ms(self) -> int:
         """Estimates when the first running request makes room, at the pace of the last step."""
-        return room_in_ms(
+        return retry_ms_when_full(
             self.last_step_s,
             (sequence.sampling.max_tokens - sequence.num_output for sequence in self._scheduler.running),
         )

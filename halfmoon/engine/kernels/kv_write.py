@@ -67,8 +67,8 @@ def kv_write(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
     )  # fmt: skip
 
 
-def kv_store_reference(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
-    """Does as `kv_store`, in plain torch."""
+def kv_write_reference(k: Tensor, v: Tensor, kv: PagedKV, slot_mapping: Tensor) -> None:
+    """Does as `kv_write`, in plain torch."""
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     for new, stored in ((k, kv.k), (v, kv.v)):
