@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
-from halfmoon.engine.tokenizer import Tokenizer
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
+from halfmoon.engine.text.tokenizer import Tokenizer
 from halfmoon.kv.codec import Codec, decode, encode, encoded_bytes
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.frame import plan_frames

@@ -21,7 +21,7 @@ import aiohttp
 import torch
 
 from benchmarks.serving import Client, Server
-from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams

@@ -36,8 +36,8 @@ from typing import Any, NamedTuple, cast
 import psutil
 
 from benchmarks.instant_worker import TEXT
-from halfmoon.engine.checkpoint import prepare_checkpoint
-from halfmoon.engine.tokenizer import Tokenizer
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
+from halfmoon.engine.text.tokenizer import Tokenizer
 from halfmoon.pb.prefill_pb2 import PrefillRequest
 from halfmoon.pb.prefill_pb2_grpc import PrefillStub
 from halfmoon.pb.types_pb2 import Generation, SamplingParams

@@ -22,8 +22,8 @@ from functools import partial
 import grpc
 from prometheus_client import CollectorRegistry
 
-from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
-from halfmoon.engine.tokenizer import Tokenizer
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
+from halfmoon.engine.text.tokenizer import Tokenizer
 from halfmoon.pb.decode_pb2 import CancelRequest, CancelResponse, StepTokens, TokensRequest
 from halfmoon.pb.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
 from halfmoon.pb.gateway_pb2 import WorkerIdentity, WorkerLoad, WorkerMessage

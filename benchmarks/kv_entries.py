@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.codecs import Model, texts
-from halfmoon.engine.checkpoint import prepare_checkpoint
-from halfmoon.engine.tokenizer import Tokenizer
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
+from halfmoon.engine.text.tokenizer import Tokenizer
 from halfmoon.kv.codec.lossless import Lossless, compress
 from halfmoon.kv.entry_codec import EntryCodec
 from halfmoon.kv.kv_layout import KVLayout

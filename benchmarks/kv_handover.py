@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import psutil
 
 from halfmoon.engine.async_engine import AsyncEngine
-from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.pb import decode_pb2, decode_pb2_grpc, gateway_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 import torch
 from transformers import OPTConfig
 
-from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig, OffloadConfig, OffloadSchedule
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams

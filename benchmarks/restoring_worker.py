@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from halfmoon.background import running
 from halfmoon.engine.async_engine import AsyncEngine
-from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.warm_up_steps import warm_up_steps

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.restoring_worker import killed_at_the_end, made_up
-from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.pb import kvstore_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.peer import Peer

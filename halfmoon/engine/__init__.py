@@ -1,4 +1,5 @@
-"""ONE WORKER'S COMPUTE. Tokens and tensors; no network; asyncio only in async_engine.py.
+"""One worker's compute: tokens and tensors, no network. asyncio only in async_engine.py.
 
-Read in this order: request, sequence, scheduler, block_pool, prefix_cache, model_runner, engine, async_engine.
+Read in this order: request, scheduling/sequence, scheduling/scheduler, scheduling/block_pool, scheduling/prefix_cache,
+engine_core, model_runner, engine, async_engine.
 """

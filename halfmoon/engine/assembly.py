@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.device_path import capture_decode, choose_path
-from halfmoon.engine.kv_access import KVMemory
-from halfmoon.engine.kv_arena import KVArena
-from halfmoon.engine.memory import kv_budget_bytes
-from halfmoon.engine.model_config import ModelConfig
+from halfmoon.engine.kv_memory.kv_access import KVMemory
+from halfmoon.engine.kv_memory.kv_arena import KVArena
+from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import build_model
 from halfmoon.engine.models.weights import Progress, fill_dummy_weights, load_weights

@@ -14,9 +14,9 @@ from typing import TypeVar
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.engine_thread import EngineThread
-from halfmoon.engine.kv_watch import OnKV
+from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
-from halfmoon.engine.restore_order import RestoreOrder
+from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Incompatible
 from halfmoon.kv.codec import Codec, decode, encode

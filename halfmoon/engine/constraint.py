@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from numpy.typing import NDArray
 
 from halfmoon.engine.request import Constraint
-from halfmoon.engine.tokenizer import load_fast_tokenizer
+from halfmoon.engine.text.tokenizer import load_fast_tokenizer
 from halfmoon.errors import InvalidRequest
 
 _MOST_OUTPUTS = 1_024  # outputs whose automata are kept; the least recently used are dropped

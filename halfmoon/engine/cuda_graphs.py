@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfmoon.engine.attention.triton_attention import TritonBackend
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.models.forward_batch import ForwardBatch
-from halfmoon.engine.triton_attention import TritonBackend
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from functools import partial
 
 import torch
 
-from halfmoon.engine.attention import SdpaBackend
-from halfmoon.engine.attention_backend import AttentionBackend
-from halfmoon.engine.checkpoint import default_cache_dir
+from halfmoon.engine.attention.attention import SdpaBackend
+from halfmoon.engine.attention.attention_backend import AttentionBackend
+from halfmoon.engine.checkpoint.checkpoint import default_cache_dir
+from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.config import EngineConfig, Kernels
-from halfmoon.engine.kv_arena import KVArena
-from halfmoon.engine.model_config import ModelConfig
+from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.model_runner import DecodeSteps
 from halfmoon.engine.models import Model
 from halfmoon.engine.models.layer_ops import TORCH_OPS, LayerOps
@@ -64,8 +64,8 @@ def _native_path(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -
 
 
 def _triton_path(config: EngineConfig, model: ModelConfig, context_tokens: int) -> DevicePath:
+    from halfmoon.engine.attention.triton_attention import TritonBackend
     from halfmoon.engine.models.triton_ops import TRITON_OPS
-    from halfmoon.engine.triton_attention import TritonBackend
 
     attention = TritonBackend(config.block_tokens, model.num_kv_heads, context_tokens, config.device)
     return DevicePath("triton", TRITON_OPS, pack_onednn, attention)
@@ -78,8 +78,8 @@ def capture_decode(
     """Decode steps as CUDA graphs if they are enabled and possible. Not run on a GPU yet."""
     if not (config.cuda_graphs and arena.tensor.is_cuda and config.attention_backend == "triton"):
         return None
+    from halfmoon.engine.attention.triton_attention import TritonBackend
     from halfmoon.engine.cuda_graphs import CudaCapture, DecodeGraphs
-    from halfmoon.engine.triton_attention import TritonBackend
 
     assert isinstance(attention, TritonBackend)
     forward = partial(model.forward, kv=arena.tensor)

@@ -12,18 +12,18 @@ from dataclasses import replace
 from functools import partial
 
 from halfmoon.engine.assembly import assemble, kv_layout, most_context_tokens
-from halfmoon.engine.block_pool import BlockPool
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine_core import EngineCore
-from halfmoon.engine.kv_access import KVAccess
+from halfmoon.engine.kv_memory.kv_access import KVAccess
 from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.offload.runner import OffloadRunner
 from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.engine.parallel.runner import ParallelRunner
 from halfmoon.engine.request import SampledToken
 from halfmoon.engine.request_check import RequestLimits
-from halfmoon.engine.scheduler import SchedulerLimits
+from halfmoon.engine.scheduling.block_pool import BlockPool
+from halfmoon.engine.scheduling.scheduler import SchedulerLimits
 from halfmoon.engine.step_result import StagedWork, StepResult
 from halfmoon.errors import ServiceFailed
 from halfmoon.kv.device_bytes import KVPlace, KVSource

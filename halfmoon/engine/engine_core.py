@@ -9,18 +9,18 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
-from halfmoon.engine.block_chains import BlockChains
-from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.engine_stats import EngineStats
-from halfmoon.engine.kv_watch import KVWatch, LayerWatch, OnKV
-from halfmoon.engine.prefix_cache import PrefixCache
+from halfmoon.engine.kv_memory.kv_watch import KVWatch, LayerWatch, OnKV
 from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, FinishReason, SampledToken, TokenOutput
 from halfmoon.engine.request_check import RequestLimits
-from halfmoon.engine.restore_order import Restore, RestoreOrder
-from halfmoon.engine.restore_watch import RestoreWatch
-from halfmoon.engine.scheduler import Schedule, Scheduler, SchedulerLimits
-from halfmoon.engine.sequence import Sequence, SequenceState
-from halfmoon.engine.step_counts import step_counts
+from halfmoon.engine.scheduling.block_chains import BlockChains
+from halfmoon.engine.scheduling.block_pool import BlockPool
+from halfmoon.engine.scheduling.prefix_cache import PrefixCache
+from halfmoon.engine.scheduling.restore_order import Restore, RestoreOrder
+from halfmoon.engine.scheduling.restore_watch import RestoreWatch
+from halfmoon.engine.scheduling.scheduler import Schedule, Scheduler, SchedulerLimits
+from halfmoon.engine.scheduling.sequence import Sequence, SequenceState
+from halfmoon.engine.scheduling.step_counts import step_counts
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
 from halfmoon.policy.retries import retry_ms_when_full

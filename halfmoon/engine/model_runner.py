@@ -10,17 +10,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention_backend import AttentionBackend, StepAttention, TokenSpan
+from halfmoon.engine.attention.attention_backend import AttentionBackend, StepAttention, TokenSpan
+from halfmoon.engine.attention.watched_attention import DeviceWatch, WatchedAttention
 from halfmoon.engine.chunk import Chunk, chunk_of
 from halfmoon.engine.constraint import TokenMasks
-from halfmoon.engine.kv_arena import KVArena
-from halfmoon.engine.kv_watch import LayerWatch
+from halfmoon.engine.kv_memory.kv_arena import KVArena
+from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.models import Model
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.request import SampledToken
 from halfmoon.engine.sampler import SamplingRow, sample
-from halfmoon.engine.scheduler import ScheduledSequence
-from halfmoon.engine.watched_attention import DeviceWatch, WatchedAttention
+from halfmoon.engine.scheduling.scheduler import ScheduledSequence
 
 
 class DecodeSteps(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfmoon.engine.request import SamplingParams
-from halfmoon.engine.sequence import Sequence
+from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv.kv_layout import KVLayout
 

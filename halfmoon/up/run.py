@@ -144,7 +144,7 @@ async def _change_workers(started: _Started, address: str, supervisor: Superviso
 
 async def prepared_model(model: str, terminal: Console) -> PreparedModel:
     """Downloads or converts the model in a process that ends with this call. Raises UnknownModel."""
-    command = (sys.executable, "-m", "halfmoon.engine.prepare", model)
+    command = (sys.executable, "-m", "halfmoon.engine.checkpoint.prepare", model)
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, start_new_session=True)
     message: dict[str, str] = {}
     try:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from halfmoon.background import running
-from halfmoon.engine.kv_access import NotWritten
+from halfmoon.engine.kv_memory.kv_access import NotWritten
 from halfmoon.errors import NotFound
 from halfmoon.kv.codec import Codec, encoded_bytes, gainful
 from halfmoon.kv.frame import KVRange

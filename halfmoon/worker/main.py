@@ -13,10 +13,10 @@ import torch
 
 import halfmoon
 from halfmoon.engine.async_engine import AsyncEngine
-from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig, OffloadConfig
-from halfmoon.engine.cuda_memory import CudaMemory
 from halfmoon.engine.engine import Engine
+from halfmoon.engine.kv_memory.cuda_memory import CudaMemory
 from halfmoon.engine.warm_up_steps import warm_up_steps
 from halfmoon.errors import InvalidRequest
 from halfmoon.kv import frame

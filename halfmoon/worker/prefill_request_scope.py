@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from halfmoon.background import cancelled
-from halfmoon.engine.kv_watch import OnKV
+from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb import prefill_pb2, types_pb2
 from halfmoon.rpc.spans import NO_SPAN, Span, current_span, reason_of, span_scope

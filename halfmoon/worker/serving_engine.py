@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from halfmoon.engine.engine_stats import EngineStats
-from halfmoon.engine.kv_watch import OnKV
+from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.device_bytes import KVPlace, KVSource

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from halfmoon.background import running
-from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.engine_core import EngineCore, Step
 from halfmoon.engine.engine_stats import EngineStats
-from halfmoon.engine.kv_access import NotWritten
-from halfmoon.engine.kv_watch import OnKV
+from halfmoon.engine.kv_memory.kv_access import NotWritten
+from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest, FinishReason, SampledToken, TokenLogprobs
 from halfmoon.engine.request_check import RequestLimits
-from halfmoon.engine.scheduler import SchedulerLimits
-from halfmoon.engine.sequence import Sequence
+from halfmoon.engine.scheduling.block_pool import BlockPool
+from halfmoon.engine.scheduling.scheduler import SchedulerLimits
+from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Incompatible, NotFound
 from halfmoon.kv.codec import Codec, encoded_bytes

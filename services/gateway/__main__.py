@@ -7,8 +7,8 @@ import logging
 import os
 import time
 
-from halfmoon.engine.checkpoint import prepare_checkpoint
-from halfmoon.engine.tokenizer import Detokenizer, Tokenizer
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
+from halfmoon.engine.text.tokenizer import Detokenizer, Tokenizer
 from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_main
 from halfmoon.rpc.tracing import tracing

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from halfmoon.config.worker import RoleName
-from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_main

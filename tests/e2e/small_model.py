@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 
 
 def small_model(path: Path) -> Path:

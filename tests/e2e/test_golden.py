@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from halfmoon.engine.checkpoint import Checkpoint
-from halfmoon.engine.tokenizer import Tokenizer
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.engine.text.tokenizer import Tokenizer
 from tests.e2e.conftest import Reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]

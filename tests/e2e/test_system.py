@@ -10,8 +10,8 @@ import aiohttp
 import openai
 import pytest
 
-from halfmoon.engine.checkpoint import Checkpoint
-from halfmoon.engine.tokenizer import Tokenizer
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.engine.text.tokenizer import Tokenizer
 from tests.e2e.conftest import Reference
 from tests.e2e.system import System
 

@@ -14,12 +14,12 @@ import jsonschema
 import numpy as np
 import pytest
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.constraint import TokenMasks, check_constraint
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams
-from halfmoon.engine.tokenizer import Tokenizer
+from halfmoon.engine.text.tokenizer import Tokenizer
 from halfmoon.errors import InvalidRequest
 from tests.engine.random_schemas import random_schema
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.kv_arena import KVArena
+from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import build_model
 from halfmoon.engine.models.weights import load_weights
@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
 from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)
 from halfmoon.engine.cuda_graphs import CudaCapture, DecodeGraphs, Replay  # isort: skip
 from halfmoon.engine.models.triton_ops import TRITON_OPS  # isort: skip
-from halfmoon.engine.triton_attention import TritonBackend  # isort: skip
+from halfmoon.engine.attention.triton_attention import TritonBackend  # isort: skip
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 BLOCK_TOKENS = 8

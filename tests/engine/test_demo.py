@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
-from halfmoon.engine.tokenizer import Tokenizer
+from halfmoon.engine.text.tokenizer import Tokenizer
 
 QUESTIONS = (
     "What is the capital of France?",

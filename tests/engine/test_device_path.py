@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfmoon.engine.attention import SdpaBackend
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.attention.attention import SdpaBackend
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.device_path import choose_path
 from halfmoon.engine.models.layer_ops import TORCH_OPS

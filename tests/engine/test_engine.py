@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.errors import Incompatible, InvalidRequest

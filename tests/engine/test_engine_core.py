@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfmoon.engine.block_pool import BlockPool
 from halfmoon.engine.engine_core import EngineCore, Step
 from halfmoon.engine.request import EngineRequest, SampledToken, SamplingParams
 from halfmoon.engine.request_check import RequestLimits
-from halfmoon.engine.scheduler import SchedulerLimits
+from halfmoon.engine.scheduling.block_pool import BlockPool
+from halfmoon.engine.scheduling.scheduler import SchedulerLimits
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
 from halfmoon.kv.kv_layout import KVLayout

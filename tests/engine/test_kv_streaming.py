@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from halfmoon.engine.attention.watched_attention import WatchedAttention
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.kv_access import NotWritten
-from halfmoon.engine.kv_watch import LayerWatch
+from halfmoon.engine.kv_memory.kv_access import NotWritten
+from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.request import EngineRequest, SamplingParams
-from halfmoon.engine.watched_attention import WatchedAttention
 from halfmoon.errors import NotFound
 from halfmoon.kv.frame_plan import Written
 

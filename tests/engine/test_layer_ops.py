@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.models.layer_ops import TORCH_OPS
 from halfmoon.engine.models.rotary import Rotary
 

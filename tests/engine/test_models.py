@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention import AttentionBatch, Segment
-from halfmoon.engine.attention_backend import AttentionBackend, TokenSpan
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.attention.attention import AttentionBatch, Segment
+from halfmoon.engine.attention.attention_backend import AttentionBackend, TokenSpan
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.device_path import DevicePath, choose_path
-from halfmoon.engine.kv_arena import KVArena
+from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.models import Model, build_model
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.linear import pack_onednn

@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from halfmoon.engine.block_pool import BlockPool
-from halfmoon.engine.prefix_cache import PrefixCache
 from halfmoon.engine.request import EngineRequest, SamplingParams
-from halfmoon.engine.scheduler import Scheduler, SchedulerLimits
-from halfmoon.engine.sequence import Sequence
+from halfmoon.engine.scheduling.block_pool import BlockPool
+from halfmoon.engine.scheduling.prefix_cache import PrefixCache
+from halfmoon.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, ClusterSpec, WorkerGroup
 from halfmoon.sim.latency_sources.latency_model import LatencyModel, PrefillPiece, StepPiece

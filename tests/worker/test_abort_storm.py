@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.errors import HalfmoonError
 from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
 from halfmoon.pb import decode_pb2, prefill_pb2

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from halfmoon.engine.checkpoint import Checkpoint
-from halfmoon.engine.kv_watch import KVWatch
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.engine.kv_memory.kv_watch import KVWatch
 from halfmoon.errors import Cancelled, HalfmoonError, Unavailable
 from halfmoon.kv import frame_plan
 from halfmoon.kv.frame import plan_frames

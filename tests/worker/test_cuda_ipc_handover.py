@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from halfmoon.engine.checkpoint import Checkpoint
-from halfmoon.engine.cuda_memory import CudaRegion
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.engine.kv_memory.cuda_memory import CudaRegion
 from halfmoon.errors import Incompatible
 from halfmoon.pb import prefill_pb2
 from halfmoon.rpc.transport.cuda_ipc import DeviceRegion

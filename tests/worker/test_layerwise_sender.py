@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from halfmoon.engine.async_engine import AsyncEngine
-from halfmoon.engine.kv_access import NotWritten
+from halfmoon.engine.kv_memory.kv_access import NotWritten
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame_plan import Written
 from halfmoon.rpc.transfer import transfer_to

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.errors import InvalidRequest
 from halfmoon.pb import prefill_pb2
 from halfmoon.worker.main import link_settings

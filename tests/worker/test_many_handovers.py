@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.pb import prefill_pb2, types_pb2
 from tests.worker.conftest import RunningWorker
 from tests.worker.test_handover import generation, listening, prefilled, reference, until

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Awaitable, Callable
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.pb.prefill_pb2 import FirstToken, Phase, PrefillRequest
 from tests.rpc.test_kvstore_client import served
 from tests.worker.conftest import RunningWorker

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.kvstore_client import KVStoreClient, Lent
 from services.kvstore.catalog.block_identity import block_id

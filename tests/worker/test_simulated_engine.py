@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from halfmoon.engine.kv_access import NotWritten
+from halfmoon.engine.kv_memory.kv_access import NotWritten
 from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams, TokenOutput
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import Incompatible, InvalidRequest, NoCapacity, NotFound

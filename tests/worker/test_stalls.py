@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.errors import DeadlineExceeded, HalfmoonError
 from halfmoon.pb import prefill_pb2, prefill_pb2_grpc
 from halfmoon.rpc import peer as peer_module

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from halfmoon.engine.checkpoint import Checkpoint
-from halfmoon.engine.kv_watch import KVWatch
+from halfmoon.engine.attention.watched_attention import WatchedAttention
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.engine.kv_memory.kv_watch import KVWatch
 from halfmoon.engine.step_result import StepResult
-from halfmoon.engine.watched_attention import WatchedAttention
 from halfmoon.kv import frame_plan
 from halfmoon.pb import prefill_pb2
 from tests.worker.conftest import RunningWorker

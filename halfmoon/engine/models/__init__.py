@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from halfmoon.engine.model_config import ModelConfig
+from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.models.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:

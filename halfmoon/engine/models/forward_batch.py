@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from halfmoon.engine.attention_backend import StepAttention
+from halfmoon.engine.attention.attention_backend import StepAttention
 
 
 @dataclass(frozen=True, slots=True)

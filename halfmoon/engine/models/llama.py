@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfmoon.engine.attention_backend import StepAttention
-from halfmoon.engine.model_config import ModelConfig
+from halfmoon.engine.attention.attention_backend import StepAttention
+from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.layer_ops import LayerOps, Rotation
 from halfmoon.engine.models.linear import Linear, PackWeight, split_rows

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from halfmoon.engine.model_config import ModelConfig
+from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.models.linear import Linear
 from halfmoon.kv.kv_layout import Shard
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfmoon.engine.model_config import Activation, ModelConfig
+from halfmoon.engine.checkpoint.model_config import Activation, ModelConfig
 from halfmoon.engine.models.forward_batch import ForwardBatch
 from halfmoon.engine.models.linear import Linear, PackWeight, split_rows
 from halfmoon.engine.models.model_part import ModelPart, whole_model

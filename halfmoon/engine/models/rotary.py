@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfmoon.engine.model_config import ModelConfig
+from halfmoon.engine.checkpoint.model_config import ModelConfig
 
 
 class Rotary:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention_backend import TokenSpan
-from halfmoon.engine.kv_arena import slot_runs
+from halfmoon.engine.attention.attention_backend import TokenSpan
+from halfmoon.engine.kv_memory.kv_arena import slot_runs
 from halfmoon.engine.native.library import NativeLibrary
 from halfmoon.errors import Incompatible
 

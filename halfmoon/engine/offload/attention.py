@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from halfmoon.engine.attention import store
-from halfmoon.engine.attention_backend import StepAttention
+from halfmoon.engine.attention.attention import store
+from halfmoon.engine.attention.attention_backend import StepAttention
 from halfmoon.engine.offload.link import Fetch
 from halfmoon.engine.offload.staging import Pipeline, Staged
 from halfmoon.engine.offload.tiers import Content, TieredKV, as_rows

@@ -6,10 +6,10 @@ import logging
 from dataclasses import asdict
 from typing import NamedTuple
 
-from halfmoon.engine.attention_backend import AttentionBackend
+from halfmoon.engine.attention.attention_backend import AttentionBackend
+from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.config import OffloadConfig
-from halfmoon.engine.kv_arena import KVArena
-from halfmoon.engine.model_config import ModelConfig
+from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import Model
 from halfmoon.engine.models.opt import OPTModel

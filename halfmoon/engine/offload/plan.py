@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from halfmoon.engine.attention_backend import TokenSpan
+from halfmoon.engine.attention.attention_backend import TokenSpan
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.offload.tiers import Run, TieredKV
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from halfmoon.engine.attention import store
+from halfmoon.engine.attention.attention import store
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.offload.link import Copy, Link

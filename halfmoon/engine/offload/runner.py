@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from halfmoon.engine.attention_backend import AttentionBackend, TokenSpan
+from halfmoon.engine.attention.attention_backend import AttentionBackend, TokenSpan
 from halfmoon.engine.config import OffloadSchedule
-from halfmoon.engine.kv_watch import LayerWatch
+from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.offload.attention import ColdRows, OffloadedAttention, Replacement, Stores
 from halfmoon.engine.offload.choice import Chooser
@@ -21,7 +21,7 @@ from halfmoon.engine.offload.plan import GroupPlan, Replaced
 from halfmoon.engine.offload.staging import Pipeline, Staging, Task
 from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.engine.request import SampledToken
-from halfmoon.engine.scheduler import ScheduledSequence
+from halfmoon.engine.scheduling.scheduler import ScheduledSequence
 from halfmoon.engine.step_result import StagedWork
 
 

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halfmoon.engine.block_pool import BlockPool
-from halfmoon.engine.canonical_kv import CanonicalKV
-from halfmoon.engine.kv_arena import KVArena
+from halfmoon.engine.kv_memory.canonical_kv import CanonicalKV
+from halfmoon.engine.kv_memory.kv_arena import KVArena
+from halfmoon.engine.scheduling.block_pool import BlockPool
 from halfmoon.errors import Incompatible
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
 from halfmoon.kv.kv_layout import KVLayout

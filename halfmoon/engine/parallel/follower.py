@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.parallel.grid import Grid
 from halfmoon.engine.parallel.links import Links, PeerGone, join_rendezvous
 from halfmoon.engine.parallel.messages import Connect, CopyKV, Failed, Hello, Ready, Setup, Step, WriteKV

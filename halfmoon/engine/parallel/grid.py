@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from halfmoon.engine.model_config import ModelConfig
+from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.kv.kv_layout import Shard
 from halfmoon.policy.parallelism import check_parallelism
 

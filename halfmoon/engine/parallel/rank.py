@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.chunk import Chunk
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.constraint import TokenMasks
 from halfmoon.engine.device_path import choose_path
-from halfmoon.engine.kv_arena import KVArena
-from halfmoon.engine.kv_watch import LayerWatch
+from halfmoon.engine.kv_memory.kv_arena import KVArena
+from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.model_runner import ModelRunner
 from halfmoon.engine.models import build_model
 from halfmoon.engine.models.forward_batch import ForwardBatch

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import torch
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.chunk import chunk_of
 from halfmoon.engine.config import EngineConfig
-from halfmoon.engine.kv_watch import LayerWatch
-from halfmoon.engine.memory import kv_budget_bytes
-from halfmoon.engine.model_config import ModelConfig
+from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes
+from halfmoon.engine.kv_memory.kv_watch import LayerWatch
 from halfmoon.engine.models.weights import Progress
 from halfmoon.engine.parallel.followers import Followers, OnFailure
 from halfmoon.engine.parallel.grid import Grid
@@ -26,7 +26,7 @@ from halfmoon.engine.parallel.messages import CopyKV, Setup, Step, WriteKV
 from halfmoon.engine.parallel.rank import Rank, rank_device, shard_layout
 from halfmoon.engine.parallel.sharded_kv import ShardedKV
 from halfmoon.engine.request import SampledToken
-from halfmoon.engine.scheduler import ScheduledSequence
+from halfmoon.engine.scheduling.scheduler import ScheduledSequence
 from halfmoon.errors import Incompatible, ServiceFailed
 from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
 from halfmoon.kv.kv_layout import KVLayout, Shard

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from halfmoon.engine.canonical_kv import CanonicalKV
+from halfmoon.engine.kv_memory.canonical_kv import CanonicalKV
 from halfmoon.engine.parallel.messages import CopyKV, ReadKV, WriteKV
 from halfmoon.kv.kv_layout import KVBytes, KVLayout, Shard
 

@@ -25,7 +25,7 @@ class PrefillForecast:
 
     A worker computes by rank: smaller priority first, then by arrival. While its first prompt is longer than a step,
     shorter ones of the same priority share each step with it, half and half, the shortest first, as in
-    `engine/scheduler.py`. Workers are rows of the cluster view.
+    `engine/scheduling/scheduler.py`. Workers are rows of the cluster view.
     """
 
     def __init__(self) -> None:

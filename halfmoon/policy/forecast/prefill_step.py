@@ -1,4 +1,4 @@
-"""A prefill step as `engine/scheduler.py` forms it: by rank; a long prompt leaves part of it to shorter ones."""
+"""A prefill step as the engine's `Scheduler` forms it: by rank; a long prompt leaves part of it to shorter ones."""
 
 from __future__ import annotations
 

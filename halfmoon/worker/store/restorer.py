@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from halfmoon.engine.kv_watch import OnKV
+from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.engine.request import EngineRequest
-from halfmoon.engine.restore_order import RestoreOrder
+from halfmoon.engine.scheduling.restore_order import RestoreOrder
 from halfmoon.errors import HalfmoonError, NotFound
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.kv.kv_layout import KVBytes

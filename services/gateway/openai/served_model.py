@@ -13,7 +13,7 @@ from services.gateway.replies.tool_parsers import ToolFormat
 
 
 class PromptPrefix(Protocol):
-    """halfmoon.engine.prefix_tokenizer.PrefixTokenizer: a prompt's leading tokens, as far as they have been read."""
+    """`PrefixTokenizer` of the engine: a prompt's leading tokens, as far as they have been read."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -35,7 +35,7 @@ class PromptPrefix(Protocol):
 
 
 class Encodes(Protocol):
-    """halfmoon.engine.tokenizer.Tokenizer, as far as the gateway uses it."""
+    """halfmoon.engine.text.tokenizer.Tokenizer, as far as the gateway uses it."""
 
     def encode(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> list[int]:
         """Token ids of a text. The time taken reveals nothing of texts of other salts."""

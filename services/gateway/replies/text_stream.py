@@ -15,7 +15,7 @@ _ENDINGS: dict[FinishReason.ValueType, Ending] = {STOP: "stop", LENGTH: "length"
 
 
 class PushesText(Protocol):
-    """halfmoon.engine.tokenizer.Detokenizer."""
+    """halfmoon.engine.text.tokenizer.Detokenizer."""
 
     def push(self, token_id: int) -> str:
         """Returns the text that became certain with this token."""
@@ -27,7 +27,7 @@ class PushesText(Protocol):
 
 
 class Decodes(Protocol):
-    """halfmoon.engine.tokenizer.Tokenizer, as far as replies use it."""
+    """halfmoon.engine.text.tokenizer.Tokenizer, as far as replies use it."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""

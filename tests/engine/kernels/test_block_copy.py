@@ -61,7 +61,7 @@ def test_no_dtype_is_interpreted(device: str, block_ids: Tensor, dtype: torch.dt
 
 
 def test_agrees_with_the_arena(device: str, block_ids: Tensor) -> None:
-    from halfmoon.engine.kv_arena import KVArena
+    from halfmoon.engine.kv_memory.kv_arena import KVArena
     from halfmoon.kv.kv_layout import KVLayout
 
     arena = KVArena(KVLayout(3, 2, 32, "float16", BLOCK_TOKENS), 9, torch.float16, device)

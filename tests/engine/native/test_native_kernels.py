@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from halfmoon.engine.attention import SdpaBackend, attend_reference
-from halfmoon.engine.attention_backend import TokenSpan
-from halfmoon.engine.checkpoint import default_cache_dir
+from halfmoon.engine.attention.attention import SdpaBackend, attend_reference
+from halfmoon.engine.attention.attention_backend import TokenSpan
+from halfmoon.engine.checkpoint.checkpoint import default_cache_dir
 from halfmoon.engine.models.rotary import rotate
 from halfmoon.engine.native.attention import NativeBackend
 from halfmoon.engine.native.compiler import compiled

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halfmoon.engine.kv_arena import KVArena
+from halfmoon.engine.kv_memory.kv_arena import KVArena
 from halfmoon.engine.offload.tiers import TieredKV
 from halfmoon.errors import Incompatible, InvalidRequest
 from halfmoon.kv.device_bytes import DeviceBytes

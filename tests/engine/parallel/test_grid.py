@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.model_config import ModelConfig
 from halfmoon.engine.config import EngineConfig
-from halfmoon.engine.model_config import ModelConfig
 from halfmoon.engine.models import Model, build_model
 from halfmoon.engine.models.model_part import ModelPart
 from halfmoon.engine.models.weights import fill_dummy_weights, load_weights

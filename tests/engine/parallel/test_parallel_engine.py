@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from halfmoon.engine.async_engine import AsyncEngine
-from halfmoon.engine.checkpoint import Checkpoint, prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.parallel.messages import ReadKV
@@ -316,7 +316,7 @@ async def test_the_followers_end_with_the_engine(start_engine: StartEngine) -> N
 
 PARENT = """
 import sys
-from halfmoon.engine.checkpoint import prepare_checkpoint
+from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 engine = Engine(prepare_checkpoint(sys.argv[1]), EngineConfig(num_blocks=4, tensor_parallel=2))

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfmoon.engine.block_pool import BlockPool
-from halfmoon.engine.prefix_cache import PrefixCache
 from halfmoon.engine.request import EngineRequest, SamplingParams
-from halfmoon.engine.scheduler import Scheduler, SchedulerLimits
-from halfmoon.engine.sequence import Sequence
+from halfmoon.engine.scheduling.block_pool import BlockPool
+from halfmoon.engine.scheduling.prefix_cache import PrefixCache
+from halfmoon.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.policy.forecast.colocated_decodes import ColocatedDecodes
 from halfmoon.policy.forecast.colocated_workers import ColocatedWorkers, Decoding
 from halfmoon.policy.forecast.prefill_queue_model import PrefillQueueModel, PromptWork, Speed

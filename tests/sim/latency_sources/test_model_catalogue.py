@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from halfmoon.engine.model_config import parse_model_config
+from halfmoon.engine.checkpoint.model_config import parse_model_config
 from halfmoon.errors import HalfmoonError, InvalidRequest
 from halfmoon.sim.latency_sources.model_catalogue import MODELS, SERVED, model_shape
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.kvstore_client import KVStoreClient

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from halfmoon.engine.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.step_result import BlockChain
 from halfmoon.kv.keys import block_keys, root_key
 from halfmoon.pb import prefill_pb2

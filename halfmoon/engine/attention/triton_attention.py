@@ -1,0 +1,124 @@
+"""The `triton` attention back end: paged kernels over a block table. On CPU tensors it runs in Triton's interpreter.
+
+Needs triton (the extra `gpu`). Not run on a GPU yet. Knows nothing of requests or weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+
+from halfmoon.engine.attention.attention_backend import TokenSpan
+from halfmoon.engine.kernels.decode_attention import choose_num_splits, decode_attention
+from halfmoon.engine.kernels.kv_write import kv_write
+from halfmoon.engine.kernels.paged_kv import PagedKV
+from halfmoon.engine.kernels.prefill_attention import prefill_attention
+from halfmoon.engine.kv_memory.kv_arena import slot_runs
+from halfmoon.errors import Incompatible
+
+
+class Paged(NamedTuple):
+    """Where the keys of some sequences lie. Each tensor is its own memory: kernels are compiled for its alignment."""
+
+    block_table: Tensor  # [num_seqs, max_blocks] int32
+    context_lens: Tensor  # [num_seqs] int32, this step's tokens included; 0 pads a captured graph
+
+
+@dataclass(frozen=True, slots=True)
+class TritonStep:
+    """A step's rows: first those of sequences with one row each, then those of `cu_seqlens`."""
+
+    slot_mapping: Tensor  # [num_tokens] int64, -1 stores nothing
+    block_tokens: int
+    decodes: Paged | None
+    num_decodes: int
+    num_splits: int  # of the decodes' keys
+    prefills: Paged | None = None
+    cu_seqlens: Tensor | None = None  # [num_prefills + 1] int32, counted from row `num_decodes`
+    max_new_tokens: int = 0  # of any prefill
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
+        """See `StepAttention.attend`."""
+        kv = PagedKV(layer_kv[0], layer_kv[1], self.block_tokens)
+        kv_write(k, v, kv, self.slot_mapping)
+        outs = []
+        if self.decodes is not None:
+            outs.append(decode_attention(q[: self.num_decodes], kv, *self.decodes, scale, self.num_splits))
+        if self.prefills is not None and self.cu_seqlens is not None:
+            rows, (table, contexts) = q[self.num_decodes :], self.prefills
+            outs.append(prefill_attention(rows, kv, table, self.cu_seqlens, contexts, self.max_new_tokens, scale))
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
+
+
+class TritonBackend:
+    """Prepares steps for the kernels. How keys are split depends only on the number of sequences, not on their lengths.
+
+    So a captured graph and an eager step of one size compute the same, bit for bit.
+    """
+
+    def __init__(self, block_tokens: int, num_kv_heads: int, context_tokens: int, device: str) -> None:
+        """`context_tokens` bounds the length of a sequence. Raises Incompatible on a CPU without the interpreter."""
+        self.block_tokens = block_tokens
+        self.max_blocks = -(-context_tokens // block_tokens)
+        self.device = device
+        self._num_kv_heads = num_kv_heads
+        self._context_tokens = context_tokens
+        self._num_sms = 1
+        where = torch.device(device)
+        if where.type == "cuda":
+            if where.index not in (None, torch.cuda.current_device()):  # kernels are launched on the current device
+                raise Incompatible(f"{device} is not the current CUDA device: choose it with CUDA_VISIBLE_DEVICES")
+            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        elif not knobs.runtime.interpret:
+            raise Incompatible("the triton kernels run on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1")
+
+    def step(self, spans: Sequence[TokenSpan]) -> TritonStep:
+        """Prepares a step: leading spans of one row are decodes; the rest, of one row or more, are prefills."""
+        num_decodes = next((index for index, span in enumerate(spans) if span.end - span.start > 1), len(spans))
+        slots = [
+            np.arange(*run, dtype=np.int64)
+            for blocks, start, end in spans
+            for run in slot_runs(blocks, self.block_tokens, start, end)
+        ]
+        new_tokens = [end - start for _, start, end in spans[num_decodes:]]
+        return TritonStep(
+            slot_mapping=torch.from_numpy(np.concatenate(slots)).to(self.device),
+            block_tokens=self.block_tokens,
+            decodes=self._paged(spans[:num_decodes]),
+            num_decodes=num_decodes,
+            num_splits=self._num_splits(num_decodes),
+            prefills=self._paged(spans[num_decodes:]),
+            cu_seqlens=self._int32([0, *accumulate(new_tokens)]) if new_tokens else None,
+            max_new_tokens=max(new_tokens, default=0),
+        )
+
+    def decode_step(self, slot_mapping: Tensor, block_table: Tensor, context_lens: Tensor) -> TritonStep:
+        """A step of decodes over existing tensors, of the shapes of `TritonStep` and `Paged`."""
+        num_decodes = context_lens.shape[0]
+        paged = Paged(block_table, context_lens)
+        return TritonStep(slot_mapping, self.block_tokens, paged, num_decodes, self._num_splits(num_decodes))
+
+    def _paged(self, spans: Sequence[TokenSpan]) -> Paged | None:
+        if not spans:
+            return None
+        used = [-(-end // self.block_tokens) for _, _, end in spans]
+        table = np.zeros((len(spans), max(used)), dtype=np.int32)
+        for row, num_blocks, (blocks, _, _) in zip(table, used, spans, strict=True):
+            row[:num_blocks] = blocks[:num_blocks]
+        return Paged(torch.from_numpy(table).to(self.device), self._int32([end for _, _, end in spans]))
+
+    def _num_splits(self, num_seqs: int) -> int:
+        """Rounds the sequences up to the next power of two, the size of the graph that would run them."""
+        size = triton.next_power_of_2(max(1, num_seqs))
+        return choose_num_splits(size, self._num_kv_heads, self._context_tokens, self._num_sms)
+
+    def _int32(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)

@@ -1,0 +1,66 @@
+"""Reports how far a running step has come, layer by layer. A step without listeners costs nothing.
+
+A model calls `attend` once a layer, in order, and the call stores that layer's K and V first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from halfmoon.engine.attention.attention_backend import StepAttention
+from halfmoon.engine.kv_memory.kv_watch import LayerWatch
+
+
+class WatchedAttention:
+    """Owns the count of a step's layers that have stored their K and V; attends like `inner`."""
+
+    def __init__(self, inner: StepAttention, num_layers: int, watch: LayerWatch) -> None:
+        self._inner = inner
+        self._num_layers = num_layers
+        self._watch = watch
+        self._done = 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, scale: float) -> Tensor:
+        """See `StepAttention.attend`."""
+        out = self._inner.attend(q, k, v, layer_kv, scale)
+        self._done += 1
+        left = self._num_layers - self._done
+        if self._done % self._watch.every == 0 or (left < self._watch.every and left & (left - 1) == 0):
+            self._watch.notify(self._done)
+        return out
+
+
+class DeviceWatch:
+    """Reports what a CUDA device has finished rather than what was launched: one event per call, awaited on a thread.
+
+    Not run on a GPU yet.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-watch")
+        self._notifications: list[Future[None]] = []
+
+    def behind(self, watch: LayerWatch) -> LayerWatch:
+        """`watch`, notified on this object's thread once the device has finished what was launched before."""
+        return LayerWatch(watch.every, partial(self._notify_when_done, watch.notify))
+
+    def finish(self) -> None:
+        """Returns when the device has finished the step and every notification was delivered."""
+        notifications, self._notifications = self._notifications, []
+        for notification in notifications:
+            notification.result()
+
+    def _notify_when_done(self, notify: Callable[[int], None], num_layers: int) -> None:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+
+        def wait_and_notify() -> None:
+            event.synchronize()
+            notify(num_layers)
+
+        self._notifications.append(self._thread.submit(wait_and_notify))

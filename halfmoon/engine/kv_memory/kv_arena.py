@@ -1,0 +1,126 @@
+"""The KV memory of one worker: where block ids become tensors, and canonical bytes come in and go out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from halfmoon.engine.config import Kernels
+from halfmoon.engine.kv_memory.canonical_kv import CanonicalKV
+from halfmoon.errors import Incompatible
+from halfmoon.kv.device_bytes import DeviceBytes, KVPlace, KVSource
+from halfmoon.kv.kv_layout import KVLayout
+
+if TYPE_CHECKING:
+    from halfmoon.engine.kv_memory.kv_transfer import KVTransfer
+
+
+def slot_runs(blocks: Sequence[int], block_tokens: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Half-open slot ranges that hold tokens `start`..`end` of a sequence, neighbouring blocks joined."""
+    while start < end:
+        index = start // block_tokens
+        run_start = blocks[index] * block_tokens + start % block_tokens
+        last = index
+        while (last + 1) * block_tokens < end and blocks[last + 1] == blocks[last] + 1:
+            last += 1
+        stop = min(end, (last + 1) * block_tokens)
+        yield run_start, run_start + stop - start
+        start = stop
+
+
+class KVArena:
+    """Owns the KV tensor. Head-major: a run of neighbouring blocks is one view, `[heads, tokens, head_dim]`.
+
+    `read` and `write` may run during a step if they touch only blocks that the step does not.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: str,
+        kernels: Kernels = "torch",
+        pinned: bool = False,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self._layout = layout
+        shape = (layout.num_layers, 2, layout.num_kv_heads, num_blocks * layout.block_tokens, layout.head_dim)
+        self.tensor = torch.empty(
+            shape, dtype=dtype, device=device, pin_memory=pinned
+        )  # [layers, 2, kv_heads, slots, head_dim]
+        self._canonical = CanonicalKV(layout)
+        # The same memory as 2- or 4-byte integers: numpy has no bfloat16, and copies without torch's threads.
+        self._integers = torch.int16 if layout.item_bytes == 2 else torch.int32
+        self._transfer = _transfer(self.tensor, layout.block_tokens) if kernels == "triton" else None
+
+    def write(
+        self, blocks: Sequence[int], layer_start: int, layer_end: int, start: int, num_tokens: int, payload: KVSource
+    ) -> None:
+        """Scatters canonical bytes. Raises InvalidRequest when the payload's size does not match the ranges."""
+        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
+        if isinstance(payload, DeviceBytes):
+            transfer, cells = self._on_device(payload)
+            transfer.scatter(cells, blocks, layer_start, layer_end, start, num_tokens)
+            return
+        values = self._canonical.view(payload, layer_end - layer_start, num_tokens)
+        if self._transfer is not None:
+            self._transfer.write(values, blocks, layer_start, start)
+            return
+        done = 0
+        for first, last in slot_runs(blocks, self._layout.block_tokens, start, start + num_tokens):
+            piece = values[:, :, :, done : done + last - first]
+            view = self.tensor[layer_start:layer_end, :, :, first:last].view(self._integers)
+            if view.device.type == "cpu":
+                np.copyto(view.numpy(), piece)
+            else:
+                view.copy_(torch.from_numpy(piece.copy()))
+            done += last - first
+
+    def read(
+        self,
+        blocks: Sequence[int],
+        layer_start: int,
+        layer_end: int,
+        start: int,
+        num_tokens: int,
+        out: KVPlace | None = None,
+    ) -> memoryview:
+        """Canonical bytes `[layers, 2, kv_heads, num_tokens, head_dim]`, copied into `out`, if given.
+
+        On a CPU that is one copy. From a CUDA device it goes through pinned memory, which torch reuses; with `out` on
+        the device nothing is copied to the host, and the returned view is empty.
+        """
+        self._canonical.check(layer_start, layer_end, start, num_tokens, len(blocks))
+        if isinstance(out, DeviceBytes):
+            transfer, cells = self._on_device(out)
+            transfer.gather(blocks, layer_start, layer_end, start, num_tokens, cells)
+            return memoryview(b"")
+        if self._transfer is not None:
+            gathered = self._transfer.read(blocks, layer_start, layer_end, start, num_tokens)
+            if out is not None:
+                self._canonical.room(layer_end - layer_start, num_tokens, out)[...] = gathered
+            return gathered.reshape(-1).data.cast("B")
+        values = self._canonical.room(layer_end - layer_start, num_tokens, out)
+        done = 0
+        for first, last in slot_runs(blocks, self._layout.block_tokens, start, start + num_tokens):
+            view = self.tensor[layer_start:layer_end, :, :, first:last].view(self._integers)
+            values[:, :, :, done : done + last - first] = view.cpu().numpy()
+            done += last - first
+        return values.reshape(-1).data.cast("B")
+
+    def _on_device(self, place: DeviceBytes) -> tuple[KVTransfer, torch.Tensor]:
+        """The transfer kernels and `place` as a tensor. Raises Incompatible if no kernels copy."""
+        if self._transfer is None:
+            raise Incompatible("KV in device memory needs the triton kernels")
+        assert isinstance(place.cells, torch.Tensor)
+        return self._transfer, place.cells
+
+
+def _transfer(arena: torch.Tensor, block_tokens: int) -> KVTransfer:
+    from halfmoon.engine.kv_memory.kv_transfer import KVTransfer  # needs triton
+
+    return KVTransfer(arena, block_tokens)

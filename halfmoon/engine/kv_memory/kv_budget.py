@@ -1,0 +1,69 @@
+"""Default size of a worker's KV cache, if none is configured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from halfmoon.engine.checkpoint.model_config import ModelConfig
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.models import build_model
+from halfmoon.errors import Incompatible
+
+_MEMINFO = Path("/proc/meminfo")  # on Linux
+_MAX_HOST_BYTES = 2 << 30
+_HOST_SHARE = 8  # divisor of the free memory; two workers and the weights must fit on a laptop
+_STEP_BYTES = 1 << 30  # set aside on a GPU for activations, captured graphs and staging buffers
+
+
+def kv_budget_bytes(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device_bytes: Callable[[], int] | None = None,
+) -> int:
+    """KV memory of each rank in bytes: the configured size, or a sensible one for its device.
+
+    On a CPU that is a share of the free memory, which all ranks share. On a GPU it is `gpu_memory_utilization` of the
+    smallest one (`device_bytes`, not run on a GPU yet) minus the weights and what a step needs. Raises Incompatible
+    when the weights leave no room.
+    """
+    if config.device == "cpu":
+        return (config.kv_memory_bytes or min(_free_host_bytes() // _HOST_SHARE, _MAX_HOST_BYTES)) // config.num_ranks
+    if config.kv_memory_bytes is not None:
+        return config.kv_memory_bytes
+    total = (device_bytes or _smallest_device_bytes)()
+    weights = weight_bytes(model, dtype) // config.num_ranks
+    left = int(total * config.gpu_memory_utilization) - weights - _STEP_BYTES
+    if left <= 0:
+        raise Incompatible(
+            f"{config.gpu_memory_utilization:.0%} of a GPU of {total >> 30} GiB leaves no room for KV next to weights "
+            f"of {weights >> 30} GiB: use more ranks (tensor_parallel, pipeline_parallel) or raise "
+            "gpu_memory_utilization"
+        )
+    return left
+
+
+def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    """Size of the whole model's weights, from a model that takes no memory."""
+    return sum(view.nbytes for view in build_model(model, dtype, "meta").parameters().values())
+
+
+def _smallest_device_bytes() -> int:
+    return min(torch.cuda.mem_get_info(index)[1] for index in range(torch.cuda.device_count()))
+
+
+def _free_host_bytes() -> int:
+    """Memory for new allocations, the page cache included where the system reports it (sysconf counts it as used)."""
+    if _MEMINFO.is_file():
+        for line in _MEMINFO.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) << 10
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # these names do not exist on this system
+        return 4 << 30

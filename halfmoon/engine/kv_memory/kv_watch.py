@@ -1,0 +1,91 @@
+"""Notifies listeners which KV of a prompt can be read while the rest is computed. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from halfmoon.engine.scheduling.scheduler import ScheduledSequence
+from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.kv.frame import MAX_PAYLOAD_BYTES
+from halfmoon.kv.frame_plan import Written
+from halfmoon.kv.kv_layout import KVLayout
+
+OnKV = Callable[[Written | None], None]  # None: the request and its KV are gone
+
+
+class LayerWatch(NamedTuple):
+    """A listener to a step's progress. `notify(n)`: K and V of the first `n` layers are in memory."""
+
+    every: int  # layers between calls; the last `every` layers are reported where 2**n layers are left, and at the end
+    notify: Callable[[int], None]
+
+
+class KVWatch:
+    """Owns the listeners by request, and each sequence's `written`. Engine thread, except for a step's `notify`.
+
+    News may be out of date when it arrives: a preemption takes KV back without notice. A reader that then asks for the
+    KV is refused (`NotWritten`), and is notified again once it is computed again.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._listeners: dict[str, OnKV] = {}
+
+    def add(self, request_id: str, on_kv: OnKV) -> None:
+        """Notifies `on_kv` of the request's KV from now on, on the engine's or its device's thread."""
+        self._listeners[request_id] = on_kv
+
+    def begin(self, scheduled: Iterable[ScheduledSequence]) -> LayerWatch | None:
+        """Begins a step: tokens from the prefix cache can be read at once. None when no listener wants layers."""
+        if not self._listeners:
+            return None
+        watched = []
+        for item in scheduled:
+            sequence = item.sequence
+            if sequence.request_id in self._listeners:
+                start = sequence.num_computed
+                watched.append((sequence, start, start + item.num_tokens))
+                if start > 0 and not sequence.has_begun:
+                    self._notify(sequence, Written(start))
+        if not watched:
+            return None
+
+        def notify(num_layers: int) -> None:
+            for sequence, start, end in watched:
+                self._notify(sequence, Written(start, end, num_layers))
+
+        return LayerWatch(self._frame_layers(max(end - start for _, start, end in watched)), notify)
+
+    def advance(self, sequence: Sequence) -> None:
+        """Ends a step: `num_computed` tokens are written in all layers."""
+        if sequence.request.prefill_only:
+            self._notify(sequence, Written(sequence.num_computed))
+
+    def loaded(self, sequence: Sequence) -> None:
+        """Reports that some of the sequence's blocks were loaded."""
+        self._notify(sequence, Written(sequence.num_computed))
+
+    def forget(self, request_id: str) -> None:
+        """Drops the request's listener silently."""
+        self._listeners.pop(request_id, None)
+
+    def remove(self, request_id: str) -> None:
+        """Notifies the listener, for the last time, that the request is gone."""
+        on_kv = self._listeners.pop(request_id, None)
+        if on_kv is not None:
+            on_kv(None)
+
+    def _notify(self, sequence: Sequence, written: Written) -> None:
+        if sequence.restore is not None:
+            block_tokens = self._layout.block_tokens
+            runs = sequence.restore.runs(sequence.num_computed // block_tokens)
+            written = written._replace(loaded=tuple((a * block_tokens, b * block_tokens) for a, b in runs))
+        sequence.written = written
+        on_kv = self._listeners.get(sequence.request_id)
+        if on_kv is not None:
+            on_kv(written)
+
+    def _frame_layers(self, num_tokens: int) -> int:
+        """Number of layers of a chunk that fill a frame."""
+        return max(1, MAX_PAYLOAD_BYTES // (self._layout.token_layer_bytes * num_tokens))

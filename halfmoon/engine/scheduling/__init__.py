@@ -1,0 +1,4 @@
+"""Which sequences run in the next step, with which blocks. Pure: no torch, no clock, no asyncio.
+
+Read in this order: sequence, scheduler, block_pool, prefix_cache, restore_order, restore_watch, step_counts.
+"""

@@ -1,0 +1,156 @@
+"""Finds blocks that already hold a prompt's prefix. No torch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from halfmoon.engine.scheduling.block_pool import BlockPool
+from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.errors import NoCapacity
+from halfmoon.kv.keys import child_key
+
+
+class CacheChanges(NamedTuple):
+    """Keys of blocks that became available, and of those that ceased to be."""
+
+    stored: tuple[bytes, ...] = ()
+    evicted: tuple[bytes, ...] = ()
+
+
+class PrefixCache:
+    """Owns the map from block keys to blocks, and the order in which unused ones are evicted (least recently used).
+
+    It holds one reference to each cached block. A block without other references is idle: still found by `match`, and
+    evicted when `allocate` runs short. Only whole, computed blocks are cached. `root` maps a tenant's salt to the
+    parent key of its first blocks; with None nothing is cached.
+    """
+
+    def __init__(self, pool: BlockPool, block_tokens: int, root: Callable[[bytes], bytes] | None) -> None:
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._root = root
+        self._blocks: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, bool] = OrderedDict()  # whether it is a half; least recently used first
+        self._num_idle_halves = 0
+        self._stored: dict[bytes, None] = {}  # since `take_changes` was last called
+        self._evicted: dict[bytes, None] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out: free ones and idle ones."""
+        return self._pool.num_free_with(len(self._idle) - self._num_idle_halves, self._num_idle_halves)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that hold a known prefix, idle or in use."""
+        return len(self._blocks)
+
+    def match(self, sequence: Sequence) -> list[int]:
+        """Takes references to the blocks of the longest cached prefix. At least one token is left to compute."""
+        blocks: list[int] = []
+        for index in range((len(sequence.token_ids) - 1) // self._block_tokens if self._root is not None else 0):
+            block = self._blocks.get(self._key(sequence, index))
+            if block is None:
+                break
+            self._note_used(block)
+            blocks.append(block)
+        self._pool.share(blocks)
+        return blocks
+
+    def allocate(self, num_blocks: int, near: int | None = None, room: int = 0) -> list[int]:
+        """Calls `BlockPool.allocate`, evicting idle blocks as needed. Raises NoCapacity, and then evicts nothing."""
+        if num_blocks > self.num_available:
+            raise NoCapacity(f"{num_blocks} blocks are wanted, {self.num_available} are available")
+        while self._pool.num_free < num_blocks:
+            self._evict()
+        return self._pool.allocate(num_blocks, near, room)
+
+    def release(self, blocks: SequenceOf[int]) -> None:
+        """Drops references. The last block of a prefix goes idle first, so that it is evicted first."""
+        for block in reversed(blocks):
+            self._pool.release([block])
+            if block in self._keys and self._pool.references(block) == 1:
+                self._idle[block] = self._pool.is_half(block)
+                self._num_idle_halves += self._idle[block]
+
+    def hold(self, keys: SequenceOf[bytes]) -> list[int]:
+        """Takes references to the blocks of the leading keys that are cached; drop them with `release`."""
+        blocks: list[int] = []
+        for key in keys:
+            if key not in self._blocks:
+                break
+            blocks.append(self._blocks[key])
+            self._note_used(blocks[-1])
+        self._pool.share(blocks)
+        return blocks
+
+    def insert(self, sequence: Sequence) -> bool:
+        """Makes the sequence's computed full blocks findable. Of two equal blocks the first stays.
+
+        Returns whether any were new.
+        """
+        num_full = sequence.num_computed // self._block_tokens
+        if self._root is None or num_full <= sequence.num_known_blocks:
+            return False
+        for index in range(sequence.num_known_blocks, num_full):
+            key, block = self._key(sequence, index), sequence.blocks[index]
+            if key not in self._blocks:
+                self._pool.share([block])
+                self._blocks[key] = block
+                self._keys[block] = key
+                _note(key, self._stored, self._evicted)
+        sequence.num_known_blocks = num_full
+        return True
+
+    def forget_idle(self) -> None:
+        """Evicts every idle block."""
+        while self._idle:
+            self._evict()
+
+    def take_changes(self) -> CacheChanges:
+        """Changes since the last call; a block that was evicted and stored again counts as unchanged."""
+        changes = CacheChanges(tuple(self._stored), tuple(self._evicted))
+        self._stored.clear()
+        self._evicted.clear()
+        return changes
+
+    def check_integrity(self) -> None:
+        """Asserts that both maps, the idle blocks and the pool agree."""
+        self._pool.check_integrity()
+        assert self._keys == {block: key for key, block in self._blocks.items()}, "the maps disagree"
+        idle = {block for block in self._keys if self._pool.references(block) == 1}
+        assert idle == set(self._idle), "a block is idle and referenced, or neither"
+        assert all(self._pool.is_half(block) == is_half for block, is_half in self._idle.items()), "an idle block moved"
+        assert sum(self._idle.values()) == self._num_idle_halves, "the number of idle halves is wrong"
+
+    def _evict(self) -> None:
+        block = next(iter(self._idle))
+        self._note_used(block)
+        key = self._keys.pop(block)
+        del self._blocks[key]
+        _note(key, self._evicted, self._stored)
+        self._pool.release([block])
+
+    def _note_used(self, block: int) -> None:
+        self._num_idle_halves -= self._idle.pop(block, False)
+
+    def _key(self, sequence: Sequence, index: int) -> bytes:
+        """Key of the sequence's block `index`; computed once, in order, and kept with the sequence."""
+        keys = sequence.block_keys
+        while len(keys) <= index:
+            start = len(keys) * self._block_tokens
+            assert self._root is not None
+            parent = keys[-1] if keys else self._root(sequence.request.tenant_salt)
+            keys.append(child_key(parent, sequence.token_ids[start : start + self._block_tokens]))
+        return keys[index]
+
+
+def _note(key: bytes, done: dict[bytes, None], undone: dict[bytes, None]) -> None:
+    if key in undone:
+        del undone[key]
+    else:
+        done[key] = None

@@ -1,0 +1,97 @@
+"""One request's progress through the engine. No torch."""
+
+from __future__ import annotations
+
+import threading
+from typing import Literal
+
+from halfmoon.engine.request import EngineRequest, FinishReason, SamplingParams
+from halfmoon.engine.scheduling.restore_order import Restore
+from halfmoon.kv.frame_plan import Written
+
+SequenceState = Literal["waiting", "running", "reserved", "held", "removed"]
+
+
+class Sequence:
+    """Owns the token ids of one request and how many of them have their K and V in memory.
+
+    `blocks` are references that the scheduler took from the pool. A prefill-only sequence that has its token is `held`.
+    """
+
+    def __init__(self, request: EngineRequest, order: int, restore: Restore | None = None) -> None:
+        self.request = request
+        self.rank = (request.priority, request.arrival_s, order)  # smaller runs first; unique
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_computed = 0  # leading tokens whose K and V are in `blocks`
+        self.num_cached = 0  # of those, how many came from the prefix cache
+        self.num_received = 0  # of those, how many came from another worker
+        self.num_loaded = 0  # of those, how many were loaded while others were computed
+        self.restore = restore  # what remains to be loaded
+        self.blocks: list[int] = []
+        self.block_keys: list[bytes] = []  # of the leading full blocks, as far as they have been needed
+        self.num_known_blocks = 0  # leading blocks that the prefix cache has seen
+        self.state: SequenceState = "waiting"
+        self.written = Written()  # what may be copied out of `blocks` for a prefill-only sequence
+        self.kv_lock = threading.Lock()  # held while K and V are copied, and while `blocks` are released
+
+    @property
+    def request_id(self) -> str:
+        """The request's name."""
+        return self.request.request_id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How the request's tokens are drawn."""
+        return self.request.sampling
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt, without any output."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens so far, wherever they were computed."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens still to run before the next one can be drawn: 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    def num_ready(self, block_tokens: int) -> int:
+        """Leading uncomputed tokens that can be computed now: the others wait for loaded blocks."""
+        stop = None if self.restore is None else self.restore.stop(self.num_computed // block_tokens)
+        return self.num_uncomputed if stop is None else max(0, stop * block_tokens - self.num_computed)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any of its tokens were computed here."""
+        return self.num_computed > self.num_cached + self.num_loaded
+
+    def skip_loaded(self, block_tokens: int) -> None:
+        """Counts tokens loaded right after the computed ones as computed."""
+        restore = self.restore
+        while restore is not None and self.num_computed % block_tokens == 0:
+            block = self.num_computed // block_tokens
+            if block >= restore.num_blocks:
+                self.restore = restore = None
+            elif restore.is_loaded(block):
+                self.num_computed += block_tokens
+                self.num_loaded += block_tokens
+            else:
+                return
+
+    @property
+    def max_tokens_ever(self) -> int:
+        """Most tokens whose K and V this sequence can need: the last output token is never run."""
+        new = 1 if self.request.prefill_only else self.sampling.max_tokens
+        return self.num_prompt + max(new - 1, self.num_output)
+
+    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Why the newest output token is the last one; None if it is not."""
+        token_id, sampling = self.token_ids[-1], self.sampling
+        is_stop = token_id in sampling.stop_token_ids or (token_id in eos_token_ids and not sampling.ignore_eos)
+        if is_stop and self.num_output > sampling.min_tokens:
+            return "stop"
+        return "length" if self.num_output >= sampling.max_tokens else None

@@ -1,0 +1,29 @@
+"""How much a step is going to compute."""
+
+from __future__ import annotations
+
+from halfmoon.engine.scheduling.scheduler import Schedule
+from halfmoon.engine.step_result import StepResult
+
+
+def step_counts(schedule: Schedule) -> StepResult:
+    """The counts for a step's result, taken before its outcome is booked."""
+    prefills = schedule.scheduled[schedule.num_decode_seqs :]
+    context_tokens = sum(item.sequence.num_computed + item.num_tokens for item in schedule.scheduled)
+    prefill_context_tokens = sum(item.sequence.num_computed + item.num_tokens for item in prefills)
+    return StepResult(
+        num_prefill_tokens=sum(item.num_tokens for item in prefills),
+        num_prefill_pairs=sum(
+            item.num_tokens * (item.sequence.num_computed + item.num_tokens / 2) for item in prefills
+        ),
+        num_decode_seqs=schedule.num_decode_seqs,
+        context_tokens=context_tokens,
+        decode_context_tokens=context_tokens - prefill_context_tokens,
+        num_preempted=schedule.num_preempted,
+        num_cached_tokens={
+            item.sequence.request_id: item.sequence.num_cached
+            for item in schedule.scheduled
+            if not item.sequence.has_begun
+        },
+        num_computed_tokens={item.sequence.request_id: item.num_tokens for item in prefills},
+    )

@@ -1,0 +1,232 @@
+"""Text to token ids and back, torch-free: the tokenizers library and the checkpoint's own chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import ByteLevel
+
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint, read_json
+from halfmoon.engine.text.piece_tokens import PieceTokens
+from halfmoon.engine.text.prefix_tokenizer import NOTHING_AROUND, Around, PrefixTokenizer
+from halfmoon.engine.text.text_pieces import PIECE_CHARS, can_be_cut
+from halfmoon.errors import InvalidRequest
+
+_REPLACEMENT = "\ufffd"
+_MOST_SILENT_TOKENS = 8  # no character has so many bytes: a sequence that is not UTF-8 by then never will be
+_MOST_HELD_TOKENS = 64
+_MOST_UNDECIDED = 3  # replacement characters at the end of a text that may yet become one character
+
+
+class Tokenizer:
+    """Owns the vocabulary and the chat template of one checkpoint. Thread-safe."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        config = read_json(checkpoint.path / "tokenizer_config.json")
+        self.eos_token_ids = checkpoint.eos_token_ids
+        self._fast = load_fast_tokenizer(checkpoint.path)
+        self._special_tokens = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in config.items()
+            if name in ("bos_token", "eos_token", "pad_token", "unk_token") and value is not None
+        }
+        self.chat_template = source = _chat_template(checkpoint.path, config)
+        self._template = None if source is None else _environment().from_string(source)
+        is_cut = can_be_cut(json.loads(self._fast.to_str()))
+        self._around = self._found_around() if is_cut else NOTHING_AROUND
+        self._pieces = PieceTokens(self._each_ids) if is_cut else None
+        self._whole_texts: dict[int, str | None] = {}
+        self._is_bytewise = type(self._fast.decoder) is ByteLevel
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included. A model's logits may be wider."""
+        return self._fast.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` can be used."""
+        return self._template is not None
+
+    def encode(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> list[int]:
+        """Token ids, including those that the tokenizer puts around a text (such as a BOS).
+
+        Texts with another salt leave no trace, not even in the time it takes.
+        """
+        return self._ids(text, with_special=with_special, salt=salt)
+
+    def begin(self, text: str, *, with_special: bool = True, salt: bytes = b"") -> PrefixTokenizer:
+        """Token ids of a text from its beginning, computed on demand."""
+        return PrefixTokenizer(text, self._pieces, self._around if with_special else NOTHING_AROUND, salt)
+
+    def token_name(self, token_id: int) -> str:
+        """The token as the vocabulary writes it; empty for an id without one."""
+        return self._fast.id_to_token(token_id) or ""
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation. Raises InvalidRequest without a template, or when the template refuses."""
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; use the completions endpoint", param="messages")
+        context = {**self._special_tokens, **(template_kwargs or {}), "messages": messages, "tools": tools}
+        try:
+            return self._template.render(**context, add_generation_prompt=add_generation_prompt)
+        except (TemplateError, TypeError) as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
+
+    def _ids(self, text: str, *, with_special: bool, salt: bytes = b"") -> list[int]:
+        if self._pieces is None or len(text) <= PIECE_CHARS:
+            return list(self._each_ids([text], with_special=with_special)[0])
+        before, after = self._around if with_special else NOTHING_AROUND
+        return [*before, *self._pieces.of_text(text, salt), *after]
+
+    def _each_ids(self, texts: list[str], *, with_special: bool = False) -> list[Sequence[int]]:
+        # A batch, even of one text, lets other threads run meanwhile; `encode` does not.
+        return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=with_special)]
+
+    def _found_around(self) -> Around:
+        """The surrounding tokens, found by encoding a text of one token."""
+        ids, plain = (self._each_ids(["a"], with_special=special)[0] for special in (True, False))
+        at = list(ids).index(plain[0])
+        return Around(tuple(ids[:at]), tuple(ids[at + 1 :]))
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of `render_chat`; the template itself writes all special tokens."""
+        text = self.render_chat(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+        )
+        return self._ids(text, with_special=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; invalid UTF-8 becomes U+FFFD."""
+        return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The text of a token if it reads the same after any characters; None if that is not certain.
+
+        It is certain if a text is the tokens' bytes in a row, for a token that begins and ends with a character.
+        """
+        if token_id not in self._whole_texts:
+            text = self.decode([token_id]) if self._is_bytewise else _REPLACEMENT
+            self._whole_texts[token_id] = None if _REPLACEMENT in text else text or None
+        return self._whole_texts[token_id]
+
+
+class Detokenizer:
+    """Owns the undecided tail of one stream of token ids: text comes out in whole characters, special tokens never."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []  # tokens whose text is out; the next ones decode differently without them
+        self._held: list[int] = []  # tokens whose text ends inside a character
+        self._num_out = 0  # characters of their text that are out
+
+    def push(self, token_id: int) -> str:
+        """The text that is now certain, possibly empty."""
+        if not self._held:
+            whole = self._tokenizer.whole_text(token_id)
+            if whole is not None:
+                self._context = [token_id]
+                return whole
+        self._held.append(token_id)
+        text = self._new_text()
+        if not text.endswith(_REPLACEMENT) or len(self._held) >= _MOST_HELD_TOKENS:
+            return self._settle(text)
+        if len(self._held) < _MOST_SILENT_TOKENS:
+            return ""
+        undecided = min(len(text) - len(text.rstrip(_REPLACEMENT)), _MOST_UNDECIDED)
+        certain = text[self._num_out : len(text) - undecided]
+        self._num_out += len(certain)
+        return certain
+
+    def flush(self) -> str:
+        """The text held back; an unfinished character comes out as U+FFFD."""
+        return self._settle(self._new_text() if self._held else "")
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._held)[len(before) :]
+
+    def _settle(self, text: str) -> str:
+        """Marks all of `text` as out; returns the part of it that was not."""
+        if text:  # a token without text (a special one) adds nothing to what the next ones need
+            self._context = self._held
+        rest = text[self._num_out :]
+        self._held, self._num_out = [], 0
+        return rest
+
+
+def load_fast_tokenizer(path: Path) -> FastTokenizer:
+    """The tokenizer of a checkpoint's directory, in any format. Raises InvalidRequest if there is none."""
+    if (path / "tokenizer.json").is_file():
+        return FastTokenizer.from_file(str(path / "tokenizer.json"))
+    from transformers import AutoTokenizer  # imports torch; converts the older formats
+
+    try:
+        fast: FastTokenizer = AutoTokenizer.from_pretrained(path).backend_tokenizer
+    except (OSError, ValueError, AttributeError) as error:
+        raise InvalidRequest(f"{path} holds no tokenizer that can be read: {error}", param="model") from error
+    return fast
+
+
+def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template
+
+
+class _GenerationBlocks(Extension):
+    """Renders `{% generation %}`, which marks an assistant's words for training, as its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """A Jinja environment as chat templates expect it (the conventions of transformers)."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)

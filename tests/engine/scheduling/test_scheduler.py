@@ -1,0 +1,296 @@
+"""Every step keeps its budget, blocks are never shared by accident, and every sequence finishes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfmoon.engine.request import EngineRequest, SamplingParams
+from halfmoon.engine.scheduling.block_pool import BlockPool
+from halfmoon.engine.scheduling.prefix_cache import PrefixCache
+from halfmoon.engine.scheduling.scheduler import Schedule, Scheduler, SchedulerLimits
+from halfmoon.engine.scheduling.sequence import Sequence
+from halfmoon.errors import NoCapacity
+
+BLOCK_TOKENS = 4
+
+
+def make(num_blocks: int = 16, **limits: int) -> tuple[Scheduler, PrefixCache]:
+    cache = PrefixCache(BlockPool(num_blocks), BLOCK_TOKENS, None)
+    chosen = SchedulerLimits(**{"max_batch_tokens": 32, "max_running": 8, **limits})
+    return Scheduler(cache, BLOCK_TOKENS, chosen), cache
+
+
+def sequence(order: int, prompt: int, max_tokens: int = 1, priority: int = 0) -> Sequence:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return Sequence(EngineRequest(f"r{order}", tuple(range(prompt)), sampling, priority=priority), order)
+
+
+def advance(scheduler: Scheduler, schedule: Schedule) -> list[Sequence]:
+    """What the engine does after a step: counts, a new token each, and the finished leave."""
+    finished = []
+    for item in schedule.scheduled:
+        samples = item.samples
+        item.sequence.num_computed += item.num_tokens
+        if samples:
+            item.sequence.token_ids.append(0)
+            if item.sequence.num_output == item.sequence.sampling.max_tokens:
+                scheduler.remove(item.sequence)
+                finished.append(item.sequence)
+    return finished
+
+
+def tokens(schedule: Schedule) -> dict[str, int]:
+    return {item.sequence.request_id: item.num_tokens for item in schedule.scheduled}
+
+
+@settings(max_examples=150)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 1), st.integers(0, 10), st.booleans()),
+        min_size=1,
+        max_size=10,
+    ),
+    stream=st.none() | st.tuples(st.integers(1, 16), st.integers(2, 12)),
+    transfer_steps=st.integers(0, 3),
+    num_blocks=st.integers(11, 24),
+    max_batch_tokens=st.integers(9, 40),
+    chunk_tokens=st.integers(1, 12),
+    max_running=st.integers(1, 8),
+)
+def test_every_sequence_finishes_within_the_limits(
+    requests: list[tuple[int, int, int, int, bool]],
+    stream: tuple[int, int] | None,
+    transfer_steps: int,
+    num_blocks: int,
+    max_batch_tokens: int,
+    chunk_tokens: int,
+    max_running: int,
+) -> None:
+    """Some are added and some handed over, while a `stream` of later hand-overs takes whatever it can get."""
+    scheduler, cache = make(
+        num_blocks, max_batch_tokens=max_batch_tokens, chunk_tokens=chunk_tokens, max_running=max_running
+    )
+    coming = [
+        (at, sequence(i, prompt, new + handed_over, priority), handed_over)
+        for i, (prompt, new, priority, at, handed_over) in enumerate(requests)
+    ]
+    offered = [one for _, one, handed_over in coming if handed_over]
+    mine = {one.request_id for _, one, _ in coming}
+    started: dict[int, list[Sequence]] = {}
+    finished: list[Sequence] = []
+    num_streamed = 0
+    for step in range(2000):
+        for at, arriving, handed_over in coming:
+            if at == step and not handed_over:
+                scheduler.add(arriving)
+        reserved = [one for at, one, _ in coming if at <= step and one in offered and try_to_reserve(scheduler, one)]
+        offered = [one for one in offered if one not in reserved]
+        while stream and mine and not offered:
+            one = sequence(len(requests) + num_streamed, *stream, priority=1)
+            if not try_to_reserve(scheduler, one):
+                break
+            num_streamed += 1
+            reserved.append(one)
+        started[step + transfer_steps] = reserved
+        for one in started.pop(step, []):
+            scheduler.start(one, 0)
+        schedule = scheduler.schedule()
+        check_step(scheduler, schedule, max_batch_tokens, chunk_tokens, max_running)
+        assert len(scheduler.waiting) <= len(requests) + max_running
+        finished += advance(scheduler, schedule)
+        mine -= {one.request_id for one in finished}
+        if len(finished) == len(requests) + num_streamed:
+            break
+    assert len({one.request_id for one in finished}) == len(requests) + num_streamed
+    assert cache.num_available == num_blocks
+    cache.check_integrity()
+
+
+def try_to_reserve(scheduler: Scheduler, one: Sequence) -> bool:
+    try:
+        scheduler.reserve(one)
+    except NoCapacity:
+        return False
+    return True
+
+
+def check_step(
+    scheduler: Scheduler, schedule: Schedule, max_batch_tokens: int, chunk_tokens: int, max_running: int
+) -> None:
+    counts = [item.num_tokens for item in schedule.scheduled]
+    assert sum(counts) <= max_batch_tokens
+    assert all(count >= 1 for count in counts)
+    assert counts[: schedule.num_decode_seqs] == [1] * schedule.num_decode_seqs
+    if schedule.num_decode_seqs:
+        assert sum(counts[schedule.num_decode_seqs :]) <= chunk_tokens
+    assert len(scheduler.running) <= max_running
+    assert schedule.scheduled or schedule.num_preempted or scheduler.num_reserved or not scheduler.has_work()
+    held = [block for other in scheduler.running for block in other.blocks]
+    assert len(held) == len(set(held))
+    for item in schedule.scheduled:
+        assert len(item.sequence.blocks) * BLOCK_TOKENS >= item.sequence.num_computed + item.num_tokens
+    assert not any(other.blocks for other in scheduler.waiting)
+
+
+def test_a_long_prompt_is_cut_and_decodes_go_on_beside_it() -> None:
+    scheduler, _ = make(chunk_tokens=6)
+    scheduler.add(sequence(0, 3, max_tokens=9))
+    advance(scheduler, scheduler.schedule())
+    scheduler.add(sequence(1, 20))
+    steps = []
+    for _ in range(4):
+        schedule = scheduler.schedule()
+        steps.append(tokens(schedule))
+        advance(scheduler, schedule)
+    assert steps == [{"r0": 1, "r1": 6}, {"r0": 1, "r1": 6}, {"r0": 1, "r1": 6}, {"r0": 1, "r1": 2}]
+
+
+def test_without_decodes_a_prompt_fills_the_batch() -> None:
+    scheduler, _ = make(chunk_tokens=6)
+    scheduler.add(sequence(0, 20))
+    scheduler.add(sequence(1, 20))
+    assert tokens(scheduler.schedule()) == {"r0": 20, "r1": 12}
+
+
+def test_a_running_prompt_goes_on_while_another_waits_before_it() -> None:
+    scheduler, _ = make(max_running=1)
+    scheduler.add(sequence(1, 40))
+    advance(scheduler, scheduler.schedule())
+    scheduler.add(sequence(0, 4))
+    assert tokens(scheduler.schedule()) == {"r1": 8}
+
+
+def test_a_prompt_too_long_for_a_step_shares_it_with_shorter_ones_behind_it() -> None:
+    scheduler, _ = make(num_blocks=64)
+    for order, prompt in enumerate((100, 10, 9)):
+        scheduler.add(sequence(order, prompt))
+    first = scheduler.schedule()
+    assert tokens(first) == {"r0": 16, "r2": 9, "r1": 7}  # half of 32, then the shortest first
+    advance(scheduler, first)
+    assert tokens(scheduler.schedule()) == {"r0": 29, "r1": 3}
+
+
+def test_a_short_prompt_waits_for_one_step_behind_any_number_of_long_ones() -> None:
+    scheduler, _ = make(num_blocks=512)
+    for order in range(6):
+        scheduler.add(sequence(order, 100))
+    scheduler.add(sequence(6, 5))
+    assert tokens(scheduler.schedule()) == {"r0": 27, "r6": 5}
+
+
+@pytest.mark.parametrize(
+    ("behind", "num_blocks", "max_running"),
+    [((9, 1), 64, 8), ((100, 0), 64, 8), ((9, 0), 25, 8), ((9, 0), 64, 1)],
+    ids=["less urgent", "as long", "no blocks", "no place"],
+)
+def test_a_long_prompt_yields_to_nobody_else(behind: tuple[int, int], num_blocks: int, max_running: int) -> None:
+    scheduler, _ = make(num_blocks=num_blocks, max_running=max_running)
+    scheduler.add(sequence(0, 100))
+    scheduler.add(sequence(1, behind[0], priority=behind[1]))
+    assert tokens(scheduler.schedule()) == {"r0": 32}
+
+
+def test_priority_goes_before_arrival() -> None:
+    scheduler, _ = make(max_running=1)
+    scheduler.add(sequence(0, 4, priority=1))
+    scheduler.add(sequence(1, 4, priority=0))
+    assert tokens(scheduler.schedule()) == {"r1": 4}
+
+
+def test_a_large_request_is_not_overtaken_by_small_ones() -> None:
+    scheduler, _ = make(num_blocks=4)
+    first = sequence(0, 8, max_tokens=3)
+    scheduler.add(first)
+    advance(scheduler, scheduler.schedule())
+    scheduler.add(sequence(1, 16))
+    scheduler.add(sequence(2, 1))
+    schedule = scheduler.schedule()
+    assert tokens(schedule) == {"r0": 1}
+    while not advance(scheduler, schedule):
+        schedule = scheduler.schedule()
+    assert tokens(scheduler.schedule()) == {"r1": 16}
+
+
+def test_the_latest_arrival_is_preempted_and_starts_over() -> None:
+    scheduler, cache = make(num_blocks=4)
+    early, late = sequence(0, 8, max_tokens=9), sequence(1, 8, max_tokens=9)
+    scheduler.add(early)
+    scheduler.add(late)
+    advance(scheduler, scheduler.schedule())
+    schedule = scheduler.schedule()  # both need a third block, and there is none
+    assert schedule.num_preempted == 1
+    assert tokens(schedule) == {"r0": 1}
+    assert late.state == "waiting"
+    assert late.num_uncomputed == 9
+    assert cache.num_available == 1
+
+
+def test_a_reservation_holds_blocks_until_it_starts_or_goes() -> None:
+    scheduler, cache = make(num_blocks=4)
+    reserved = sequence(0, 8, max_tokens=4)
+    scheduler.reserve(reserved)
+    assert cache.num_available == 1  # eight tokens and the next one
+    assert not scheduler.has_work()
+    with pytest.raises(NoCapacity):
+        scheduler.reserve(sequence(1, 8))
+    scheduler.start(reserved, 5)
+    schedule = scheduler.schedule()
+    assert tokens(schedule) == {"r0": 1}
+    assert schedule.num_decode_seqs == 1
+    scheduler.remove(reserved)
+    assert cache.num_available == 4
+
+
+def test_a_preempted_sequence_goes_before_later_reservations() -> None:
+    scheduler, cache = make(num_blocks=4)
+    early, late = sequence(0, 7, max_tokens=9), sequence(1, 7, max_tokens=3)
+    for one in (early, late):
+        scheduler.reserve(one)
+        scheduler.start(one, 0)
+    while late.state == "running":
+        advance(scheduler, scheduler.schedule())
+    assert cache.num_available == 1
+    with pytest.raises(NoCapacity, match="wait"):  # there is a block for it, but then `late` would wait longer
+        scheduler.reserve(sequence(2, 3))
+    while late.state == "waiting":
+        advance(scheduler, scheduler.schedule())
+    assert early.num_output == 9
+
+
+def test_a_sequence_that_waits_for_its_turn_only_is_no_reason_to_refuse() -> None:
+    scheduler, _ = make()
+    scheduler.add(sequence(0, 40))
+    scheduler.add(sequence(1, 4, priority=1))
+    assert tokens(scheduler.schedule()) == {"r0": 32}
+    scheduler.reserve(sequence(2, 4))
+
+
+def test_when_nobody_waits_any_more_reservations_are_taken_again() -> None:
+    scheduler, cache = make(num_blocks=3)
+    running, waiting = sequence(0, 8, max_tokens=2), sequence(1, 8)
+    scheduler.add(running)
+    scheduler.add(waiting)
+    scheduler.schedule()
+    with pytest.raises(NoCapacity):
+        scheduler.reserve(sequence(2, 1))
+    scheduler.remove(waiting)
+    scheduler.remove(running)
+    scheduler.reserve(sequence(2, 1))
+    assert cache.num_available == 2
+
+
+def test_a_held_sequence_keeps_its_blocks_and_is_not_preempted() -> None:
+    scheduler, cache = make(num_blocks=2)
+    held = sequence(0, 8)
+    scheduler.add(held)
+    scheduler.schedule()
+    held.num_computed = 8
+    scheduler.hold(held)
+    scheduler.add(sequence(1, 4))
+    assert not scheduler.schedule().scheduled
+    assert scheduler.has_work()
+    scheduler.remove(held)
+    assert tokens(scheduler.schedule()) == {"r1": 4}
+    assert cache.num_available == 1
