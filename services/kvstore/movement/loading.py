@@ -103,8 +103,10 @@ class Loader:
                     record = await self._read(entry, tier)
                     await self._promote(record)
                 except (NotFound, DataLoss) as err:
-                    self._counts.add(tier, "corrupted")
-                    self._catalog.lose(block, tier)
+                    entry = self._catalog.get(block)
+                    if entry is not None and tier in entry.tiers:  # else it left the tier during the read
+                        self._counts.add(tier, "corrupted")
+                        self._catalog.lose(block, tier)
                     failure = err
                     continue
                 except (OSError, Unavailable) as err:

@@ -13,6 +13,7 @@ from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.catalog.entry import Tier
 from services.kvstore.counts import TierCount
 from services.kvstore.pool import Pool
+from services.kvstore.tiers.record import Record
 from tests.services.kvstore.blocks import is_right, put_chain
 from tests.services.kvstore.cold_memory import ColdMemory
 from tests.services.kvstore.pools import IDS, KEYS, pool, tiers
@@ -51,6 +52,26 @@ async def test_damage_everywhere_is_a_miss_and_takes_what_follows_along(tmp_path
             await it.acquire(IDS[0])
         assert it.match(IDS[:3]) == []
         assert (it.counts.num_misses, it.counts.total("corrupted")) == (1, 1)
+
+
+async def test_a_block_that_leaves_a_tier_during_its_read_is_a_miss_and_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pool(directory=tmp_path) as it:
+        await put_chain(it, KEYS[:2])
+        await it.settled()
+    async with pool(directory=tmp_path) as it:
+        assert it.disk is not None
+        read = it.disk.read
+
+        async def read_after_a_drop(block: bytes) -> Record:
+            await it.drop([block])
+            return await read(block)
+
+        monkeypatch.setattr(it.disk, "read", read_after_a_drop)
+        with pytest.raises(NotFound):
+            await it.acquire(IDS[0])
+        assert (it.counts.num_misses, it.counts.total("corrupted")) == (1, 0)
 
 
 async def test_a_full_disk_does_not_stop_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
