@@ -1,6 +1,6 @@
 """QoS classes as the configuration file and the control API write them.
 
-`halfmoon.policy.admission.classes.QosClass` checks their values.
+`halfmoon.policy.admission.qos_classes.QosClass` checks their values.
 """
 
 from __future__ import annotations
