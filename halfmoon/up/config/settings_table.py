@@ -1,4 +1,4 @@
-"""`python -m halfmoon.up.config.table` prints the tables of docs/reference/settings.md."""
+"""`python -m halfmoon.up.config.settings_table` prints the tables of docs/reference/settings.md."""
 
 from __future__ import annotations
 
