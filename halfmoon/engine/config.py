@@ -31,7 +31,7 @@ class EngineConfig:
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     block_tokens: int = 64
-    kv_memory_bytes: int | None = None  # per rank; on a CPU, of all ranks together; None: by `memory.py`
+    kv_memory_bytes: int | None = None  # per rank; on a CPU, of all ranks together; None: by `kv_memory/kv_budget.py`
     gpu_memory_utilization: float = 0.9  # the share of a GPU for weights, KV and steps, if kv_memory_bytes is None
     num_blocks: int | None = None  # overrides kv_memory_bytes
     max_batch_tokens: int | None = None  # per step; None: 512 on a CPU, which that keeps busy, else 2048
