@@ -1,6 +1,6 @@
 """Our transformers. A model owns its weights; the KV memory and the batch are passed to `forward`.
 
-Read in this order: llama, opt, linear, layer_ops, rotary, weights, part, triton_ops.
+Read in this order: llama, opt, linear, layer_ops, rotary, weights, model_part, triton_ops.
 """
 
 from __future__ import annotations
