@@ -1,7 +1,7 @@
 """The CPU path's own kernels: C, compiled on first use by the machine's compiler for its exact processor.
 
 torch computes the matrix products; everything between them, and attention, is here. Without a compiler the torch code
-(`attention.py`, `models/layer_ops.py`) does the same more slowly.
+(`attention/attention.py`, `models/layer_ops.py`, both of the engine) does the same more slowly.
 
 Read in this order: compiler, library, attention, layer_ops, source/attention_plan.h, source/attention.h.
 """
