@@ -16,7 +16,7 @@ from halfmoon.background import first_result, running
 from halfmoon.errors import Unavailable
 from halfmoon.replay.client import Gateway
 from halfmoon.replay.outcome import ReplayTargets
-from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec
+from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, simulated_workers
 from halfmoon.up.simulated import simulated_model, simulation_specs
 from halfmoon.up.supervisor import Supervisor, children_ready
 
@@ -43,16 +43,16 @@ class SimulatedTarget:
     async def start(self, targets: ReplayTargets) -> Gateway:
         """Starts everything, with `targets` (in the trace's seconds) for every request. Raises Unavailable."""
         options, speed = self._options, self._simulation.time_scale
-        counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
+        workers = simulated_workers(options)
         which = ("--model", self._model.path, "--model-name", self._model.name)
         gateway = replace(
             gateway_spec(options, self._model), restarts=False
         )  # a restart would lose state and spoil the measurement
         announced = await (await self._supervisor.start(gateway)).ready
-        specs = simulation_specs(self._simulation, counts, announced["address"], which)
+        specs = simulation_specs(self._simulation, workers, announced["address"], which)
         await children_ready([await self._supervisor.start(spec) for spec in specs])
         url: str = announced["http"]
-        await _until_joined(url, sum(counts.values()))
+        await _until_joined(url, len(workers))
         await _promise(url, targets, speed)
         return await found_gateway(url, speed, hides_length=True)
 

@@ -52,6 +52,7 @@ def with_planned_workers(options: UpOptions, planned: PlannedLayout) -> UpOption
         num_decode=len(starts["decode"]),
         num_both=len(starts["both"]),
         worker_starts=starts,
+        is_planned=True,
     )
 
 

@@ -39,10 +39,11 @@ from halfmoon.up.service_specs import (
     gateway_spec,
     other_specs,
     reachable,
+    simulated_workers,
     traced,
     worker_spec,
 )
-from halfmoon.up.simulated import simulated_model
+from halfmoon.up.simulated import ignored_settings, simulated_model
 from halfmoon.up.stores import idle_directories, remember_stores
 from halfmoon.up.supervisor import Child, ServiceSpec, Supervisor, children_ready
 
@@ -94,6 +95,7 @@ async def _start(
     model = await prepared_model(options.model, terminal)
     model = replace(model, name=options.model_name or model.name)
     if options.simulation is not None:
+        _print_ignored(options, terminal)
         model = PreparedModel(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
     stores, planner = [ports.address() for _ in range(options.store.num_stores)], ports.address()
     options = replace(options, operator_token=_operator_token(options))
@@ -189,6 +191,19 @@ def _print_ready(options: UpOptions, terminal: Console, url: str, name: str, oth
     key = " -H 'Authorization: Bearer KEY'" if options.api_keys else ""
     command = f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     terminal.print(command, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_ignored(options: UpOptions, terminal: Console) -> None:
+    """Prints one line on what simulated workers do not take from the settings or the plan."""
+    simulation = options.simulation
+    assert simulation is not None
+    ignored = ignored_settings([arguments for _, arguments in simulated_workers(options)])
+    if not ignored and not options.is_planned:
+        return
+    subject = f"simulated workers ignore {', '.join(ignored)}; their" if ignored else "simulated workers'"
+    instead = f" (--sim-profile {simulation.profile}), not the plan's" if options.is_planned else ""
+    text = f"halfmoon: {subject} latency and memory are those of the profile{instead}"
+    terminal.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_restart(terminal: Console, why: str, wait_s: float) -> None:

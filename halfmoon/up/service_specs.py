@@ -78,6 +78,7 @@ class UpOptions:
     api_keys: tuple[str, ...] = ()  # empty: no key is needed
     worker_starts: Mapping[str, Sequence[WorkerStart]] = field(default_factory=dict)  # of each real engine, by role
     ledger_url: str | None = None  # of gateways and planner; None: SQLite in state_dir
+    is_planned: bool = False  # whether the workers are those of a plan
     otlp_endpoint: str | None = None  # receiver of traces; None: the one that OpenTelemetry's own variables name
 
     def __post_init__(self) -> None:
@@ -92,6 +93,9 @@ class UpOptions:
             raise InvalidRequest(
                 "nothing could be served: start at least one --prefill and one --decode, or one --both"
             )
+        if self.simulation is not None:
+            for _, arguments in simulated_workers(self):
+                self.simulation.check_limits(arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +146,11 @@ def other_specs(
         *store_specs(options.store, options.state_dir, stores, variables("kvstore", options.settings)),
         _planner_spec(options, planner, fleet),
     ]
-    counts = {"prefill": options.num_prefill, "decode": options.num_decode, "both": options.num_both}
     if options.console and find_spec("streamlit") is not None:
         specs.append(_console_spec(options, planner))
     if options.simulation is not None:
         settings = variables("simulation", options.settings)
-        simulated = simulation_specs(options.simulation, counts, cluster, served)
+        simulated = simulation_specs(options.simulation, simulated_workers(options), cluster, served)
         return [*specs, *(replace(spec, environment={**spec.environment, **settings}) for spec in simulated)]
     workers = wanted_workers(options)
     shares = _gpus([start for _, start in workers], options.device)
@@ -168,6 +171,12 @@ def wanted_workers(options: UpOptions) -> list[tuple[Role, WorkerStart]]:
         for role, count in counts.items()
         for index in range(count)
     ]
+
+
+def simulated_workers(options: UpOptions) -> list[tuple[Role, Mapping[str, str]]]:
+    """Returns role and options of each simulated worker, also those options that it cannot take."""
+    everywhere = {"--device": options.device, "--dtype": options.dtype, **_pairs(options.worker_arguments)}
+    return [(role, everywhere | _pairs(start.arguments)) for role, start in wanted_workers(options)]
 
 
 def worker_spec(

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from halfmoon.config.worker import WorkerConfig
 from halfmoon.errors import InvalidRequest
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.sim.answer_model import LengthKind, TextKind
 from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, WorkerProfile, load_profile
 from halfmoon.up.supervisor import ServiceSpec
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "*.jinja", "vocab.*", "merges.txt")
+_LIMITS = ("--max-batch-tokens", "--chunk-tokens", "--max-running")
+_ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
+_TAKEN = (*_LIMITS, "--block-tokens", "--lease-s", "--drain-s")  # options of workers that simulated ones have, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,16 @@ class SimulatedWorkers:
         """Returns the latencies of each worker."""
         return load_profile(self.profile).scaled(self.time_scale)
 
+    def check_limits(self, arguments: Mapping[str, str]) -> None:
+        """Raises InvalidRequest if a worker's options contradict each other."""
+        tokens, chunk, running = (int(arguments[name]) if name in arguments else None for name in _LIMITS)
+        if tokens is not None and running is not None and tokens <= running:
+            raise InvalidRequest(
+                f"simulated workers need more batch tokens ({tokens}) than running sequences ({running}): raise "
+                "max_batch_tokens or lower max_running"
+            )
+        self.worker_profile().limited(tokens, chunk, running)
+
 
 def simulated_model(model: Path, simulated: SimulatedWorkers, state_dir: Path) -> Path:
     """Makes a directory with the tokenizer of `model`, no weights, and the context length of the simulated workers."""
@@ -51,9 +67,13 @@ def simulated_model(model: Path, simulated: SimulatedWorkers, state_dir: Path) -
 
 
 def simulation_specs(
-    simulated: SimulatedWorkers, counts: Mapping[str, int], cluster: str, model: Sequence[str]
+    simulated: SimulatedWorkers, workers: Sequence[tuple[Role, Mapping[str, str]]], cluster: str, model: Sequence[str]
 ) -> list[ServiceSpec]:
-    """Returns processes that share the workers of each role evenly. `model` holds the arguments that name the model."""
+    """Returns processes that share the workers of each role evenly; workers with other options have other processes.
+
+    A worker is its role and its options, of which a simulated worker takes some. `model` holds the arguments that name
+    the model.
+    """
     settings = {
         "--profile": simulated.profile,
         "--time-scale": simulated.time_scale,
@@ -62,11 +82,36 @@ def simulation_specs(
         "--median-tokens": simulated.median_tokens,
     }
     options = tuple(str(part) for pair in settings.items() for part in pair)
-    specs = []
-    for index in range(min(simulated.num_processes, sum(counts.values()))):
-        share = {role: len(range(index, count, simulated.num_processes)) for role, count in counts.items()}
+    alike: dict[tuple[str, ...], Counter[Role]] = defaultdict(Counter)
+    for role, arguments in workers:
+        taken = tuple(part for name in _TAKEN if name in arguments for part in (name, arguments[name]))
+        alike[taken][role] += 1
+    shares = [
+        (taken, {role: len(range(index, counts[role], simulated.num_processes)) for role in _ROLES})
+        for taken, counts in alike.items()
+        for index in range(simulated.num_processes)
+    ]
+    specs: list[ServiceSpec] = []
+    for taken, share in shares:
         numbers = tuple(part for role, count in share.items() for part in (f"--{role}", str(count)))
         if any(share.values()):
-            arguments = ("-m", "services.simulation", "--gateway", cluster, *model, *options, *numbers)
-            specs.append(ServiceSpec(f"simulation-{index}", arguments, {}, restarts=True))
+            command = ("-m", "services.simulation", "--gateway", cluster, *model, *options, *taken, *numbers)
+            specs.append(ServiceSpec(f"simulation-{len(specs)}", command, {}, restarts=True))
     return specs
+
+
+def ignored_settings(workers: Sequence[Mapping[str, str]]) -> list[str]:
+    """Returns the settings among workers' options that would change a real worker, and no simulated one."""
+    return sorted(
+        {
+            field
+            for arguments in workers
+            for name, text in arguments.items()
+            if name not in _TAKEN and text != _default(field := name.removeprefix("--").replace("-", "_"))
+        }
+    )
+
+
+def _default(field: str) -> str:
+    default = WorkerConfig.model_fields[field].default
+    return str(default).lower() if isinstance(default, bool) else str(default)

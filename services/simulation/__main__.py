@@ -42,10 +42,11 @@ async def serve(settings: SimulationSettings) -> None:
 def _model(settings: SimulationSettings) -> SimulatedModel:
     checkpoint = prepare_checkpoint(settings.model)
     answers = AnswerModel(checkpoint.model_config.vocab_size, settings.text, settings.length, settings.median_tokens)
+    profile = load_profile(settings.profile).scaled(settings.time_scale)
     return SimulatedModel(
         settings.model_name or checkpoint.name,
         checkpoint.fingerprint,
-        load_profile(settings.profile).scaled(settings.time_scale),
+        profile.limited(settings.max_batch_tokens, settings.chunk_tokens, settings.max_running),
         settings.block_tokens,
         answers,
     )

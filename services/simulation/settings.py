@@ -23,5 +23,10 @@ class SimulationSettings(SimulationConfig, ObservedConfig, BaseSettings):
     decode: int = Field(0, ge=0, description="number of decode workers")
     both: int = Field(0, ge=0, description="number of workers with role both")
     block_tokens: int = Field(64, ge=1, description="tokens in a KV block")
+    max_batch_tokens: int | None = Field(None, ge=2, description="most tokens in one step; default: the profile's")
+    chunk_tokens: int | None = Field(
+        None, ge=1, description="most prompt tokens in a step with running decodes; default: the profile's"
+    )
+    max_running: int | None = Field(None, ge=1, description="most sequences in one batch; default: the profile's")
     lease_s: float = Field(10.0, ge=5, description="seconds of silence after which a sender's KV reservation ends")
     drain_s: float = Field(2.0, ge=0, description="at SIGTERM, seconds that running requests get to finish")

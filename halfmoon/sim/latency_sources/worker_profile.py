@@ -73,6 +73,18 @@ class WorkerProfile:
             link_latency_s=self.link_latency_s / factor,
         )
 
+    def limited(
+        self, max_batch_tokens: int | None = None, chunk_tokens: int | None = None, max_running: int | None = None
+    ) -> WorkerProfile:
+        """The same worker with other limits of a step. None keeps the profile's, as far as the given ones allow it."""
+        running, tokens = max_running or self.max_running, max_batch_tokens or self.max_batch_tokens
+        if max_running is None:
+            running = max(1, min(running, tokens - 1))
+        elif max_batch_tokens is None:
+            tokens = max(tokens, running + 1)
+        chunk = chunk_tokens or self.chunk_tokens
+        return replace(self, max_batch_tokens=tokens, chunk_tokens=chunk, max_running=running)
+
     def transfer_s(self, num_tokens: int) -> float:
         """Seconds that the KV of `num_tokens` is on the link."""
         if not self.link_bytes_per_s:
