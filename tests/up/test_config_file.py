@@ -95,7 +95,7 @@ def test_a_role_that_is_not_named_has_one_worker_unless_others_do_both(
 def test_each_service_is_started_with_its_part() -> None:
     specs = started(options_of((EXAMPLE.read_text()).partition("console:")[0]))
     decode = arguments_of(specs["decode-0"])
-    assert (decode["--max-running"], decode["--kv-memory"], decode["--block-tokens"]) == ("32", str(512 << 20), "64")
+    assert (decode["--max-running"], decode["--kv-memory"], decode["--block-tokens"]) == ("32", str(2 << 30), "64")
     assert "--max-running" not in specs["prefill-0"].arguments
     assert specs["kvstore"].environment["HALFMOON_KVSTORE_DRAM_POLICY"] == "cost-aware"
     assert specs["kvstore"].environment["HALFMOON_KVSTORE_TTL_S"] == "86400.0"
