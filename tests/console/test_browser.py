@@ -113,7 +113,19 @@ async def complete(system: System) -> int:
 
 async def test_a_day_of_an_operator(tmp_path: Path) -> None:
     """One cluster for all of it: every page, an edit that counts from the next request, what dies and comes back."""
-    options = ("--engine", "sim", "--prefill", "2", "--decode", "2", "--sim-processes", "2", "--no-console")
+    options = (
+        "--engine",
+        "sim",
+        "--prefill",
+        "2",
+        "--decode",
+        "2",
+        "--sim-processes",
+        "2",
+        "--slo",
+        "off",
+        "--no-console",
+    )
     async with (
         running_system(tmp_path, *options) as system,
         running_console(system.url, planner_of(tmp_path), TOKEN) as console,
