@@ -14,8 +14,8 @@ from halfmoon.cli.profile_store import profile_file
 from halfmoon.cli.up_flags import ROLES, with_up_flags
 from halfmoon.config.qos_classes import DEFAULT_TARGETS
 from halfmoon.errors import HalfmoonError
-from halfmoon.ledger.database import mask_password
 from halfmoon.policy.admission.qos_classes import DEFAULT_CLASS
+from halfmoon.rpc.masked_url import HIDDEN, masked_url
 from halfmoon.up.config.human_bytes import human_bytes
 from halfmoon.up.config.options import up_options
 from halfmoon.up.config.read import read_config
@@ -23,8 +23,6 @@ from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.service_specs import UpOptions
 
 app = typer.Typer(no_args_is_help=True, help="Shows, checks and describes configuration files.")
-
-_HIDDEN = "***"
 
 
 @app.command()
@@ -74,14 +72,17 @@ def as_yaml(config: SystemConfig) -> str:
         shown["workers"][role] = [{"count": 1, **group} for group in groups]
     for written in shown["classes"].values():
         for rule in written["rules"]:
-            if rule["kind"] == "api_key":
-                rule["value"] = _HIDDEN
+            if rule["kind"] != "model":
+                rule["value"] = HIDDEN
     security = shown["security"]
-    security["api_key"] = [_HIDDEN for _ in config.security.api_key]
-    security["operator_token"] = config.security.operator_token and _HIDDEN
-    shown["ledger_url"] = config.ledger_url and mask_password(config.ledger_url)
-    cold_url = config.stores.cold_url
-    shown["stores"]["cold_url"] = cold_url and _without_password(cold_url)
+    security["api_key"] = [HIDDEN for _ in config.security.api_key]
+    security["operator_token"] = config.security.operator_token and HIDDEN
+    for section, name in (
+        (shown, "ledger_url"),
+        (shown["stores"], "cold_url"),
+        (shown["observability"], "otlp_endpoint"),
+    ):
+        section[name] = section[name] and masked_url(section[name])
     for name in ("cluster", "layout", "expected"):
         if shown[name] is None:
             del shown[name]
@@ -100,8 +101,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, ByteSize):
         return human_bytes(value)
     return str(value) if isinstance(value, Path) else value
-
-
-def _without_password(url: str) -> str:
-    scheme, sign, rest = url.partition("://")
-    return f"{scheme}{sign}{_HIDDEN}@{rest.rpartition('@')[2]}" if "@" in rest else url

@@ -131,20 +131,12 @@ async def open_database(url: str, *, may_be_away: bool = False) -> AsyncIterator
             await database.upgrade()
         except Unavailable as error:
             if database.is_file:
-                raise Unavailable(f"{error.message} (the ledger is {mask_password(url)})") from error
+                raise Unavailable(f"{error.message} (the ledger is {make_url(url)!r})") from error
             if not may_be_away:
                 raise
         yield database
     finally:
         await database.close()
-
-
-def mask_password(url: str) -> str:
-    """The URL as it may be logged; a text that is not a URL is not shown at all."""
-    try:
-        return make_url(url).render_as_string(hide_password=True)
-    except ArgumentError:
-        return "not a URL"
 
 
 def make_engine(given: str) -> AsyncEngine:

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
 from halfmoon.rpc.logs import configure_logs
+from halfmoon.rpc.masked_url import masked_url
 from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.server import (
     MAX_MESSAGE_BYTES,
@@ -155,6 +156,8 @@ def _prefix(service: str) -> str:
 
 
 def _as_logged(settings: BaseSettings) -> dict[str, Any]:
-    """Returns the settings to log: the class's own selection if it has secrets, else all."""
+    """Returns the settings to log: the class's own selection if it has secrets, else all; no URL's secrets."""
     own: Callable[[], dict[str, Any]] | None = getattr(settings, "as_logged", None)
-    return own() if own is not None else settings.model_dump(mode="json")
+    shown = own() if own is not None else settings.model_dump(mode="json")
+    endpoint = shown.get("otlp_endpoint")
+    return {**shown, "otlp_endpoint": masked_url(endpoint)} if endpoint else shown

@@ -12,7 +12,7 @@ from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.qos_classes import ClassesConfig
 from halfmoon.config.security import SecurityConfig
 from halfmoon.config.state import StateConfig
-from halfmoon.ledger.database import mask_password
+from halfmoon.rpc.masked_url import HIDDEN, masked_url
 from halfmoon.rpc.service import service_config
 
 
@@ -35,7 +35,7 @@ class GatewaySettings(
 
     def as_logged(self) -> dict[str, Any]:
         """Every setting, without the ledger's password and the keys, which the rules of classes hold, too."""
-        keys = ["***"] * len(self.api_key)
-        token = None if self.operator_token is None else "***"
-        masked = {"ledger_url": mask_password(self.ledger), "api_key": keys, "operator_token": token}
+        keys = [HIDDEN] * len(self.api_key)
+        token = None if self.operator_token is None else HIDDEN
+        masked = {"ledger_url": masked_url(self.ledger), "api_key": keys, "operator_token": token}
         return {**self.model_dump(mode="json"), **masked, "classes": list(self.classes)}

@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings
 from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.stores import StoreConfig
 from halfmoon.kv.entry_codec import EntryCodec
+from halfmoon.rpc.masked_url import masked_url
 from halfmoon.rpc.service import service_config
 from services.kvstore.options import PoolOptions
 
@@ -37,9 +38,5 @@ class KVStoreSettings(StoreConfig, ObservedConfig, BaseSettings):
         )
 
     def as_logged(self) -> dict[str, object]:
-        """All settings for the log, without a password in the cold tier's URL."""
-        shown = self.model_dump(mode="json")
-        if self.cold_url and "@" in self.cold_url:
-            scheme, _, rest = self.cold_url.partition("://")
-            shown["cold_url"] = f"{scheme}://***@{rest.rpartition('@')[2]}"
-        return shown
+        """All settings for the log, without the secrets in the cold tier's URL."""
+        return {**self.model_dump(mode="json"), "cold_url": self.cold_url and masked_url(self.cold_url)}

@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings
 from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.planner import PlannerConfig
 from halfmoon.config.state import StateConfig
-from halfmoon.ledger.database import mask_password
+from halfmoon.rpc.masked_url import HIDDEN, masked_url
 from halfmoon.rpc.service import service_config
 
 
@@ -37,5 +37,5 @@ class PlannerSettings(PlannerConfig, StateConfig, ObservedConfig, BaseSettings):
 
     def as_logged(self) -> dict[str, Any]:
         """Returns every setting, without the ledger's password and the token."""
-        token = None if self.operator_token is None else "***"
-        return {**self.model_dump(mode="json"), "ledger_url": mask_password(self.ledger), "operator_token": token}
+        token = None if self.operator_token is None else HIDDEN
+        return {**self.model_dump(mode="json"), "ledger_url": masked_url(self.ledger), "operator_token": token}

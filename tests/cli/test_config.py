@@ -50,8 +50,17 @@ def test_the_built_in_class_is_shown_unless_it_is_off() -> None:
 
 
 def test_secrets_are_not_shown() -> None:
-    flags = ["--api-key", "hush", "--ledger-url", "postgresql://u:hush@h/d", "--cold-url", "s3://k:hush@b"]
-    flags += ["--set", "classes={gold: {rules: [{kind: api_key, value: hush}]}}"]
+    flags = [
+        "--api-key",
+        "hush",
+        "--ledger-url",
+        "postgresql://u:hush@h/d",
+        "--cold-url",
+        "s3://b?secret_access_key=hush",
+    ]
+    flags += ["--otlp-endpoint", "http://me:hush@host:4317"]
+    rules = "{kind: api_key, value: hush}, {kind: header, header: x-team, value: hush}, {kind: model, value: demo}"
+    flags += ["--set", f"classes={{gold: {{rules: [{rules}]}}}}"]
     code, text, _ = run("config", "show", *flags, HALFMOON_OPERATOR_TOKEN="hush")
     assert code == 0
     assert "hush" not in text

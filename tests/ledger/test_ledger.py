@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import text
 
 from halfmoon.errors import InvalidRequest, Unavailable
-from halfmoon.ledger.database import mask_password, open_database
+from halfmoon.ledger.database import open_database
 from halfmoon.ledger.ledger import Ledger, open_ledger
 from halfmoon.ledger.measured_profiles import NamedProfile
 from halfmoon.ledger.output_samples import OutputSample
@@ -175,11 +175,6 @@ async def test_a_database_that_is_not_there_is_a_clear_error(tmp_path: Path) -> 
         with pytest.raises(Unavailable, match="ledger's database does not answer"):
             async with open_ledger(url):
                 pass
-
-
-def test_passwords_are_masked() -> None:
-    assert "secret" not in mask_password("postgresql://me:secret@host/db")
-    assert mask_password("::") == "not a URL"
 
 
 async def test_a_measured_profile_replaces_the_one_of_its_name(ledger_url: str) -> None:

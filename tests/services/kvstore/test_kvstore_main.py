@@ -66,6 +66,7 @@ def test_tiers_have_policies_and_codecs() -> None:
 def test_a_password_is_not_logged() -> None:
     shown = settings("--cold-url", "redis://me:secret@host:1/0").as_logged()
     assert shown["cold_url"] == "redis://***@host:1/0"
+    assert "hush" not in str(settings("--cold-url", "s3://b?secret_access_key=hush").as_logged())
 
 
 def test_a_variable_that_names_no_setting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
