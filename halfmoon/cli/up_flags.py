@@ -16,6 +16,7 @@ from halfmoon.config.worker import RoleName
 from halfmoon.errors import InvalidRequest
 from halfmoon.up.config.read import Override, read_config
 from halfmoon.up.config.system_config import SystemConfig
+from halfmoon.up.config.yaml_text import parsed_yaml
 
 ROLES: tuple[RoleName, ...] = ("prefill", "decode", "both")
 
@@ -69,9 +70,9 @@ def _overrides(given: Mapping[str, Any]) -> Iterator[Override]:
 
 def _value(text: str, path: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return parsed_yaml(text).value
     except yaml.YAMLError as error:
-        raise InvalidRequest(f"--set {path}: {text!r} is not YAML", param="set") from error
+        raise InvalidRequest(f"--set {path}: {text!r} is not YAML: {error}", param="set") from error
 
 
 def _counted(

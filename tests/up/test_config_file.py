@@ -55,6 +55,13 @@ def arguments_of(spec: ServiceSpec) -> dict[str, str]:
         ("classes: {gold: {ttft: 3}}", ["classes.gold.ttft: unknown field; did you mean ttft_s?"]),
         ("cluster: {workers: [{role: both}]}\nworkers: {both: {}}", ["leave the roles of workers"]),
         ("model: [", ["halfmoon.yaml is not YAML"]),
+        (
+            "gateway: {port: 1}\nclasses: {}\ngateway: {port: 2}",
+            ["halfmoon.yaml is not YAML: line 3: gateway was already written on line 1"],
+        ),
+        ("classes: {a: {}, a: {}}", ["line 1: a was already written on line 1"]),
+        ("model: " + 2_000 * "[", ["halfmoon.yaml is not YAML: it is nested too deeply"]),
+        ("model: 2026-13-45", ["halfmoon.yaml is not YAML: month must be in 1..12"]),
         ("- model", ["has to be a mapping"]),
     ],
 )
@@ -170,3 +177,8 @@ def test_the_document_has_every_field() -> None:
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="cannot be read"):
         read_config(tmp_path / "halfmoon.yaml")
+
+
+def test_a_merged_mapping_may_be_overridden() -> None:
+    text = "workers: {prefill: &one {count: 1, max_running: 3}, decode: {<<: *one, max_running: 4}}"
+    assert parse_config(text, "halfmoon.yaml").workers.decode[0].max_running == 4

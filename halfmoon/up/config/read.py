@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.up.config.system_config import SystemConfig
+from halfmoon.up.config.yaml_text import parsed_yaml
 
 Loc = Sequence[int | str]
 
@@ -37,8 +38,7 @@ def read_config(path: Path | None, overrides: Sequence[Override] = ()) -> System
 def parse_config(text: str, name: str, overrides: Sequence[Override] = ()) -> SystemConfig:
     """Parses a file's text; `name` appears in errors. Raises InvalidRequest."""
     try:
-        root = yaml.compose(text, yaml.SafeLoader)
-        written = yaml.safe_load(text)
+        written, root = parsed_yaml(text)
     except yaml.YAMLError as error:
         raise InvalidRequest(f"{name} is not YAML: {error}", param="config") from error
     if written is None:

@@ -1,0 +1,40 @@
+"""Parses YAML, strictly: a key that is written twice in one mapping is an error."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import yaml
+
+
+class Parsed(NamedTuple):
+    """The parsed text, and its nodes, which know their lines."""
+
+    value: Any
+    root: yaml.Node | None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            line, written = key.start_mark.line + 1, (key.tag, str(key.value))
+            if written in lines:
+                raise yaml.YAMLError(f"line {line}: {key.value} was already written on line {lines[written]}")
+            lines[written] = line
+        return node
+
+
+def parsed_yaml(text: str) -> Parsed:
+    """Parses a text of one document. Raises yaml.YAMLError."""
+    loader = _StrictLoader(text)
+    try:
+        root = loader.get_single_node()
+        return Parsed(None if root is None else loader.construct_document(root), root)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except ValueError as error:  # such as a date that does not exist
+        raise yaml.YAMLError(str(error)) from error
+    finally:
+        loader.dispose()
