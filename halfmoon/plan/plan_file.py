@@ -33,7 +33,7 @@ class PlannedWorkers(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     role: Role
-    count: int = Field(default=1, ge=0)
+    count: int = Field(default=1, ge=0, le=4096)
     gpu: str | None = None
     tp: int = Field(default=1, ge=1)
     pp: int = Field(default=1, ge=1)

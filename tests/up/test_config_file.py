@@ -62,6 +62,15 @@ def arguments_of(spec: ServiceSpec) -> dict[str, str]:
         ("classes: {a: {}, a: {}}", ["line 1: a was already written on line 1"]),
         ("model: " + 2_000 * "[", ["halfmoon.yaml is not YAML: it is nested too deeply"]),
         ("model: 2026-13-45", ["halfmoon.yaml is not YAML: month must be in 1..12"]),
+        (
+            "workers: {prefill: {count: 100000000}}\ngateway: {replicas: 100000}\nstores: {count: 100000}",
+            [
+                "workers.prefill[0].count: Input should be less than or equal to 4096",
+                "gateway.replicas: Input should be less than or equal to 64",
+                "stores.count: Input should be less than or equal to 64",
+            ],
+        ),
+        ("cluster: {workers: [{role: both, count: 100000000}]}", ["cluster.workers[0].count: Input should be less"]),
         ("- model", ["has to be a mapping"]),
     ],
 )

@@ -39,7 +39,7 @@ class ModelConfig(Section):
 class WorkerGroup(WorkerConfig):
     """Identical workers of one role."""
 
-    count: int = Field(1, ge=0, description="number of workers in the group")
+    count: int = Field(1, ge=0, le=4096, description="number of workers in the group")
 
 
 Groups = Annotated[tuple[WorkerGroup, ...], BeforeValidator(_list_of_one)]
@@ -65,14 +65,14 @@ class WorkersConfig(Section):
 class UpGatewayConfig(GatewayConfig):
     """Identical gateways."""
 
-    replicas: int = Field(1, ge=1, description="gateways that share the HTTP port")
+    replicas: int = Field(1, ge=1, le=64, description="gateways that share the HTTP port")
 
 
 class UpStoresConfig(StoreConfig):
     """Identical KV stores."""
 
     count: int = Field(
-        1, ge=1, description="number of KV stores; they are assigned to the workers of each role in turn"
+        1, ge=1, le=64, description="number of KV stores; they are assigned to the workers of each role in turn"
     )
 
 
@@ -91,7 +91,7 @@ class UpObservedConfig(ObservedConfig):
 class UpSimulationConfig(SimulationConfig):
     """Simulated workers."""
 
-    processes: int = Field(1, ge=1, description="processes that share the simulated workers")
+    processes: int = Field(1, ge=1, le=256, description="processes that share the simulated workers")
 
 
 class ConsoleConfig(Section):
