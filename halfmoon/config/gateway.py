@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from halfmoon.config.section import Section, off_is_a_word
+from halfmoon.config.section import Section, Texts, off_is_a_word
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.wait_limits import WaitLimits
@@ -66,6 +66,4 @@ class GatewayConfig(Section):
     max_body_bytes: int = Field(16 << 20, gt=0, description="largest accepted HTTP body")
     max_header_bytes: int = Field(8_190, ge=256, description="longest accepted request line, and header of a request")
     max_headers: int = Field(100, ge=8, description="largest number of headers of a request")
-    allowed_origins: tuple[str, ...] = Field(
-        (), description="origins whose pages may use the API from a browser; * allows all"
-    )
+    allowed_origins: Texts = Field((), description="origins whose pages may use the API from a browser; * allows all")

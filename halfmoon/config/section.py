@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Section(BaseModel):
@@ -16,3 +16,11 @@ class Section(BaseModel):
 def off_is_a_word(written: Any) -> Any:
     """Converts false back to "off", because YAML reads a bare `off` as false."""
     return "off" if written is False else written
+
+
+def _one_or_more(written: Any) -> Any:
+    return written if written is None or isinstance(written, list | tuple) else [written]
+
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]
+"""Several texts; one alone needs no list."""

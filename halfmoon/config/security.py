@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from halfmoon.config.section import Section
+from halfmoon.config.section import Section, Texts
 
 
 class SecurityConfig(Section):
     """Secrets that clients and operators send."""
 
-    api_key: tuple[str, ...] = Field(
-        (), description="key that clients must send; repeat it for more; none: no key is needed"
-    )
+    api_key: Texts = Field((), description="key that clients must send; repeat it for more; none: no key is needed")
     operator_token: str | None = Field(
         None,
         description="secret that console and control API require; none: not required on a loopback host; elsewhere "

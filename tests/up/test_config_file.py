@@ -71,6 +71,10 @@ def arguments_of(spec: ServiceSpec) -> dict[str, str]:
             ],
         ),
         ("cluster: {workers: [{role: both, count: 100000000}]}", ["cluster.workers[0].count: Input should be less"]),
+        ("security: {api_key: [5]}", ["security.api_key[0]: must be a text"]),
+        ("security: {api_key: {a: 1}}", ["security.api_key[0]: must be a text"]),
+        ("gateway: 3\nclasses: [a]", ["1: gateway: must be a mapping", "2: classes: must be a mapping"]),
+        ("workers: {prefill: 3}", ["workers.prefill: must be a list"]),
         ("- model", ["has to be a mapping"]),
     ],
 )
@@ -191,3 +195,14 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 def test_a_merged_mapping_may_be_overridden() -> None:
     text = "workers: {prefill: &one {count: 1, max_running: 3}, decode: {<<: *one, max_running: 4}}"
     assert parse_config(text, "halfmoon.yaml").workers.decode[0].max_running == 4
+
+
+def test_an_empty_section_has_its_defaults() -> None:
+    text = "gateway:\nworkers: {all: , prefill: }\nclasses:\nstate_dir:\nledger_url:\nmodel:\n"
+    assert parse_config(text, "halfmoon.yaml") == parse_config("", "halfmoon.yaml")
+
+
+def test_one_text_is_a_list_of_one() -> None:
+    text = "security: {api_key: sk-x}\nmodel: {alias: a}\ngateway: {allowed_origins: '*'}"
+    config = parse_config(text, "halfmoon.yaml")
+    assert (config.security.api_key, config.model.alias, config.gateway.allowed_origins) == (("sk-x",), ("a",), ("*",))

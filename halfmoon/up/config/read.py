@@ -17,6 +17,15 @@ from halfmoon.up.config.yaml_text import parsed_yaml
 
 Loc = Sequence[int | str]
 
+_MESSAGES: Mapping[str, str] = {  # by pydantic's type of mistake, where its own words name Python's types
+    "string_type": "must be a text",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+}
+
 
 class Override(NamedTuple):
     """One value that replaces the file's."""
@@ -98,7 +107,7 @@ def _mistakes(error: ValidationError, name: str, root: yaml.Node | None, sources
         loc = problem["loc"]
         place = dotted(loc)
         source = next((flag for path, flag in sources.items() if place == path or place.startswith(path + "[")), None)
-        message = problem["msg"].removeprefix("Value error, ")
+        message = _MESSAGES.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
             message = f"unknown field; {_known_names(loc)}"
         line = _line(root, loc)

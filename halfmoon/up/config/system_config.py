@@ -10,7 +10,7 @@ from halfmoon.config.gateway import GatewayConfig, HandoverConfig
 from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.planner import PlannerConfig
 from halfmoon.config.qos_classes import ClassConfig, ClassesConfig, check_classes
-from halfmoon.config.section import Section
+from halfmoon.config.section import Section, Texts
 from halfmoon.config.security import SecurityConfig
 from halfmoon.config.simulation import SimulationConfig
 from halfmoon.config.state import StateConfig
@@ -24,6 +24,13 @@ def _list_of_one(written: Any) -> Any:
     return [written] if isinstance(written, dict) else written
 
 
+def _without_empty(written: Any) -> Any:
+    """Leaves out what is named but empty, such as a section all of whose lines are comments: it has its default."""
+    return (
+        {name: value for name, value in written.items() if value is not None} if isinstance(written, dict) else written
+    )
+
+
 def _model_by_path(written: Any) -> Any:
     return {"path": written} if isinstance(written, str) else written
 
@@ -33,7 +40,7 @@ class ModelConfig(Section):
 
     path: str = Field("demo", description="'demo', a directory, a .gguf file or a Hugging Face id")
     name: str | None = Field(None, description="name under which the model is served; none: the model's own")
-    alias: tuple[str, ...] = Field((), description="further names by which requests may call the model")
+    alias: Texts = Field((), description="further names by which requests may call the model")
 
 
 class WorkerGroup(WorkerConfig):
@@ -47,6 +54,8 @@ Groups = Annotated[tuple[WorkerGroup, ...], BeforeValidator(_list_of_one)]
 
 class WorkersConfig(Section):
     """Workers by role. Without a worker of role both there is at least one prefill and one decode worker."""
+
+    _empty = model_validator(mode="before")(_without_empty)
 
     all: WorkerConfig = Field(default_factory=WorkerConfig, description="settings of every worker")
     prefill: Groups = Field((), description="groups of workers that compute prompts")
@@ -103,6 +112,8 @@ class ConsoleConfig(Section):
 
 class SystemConfig(ClassesConfig, HandoverConfig, StateConfig):
     """The whole system."""
+
+    _empty = model_validator(mode="before")(_without_empty)
 
     model: Annotated[ModelConfig, BeforeValidator(_model_by_path)] = Field(default_factory=ModelConfig)
     engine: Literal["real", "sim"] = Field(
