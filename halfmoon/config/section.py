@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -22,5 +22,5 @@ def _one_or_more(written: Any) -> Any:
     return written if written is None or isinstance(written, list | tuple) else [written]
 
 
-Texts = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]
-"""Several texts; one alone needs no list."""
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_one_or_more)]
+"""Several texts, none of them empty; one alone needs no list."""

@@ -75,6 +75,11 @@ def arguments_of(spec: ServiceSpec) -> dict[str, str]:
         ("security: {api_key: {a: 1}}", ["security.api_key[0]: must be a text"]),
         ("gateway: 3\nclasses: [a]", ["1: gateway: must be a mapping", "2: classes: must be a mapping"]),
         ("workers: {prefill: 3}", ["workers.prefill: must be a list"]),
+        (
+            "security: {api_key: [''], operator_token: ''}",
+            ["security.api_key[0]: must not be empty", "security.operator_token: must not be empty"],
+        ),
+        ("gateway: {port: 8501}", ["halfmoon.yaml: gateway.port and console.port are both 8501"]),
         ("- model", ["has to be a mapping"]),
     ],
 )

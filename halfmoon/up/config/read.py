@@ -19,6 +19,7 @@ Loc = Sequence[int | str]
 
 _MESSAGES: Mapping[str, str] = {  # by pydantic's type of mistake, where its own words name Python's types
     "string_type": "must be a text",
+    "string_too_short": "must not be empty",
     "tuple_type": "must be a list",
     "list_type": "must be a list",
     "dict_type": "must be a mapping",

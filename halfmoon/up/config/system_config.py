@@ -149,3 +149,11 @@ class SystemConfig(ClassesConfig, HandoverConfig, StateConfig):
                 "(--prefill, --decode and --both) out, or delete the cluster"
             )
         return self
+
+    @model_validator(mode="after")
+    def _has_one_port_each(self) -> Self:
+        if self.console.enabled and self.console.port == self.gateway.port:
+            raise ValueError(
+                f"gateway.port and console.port are both {self.console.port}: change one (--port, --console-port)"
+            )
+        return self
