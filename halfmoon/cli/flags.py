@@ -135,11 +135,11 @@ def _default(field: FieldInfo) -> str:
 
 
 def _kind(field: FieldInfo) -> Any:
-    """Returns the type that typer parses. Other types stay text, which the configuration parses."""
+    """Returns the type that typer parses. The configuration parses other types, and numbers that may be null."""
     annotation = field.annotation
     inner = [part for part in get_args(annotation) if part is not type(None)]
     if get_origin(annotation) is Literal or annotation in (bool, int, float, Path):
         return annotation
     if get_origin(annotation) is tuple:
         return list[str]
-    return inner[0] if inner and inner[0] in (int, float, Path) else str
+    return Path if inner and inner[0] is Path else str

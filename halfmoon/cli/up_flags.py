@@ -65,7 +65,7 @@ def _overrides(given: Mapping[str, Any]) -> Iterator[Override]:
     for flag in (flag for flags in PANELS.values() for flag in flags):
         value = given.get(flag.parameter)
         if value is not None and value != []:
-            yield Override(flag.path, value, flag.name)
+            yield Override(flag.path, None if value == "null" else value, flag.name)
 
 
 def _value(text: str, path: str) -> Any:

@@ -91,7 +91,20 @@ def test_a_wrong_flag_is_refused_by_name() -> None:
     assert code == 2
     assert "--kv-memory: " in error
     code, _, error = run("up", "--set", "gateway.prot=1")
-    assert "gateway.prot: unknown field; did you mean port?" in error
+    assert "--set gateway.prot: unknown field; did you mean port?" in error
+    for text, says in (
+        ("gatway.x.y=1", "gatway.x.y: gatway: unknown"),
+        ("gateway={prot: 1}", "gateway: gateway.prot: "),
+    ):
+        code, _, error = run("up", "--set", text)
+        assert (code, f"--set {says}" in error) == (2, True), error
+
+
+def test_a_flag_for_a_number_that_may_be_null_takes_null() -> None:
+    assert shown("--metrics-port", "null")["observability"]["metrics_port"] is None
+    assert shown("--metrics-port", "9100")["observability"]["metrics_port"] == 9100
+    code, _, error = run("config", "show", "--metrics-port", "many")
+    assert (code, "--metrics-port: Input should be a valid integer" in error) == (2, True)
 
 
 def test_help_has_its_panels_in_order_and_a_sentence_for_every_flag() -> None:

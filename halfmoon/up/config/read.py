@@ -42,7 +42,7 @@ def read_config(path: Path | None, overrides: Sequence[Override] = ()) -> System
     Raises InvalidRequest with a line for each mistake.
     """
     text = "" if path is None else _read(path)
-    return parse_config(text, str(path), overrides)
+    return parse_config(text, "the configuration" if path is None else str(path), overrides)
 
 
 def parse_config(text: str, name: str, overrides: Sequence[Override] = ()) -> SystemConfig:
@@ -107,13 +107,23 @@ def _mistakes(error: ValidationError, name: str, root: yaml.Node | None, sources
     for problem in error.errors():
         loc = problem["loc"]
         place = dotted(loc)
-        source = next((flag for path, flag in sources.items() if place == path or place.startswith(path + "[")), None)
         message = _MESSAGES.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
             message = f"unknown field; {_known_names(loc)}"
         line = _line(root, loc)
+        source = _source(place, sources, line is not None)
         where = name if line is None else f"{name}:{line}"
         yield f"{source}: {message}" if source else ": ".join(part for part in (where, place, message) if part)
+
+
+def _source(place: str, sources: Mapping[str, str], is_in_file: bool) -> str | None:
+    """Returns what wrote the value at a place, or a part of it; None for the file."""
+    for path, source in sources.items():
+        if place == path or place.startswith(f"{path}["):
+            return source
+        if place.startswith(f"{path}.") or (place and not is_in_file and path.startswith(f"{place}.")):
+            return f"{source}: {place}"
+    return None
 
 
 def _known_names(loc: Loc) -> str:
