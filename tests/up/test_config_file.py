@@ -189,6 +189,7 @@ def test_the_example_and_the_file_of_compose_are_configurations() -> None:
 
 
 def test_the_document_has_every_field() -> None:
+    assert "| `value` | text | required |" in settings_table()
     assert settings_table() in DOCUMENT.read_text(), "paste what `python -m halfmoon.up.config.settings_table` says"
 
 

@@ -84,8 +84,10 @@ def _kind(annotation: Any) -> str:
 def _default(name: str, field: FieldInfo) -> str:
     if name == "processes" and field.default_factory is not None:
         return "cores"
+    if field.is_required():
+        return "required"
     value = field.get_default(call_default_factory=True)
-    if value is None or value in ((), [], {}):
+    if value is None or value in ("", (), [], {}):
         return ""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
