@@ -70,7 +70,7 @@ def keep_profile(name: str, profile: MeasuredProfile, state_dir: Path, ledger_ur
             await ledger.measured_profiles.put(NamedProfile(name, datetime.now(UTC), values))
 
     if ledger_url is None:
-        state_dir.mkdir(parents=True, exist_ok=True)
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     asyncio.run(put())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -88,12 +89,14 @@ def _join(threads: Iterable[Thread], timeout_s: float) -> None:
 
 
 def sqlite_engine(url: URL) -> AsyncEngine:
-    """Makes the engine and the file's directory. Raises Unavailable if the latter fails."""
+    """Makes the engine, the file and its directory, which only their owner may read. Raises Unavailable if the latter fails."""
     if url.database and not _is_special(url.database):
         try:
-            Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+            Path(url.database).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise Unavailable(f"the ledger's directory cannot be made: {error}") from error
+        with suppress(OSError):  # the first use tells
+            Path(url.database).touch(mode=0o600)
     engine = create_async_engine(url)
     event.listen(engine.sync_engine, "connect", _tune)
     event.listen(engine.sync_engine, "begin", _begin)

@@ -52,6 +52,7 @@ _HEALTH_POLL_S = 0.1
 
 async def up(options: UpOptions, terminal: Console) -> None:
     """Runs until Ctrl-C or SIGTERM. Raises ServiceFailed if a service ends for good on its own."""
+    options.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -98,6 +99,7 @@ async def _start(
         _print_ignored(options, terminal)
         model = PreparedModel(str(simulated_model(Path(model.path), options.simulation, options.state_dir)), model.name)
     stores, planner = [ports.address() for _ in range(options.store.num_stores)], ports.address()
+    is_generated = options.operator_token is None
     options = replace(options, operator_token=_operator_token(options))
     options = replace(options, port=options.port or ports.port(options.host))
     numbers = [None] if options.num_gateways == 1 else range(options.num_gateways)
@@ -119,7 +121,7 @@ async def _start(
     http = url.removeprefix("http://")
     metrics.write(http, specs)
     bars.stop()
-    _print_ready(options, terminal, url, model.name, others)
+    _print_ready(options, terminal, url, model.name, others, is_generated)
     return _Started(options, model, cluster, stores, specs, metrics, http)
 
 
@@ -180,10 +182,13 @@ async def _until_healthy(url: str) -> None:
             await asyncio.sleep(_HEALTH_POLL_S)
 
 
-def _print_ready(options: UpOptions, terminal: Console, url: str, name: str, others: list[Child]) -> None:
+def _print_ready(
+    options: UpOptions, terminal: Console, url: str, name: str, others: list[Child], is_generated: bool
+) -> None:
+    """Prints where the system answers, and the operator token if it was generated: others are known already."""
     if any(child.spec.name == "console" for child in others):
         terminal.print(f"console: http://{reachable(options.host)}:{options.console_port}", highlight=False)
-    if options.operator_token:
+    if options.operator_token and is_generated:
         terminal.print(f"operator token: {options.operator_token}", highlight=False, markup=False, soft_wrap=True)
     terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)
     terminal.print(f"halfmoon is ready: {url}", highlight=False, style="bold", soft_wrap=True)

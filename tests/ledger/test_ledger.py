@@ -185,3 +185,11 @@ async def test_a_measured_profile_replaces_the_one_of_its_name(ledger_url: str) 
     async with open_ledger(ledger_url) as again:
         found = await again.measured_profiles.all()
     assert found == [NamedProfile("a", now, {"speed": 2}), NamedProfile("b", now, {"speed": 3})]
+
+
+async def test_only_the_owner_may_read_a_new_file_and_its_directory(tmp_path: Path) -> None:
+    file = tmp_path / "state" / "ledger.db"
+    async with open_ledger(f"sqlite:///{file}"):
+        made = [path.stat().st_mode & 0o777 for path in (file.parent, *file.parent.glob("ledger.db*"))]
+    assert made == [0o700, *(0o600 for _ in made[1:])]
+    assert len(made) > 1

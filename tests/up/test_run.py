@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.sim.latency_sources.worker_profile import PROFILES
-from halfmoon.up.run import _operator_token
+from halfmoon.up.run import _operator_token, _print_ready
 from halfmoon.up.service_specs import PreparedModel, UpOptions, gateway_spec, other_specs
 from halfmoon.up.simulated import SimulatedWorkers, simulated_model
 from halfmoon.up.stores import StoreOptions, known_stores, remember_stores
@@ -193,3 +194,9 @@ def test_gateway_and_console_have_one_operator_token_and_one_store() -> None:
 def test_beyond_loopback_there_is_always_an_operator_token(host: str, given: str | None, is_made: bool) -> None:
     assert bool(_operator_token(UpOptions(host=host, operator_token=given))) == is_made
     assert _operator_token(UpOptions(host=host, operator_token="mine")) == "mine"
+
+
+@pytest.mark.parametrize("is_generated", [False, True])
+def test_only_a_generated_operator_token_is_printed(is_generated: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    _print_ready(UpOptions(operator_token="hush"), Console(), "http://x:1", "m", [], is_generated)
+    assert ("operator token: hush" in capsys.readouterr().out) == is_generated

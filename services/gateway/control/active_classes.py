@@ -60,7 +60,8 @@ class KnownClasses:
         """Replaces the file atomically. A failure is logged: the file matters only while the ledger is unavailable."""
         fresh = self._path.with_suffix(f".{os.getpid()}")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fresh.touch(mode=0o600)  # rules hold API keys
             fresh.write_text(json.dumps(list(classes)))
             fresh.replace(self._path)
         except OSError as error:
