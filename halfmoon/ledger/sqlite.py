@@ -89,7 +89,7 @@ def _join(threads: Iterable[Thread], timeout_s: float) -> None:
 
 
 def sqlite_engine(url: URL) -> AsyncEngine:
-    """Makes the engine, the file and its directory, which only their owner may read. Raises Unavailable if the latter fails."""
+    """Makes the engine, and a file and directory of the owner alone. Raises Unavailable if the directory fails."""
     if url.database and not _is_special(url.database):
         try:
             Path(url.database).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
