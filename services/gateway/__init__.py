@@ -7,7 +7,7 @@ Reading order:
 3. `routing/early_rejection.py`: refused before its prompt is tokenized.
 4. `routing/request_routing.py`: admission and placement of one output.
 5. `routing/relay.py` and `routing/attempt.py`: prefill, decode and retries.
-6. `cluster/token_streams.py` and `routing/token_flow.py`: tokens on their way back.
+6. `cluster/token_router.py` and `routing/token_flow.py`: tokens on their way back.
 7. `replies/replies.py`: tokens become a response.
 8. `service.py`: how a gateway is put together, started and stopped.
 

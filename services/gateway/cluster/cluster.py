@@ -23,7 +23,7 @@ from halfmoon.rpc.context import request_id, request_scope
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
-from services.gateway.cluster.token_streams import GatewayStopping, TokenRouter
+from services.gateway.cluster.token_router import GatewayStopping, TokenRouter
 
 log = logging.getLogger(__name__)
 

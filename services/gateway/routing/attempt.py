@@ -14,7 +14,7 @@ from halfmoon.policy.values import Placement
 from halfmoon.rpc.peer import LONG_LIVED_S
 from halfmoon.rpc.spans import NO_SPAN, current_span, operation
 from services.gateway.cluster.cluster import Cluster, Worker
-from services.gateway.cluster.token_streams import (
+from services.gateway.cluster.token_router import (
     Event,
     FirstTokenArrived,
     PrefillEnded,

@@ -21,7 +21,7 @@ from halfmoon.policy.values import Placement
 from halfmoon.policy.wait_limits import WaitLimits
 from halfmoon.rpc.context import request_scope
 from services.gateway.cluster.cluster import Cluster
-from services.gateway.cluster.token_streams import GatewayStopping
+from services.gateway.cluster.token_router import GatewayStopping
 from services.gateway.request import RequestOutput
 from services.gateway.routing.attempt import Attempt
 from services.gateway.routing.request_routing import RequestRouting, reserve_together

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from halfmoon.pb.types_pb2 import NOT_FINISHED, Token
-from services.gateway.cluster.token_streams import Event
+from services.gateway.cluster.token_router import Event
 
 
 class TokenSink(Protocol):

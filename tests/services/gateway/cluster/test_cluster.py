@@ -13,7 +13,7 @@ from halfmoon.pb.gateway_pb2 import WorkerLoad
 from halfmoon.policy.models.latency import PrefillSample
 from services.gateway.cluster.cluster import running_cluster
 from services.gateway.cluster.membership import Membership
-from services.gateway.cluster.token_streams import GatewayStopping
+from services.gateway.cluster.token_router import GatewayStopping
 from tests.services.gateway.fakes import FINGERPRINT, MODEL, FakeWorker, Fleet, Script, running_fleet, soon
 
 

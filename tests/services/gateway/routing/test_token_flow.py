@@ -10,7 +10,7 @@ import pytest
 
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.pb.types_pb2 import LENGTH, NOT_FINISHED, Token
-from services.gateway.cluster.token_streams import Event, TokenArrived, WorkerLost
+from services.gateway.cluster.token_router import Event, TokenArrived, WorkerLost
 from services.gateway.routing.token_flow import TokenFlow
 from tests.services.gateway.fakes import soon
 
