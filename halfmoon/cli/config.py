@@ -11,10 +11,11 @@ import yaml
 from pydantic import BaseModel, ByteSize
 
 from halfmoon.cli.profile_store import profile_file
-from halfmoon.cli.up_flags import ROLES, with_up_flags
+from halfmoon.cli.up_flags import with_up_flags
 from halfmoon.config.qos_classes import DEFAULT_TARGETS
 from halfmoon.errors import HalfmoonError
 from halfmoon.policy.admission.qos_classes import DEFAULT_CLASS
+from halfmoon.policy.view.worker_view import ROLES
 from halfmoon.rpc.masked_url import HIDDEN, masked_url
 from halfmoon.up.config.human_bytes import human_bytes
 from halfmoon.up.config.options import up_options

@@ -9,7 +9,6 @@ from pydantic import ByteSize, Field
 from halfmoon.config.section import Section
 
 Calibrate = Literal["auto", "always", "never"]
-RoleName = Literal["prefill", "decode", "both"]
 
 
 class WorkerConfig(Section):

@@ -120,7 +120,7 @@ async def _declared(session: AsyncSession, declarations: Mapping[str, Declaratio
     if history.remembered(declarations) == history.declared:
         return ClassesAt(await _revision(session), await _classes(session))
     await _next_revision(session)
-    history = await _history(session)  # nobody edits from here on
+    history = await _history(session)  # no edits from here on
     versions = {one.name: one.version for one in await _classes(session)}
     for name, definition in history.changes(declarations):
         version = versions.get(name, 0)

@@ -61,6 +61,10 @@ class PlannedLayout(BaseModel):
 
     workers: tuple[PlannedWorkers, ...] = Field(min_length=1)
 
+    def of_role(self, role: Role) -> list[PlannedWorkers]:
+        """One entry for each worker of a role."""
+        return [group for group in self.workers if group.role == role for _ in range(group.count)]
+
 
 class PlannedCluster(BaseModel):
     """The part of a plan's file that decides which workers are started."""
@@ -70,18 +74,6 @@ class PlannedCluster(BaseModel):
     model_name: str = Field(alias="model")
     handover_codec: KvCodecName = "raw"
     cluster: PlannedLayout
-
-    def workers(self, role: Role) -> list[PlannedWorkers]:
-        """One entry for each worker of a role."""
-        return [worker for worker in self.cluster.workers if worker.role == role for _ in range(worker.count)]
-
-
-def read_plan(path: Path) -> PlannedCluster:
-    """Reads a plan. Raises InvalidRequest for any other file."""
-    try:
-        return parse_plan(path.read_text(), path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the plan {path} cannot be read: {error}", param="plan") from error
 
 
 def parse_plan(text: str, path: Path) -> PlannedCluster:

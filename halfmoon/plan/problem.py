@@ -11,7 +11,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.plan.layout import Layout, Rules
 from halfmoon.plan.node_pools import Fleet, NodePool
 from halfmoon.plan.search.goodput import Goal
-from halfmoon.policy.view.worker_view import Role
+from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.cluster.cluster_spec import BatchLimits, Network
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 from halfmoon.sim.latency_sources.latency_model import LatencySource
@@ -111,9 +111,8 @@ def default_rules(
     limits = measured[0].batch_limits if measured else BatchLimits(max_running=MAX_RUNNING)
     if max_running is not None:
         limits = replace(limits, max_running=max_running)
-    roles: tuple[Role, ...] = ("prefill", "decode", "both")
     networks = {pool.gpu.name: _network(pool, sources[pool.gpu.name], network_bytes_per_s) for pool in fleet.pools}
-    return Rules(dict.fromkeys(roles, limits), networks)
+    return Rules(dict.fromkeys(ROLES, limits), networks)
 
 
 def _network(pool: NodePool, source: LatencySource, bytes_per_s: float | None) -> Network:

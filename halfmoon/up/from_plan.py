@@ -7,12 +7,10 @@ from pathlib import Path
 
 from halfmoon.errors import Incompatible
 from halfmoon.plan.plan_file import PlannedLayout, parse_plan
-from halfmoon.policy.view.worker_view import Role
+from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.latency_sources.model_catalogue import known_shape, model_shape
 from halfmoon.sim.latency_sources.model_shape import ModelShape
 from halfmoon.up.service_specs import PreparedModel, UpOptions, WorkerStart
-
-_ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 
 def applied_options(options: UpOptions, model: PreparedModel, plan_yaml: str) -> UpOptions:
@@ -37,14 +35,9 @@ def applied_options(options: UpOptions, model: PreparedModel, plan_yaml: str) ->
 
 def with_planned_workers(options: UpOptions, planned: PlannedLayout) -> UpOptions:
     """Returns `options` with the plan's workers instead of its own."""
-    starts: dict[str, list[WorkerStart]] = {
-        role: [
-            WorkerStart(group.arguments, group.tp * group.pp)
-            for group in planned.workers
-            if group.role == role
-            for _ in range(group.count)
-        ]
-        for role in _ROLES
+    starts: dict[Role, list[WorkerStart]] = {
+        role: [WorkerStart(worker.arguments, worker.tp * worker.pp) for worker in planned.of_role(role)]
+        for role in ROLES
     }
     return replace(
         options,

@@ -76,7 +76,7 @@ class UpOptions:
     num_gateways: int = 1
     operator_token: str | None = None  # None: generated if the host is not loopback
     api_keys: tuple[str, ...] = ()  # empty: no key is needed
-    worker_starts: Mapping[str, Sequence[WorkerStart]] = field(default_factory=dict)  # of each real engine, by role
+    worker_starts: Mapping[Role, Sequence[WorkerStart]] = field(default_factory=dict)  # of each real engine, by role
     ledger_url: str | None = None  # of gateways and planner; None: SQLite in state_dir
     is_planned: bool = False  # whether the workers are those of a plan
     otlp_endpoint: str | None = None  # receiver of traces; None: the one that OpenTelemetry's own variables name
@@ -94,8 +94,7 @@ class UpOptions:
                 "nothing could be served: start at least one --prefill and one --decode, or one --both"
             )
         if self.simulation is not None:
-            for _, arguments in simulated_workers(self):
-                self.simulation.check_limits(arguments)
+            self.simulation.check_limits(arguments for _, arguments in simulated_workers(self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from halfmoon.config.worker import WorkerConfig
 from halfmoon.errors import InvalidRequest
-from halfmoon.policy.view.worker_view import Role
+from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.answer_model import LengthKind, TextKind
 from halfmoon.sim.latency_sources.worker_profile import DEFAULT_PROFILE, WorkerProfile, load_profile
 from halfmoon.up.supervisor import ServiceSpec
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "*.jinja", "vocab.*", "merges.txt")
 _LIMITS = ("--max-batch-tokens", "--chunk-tokens", "--max-running")
-_ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 _TAKEN = (*_LIMITS, "--block-tokens", "--lease-s", "--drain-s")  # options of workers that simulated ones have, too
 
 
@@ -42,15 +41,17 @@ class SimulatedWorkers:
         """Returns the latencies of each worker."""
         return load_profile(self.profile).scaled(self.time_scale)
 
-    def check_limits(self, arguments: Mapping[str, str]) -> None:
+    def check_limits(self, workers: Iterable[Mapping[str, str]]) -> None:
         """Raises InvalidRequest if a worker's options contradict each other."""
-        tokens, chunk, running = (int(arguments[name]) if name in arguments else None for name in _LIMITS)
-        if tokens is not None and running is not None and tokens <= running:
-            raise InvalidRequest(
-                f"simulated workers need more batch tokens ({tokens}) than running sequences ({running}): raise "
-                "max_batch_tokens or lower max_running"
-            )
-        self.worker_profile().limited(tokens, chunk, running)
+        profile = self.worker_profile()
+        for limits in dict.fromkeys(tuple(map(arguments.get, _LIMITS)) for arguments in workers):
+            tokens, chunk, running = (None if limit is None else int(limit) for limit in limits)
+            if tokens is not None and running is not None and tokens <= running:
+                raise InvalidRequest(
+                    f"simulated workers need more batch tokens ({tokens}) than running sequences ({running}): raise "
+                    "max_batch_tokens or lower max_running"
+                )
+            profile.limited(tokens, chunk, running)
 
 
 def simulated_model(model: Path, simulated: SimulatedWorkers, state_dir: Path) -> Path:
@@ -87,7 +88,7 @@ def simulation_specs(
         taken = tuple(part for name in _TAKEN if name in arguments for part in (name, arguments[name]))
         alike[taken][role] += 1
     shares = [
-        (taken, {role: len(range(index, counts[role], simulated.num_processes)) for role in _ROLES})
+        (taken, {role: len(range(index, counts[role], simulated.num_processes)) for role in ROLES})
         for taken, counts in alike.items()
         for index in range(simulated.num_processes)
     ]

@@ -8,7 +8,8 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from halfmoon.config.observability import ObservedConfig
-from halfmoon.config.worker import RoleName, WorkerConfig
+from halfmoon.config.worker import WorkerConfig
+from halfmoon.policy.view.worker_view import Role
 
 
 class WorkerSettings(WorkerConfig, ObservedConfig, BaseSettings):
@@ -16,7 +17,7 @@ class WorkerSettings(WorkerConfig, ObservedConfig, BaseSettings):
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True)
 
-    role: RoleName = Field(description="the phases this worker serves")
+    role: Role = Field(description="the phases this worker serves")
     gateway: str = Field(description="host:port of the gateway's cluster service; several separated by commas")
     listen: str = Field("127.0.0.1:0", description="host:port of this worker's own services; port 0 picks one")
     advertise: str | None = Field(None, description="host:port where others reach this worker, if not --listen")

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import halfmoon
-from halfmoon.config.worker import RoleName
 from halfmoon.kv import frame
 from halfmoon.kv.keys import root_key
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import gateway_pb2
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.server import running_server
 from halfmoon.rpc.spans import NO_TRACER, Tracer
@@ -64,7 +64,7 @@ class SimulatedCluster:
 class SimulatedWorker:
     """Owns nothing: names a worker that `Simulation` runs."""
 
-    def __init__(self, role: RoleName) -> None:
+    def __init__(self, role: Role) -> None:
         self.role = role
         self.worker_id = f"sim-{role}-{uuid.uuid4().hex[:8]}"
         self.address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -84,7 +84,7 @@ class Simulation:
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._channels = KVChannels(LinkSettings(transports=()), max_idle=_MAX_IDLE_LINKS)
 
-    async def start(self, role: RoleName) -> SimulatedWorker:
+    async def start(self, role: Role) -> SimulatedWorker:
         """Starts a worker; returns when it listens. It becomes a member a moment later."""
         worker = SimulatedWorker(role)
         self._tasks[worker] = self._workers.create_task(self._run(worker))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfmoon.config.worker import RoleName
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.service import service_config
 from halfmoon.worker.settings import WorkerSettings
 
@@ -12,4 +12,4 @@ class DecodeSettings(WorkerSettings):
 
     model_config = service_config("decode")
 
-    role: RoleName = "decode"
+    role: Role = "decode"

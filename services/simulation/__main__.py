@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from halfmoon.config.worker import RoleName
 from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.errors import InvalidRequest
+from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_main
 from halfmoon.rpc.tracing import tracing
@@ -24,7 +24,7 @@ _LEAST_REPORT_S = 0.1
 
 async def serve(settings: SimulationSettings) -> None:
     """Runs the workers until told to stop. Raises InvalidRequest for no workers or an unknown profile."""
-    counts: dict[RoleName, int] = {"prefill": settings.prefill, "decode": settings.decode, "both": settings.both}
+    counts: dict[Role, int] = {"prefill": settings.prefill, "decode": settings.decode, "both": settings.both}
     if not any(counts.values()):
         raise InvalidRequest("nothing is simulated: give --prefill, --decode or --both a number")
     stopping = asyncio.create_task(until_told_to_stop())

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.layout import Layout, Parallelism, WorkerKind, WorkerSet
 from halfmoon.plan.layout_trial import unit_spec
-from halfmoon.plan.plan_file import PlannedWorkers, parse_plan, plan_text, read_plan
+from halfmoon.plan.plan_file import PlannedWorkers, parse_plan, plan_text
 from halfmoon.plan.search.feasible import feasible_models
 from halfmoon.sim.cluster.spec_file import read_cluster
+from halfmoon.up.config.read import read_config
 from tests.plan.planning_problems import disaggregated, problem, rated
 
 PROBLEM = problem(num_nodes=2, gpus_per_node=8)
@@ -35,9 +36,9 @@ LAYOUTS = st.builds(
 def test_a_written_plan_starts_and_simulates_its_layout(tmp_path: Path, layout: Layout) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(plan_text(PROBLEM, "llama-3-8b", {"h100": "roofline:llama-3-8b"}, rated(layout)))
-    planned = read_plan(path)
+    planned = parse_plan(path.read_text(), path)
     for workers in layout.sets:
-        started = planned.workers(workers.role)
+        started = planned.cluster.of_role(workers.role)
         assert len(started) == layout.count(workers.role)
         assert {(one.tp, one.pp, one.gpu) for one in started} == {(*workers.kind.parallelism, "h100")}
     assert planned.handover_codec == layout.codec
@@ -80,7 +81,7 @@ def test_what_is_not_a_plan_names_the_field(text: str, says: str) -> None:
 
 def test_a_missing_plan_is_named() -> None:
     with pytest.raises(InvalidRequest, match=r"nowhere\.yaml cannot be read"):
-        read_plan(Path("nowhere.yaml"))
+        read_config(Path("nowhere.yaml"))
 
 
 def test_expectations_are_those_of_the_evaluation() -> None:

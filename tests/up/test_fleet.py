@@ -39,7 +39,7 @@ def worker(planned: UpOptions, role: Role, index: int, start: WorkerStart, visib
 
 
 def wanting(num_both: int, *arguments: str) -> UpOptions:
-    starts = {"both": [WorkerStart(arguments)] * num_both}
+    starts: dict[Role, list[WorkerStart]] = {"both": [WorkerStart(arguments)] * num_both}
     return UpOptions(num_prefill=0, num_decode=0, num_both=num_both, worker_starts=starts)
 
 

@@ -12,7 +12,7 @@ from halfmoon.plan.layout import Layout, WorkerKind, WorkerSet
 from halfmoon.plan.layout_trial import layout_network
 from halfmoon.plan.problem import PlanningProblem
 from halfmoon.plan.search.feasible import Option
-from halfmoon.policy.view.worker_view import Role
+from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.cluster.kv_codecs import KvCodecName
 from halfmoon.sim.latency_sources.latency_model import LatencyModel
 
@@ -52,7 +52,7 @@ class Combination:
 
 def combinations(problem: PlanningProblem, options: Sequence[Option]) -> Iterator[Combination]:
     """All combinations that the problem allows."""
-    of_role = {role: [option for option in options if option.role == role] for role in ("prefill", "decode", "both")}
+    of_role = {role: [option for option in options if option.role == role] for role in ROLES}
     yield from (Combination((option,), is_paired=False) for option in of_role["both"])
     for prefill in of_role["prefill"]:
         for decode in of_role["decode"]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from halfmoon.policy.models.latency import PrefillModel, StepModel
 
 UNKNOWN_PREFILL, UNKNOWN_STEP = PrefillModel(), StepModel()
 
 Role = Literal["prefill", "decode", "both"]
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True, slots=True)

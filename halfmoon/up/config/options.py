@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from halfmoon.config.section import Section
-from halfmoon.policy.view.worker_view import Role
+from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.sim.latency_sources.model_catalogue import known_shape
 from halfmoon.up.config.system_config import SystemConfig, WorkerGroup
 from halfmoon.up.from_plan import with_planned_workers
@@ -24,7 +24,7 @@ def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
     """Converts a configuration; `profile` is a file that replaces the configured one. Raises InvalidRequest."""
     everywhere = texts(config.workers.all)
     device, dtype = everywhere.pop("device", "auto"), everywhere.pop("dtype", "auto")
-    starts = {role: _starts(config, role) for role in ("prefill", "decode", "both")}
+    starts = {role: _starts(config, role) for role in ROLES}
     options = UpOptions(
         model=_model(config),
         model_name=config.model.name,

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.policy.view.worker_view import ROLES
 from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.config.yaml_text import parsed_yaml
 
@@ -96,7 +97,7 @@ def _put(written: dict[str, Any], override: Override) -> None:
 
 def _drop_from_roles(workers: dict[str, Any], name: str) -> None:
     """Removes a field from the roles, because a flag for all workers overrides the file's value for some."""
-    for role in ("prefill", "decode", "both"):
+    for role in ROLES:
         groups = workers.get(role)
         for group in [groups] if isinstance(groups, dict) else groups or ():
             if isinstance(group, dict):

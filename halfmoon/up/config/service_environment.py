@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from halfmoon.config.worker import RoleName
 from halfmoon.errors import InvalidRequest
+from halfmoon.policy.view.worker_view import ROLES, Role
 from halfmoon.up.config.options import service_settings, texts
 from halfmoon.up.config.system_config import SystemConfig
 from halfmoon.up.service_specs import variables
@@ -51,14 +51,13 @@ def _settings(config: SystemConfig, service: str, arguments: Sequence[str]) -> d
     return common | model | texts(config.workers.all) | _group(config, _role(service, arguments))
 
 
-def _role(service: str, arguments: Sequence[str]) -> RoleName:
+def _role(service: str, arguments: Sequence[str]) -> Role:
     """Returns the worker's role, which the container's arguments may override."""
-    roles: tuple[RoleName, ...] = ("prefill", "decode", "both")
-    own: RoleName = "decode" if service == "decode" else "prefill"
-    return next((role for role in roles if f"--role={role}" in arguments), own)
+    own: Role = "decode" if service == "decode" else "prefill"
+    return next((role for role in ROLES if f"--role={role}" in arguments), own)
 
 
-def _group(config: SystemConfig, role: RoleName) -> dict[str, str]:
+def _group(config: SystemConfig, role: Role) -> dict[str, str]:
     if config.cluster is not None:
         return {}  # the container's arguments have it
     groups = config.workers.groups(role)

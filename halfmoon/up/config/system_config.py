@@ -15,9 +15,10 @@ from halfmoon.config.security import SecurityConfig
 from halfmoon.config.simulation import SimulationConfig
 from halfmoon.config.state import StateConfig
 from halfmoon.config.stores import StoreConfig
-from halfmoon.config.worker import RoleName, WorkerConfig
+from halfmoon.config.worker import WorkerConfig
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.plan_file import PlannedLayout
+from halfmoon.policy.view.worker_view import Role
 
 
 def _list_of_one(written: Any) -> Any:
@@ -62,7 +63,7 @@ class WorkersConfig(Section):
     decode: Groups = Field((), description="groups of workers that generate answers")
     both: Groups = Field((), description="groups of workers that do both on one engine")
 
-    def groups(self, role: RoleName) -> tuple[WorkerGroup, ...]:
+    def groups(self, role: Role) -> tuple[WorkerGroup, ...]:
         """Returns a role's groups. A role without groups has one worker, unless there are workers of role both."""
         if role == "both":
             return self.both

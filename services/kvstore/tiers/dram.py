@@ -156,7 +156,7 @@ class DramTier:
         self._arena.release(self._blocks.pop(block).room)
 
     def check_integrity(self) -> None:
-        """Asserts the invariants. For tests, while nobody reads."""
+        """Asserts the invariants. For tests, without concurrent reads."""
         self._arena.check_integrity()
         rooms = [block.room for block in self._blocks.values()] + [draft.room for draft in self._drafts.values()]
         assert sum(rounded_bytes(room.view.nbytes) for room in rooms) == self.capacity_bytes - self._arena.free_bytes
