@@ -31,9 +31,9 @@ from halfmoon.pb.gateway_pb2_grpc import ClusterStub
 from halfmoon.pb.prefill_pb2 import FirstToken, PrefillEvent, PrefillRequest
 from halfmoon.pb.prefill_pb2_grpc import PrefillServicer, add_PrefillServicer_to_server
 from halfmoon.pb.types_pb2 import BOTH, LENGTH, NOT_FINISHED, KVLayout, Token
-from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
 from halfmoon.rpc.server import running_server, until_told_to_stop
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 
 TEXT = """Reading a prompt is bound by compute, writing the answer by memory bandwidth: on one device, each ruins the
 other's latency. "Who waits, and for what?" asks the naïve user in Kraków; 4,096 tokens on, \\ and / still differ."""

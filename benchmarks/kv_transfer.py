@@ -33,9 +33,9 @@ from halfmoon.kv.codec import Codec, decode, encode
 from halfmoon.kv.frame import KVRange, plan_frames
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.receiver import Effect, Write
-from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import run_service, running_server
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, KVIntake, TransferSender, raw_service, transfer_to
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import KVLink, LinkSettings

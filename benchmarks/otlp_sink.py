@@ -7,7 +7,7 @@ import logging
 
 import grpc
 
-from halfmoon.rpc.logs import configure_logs
+from halfmoon.rpc.telemetry.logs import configure_logs
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from halfmoon.engine.engine import Engine
 from halfmoon.engine.warm_up_steps import warm_up_steps
 from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.policy.models.latency import PrefillModel
-from halfmoon.worker.block_feed import CachedBlocks
-from halfmoon.worker.compute_rate import ComputeRate
 from halfmoon.worker.main import store_client, store_writer
+from halfmoon.worker.membership.block_feed import CachedBlocks
+from halfmoon.worker.membership.compute_rate import ComputeRate
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_request_scope import PrefillRequestScope
 from halfmoon.worker.state import WorkerState

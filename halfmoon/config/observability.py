@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from halfmoon.config.section import Section
-from halfmoon.rpc.tracing import OTLP_HELP
+from halfmoon.rpc.telemetry.tracing import OTLP_HELP
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 

@@ -17,9 +17,9 @@ import grpc
 
 from halfmoon.errors import HalfmoonError, Unavailable
 from halfmoon.rpc.context import REQUEST_ID_KEY, request_scope
-from halfmoon.rpc.metrics import RpcMetrics
-from halfmoon.rpc.spans import NO_TRACER, Tracer, span_scope
 from halfmoon.rpc.status import status_of, trailers_of
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
+from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer, span_scope
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import grpc
 
 from halfmoon.errors import DataLoss
 from halfmoon.rpc.context import REQUEST_ID_KEY, bounded_deadline_s, request_id
-from halfmoon.rpc.spans import current_span
 from halfmoon.rpc.status import in_our_tree
+from halfmoon.rpc.telemetry.spans import current_span
 
 LONG_LIVED_S = 24 * 3600.0  # a stream that lives as long as both ends, which reconnect when it expires
 

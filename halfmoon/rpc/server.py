@@ -17,9 +17,9 @@ from grpc_health.v1._async import HealthServicer
 
 from halfmoon.errors import InvalidRequest
 from halfmoon.rpc.interceptor import ServiceInterceptor
-from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import KEEPALIVE_OPTIONS
-from halfmoon.rpc.spans import NO_TRACER, Tracer
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
+from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
 
 log = logging.getLogger(__name__)
 

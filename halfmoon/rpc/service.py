@@ -16,9 +16,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from halfmoon.errors import HalfmoonError, InvalidRequest, leaf_errors
-from halfmoon.rpc.logs import configure_logs
 from halfmoon.rpc.masked_url import masked_url
-from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.server import (
     MAX_MESSAGE_BYTES,
     advertised_address,
@@ -26,7 +24,9 @@ from halfmoon.rpc.server import (
     running_server,
     until_told_to_stop,
 )
-from halfmoon.rpc.tracing import tracing
+from halfmoon.rpc.telemetry.logs import configure_logs
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
+from halfmoon.rpc.telemetry.tracing import tracing
 
 log = logging.getLogger(__name__)
 

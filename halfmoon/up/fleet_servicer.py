@@ -13,8 +13,8 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from halfmoon.pb import planner_pb2, planner_pb2_grpc
-from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.up.fleet import WorkerFleet
 from halfmoon.up.fleet_diff import WantedWorker, WorkerChange
 from halfmoon.up.service_specs import UpOptions

@@ -15,7 +15,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.admission.refusal import AdmissionMode
 from halfmoon.policy.placement.ranking import PlacementMode
 from halfmoon.policy.view.worker_view import Role
-from halfmoon.rpc.tracing import check_endpoint
+from halfmoon.rpc.telemetry.tracing import check_endpoint
 from halfmoon.up.gpus import VISIBLE_GPUS, GPUShares, visible_gpus, whole_gpus
 from halfmoon.up.simulated import SimulatedWorkers, simulation_specs
 from halfmoon.up.stores import StoreOptions, store_specs

@@ -14,7 +14,7 @@ from halfmoon.kv.frame import KVRange
 from halfmoon.kv.receiver import Commit, Effect, Reserve, Write, WriteFromDevice
 from halfmoon.pb import decode_pb2, decode_pb2_grpc, types_pb2
 from halfmoon.rpc.context import request_scope
-from halfmoon.rpc.spans import current_span
+from halfmoon.rpc.telemetry.spans import current_span
 from halfmoon.rpc.transfer import KVIntake, parse_body
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.worker.metrics import WorkerMetrics

@@ -25,14 +25,14 @@ from halfmoon.rpc.kvstore_client import KVStoreClient
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.server import advertised_address, running_server, until_told_to_drain, until_told_to_stop
 from halfmoon.rpc.service import metrics_endpoint
-from halfmoon.rpc.spans import Tracer
-from halfmoon.rpc.tracing import tracing
+from halfmoon.rpc.telemetry.spans import Tracer
+from halfmoon.rpc.telemetry.tracing import tracing
 from halfmoon.rpc.transport.estimate import LinkEstimate
 from halfmoon.rpc.transport.freed_memory import keep_freed_memory
 from halfmoon.rpc.transport.link import LinkSettings
-from halfmoon.worker.calibration import Profile, calibrated
 from halfmoon.worker.decode_servicer import DecodeServicer
 from halfmoon.worker.loading_progress import loading_progress
+from halfmoon.worker.membership.calibration import Profile, calibrated
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.prefill_servicer import PrefillServicer
 from halfmoon.worker.serving import ROLES, Serving, worker_services

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.step_result import StepResult
-from halfmoon.rpc.metrics import RpcMetrics
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 
 _EXPOSED_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)

@@ -8,7 +8,7 @@ from halfmoon.background import cancelled
 from halfmoon.engine.kv_memory.kv_watch import OnKV
 from halfmoon.errors import HalfmoonError
 from halfmoon.pb import prefill_pb2, types_pb2
-from halfmoon.rpc.spans import NO_SPAN, Span, current_span, reason_of, span_scope
+from halfmoon.rpc.telemetry.spans import NO_SPAN, Span, current_span, reason_of, span_scope
 from halfmoon.worker.request_phases import Phase
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState, now_s

@@ -13,7 +13,7 @@ from halfmoon.background import cancelled, first_result, running
 from halfmoon.kv.codec import Codec
 from halfmoon.kv.frame import KVRange
 from halfmoon.pb import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
-from halfmoon.rpc.spans import current_span, operation
+from halfmoon.rpc.telemetry.spans import current_span, operation
 from halfmoon.rpc.transfer import TransferSender, transfer_to
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.estimate import LinkEstimate

@@ -7,7 +7,7 @@ from typing import Literal
 
 from halfmoon.engine.request import TokenOutput
 from halfmoon.pb import prefill_pb2
-from halfmoon.rpc.spans import Attributes, Span
+from halfmoon.rpc.telemetry.spans import Attributes, Span
 
 PhaseKind = Literal["queue", "restore", "chunk", "transfer"]
 

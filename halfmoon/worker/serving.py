@@ -14,8 +14,8 @@ from halfmoon.errors import Unavailable
 from halfmoon.pb import decode_pb2_grpc, gateway_pb2, prefill_pb2_grpc, types_pb2
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, raw_service
 from halfmoon.worker.decode_servicer import DecodeServicer
+from halfmoon.worker.membership.registration import Registration
 from halfmoon.worker.prefill_servicer import PrefillServicer
-from halfmoon.worker.registration import Registration
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.state import WorkerState
 

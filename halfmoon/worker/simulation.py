@@ -18,7 +18,7 @@ from halfmoon.pb import gateway_pb2
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.layout_message import layout_message
 from halfmoon.rpc.server import running_server
-from halfmoon.rpc.spans import NO_TRACER, Tracer
+from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
 from halfmoon.rpc.transport.link import LinkSettings
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import WorkerProfile

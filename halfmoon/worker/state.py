@@ -11,8 +11,8 @@ from halfmoon.errors import Cancelled, Incompatible, InvalidRequest, Unavailable
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import gateway_pb2, types_pb2
 from halfmoon.rpc.transport.estimate import LinkEstimate
-from halfmoon.worker.block_feed import CachedBlocks
-from halfmoon.worker.compute_rate import ComputeRate
+from halfmoon.worker.membership.block_feed import CachedBlocks
+from halfmoon.worker.membership.compute_rate import ComputeRate
 from halfmoon.worker.metrics import WorkerMetrics
 from halfmoon.worker.serving_engine import ServingEngine
 from halfmoon.worker.store.chain_queue import ChainQueue

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from halfmoon.engine.request import TokenOutput
 from halfmoon.errors import Cancelled, InvalidRequest, Unavailable
 from halfmoon.pb import decode_pb2, types_pb2
-from halfmoon.rpc.spans import Span
+from halfmoon.rpc.telemetry.spans import Span
 from halfmoon.worker.request_phases import DecodeSpan, Phase
 from halfmoon.worker.wire import token_message
 

@@ -11,7 +11,7 @@ from halfmoon.engine.checkpoint.checkpoint import prepare_checkpoint
 from halfmoon.engine.text.tokenizer import Detokenizer, Tokenizer
 from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_main
-from halfmoon.rpc.tracing import tracing
+from halfmoon.rpc.telemetry.tracing import tracing
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.replies.tool_parsers import format_of_template
 from services.gateway.service import running_gateway

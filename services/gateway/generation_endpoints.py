@@ -12,7 +12,7 @@ from functools import partial
 from aiohttp import web
 
 from halfmoon.errors import HalfmoonError
-from halfmoon.rpc.spans import span_scope
+from halfmoon.rpc.telemetry.spans import span_scope
 from services.gateway.cluster.membership import Membership
 from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.error_responses import error_response, kind_of

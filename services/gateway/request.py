@@ -9,7 +9,7 @@ from datetime import datetime
 from halfmoon.pb.types_pb2 import SamplingParams
 from halfmoon.policy.admission.qos_classes import NO_PROMISES, QosClass
 from halfmoon.policy.admission.refusal import Refused
-from halfmoon.rpc.spans import NO_SPAN, Span
+from halfmoon.rpc.telemetry.spans import NO_SPAN, Span
 from services.gateway.openai.generation_request import NOT_TOKENIZED, GenerationRequest
 from services.gateway.openai.sampling import with_seed
 from services.gateway.openai.served_model import ServedModel

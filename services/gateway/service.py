@@ -21,7 +21,7 @@ from halfmoon.policy.admission.admission_controller import AdmissionController
 from halfmoon.policy.placement.place import PlacementRules
 from halfmoon.policy.wait_limits import WaitLimits
 from halfmoon.rpc.server import RunningServer, advertised_address, running_server
-from halfmoon.rpc.spans import NO_TRACER, Tracer
+from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
 from services.gateway.app import Access, Endpoints, make_app
 from services.gateway.cluster.cluster import Cluster, running_cluster
 from services.gateway.cluster.membership import Membership

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from halfmoon.pb import kvstore_pb2
-from halfmoon.rpc.metrics import RpcMetrics
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from services.kvstore.pool import Pool
 from services.kvstore.servicer import stats_message
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from halfmoon.rpc.metrics import RpcMetrics
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 
 
 class PlannerMetrics:

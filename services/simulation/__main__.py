@@ -10,7 +10,7 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.policy.view.worker_view import Role
 from halfmoon.rpc.server import until_told_to_stop
 from halfmoon.rpc.service import service_main
-from halfmoon.rpc.tracing import tracing
+from halfmoon.rpc.telemetry.tracing import tracing
 from halfmoon.sim.answer_model import AnswerModel
 from halfmoon.sim.latency_sources.worker_profile import load_profile
 from halfmoon.worker.simulation import SimulatedCluster, SimulatedModel, running_simulation

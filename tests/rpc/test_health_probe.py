@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from halfmoon.errors import DeadlineExceeded, Unavailable
 from halfmoon.rpc.health_probe import probe
-from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 
 
 async def test_a_server_serves_when_it_says_so() -> None:

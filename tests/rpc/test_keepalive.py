@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 
 from halfmoon.rpc import peer as peer_module
 from halfmoon.rpc import server as server_module
-from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.transfer import raw_service
 
 SPEED = 40

@@ -16,8 +16,8 @@ from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb import kvstore_pb2
 from halfmoon.rpc.chain import Chain
 from halfmoon.rpc.kvstore_client import KVStoreClient
-from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.transport.link import LinkSettings
 from services.kvstore.assembly import Store, running_store
 from services.kvstore.catalog.block_identity import block_id

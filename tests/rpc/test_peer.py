@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry
 from halfmoon.errors import DataLoss, Unavailable
 from halfmoon.pb.decode_pb2 import StepTokens
 from halfmoon.rpc.context import bounded_deadline_s, request_id, request_scope
-from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 
 
 @asynccontextmanager

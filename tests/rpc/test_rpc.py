@@ -15,10 +15,10 @@ from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.negotiation import INLINE, TransportChoice
 from halfmoon.kv.receiver import Commit, Reserve, TransferReceiver, Write
 from halfmoon.rpc.context import bounded_deadline_s, request_id, request_scope
-from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import RunningServer, running_server
 from halfmoon.rpc.status import error_from
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.transfer import raw_service, transfer_to
 
 LAYOUT = KVLayout(2, 2, 4, "float32", 8)

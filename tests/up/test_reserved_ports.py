@@ -9,8 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.up.reserved_ports import ReservedPorts
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a port is not held")

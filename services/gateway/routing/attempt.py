@@ -12,7 +12,7 @@ from halfmoon.pb.types_pb2 import CANCELLED, ERROR, Generation, Token
 from halfmoon.policy.models.latency import PrefillSample
 from halfmoon.policy.values import Placement
 from halfmoon.rpc.peer import LONG_LIVED_S
-from halfmoon.rpc.spans import NO_SPAN, current_span, operation
+from halfmoon.rpc.telemetry.spans import NO_SPAN, current_span, operation
 from services.gateway.cluster.cluster import Cluster, Worker
 from services.gateway.cluster.token_router import (
     Event,

@@ -11,7 +11,7 @@ from halfmoon.policy.admission.qos_classes import QosClass
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.placement.candidates import Candidate, ranked_candidates
 from halfmoon.policy.values import Placement, TtftPrediction
-from halfmoon.rpc.spans import current_span
+from halfmoon.rpc.telemetry.spans import current_span
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import StoreCopies
 from services.gateway.telemetry.recent_telemetry import RecentTelemetry

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.policy.models.refinement import ErrorFigures
-from halfmoon.rpc.metrics import RpcMetrics
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from services.gateway.cluster.member import Member
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import StoreCopies

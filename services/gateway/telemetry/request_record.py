@@ -15,7 +15,7 @@ from halfmoon.errors import HalfmoonError, InvalidRequest, NoCapacity, NotFound,
 from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.models import RequestRow, RequestStatus
 from halfmoon.policy.admission.refusal import Refused
-from halfmoon.rpc.spans import Tracer
+from halfmoon.rpc.telemetry.spans import Tracer
 from services.gateway.http.error_responses import kind_of, shortened
 from services.gateway.http.request_ids import request_id_of
 from services.gateway.request import GatewayRequest

@@ -9,7 +9,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from halfmoon.ledger.models import RequestRow
-from halfmoon.rpc.spans import Span, Tracer
+from halfmoon.rpc.telemetry.spans import Span, Tracer
 
 _OPERATIONS = {"chat.completions": "chat", "completions": "text_completion", "responses": "chat"}
 

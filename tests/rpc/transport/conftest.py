@@ -16,9 +16,9 @@ from halfmoon.errors import HalfmoonError
 from halfmoon.kv.frame import KVRange
 from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.kv.receiver import Effect, Reserve, Write, WriteFromDevice
-from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from halfmoon.rpc.transfer import KV_TRANSFER, PUSH, KVIntake, raw_service
 from halfmoon.rpc.transport.cuda_ipc import DeviceMemory
 from halfmoon.rpc.transport.link import KVLink, LinkSettings

@@ -35,10 +35,10 @@ from halfmoon.pb.types_pb2 import (
     Token,
     TopLogprob,
 )
-from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
-from halfmoon.rpc.spans import NO_TRACER, Tracer
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
+from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.routing.prompt_prefix import KnownTokens
 from services.gateway.service import RunningGateway, running_gateway

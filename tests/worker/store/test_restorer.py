@@ -15,7 +15,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.pb import prefill_pb2
 from halfmoon.policy.models.latency import PrefillModel
 from halfmoon.rpc.kvstore_client import KVStoreClient
-from halfmoon.worker.compute_rate import ComputeRate
+from halfmoon.worker.membership.compute_rate import ComputeRate
 from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.catalog.entry import Tier
 from tests.rpc.test_kvstore_client import served

@@ -17,8 +17,8 @@ from halfmoon.kv.kv_layout import KVLayout
 from halfmoon.pb.gateway_pb2 import BlockEvents, LatencyProfile, LinkSpeed, WorkerLoad
 from halfmoon.pb.kvstore_pb2 import BlockEvent, BlockPlace, WatchRequest, WatchResponse
 from halfmoon.pb.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
-from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.server import running_server
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
 from tests.services.gateway.fakes import FINGERPRINT, LAYOUT, Fleet, running_fleet
 from tests.services.gateway.test_gateway_admission import PROMPT, complete
 

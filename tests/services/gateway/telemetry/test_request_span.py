@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from halfmoon.errors import NoCapacity
-from halfmoon.rpc.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, Span
+from halfmoon.rpc.telemetry.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, Span
 from tests.services.gateway.fakes import MODEL, Fleet, Script, running_fleet, soon
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a b c"}], "max_tokens": 4}

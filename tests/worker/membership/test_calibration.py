@@ -12,7 +12,7 @@ from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.engine import Engine
 from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.sim.latency_sources.measured_profile import read_profile
-from halfmoon.worker.calibration import calibrated, kind_of, measure
+from halfmoon.worker.membership.calibration import calibrated, kind_of, measure
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from halfmoon.errors import Cancelled, DeadlineExceeded, HalfmoonError, Unavailable
 from halfmoon.pb import gateway_pb2, gateway_pb2_grpc
 from halfmoon.rpc.peer import LONG_LIVED_S, Peer
-from halfmoon.worker.block_feed import BlockFeed
+from halfmoon.worker.membership.block_feed import BlockFeed
 
 log = logging.getLogger(__name__)
 

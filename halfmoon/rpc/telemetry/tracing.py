@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.rpc.spans import NO_TRACER, Tracer
+from halfmoon.rpc.telemetry.spans import NO_TRACER, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def tracing(service: str, endpoint: str | None, environment: Mapping[str, str] =
         log.warning("tracing.off", extra={"reason": problem})
         yield NO_TRACER
         return
-    from halfmoon.rpc.otlp import exporting_tracer
+    from halfmoon.rpc.telemetry.otlp import exporting_tracer
 
     with exporting_tracer(service, endpoint) as tracer:
         yield tracer

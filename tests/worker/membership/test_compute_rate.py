@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from halfmoon.policy.models.latency import PrefillSample
-from halfmoon.worker.compute_rate import ComputeRate
+from halfmoon.worker.membership.compute_rate import ComputeRate
 
 
 def test_what_calibration_measured_is_a_model() -> None:

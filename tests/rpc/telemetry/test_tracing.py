@@ -18,14 +18,14 @@ pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is not installed:
 
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
 from halfmoon.pb import decode_pb2, decode_pb2_grpc
-from halfmoon.rpc.metrics import RpcMetrics
 from halfmoon.rpc.peer import Peer
 from halfmoon.rpc.server import running_server
-from halfmoon.rpc.spans import NO_SPAN, NO_TRACER, current_span, operation, span_scope
-from halfmoon.rpc.tracing import tracing
+from halfmoon.rpc.telemetry.rpc_metrics import RpcMetrics
+from halfmoon.rpc.telemetry.spans import NO_SPAN, NO_TRACER, current_span, operation, span_scope
+from halfmoon.rpc.telemetry.tracing import tracing
 from tests.rpc.otlp_receiver import detached, running_receiver
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SOON = {"OTEL_BSP_SCHEDULE_DELAY": "10"}
 
@@ -58,7 +58,7 @@ def test_without_an_endpoint_opentelemetry_is_never_imported() -> None:
     code = """
 import sys
 import halfmoon.rpc.service
-from halfmoon.rpc.tracing import tracing
+from halfmoon.rpc.telemetry.tracing import tracing
 with tracing("gateway", None, {}) as tracer:
     assert not tracer.request("chat", {}, 0.0, {}).is_recording
 sys.exit(any(name.partition(".")[0] == "opentelemetry" for name in sys.modules))

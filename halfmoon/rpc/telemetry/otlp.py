@@ -24,7 +24,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import halfmoon
 from halfmoon.rpc.context import REQUEST_ID_KEY
-from halfmoon.rpc.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, Span, Tracer
+from halfmoon.rpc.telemetry.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, Span, Tracer
 
 _GOODBYE_S = 1.0  # to export what is left when the process ends
 _MAX_STATE_CHARS = 512  # of a client's tracestate: the minimum in W3C's recommendation; every call and span carries it

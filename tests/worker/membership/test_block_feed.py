@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from halfmoon.pb.gateway_pb2 import BlockEvents as PbBlockEvents
 from halfmoon.policy.view.block_index import BlockEvents, BlockIndex, short_keys, unpack_keys
-from halfmoon.worker.block_feed import BlockFeed, CachedBlocks
+from halfmoon.worker.membership.block_feed import BlockFeed, CachedBlocks
 
 KEYS = [bytes([number]) * 16 for number in range(1, 30)]
 CHANGES = st.tuples(st.sets(st.sampled_from(KEYS)), st.sets(st.sampled_from(KEYS)), st.booleans(), st.booleans())
