@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+from halfmoon.kv.owner import SHARED, KVOwner
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
 
@@ -71,6 +73,7 @@ class EngineRequest:
     priority: int = 0  # smaller runs first
     arrival_s: float = 0.0
     tenant_salt: bytes = b""  # requests with the same salt share prefixes
+    owner: KVOwner = SHARED  # who is charged for its KV in the store
 
 
 @dataclass(frozen=True, slots=True)

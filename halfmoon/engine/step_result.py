@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from halfmoon.engine.request import TokenOutput
+from halfmoon.kv.owner import SHARED, KVOwner
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class BlockChain:
     request_id: str
     keys: tuple[bytes, ...]
     tenant_salt: bytes = b""
+    owner: KVOwner = SHARED
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,6 +232,8 @@ class TakeRequest(_message.Message):
     RECOMPUTE_S_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TENANT_QUOTA_BYTES_FIELD_NUMBER: _builtins.int
     segment: _builtins.str
     """<host id>/<name>, see halfmoon.rpc.transport.memfd"""
     tenant_salt: _builtins.bytes
@@ -243,6 +245,10 @@ class TakeRequest(_message.Message):
     """mean time to compute each; 0: unknown"""
     ttl_s: _builtins.float
     """0: the store's default"""
+    tenant: _builtins.str
+    """see BlocksOpen"""
+    tenant_quota_bytes: _builtins.int
+    """see BlocksOpen"""
     @_builtins.property
     def layout(self) -> _types_pb2.KVLayout: ...
     @_builtins.property
@@ -258,10 +264,12 @@ class TakeRequest(_message.Message):
         recompute_s: _builtins.float = ...,
         ttl_s: _builtins.float = ...,
         blocks: _abc.Iterable[Global___OfferedBlock] | None = ...,
+        tenant: _builtins.str = ...,
+        tenant_quota_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "depth", b"depth", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "segment", b"segment", "tenant_salt", b"tenant_salt", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "depth", b"depth", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "segment", b"segment", "tenant", b"tenant", "tenant_quota_bytes", b"tenant_quota_bytes", "tenant_salt", b"tenant_salt", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -446,9 +454,15 @@ class ReplicateRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TENANT_QUOTA_BYTES_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """host:port of the store that has the blocks"""
     tenant_salt: _builtins.bytes
+    tenant: _builtins.str
+    """see BlocksOpen"""
+    tenant_quota_bytes: _builtins.int
+    """see BlocksOpen"""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """of a prompt, from its first block on"""
@@ -462,10 +476,12 @@ class ReplicateRequest(_message.Message):
         keys: _abc.Iterable[_builtins.bytes] | None = ...,
         tenant_salt: _builtins.bytes = ...,
         layout: _types_pb2.KVLayout | None = ...,
+        tenant: _builtins.str = ...,
+        tenant_quota_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "layout", b"layout", "source", b"source", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "layout", b"layout", "source", b"source", "tenant", b"tenant", "tenant_quota_bytes", b"tenant_quota_bytes", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -526,6 +542,7 @@ class StatsResponse(_message.Message):
     NUM_REPLICATED_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_UNREPLICATED_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_COOLED_TOTAL_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """in DRAM; blocks still arriving are not counted"""
     used_bytes: _builtins.int
@@ -559,6 +576,10 @@ class StatsResponse(_message.Message):
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStats]:
         """configured tiers"""
 
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStats]:
+        """those that hold blocks, the largest first"""
+
     def __init__(
         self,
         *,
@@ -578,14 +599,51 @@ class StatsResponse(_message.Message):
         num_replicated_total: _builtins.int = ...,
         num_unreplicated_total: _builtins.int = ...,
         num_cooled_total: _builtins.int = ...,
+        tenants: _abc.Iterable[Global___TenantStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_blocks", b"num_blocks", "num_cooled_total", b"num_cooled_total", "num_corrupted_total", b"num_corrupted_total", "num_evicted_total", b"num_evicted_total", "num_expired_total", b"num_expired_total", "num_hits_total", b"num_hits_total", "num_misses_total", b"num_misses_total", "num_replicas", b"num_replicas", "num_replicated_total", b"num_replicated_total", "num_stored_total", b"num_stored_total", "num_unreplicated_total", b"num_unreplicated_total", "reserved_bytes", b"reserved_bytes", "sequence", b"sequence", "tiers", b"tiers", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "num_blocks", b"num_blocks", "num_cooled_total", b"num_cooled_total", "num_corrupted_total", b"num_corrupted_total", "num_evicted_total", b"num_evicted_total", "num_expired_total", b"num_expired_total", "num_hits_total", b"num_hits_total", "num_misses_total", b"num_misses_total", "num_replicas", b"num_replicas", "num_replicated_total", b"num_replicated_total", "num_stored_total", b"num_stored_total", "num_unreplicated_total", b"num_unreplicated_total", "reserved_bytes", b"reserved_bytes", "sequence", b"sequence", "tenants", b"tenants", "tiers", b"tiers", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
+class TenantStats(_message.Message):
+    """What one tenant holds. A block counts once, with its largest copy, for the tenant that brought it first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_EVICTED_TOTAL_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """empty: shared"""
+    num_blocks: _builtins.int
+    used_bytes: _builtins.int
+    quota_bytes: _builtins.int
+    """as the latest put said; 0: no limit"""
+    num_evicted_total: _builtins.int
+    """blocks dropped to stay within the quota"""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        num_blocks: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        quota_bytes: _builtins.int = ...,
+        num_evicted_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_evicted_total", b"num_evicted_total", "quota_bytes", b"quota_bytes", "tenant", b"tenant", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantStats: _TypeAlias = TenantStats  # noqa: Y015
 
 @_typing.final
 class TierStats(_message.Message):
@@ -647,10 +705,13 @@ class ListRequest(_message.Message):
     LIMIT_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     limit: _builtins.int
     """0: 1000"""
     after: _builtins.bytes
     """an id: the page starts after it"""
+    tenant: _builtins.str
+    """only this tenant's blocks"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___KVTier.ValueType]:
         """only blocks in one of these; empty: all"""
@@ -661,12 +722,15 @@ class ListRequest(_message.Message):
         limit: _builtins.int = ...,
         after: _builtins.bytes = ...,
         tiers: _abc.Iterable[Global___KVTier.ValueType] | None = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "limit", b"limit", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "after", b"after", "limit", b"limit", "tenant", b"tenant", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___ListRequest: _TypeAlias = ListRequest  # noqa: Y015
 
@@ -705,6 +769,7 @@ class BlockInfo(_message.Message):
     EXPIRES_AT_S_FIELD_NUMBER: _builtins.int
     NUM_USES_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     id: _builtins.bytes
     parent: _builtins.bytes
     """id; empty for the first block of its prompt"""
@@ -716,6 +781,8 @@ class BlockInfo(_message.Message):
     expires_at_s: _builtins.float
     """Unix time; 0: never"""
     num_uses: _builtins.int
+    tenant: _builtins.str
+    """empty: shared, or not read since it was found in the cold tier"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___KVTier.ValueType]: ...
     @_builtins.property
@@ -734,10 +801,11 @@ class BlockInfo(_message.Message):
         expires_at_s: _builtins.float = ...,
         num_uses: _builtins.int = ...,
         layout: _types_pb2.KVLayout | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "expires_at_s", b"expires_at_s", "id", b"id", "layout", b"layout", "num_uses", b"num_uses", "parent", b"parent", "pinned", b"pinned", "tiers", b"tiers", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "expires_at_s", b"expires_at_s", "id", b"id", "layout", b"layout", "num_uses", b"num_uses", "parent", b"parent", "pinned", b"pinned", "tenant", b"tenant", "tiers", b"tiers", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -915,6 +983,8 @@ class BlocksOpen(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     RECOMPUTE_S_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TENANT_QUOTA_BYTES_FIELD_NUMBER: _builtins.int
     tenant_salt: _builtins.bytes
     parent: _builtins.bytes
     """for Put only:
@@ -924,6 +994,10 @@ class BlocksOpen(_message.Message):
     """mean time to compute each; 0: unknown"""
     ttl_s: _builtins.float
     """0: the store's default"""
+    tenant: _builtins.str
+    """whose KV it is: at most 64 letters, digits, "_", "-", "."; empty: shared"""
+    tenant_quota_bytes: _builtins.int
+    """the tenant's oldest blocks make room above it; 0: no limit"""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """16 bytes each; for Put, successive ones of a prompt"""
@@ -941,10 +1015,12 @@ class BlocksOpen(_message.Message):
         parent: _builtins.bytes = ...,
         recompute_s: _builtins.float = ...,
         ttl_s: _builtins.float = ...,
+        tenant: _builtins.str = ...,
+        tenant_quota_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "tenant_salt", b"tenant_salt", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "layout", b"layout", "parent", b"parent", "recompute_s", b"recompute_s", "tenant", b"tenant", "tenant_quota_bytes", b"tenant_quota_bytes", "tenant_salt", b"tenant_salt", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

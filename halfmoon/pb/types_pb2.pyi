@@ -246,6 +246,8 @@ class Generation(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
     TENANT_SALT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TENANT_KV_QUOTA_BYTES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
     """rejected with FAILED_PRECONDITION if another model is served"""
@@ -255,6 +257,10 @@ class Generation(_message.Message):
     """the gateway whose Tokens stream carries the output"""
     tenant_salt: _builtins.bytes
     """requests with the same salt share KV"""
+    tenant: _builtins.str
+    """whose KV it is: a short id of letters, digits, "_", "-", "."; empty: shared"""
+    tenant_kv_quota_bytes: _builtins.int
+    """most KV bytes that the tenant keeps in one store; 0: no limit"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -274,10 +280,12 @@ class Generation(_message.Message):
         priority: _builtins.int = ...,
         gateway_id: _builtins.str = ...,
         tenant_salt: _builtins.bytes = ...,
+        tenant: _builtins.str = ...,
+        tenant_kv_quota_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "model_fingerprint", b"model_fingerprint", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "model_fingerprint", b"model_fingerprint", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "tenant_kv_quota_bytes", b"tenant_kv_quota_bytes", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from halfmoon.kv.owner import SHARED, KVOwner
+
 
 @dataclass(frozen=True, slots=True)
 class Chain:
@@ -14,6 +16,7 @@ class Chain:
     depth: int = 0  # number of blocks before it
     recompute_s: float = 0.0  # time to compute each block; 0: unknown
     ttl_s: float = 0.0  # 0: the store's default
+    owner: KVOwner = SHARED  # who is charged for blocks that are new to the store
 
 
 class Stored(NamedTuple):

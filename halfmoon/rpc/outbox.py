@@ -83,6 +83,8 @@ class Outbox:
             depth=chain.depth,
             recompute_s=chain.recompute_s,
             ttl_s=chain.ttl_s,
+            tenant=chain.owner.tenant,
+            tenant_quota_bytes=chain.owner.quota_bytes,
             blocks=[
                 kvstore_pb2.OfferedBlock(key=key, offset=index * layout.block_bytes, digest=digest)
                 for index, (key, digest) in enumerate(zip(keys, digests, strict=False))

@@ -12,6 +12,7 @@ from halfmoon.engine.request import (
 )
 from halfmoon.errors import Incompatible
 from halfmoon.kv.codec import Codec
+from halfmoon.kv.owner import KVOwner
 from halfmoon.pb import types_pb2 as pb
 
 _FINISH: dict[FinishReason | None, pb.FinishReason.ValueType] = {
@@ -69,6 +70,7 @@ def request_from(message: pb.Generation, *, prefill_only: bool, arrival_s: float
         priority=message.priority,
         arrival_s=arrival_s,
         tenant_salt=message.tenant_salt,
+        owner=KVOwner(message.tenant, message.tenant_kv_quota_bytes),
     )
 
 

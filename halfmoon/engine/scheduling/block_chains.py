@@ -20,7 +20,8 @@ class BlockChains:
         is_own = num_full * self._block_tokens > sequence.num_received
         if (is_first or has_new) and is_own and len(sequence.block_keys) >= num_full:
             keys = tuple(sequence.block_keys[:num_full])
-            self._noted.append(BlockChain(sequence.request_id, keys, sequence.request.tenant_salt))
+            request = sequence.request
+            self._noted.append(BlockChain(request.request_id, keys, request.tenant_salt, request.owner))
 
     def take(self) -> tuple[BlockChain, ...]:
         """The chains noted since the last call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from halfmoon.engine.async_engine import AsyncEngine
 from halfmoon.engine.step_result import BlockChain
@@ -60,7 +60,7 @@ class StoreWriter:
             with self._link.use(chain.tenant_salt) as store:
                 depth = len(await store.match(chain.keys, deadline_s=_CALL_S))
                 while depth < len(chain.keys):
-                    num_put = await self._put_some(store, chain.keys, depth)
+                    num_put = await self._put_some(store, chain, depth)
                     depth += num_put
                     if not num_put:
                         self._metrics.put_blocks.labels("evicted").inc(len(chain.keys) - depth)
@@ -69,9 +69,9 @@ class StoreWriter:
             self._metrics.put_blocks.labels("failed").inc(len(chain.keys) - depth)
             log.debug("store.put_failed", extra={"reason": error.message})
 
-    async def _put_some(self, store: KVStoreClient, keys: Sequence[bytes], depth: int) -> int:
+    async def _put_some(self, store: KVStoreClient, chain: BlockChain, depth: int) -> int:
         """Puts the next blocks of a chain that are still cached; returns how many the store now holds."""
-        layout = self._engine.engine.layout
+        layout, keys = self._engine.engine.layout, chain.keys
         most = max(1, _HELD_BYTES // layout.block_bytes)
         async with self._engine.cached(keys[depth : depth + most]) as blocks:
             if not blocks:
@@ -79,10 +79,10 @@ class StoreWriter:
             cells = [await self._engine.read_block(block) for block in blocks]
             middle = depth * layout.block_tokens + (len(blocks) - 1) * layout.block_tokens // 2
             recompute_s = self._prefill_model().seconds(layout.block_tokens, middle)
-            chain = Chain(keys[depth - 1] if depth else b"", depth, recompute_s)
+            place = Chain(keys[depth - 1] if depth else b"", depth, recompute_s, owner=chain.owner)
             deadline_s = _CALL_S + len(blocks) * layout.block_bytes / _SLOWEST_BYTES_PER_S
             run = keys[depth : depth + len(blocks)]
-            stored = await store.put_run(run, layout, cells, chain, deadline_s=deadline_s)
+            stored = await store.put_run(run, layout, cells, place, deadline_s=deadline_s)
         self._metrics.put_blocks.labels("stored").inc(stored.num_new)
         self._metrics.put_blocks.labels("there").inc(stored.num_held - stored.num_new)
         self._metrics.put_bytes.inc(stored.num_new * layout.block_bytes)

@@ -6,13 +6,17 @@ from halfmoon.engine.request import EngineRequest, SamplingParams
 from halfmoon.engine.scheduling.block_chains import BlockChains
 from halfmoon.engine.scheduling.sequence import Sequence
 from halfmoon.engine.step_result import BlockChain
+from halfmoon.kv.owner import KVOwner
 
 BLOCK = 16
+OWNER = KVOwner("tenant", 100)
 KEYS = [bytes([number]) for number in range(4)]
 
 
 def computed(num_tokens: int, num_received: int = 0) -> Sequence:
-    sequence = Sequence(EngineRequest("a", tuple(range(40)), SamplingParams(max_tokens=40), tenant_salt=b"t"), 0)
+    sequence = Sequence(
+        EngineRequest("a", tuple(range(40)), SamplingParams(max_tokens=40), tenant_salt=b"t", owner=OWNER), 0
+    )
     sequence.token_ids += [0] * max(num_tokens - 40, 0)
     sequence.num_computed, sequence.num_received = num_tokens, num_received
     sequence.block_keys = KEYS[: num_tokens // BLOCK]
@@ -24,7 +28,7 @@ def noted(sequence: Sequence, has_new: bool) -> list[int]:
     chains.note(sequence, has_new)
     found = chains.take()
     assert chains.take() == ()
-    assert all(one == BlockChain("a", one.keys, b"t") for one in found)
+    assert all(one == BlockChain("a", one.keys, b"t", OWNER) for one in found)
     return [len(one.keys) for one in found]
 
 
