@@ -15,6 +15,8 @@ from starlette.responses import RedirectResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from console.host_guard import HostGuard
+
 _BEFORE = b"<script"
 _BACKEND = b"<script>window.__streamlit = { BACKEND_BASE_URL: window.location.origin }</script>"
 
@@ -70,5 +72,5 @@ async def _first_page(request: Request) -> RedirectResponse:
 app = st.App(
     Path(__file__).with_name("app.py"),
     routes=[Route("/overview", _first_page)],
-    middleware=[Middleware(BackendIndex)],
+    middleware=[Middleware(HostGuard), Middleware(BackendIndex)],
 )

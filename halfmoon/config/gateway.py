@@ -66,4 +66,9 @@ class GatewayConfig(Section):
     max_body_bytes: int = Field(16 << 20, gt=0, description="largest accepted HTTP body")
     max_header_bytes: int = Field(8_190, ge=256, description="longest accepted request line, and header of a request")
     max_headers: int = Field(100, ge=8, description="largest number of headers of a request")
+    allowed_hosts: Texts = Field(
+        (),
+        description="names under which clients may address the gateway, apart from localhost and host; none: on a "
+        "loopback host those two only (a web page may rebind its name to this machine), elsewhere any; * allows all",
+    )
     allowed_origins: Texts = Field((), description="origins whose pages may use the API from a browser; * allows all")

@@ -17,6 +17,7 @@ from services.gateway.control.live_workload import WorkloadEndpoint
 from services.gateway.control.status_endpoints import ControlEndpoints
 from services.gateway.generation_endpoints import GenerationEndpoints
 from services.gateway.http.api_keys import ApiKeys
+from services.gateway.http.browser_guard import BrowserGuard
 from services.gateway.http.cors import Cors
 from services.gateway.http.error_responses import error_response, http_error_response
 from services.gateway.http.operator_access import OperatorAccess
@@ -34,6 +35,7 @@ class Access:
     keys: ApiKeys
     operators: OperatorAccess
     cors: Cors
+    browsers: BrowserGuard
     max_body_bytes: int
 
 
@@ -90,9 +92,11 @@ def _outermost(access: Access) -> Middleware:
     async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
         with request_scope(assign_request_id(request)):
             try:
+                access.browsers.check_host(request)
                 preflight = access.cors.preflight(request)
                 if preflight is not None:
                     return preflight
+                access.browsers.check_write(request)
                 (access.operators if access.operators.governs(request) else access.keys).check(request)
                 return await handler(request)
             except HalfmoonError as error:

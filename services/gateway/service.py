@@ -37,6 +37,7 @@ from services.gateway.control.status_endpoints import ControlEndpoints
 from services.gateway.control.store_view import StoreView
 from services.gateway.generation_endpoints import GenerationEndpoints
 from services.gateway.http.api_keys import ApiKeys
+from services.gateway.http.browser_guard import BrowserGuard
 from services.gateway.http.cors import Cors
 from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.malformed_requests import answer_faults_as_json
@@ -139,6 +140,7 @@ async def _runner(endpoints: Endpoints, settings: GatewaySettings) -> web.AppRun
         ApiKeys(settings.api_key),
         OperatorAccess(settings.operator_token, settings.host),
         Cors(settings.allowed_origins),
+        BrowserGuard(settings.host, settings.allowed_hosts, settings.allowed_origins),
         settings.max_body_bytes,
     )
     runner = web.AppRunner(

@@ -21,6 +21,7 @@ from halfmoon.ledger.stored_classes import VersionConflict
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.http.api_keys import WrongKey
+from services.gateway.http.browser_guard import ForeignHost, ForeignOrigin, NotJson
 
 _MAX_CHARS = 200
 
@@ -36,6 +37,9 @@ class HttpKind(NamedTuple):
 _KINDS: dict[type[HalfmoonError], HttpKind] = {
     ContextLengthExceeded: HttpKind(400, "invalid_request_error", "context_length_exceeded"),
     WrongKey: HttpKind(401, "authentication_error", "invalid_api_key"),
+    ForeignHost: HttpKind(421, "invalid_request_error", "host_not_allowed"),
+    ForeignOrigin: HttpKind(403, "invalid_request_error", "origin_not_allowed"),
+    NotJson: HttpKind(415, "invalid_request_error", "unsupported_media_type"),
     InvalidRequest: HttpKind(400, "invalid_request_error", None),
     UnknownModel: HttpKind(404, "invalid_request_error", "model_not_found"),
     NotFound: HttpKind(404, "invalid_request_error", "not_found"),

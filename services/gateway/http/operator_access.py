@@ -7,7 +7,7 @@ from aiohttp import web
 from halfmoon.rpc.operator_token import OperatorToken
 from services.gateway.http.api_keys import WrongKey
 
-_PREFIX = "/halfmoon/"
+CONTROL_PREFIX = "/halfmoon/"
 
 
 class OperatorAccess:
@@ -18,7 +18,7 @@ class OperatorAccess:
 
     def governs(self, request: web.Request) -> bool:
         """Whether this class checks the request, instead of the API keys."""
-        return request.path.startswith(_PREFIX) and not self._token.is_open
+        return request.path.startswith(CONTROL_PREFIX) and not self._token.is_open
 
     def check(self, request: web.Request) -> None:
         """Raises WrongKey."""

@@ -278,7 +278,7 @@ async def test_a_chunk_that_is_none_is_answered_at_once(
     address = fleet.http.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(address[0], int(address[1]))
     expect = "Expect: 100-continue\r\n" if begun else ""
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n{expect}\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n{expect}\r\n"
     writer.write(head.encode())
     if begun:
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")

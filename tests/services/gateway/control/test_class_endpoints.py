@@ -105,7 +105,10 @@ MALFORMED: tuple[tuple[str, str | None], ...] = (
 async def test_malformed_classes_are_refused_by_name(fleet: Fleet) -> None:
     for raw, param in MALFORMED:
         url = f"{fleet.http}/halfmoon/v1/classes/gold"
-        async with aiohttp.ClientSession() as session, session.put(url, data=raw) as response:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.put(url, data=raw, headers={"Content-Type": "application/json"}) as response,
+        ):
             answer = await response.json()
         assert (response.status, answer["error"]["param"]) == (400, param), answer
         assert len(answer["error"]["message"]) < 500
