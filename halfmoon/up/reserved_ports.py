@@ -1,17 +1,21 @@
-"""Reserves ports that a child listens on, now and after every restart."""
+"""Reserves ports that a child listens on, and listens on those that several children accept from."""
 
 from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
+from typing import Any
 
 from halfmoon.errors import InvalidRequest
 
+HTTP_BACKLOG = 4_096  # connections that wait to be accepted: many clients may come at once
+
 
 class ReservedPorts:
-    """Owns a bound socket for each port. The sockets never listen.
+    """Owns a bound socket for each port, which never listens, and the listening sockets that children inherit.
 
     Linux never hands out a bound port as a free one. A server that names the port and sets SO_REUSEADDR may listen on
     it all the same. Other systems would refuse the second bind, so there the port has only been free once.
@@ -45,11 +49,35 @@ class ReservedPorts:
         """Reserves a port on loopback and returns its host:port."""
         return f"127.0.0.1:{self.port()}"
 
+    def listening(self, host: str, port: int, num_acceptors: int) -> list[tuple[int, ...]]:
+        """Listens on `port` at every address of `host`. Returns descriptors for each acceptor to inherit.
+
+        The kernel distributes connections among acceptors. One that dies loses no connection: those that it has not
+        accepted wait here for its successor. Raises InvalidRequest.
+        """
+        addresses = _addresses(host, port)
+        try:
+            for family, address in addresses:  # another system would not notice that it shares its port
+                socket.create_server(address, family=family).close()
+            return [
+                tuple([self._listening(family, address) for family, address in addresses]) for _ in range(num_acceptors)
+            ]
+        except OSError as err:
+            raise InvalidRequest(f"cannot listen on {host}:{port}: {err.strerror}", param="port") from err
+
+    def _listening(self, family: socket.AddressFamily, address: Any) -> int:
+        listener = socket.create_server(address, family=family, backlog=HTTP_BACKLOG, reuse_port=True)
+        return self._held.enter_context(listener).fileno()
+
+
+def _addresses(host: str, port: int) -> Sequence[tuple[socket.AddressFamily, Any]]:
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return [(family, address) for family, _, _, _, address in dict.fromkeys(found)]
+
 
 def _bound(host: str) -> socket.socket:
-    addresses = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = addresses[0]
-    bound = socket.socket(family, kind, protocol)
+    family, address = _addresses(host, 0)[0]
+    bound = socket.socket(family)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)

@@ -103,7 +103,8 @@ async def _start(
     options = replace(options, operator_token=_operator_token(options))
     options = replace(options, port=options.port or ports.port(options.host))
     numbers = [None] if options.num_gateways == 1 else range(options.num_gateways)
-    specs = [gateway_spec(options, model, number, stores[0], ports.address()) for number in numbers]
+    listeners = ports.listening(options.host, options.port, options.num_gateways)
+    specs = [gateway_spec(options, model, number, stores[0], ports.address(), listeners) for number in numbers]
     ready = await children_ready([await supervisor.start(traced(spec, options)) for spec in specs])
     cluster = ",".join(event["address"] for event in ready)
     metrics = MetricsTargets(options.state_dir, options.metrics_port, ports)
@@ -118,11 +119,11 @@ async def _start(
         )
     url = ready[0]["http"]
     await _until_healthy(url)
-    http = url.removeprefix("http://")
-    metrics.write(http, specs)
+    address = url.removeprefix("http://")
+    metrics.write(address, specs)
     bars.stop()
     _print_ready(options, terminal, url, model.name, others, is_generated)
-    return _Started(options, model, cluster, stores, specs, metrics, http)
+    return _Started(options, model, cluster, stores, specs, metrics, address)
 
 
 async def _change_workers(started: _Started, address: str, supervisor: Supervisor, terminal: Console) -> None:

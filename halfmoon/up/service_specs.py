@@ -111,14 +111,20 @@ def gateway_spec(
     number: int | None = None,
     store: str | None = None,
     cluster_listen: str = "127.0.0.1:0",
+    listeners: Sequence[tuple[int, ...]] = (),
 ) -> ServiceSpec:
     """Returns the spec of a gateway; with a `number`, of one of several on one HTTP port.
 
     Its ports are given, so that a restarted gateway has the same addresses: workers register again, and clients see a
-    pause or another gateway.
+    pause or another gateway. `listeners` has the listening sockets of each gateway, in order, which all inherit;
+    without them the gateway listens itself.
     """
-    is_shared = number is not None
-    listen = ("--host", options.host, "--port", str(options.port), "--reuse-port", str(is_shared).lower())
+    listen: tuple[str, ...] = ("--host", options.host, "--port", str(options.port))
+    if listeners:
+        own = number or 0
+        siblings = [descriptor for index, others in enumerate(listeners) if index != own for descriptor in others]
+        listen = (*listen, "--http-descriptors", json.dumps(listeners[own]))
+        listen = (*listen, "--sibling-descriptors", json.dumps(siblings))
     cluster = ("--cluster-listen", cluster_listen)
     served = ("--model", model.path, "--model-name", model.name, "--state-dir", str(options.state_dir))
     codec = ("--handover-codec", options.handover_codec, "--slo", options.slo)
@@ -130,7 +136,8 @@ def gateway_spec(
     keys |= _ledger(options, "GATEWAY") | variables("gateway", options.settings)
     kv_store = () if store is None else ("--kv-store", store)
     arguments = ("-m", "services.gateway", *listen, *cluster, *served, *codec, *kv_store, *chosen)
-    return ServiceSpec(f"gateway-{number}" if is_shared else "gateway", arguments, keys, restarts=True)
+    name = "gateway" if number is None else f"gateway-{number}"
+    return ServiceSpec(name, arguments, keys, restarts=True, descriptors=tuple(itertools.chain(*listeners)))
 
 
 def other_specs(

@@ -50,6 +50,7 @@ class ServiceSpec:
     announces: bool = True
     num_gateways: int = 1
     metrics_port: int | None = None  # where Prometheus finds it
+    descriptors: tuple[int, ...] = ()  # of this process, which the child inherits under the same numbers
 
 
 class Child:
@@ -148,6 +149,7 @@ class Supervisor:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=spec.descriptors,
             env={**os.environ, SUPERVISED_ENV: "1", "PYTHONUNBUFFERED": "1", **spec.environment},
         )
         child = Child(spec, process, self._log_dir / f"{spec.name}.log", self._on_event, is_expendable)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from services.gateway.http.cors import Cors
 from services.gateway.http.drain_gate import DrainGate
 from services.gateway.http.malformed_requests import answer_faults_as_json
 from services.gateway.http.operator_access import OperatorAccess
+from services.gateway.http.sibling_backlog import SiblingBacklog
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.tokenizer_endpoints import TokenizerEndpoints
 from services.gateway.routing.early_rejection import EarlyRejection
@@ -111,11 +113,13 @@ async def running_gateway(
             running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2, tracer=tracer) as server,
         ):
             runner = await _runner(endpoints, settings)
+            siblings = SiblingBacklog(runner, settings.sibling_descriptors)
             try:
                 port = await _listen(runner, settings)
                 await server.set_serving()
                 address = advertised_address(settings.cluster_listen, server.port, settings.advertise_cluster)
-                yield RunningGateway(f"http://{_url_host(settings.host)}:{port}", address, cluster, routing)
+                async with running(logged(siblings.accept())):
+                    yield RunningGateway(f"http://{_url_host(settings.host)}:{port}", address, cluster, routing)
             finally:
                 await _stop(drain_gate, cluster, server, runner, settings.shutdown_grace_s)
                 await stores.close()
@@ -160,9 +164,17 @@ async def _runner(endpoints: Endpoints, settings: GatewaySettings) -> web.AppRun
 
 
 async def _listen(runner: web.AppRunner, settings: GatewaySettings) -> int:
-    site = web.TCPSite(runner, settings.host, settings.port, backlog=_BACKLOG, reuse_port=settings.reuse_port)
+    """Listens, and returns the port."""
+    sites: list[web.BaseSite]
+    if settings.http_descriptors:
+        inherited = [socket.socket(fileno=descriptor) for descriptor in settings.http_descriptors]
+        sites = [web.SockSite(runner, listener, backlog=_BACKLOG) for listener in inherited]
+    else:
+        shares = settings.reuse_port
+        sites = [web.TCPSite(runner, settings.host, settings.port, backlog=_BACKLOG, reuse_port=shares)]
     try:
-        await site.start()
+        for site in sites:
+            await site.start()
     except OSError as error:
         raise InvalidRequest(
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror}", param="port"

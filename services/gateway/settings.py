@@ -24,6 +24,10 @@ class GatewaySettings(
     model_config = service_config("gateway")
 
     reuse_port: bool = Field(False, description="let several gateways on one host share the HTTP port (SO_REUSEPORT)")
+    http_descriptors: tuple[int, ...] = Field((), description="inherited listening sockets, instead of host and port")
+    sibling_descriptors: tuple[int, ...] = Field(
+        (), description="inherited listening sockets of other gateways: what they leave waiting is accepted here"
+    )
     cluster_listen: str = Field("127.0.0.1:0", description="host:port where workers register (gRPC)")
     advertise_cluster: str | None = Field(None, description="host:port that workers dial, if not cluster_listen")
     model: str = Field("demo", description="model whose tokenizer and chat template are used")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 
@@ -51,3 +52,43 @@ def test_nobody_gets_it_who_does_not_name_it_to_listen() -> None:
 def test_what_is_no_address_of_this_host_is_refused() -> None:
     with ReservedPorts() as ports, pytest.raises(InvalidRequest, match=r"192\.0\.2\.1"):
         ports.port("192.0.2.1")
+
+
+def test_a_listening_socket_keeps_connections_whose_acceptor_died() -> None:
+    with ReservedPorts() as ports:
+        port = ports.port()
+        ((descriptor,),) = ports.listening("127.0.0.1", port, 1)
+        with socket.socket(fileno=os.dup(descriptor)) as dying:
+            client = socket.create_connection(("127.0.0.1", port))
+            assert dying.getsockname()[1] == port
+        with socket.socket(fileno=os.dup(descriptor)) as successor, client:
+            accepted, _ = successor.accept()
+            with accepted:
+                client.sendall(b"x")
+                assert accepted.recv(1) == b"x"
+
+
+def test_another_system_does_not_share_the_port_unnoticed() -> None:
+    with ReservedPorts() as ports, ReservedPorts() as others:
+        port = ports.port()
+        assert len(ports.listening("127.0.0.1", port, 2)) == 2
+        with pytest.raises(InvalidRequest, match="in use"):
+            others.listening("127.0.0.1", port, 2)
+
+
+def test_a_port_in_use_is_refused_with_the_reason() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        ReservedPorts() as ports,
+        pytest.raises(InvalidRequest, match="in use"),
+    ):
+        ports.listening("127.0.0.1", taken.getsockname()[1], 2)
+
+
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0", ""])
+def test_every_address_of_a_host_is_listened_on(host: str) -> None:
+    with ReservedPorts() as ports:
+        port = ports.port(host)
+        (descriptors,) = ports.listening(host, port, 1)
+        families = {family for family, *_ in socket.getaddrinfo(host or None, port, flags=socket.AI_PASSIVE)}
+        assert len(descriptors) == len(families)

@@ -44,14 +44,16 @@ def test_the_codec_of_hand_overs_is_the_gateways_setting() -> None:
 
 def test_one_of_several_gateways_shares_its_port_and_comes_back_where_it_was() -> None:
     options = UpOptions(port=8000, num_gateways=2)
-    alone, shared = gateway_spec(options, MODEL), gateway_spec(options, MODEL, 1, None, "127.0.0.1:7")
-    for spec, name, place, is_shared in (
-        (alone, "gateway", "127.0.0.1:0", "false"),
-        (shared, "gateway-1", "127.0.0.1:7", "true"),
+    alone, shared = gateway_spec(options, MODEL), gateway_spec(options, MODEL, 1, None, "127.0.0.1:7", [(5, 6), (7, 8)])
+    for spec, name, place, inherited in (
+        (alone, "gateway", "127.0.0.1:0", None),
+        (shared, "gateway-1", "127.0.0.1:7", "[7, 8]"),
     ):
         given = dict(zip(spec.arguments[2::2], spec.arguments[3::2], strict=True))
-        assert (spec.name, given["--cluster-listen"], given["--reuse-port"]) == (name, place, is_shared)
+        assert (spec.name, given["--cluster-listen"], given.get("--http-descriptors")) == (name, place, inherited)
         assert spec.restarts
+    assert shared.arguments[shared.arguments.index("--sibling-descriptors") + 1] == "[5, 6]"
+    assert shared.descriptors == (5, 6, 7, 8)
 
 
 def test_the_console_finds_the_planner_and_the_planner_the_ledger(tmp_path: Path) -> None:

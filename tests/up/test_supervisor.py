@@ -70,6 +70,21 @@ async def test_a_child_started_later_is_watched_too(tmp_path: Path) -> None:
             await watching
 
 
+async def test_a_child_and_its_successor_inherit_descriptors(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    try:
+        program = f"import os; os.write({writing}, b'x')\n" + READY
+        async with supervisor(tmp_path, []) as boss:
+            await boss.start(ServiceSpec("heir", ("-c", program), {}, restarts=True, descriptors=(writing,)))
+            watching = asyncio.ensure_future(boss.until_one_ends())
+            assert await asyncio.to_thread(os.read, reading, 1) == b"x"
+            assert await asyncio.to_thread(os.read, reading, 1) == b"x"
+            watching.cancel()
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
 async def test_stop_leaves_nobody_alive_even_who_ignores_sigterm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,52 @@
+"""Accepts the connections that wait in the backlogs of other gateways of this host, which are dead or busy."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator, Sequence
+
+from aiohttp import web
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.25  # a gateway that has not accepted a connection by then is dead, or too busy for it
+
+
+class SiblingBacklog:
+    """Owns the siblings' listening sockets in this process.
+
+    Every gateway has a socket of its own, so that the kernel distributes connections evenly; if all shared one, the
+    first to wake would get a whole burst.
+    """
+
+    def __init__(self, runner: web.AppRunner, descriptors: Sequence[int]) -> None:
+        self._runner = runner
+        self._listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        for listener in self._listeners:
+            listener.setblocking(False)
+
+    async def accept(self) -> None:
+        """Accepts as long as it runs."""
+        loop = asyncio.get_running_loop()
+        try:
+            while self._listeners:
+                await asyncio.sleep(_POLL_S)
+                assert self._runner.server is not None
+                for connection in self._waiting():
+                    connection.setblocking(False)
+                    await loop.connect_accepted_socket(self._runner.server, connection)
+        finally:
+            for listener in self._listeners:
+                listener.close()
+
+    def _waiting(self) -> Iterator[socket.socket]:
+        for listener in self._listeners:
+            try:
+                while True:
+                    yield listener.accept()[0]
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                continue
+            except OSError as error:
+                log.warning("http.not_accepted", extra={"reason": error.strerror})
