@@ -25,6 +25,7 @@ from services.kvstore.servicer import KVStoreAdminServicer, KVStoreServicer
 from services.kvstore.settings import KVStoreSettings
 from services.kvstore.tiers.cold import ColdClient, ColdTier
 from services.kvstore.tiers.disk import DiskTier
+from services.kvstore.tiers.seal import Seal
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +42,21 @@ class Store:
 
 
 @asynccontextmanager
-async def running_store(settings: KVStoreSettings) -> AsyncIterator[Store]:
-    """Opens the tiers; blocks on disk are served at once. Raises InvalidRequest if a tier cannot be opened."""
-    options = settings.pool_options()
+async def running_store(settings: KVStoreSettings, block_key: bytes | None = None) -> AsyncIterator[Store]:
+    """Opens the tiers; blocks on disk are served at once. Raises InvalidRequest if a tier cannot be opened.
+
+    block_key: the cluster's; without it, blocks at rest have a checksum that anybody can compute.
+    """
+    options, seal = settings.pool_options(), Seal(block_key)
+    if block_key is None and (settings.disk_dir or settings.cold_url):
+        log.warning("blocks.not_sealed", extra={"reason": "no cluster secret: who can write to the tiers can forge KV"})
     with ExitStack() as stack:
         segment, memory = _arena(int(settings.dram_bytes))
         if segment is not None:
             stack.enter_context(closing(segment))
         intake = stack.enter_context(closing(KVIntake()))
-        cold = _cold(settings, options.retry_pause_s)
-        disk = None if settings.disk_dir is None else await _disk(settings)
+        cold = _cold(settings, options.retry_pause_s, seal)
+        disk = None if settings.disk_dir is None else await _disk(settings, seal)
         pool = Pool(memory, options, disk, cold)
         name = None if segment is None else f"{host_id()}/{segment.name}"
         replicator, arrivals = Replicator(pool), Arrivals(pool)
@@ -78,20 +84,20 @@ def _arena(num_bytes: int) -> tuple[SharedSegment | None, memoryview]:
     return segment, segment.memory
 
 
-async def _disk(settings: KVStoreSettings) -> DiskTier:
+async def _disk(settings: KVStoreSettings, seal: Seal) -> DiskTier:
     assert settings.disk_dir is not None
     try:
-        return await asyncio.to_thread(DiskTier, settings.disk_dir, int(settings.disk_bytes))
+        return await asyncio.to_thread(DiskTier, settings.disk_dir, int(settings.disk_bytes), seal)
     except OSError as err:
         raise InvalidRequest(f"the disk tier in {settings.disk_dir} cannot be used: {err}", param="disk_dir") from err
 
 
-def _cold(settings: KVStoreSettings, pause_s: float) -> ColdTier | None:
+def _cold(settings: KVStoreSettings, pause_s: float, seal: Seal) -> ColdTier | None:
     if settings.cold_url is None:
         return None
     client = cold_client(settings.cold_url, settings.cold_timeout_s)
     breaker = CircuitBreaker(_MAX_COLD_FAILURES, pause_s)
-    return ColdTier(client, int(settings.cold_bytes), settings.cold_timeout_s, breaker)
+    return ColdTier(client, int(settings.cold_bytes), settings.cold_timeout_s, breaker, seal)
 
 
 def cold_client(url: str, timeout_s: float) -> ColdClient:

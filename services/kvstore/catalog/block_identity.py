@@ -29,6 +29,7 @@ class BlockMeta:
     layout: KVLayout | None = None  # None if known only by its name in the cold tier and not read since
     recompute_s: float = 0.0  # 0 if unknown
     expires_at_s: float = math.inf  # wall clock
+    tenant: str = ""  # who is charged for it; empty: shared, or known only by its name in the cold tier
 
     @property
     def num_tokens(self) -> int:

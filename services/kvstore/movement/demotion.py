@@ -24,6 +24,7 @@ from services.kvstore.counts import Counts
 from services.kvstore.tiers.dram import Block, DramTier
 from services.kvstore.tiers.record import Record, encode_record
 from services.kvstore.tiers.residual_window import codec_for
+from services.kvstore.tiers.seal import Seal
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Demoter:
         catalog: Catalog,
         dram: DramTier,
         counts: Counts,
+        seal: Seal,
         fetch: Fetch = _nowhere,
     ) -> None:
         """store: writes records to the tier and returns those stored; raises OSError or Unavailable if none was.
@@ -66,6 +68,7 @@ class Demoter:
         self._catalog = catalog
         self._dram = dram
         self._counts = counts
+        self._seal = seal
         self._fetch = fetch
         self._batch_bytes = min(BATCH_BYTES, budget_bytes // 4)
         self._waiting: OrderedDict[bytes, bool] = OrderedDict()  # True: write it even if the tier has it
@@ -187,7 +190,7 @@ class Demoter:
         except HalfmoonError as err:
             log.warning("demotion.not_encoded", extra={"tier": self._tier.name, "reason": err.message})
             return None
-        return record.meta, encode_record(record.meta, codec, payload)
+        return record.meta, await asyncio.to_thread(encode_record, record.meta, codec, payload, self._seal)
 
     def _make_room(self, num_bytes: int) -> bool:
         while self._catalog.used_bytes(self._tier) + num_bytes > self._budget_bytes:

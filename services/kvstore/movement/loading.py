@@ -105,7 +105,7 @@ class Loader:
                 except (NotFound, DataLoss) as err:
                     entry = self._catalog.get(block)
                     if entry is not None and tier in entry.tiers:  # else it left the tier during the read
-                        self._counts.add(tier, "corrupted")
+                        self._refuse(tier, err)
                         self._catalog.lose(block, tier)
                     failure = err
                     continue
@@ -126,6 +126,7 @@ class Loader:
             raise Unavailable("the disk is not used for a while: it keeps failing")
         try:
             record = await self._disk.read(entry.meta.id)
+            record.check_is(entry.meta)
         except OSError:
             self._disk_breaker.failed(time.monotonic())
             raise
@@ -134,6 +135,16 @@ class Loader:
             raise
         self._disk_breaker.succeeded()
         return record
+
+    def _refuse(self, tier: Tier, err: HalfmoonError) -> None:
+        """Counts a damaged, forged or missing copy; the first of each tier is logged."""
+        is_first = not self._counts.by_tier[tier]["corrupted"]
+        self._counts.add(tier, "corrupted")
+        log.log(
+            logging.WARNING if is_first else logging.DEBUG,
+            "block.refused",
+            extra={"tier": tier.name, "reason": err.message},
+        )
 
     async def _promote(self, record: Record) -> None:
         """Copies the block into DRAM if there is room for it and it was not dropped."""

@@ -71,12 +71,13 @@ class WriteBehind:
         if self._disk is not None:
             made[Tier.DISK] = Demoter(
                 Tier.DISK, self._options.disk_codec, self._disk.live_budget_bytes, self._store_on_disk,
-                self._disk_breaker, self._catalog, self._dram, self._counts,
+                self._disk_breaker, self._catalog, self._dram, self._counts, self._disk.seal,
             )  # fmt: skip
         if self._cold is not None:
             made[Tier.COLD] = Demoter(
                 Tier.COLD, self._options.cold_codec, self._cold.budget_bytes, self._store_in_cold,
-                self._cold.breaker, self._catalog, self._dram, self._counts, self._from_disk,
+                self._cold.breaker, self._catalog, self._dram, self._counts, self._cold.seal,
+                self._from_disk,
             )  # fmt: skip
         return made
 

@@ -1,6 +1,7 @@
 """The cold tier: whole records in an object store that outlives this host and may be shared with other stores.
 
-An object's name contains the block's id and its predecessor's, so a listing suffices to know what is there. Every
+An object's name contains the block's id and its predecessor's, so a listing suffices to know what is there. It begins
+with the id of the key that sealed it, so clusters that share an object store do not see each other's blocks. Every
 operation has a time limit, and at most a few run at once. A breaker pauses the use of a store that keeps failing:
 serving never waits longer than that, and goes on without it.
 """
@@ -17,10 +18,11 @@ from halfmoon.errors import NotFound, Unavailable
 from halfmoon.rpc.breaker import CircuitBreaker
 from services.kvstore.catalog.block_identity import ID_BYTES, TAG_BYTES, BlockMeta
 from services.kvstore.tiers.record import Record, decode_record
+from services.kvstore.tiers.seal import Seal
 
 log = logging.getLogger(__name__)
 
-PREFIX = "halfmoon-kv-v1/"
+PREFIX = "halfmoon-kv-v2/"
 _MAX_FORGOTTEN = 65_536  # ids to be deleted; blocks beyond it stay until the next listing
 _MAX_AT_ONCE = 8
 _ROOT = "first"
@@ -55,8 +57,12 @@ class ColdClient(Protocol):
 class ColdTier:
     """Owns how the object store is used. The catalog decides which block is evicted when."""
 
-    def __init__(self, client: ColdClient, budget_bytes: int, timeout_s: float, breaker: CircuitBreaker) -> None:
+    def __init__(
+        self, client: ColdClient, budget_bytes: int, timeout_s: float, breaker: CircuitBreaker, seal: Seal | None = None
+    ) -> None:
         self._client = client
+        self.seal = seal or Seal()
+        self._prefix = f"{PREFIX}{self.seal.key_id.hex()}/"
         self.budget_bytes = budget_bytes
         self._timeout_s = timeout_s
         self.breaker = breaker
@@ -70,7 +76,7 @@ class ColdTier:
 
     async def put(self, meta: BlockMeta, data: bytes) -> None:
         """Stores one record. Raises Unavailable."""
-        name = object_name(meta)
+        name = self.name_of(meta)
         was_forgotten = name in self._forgotten
         self._forgotten.pop(name, None)
         if name == self._deleting:
@@ -85,12 +91,19 @@ class ColdTier:
 
     async def get(self, meta: BlockMeta) -> Record:
         """Reads a record. Raises NotFound, Unavailable, or DataLoss if the object is not of this block."""
-        return decode_record(await self._run(self._client.get(object_name(meta))), meta.id)
+        data = await self._run(self._client.get(self.name_of(meta)))
+        record = await asyncio.to_thread(decode_record, data, meta.id, self.seal)
+        record.check_is(meta)
+        return record
+
+    def name_of(self, meta: BlockMeta) -> str:
+        """Name of the block's object."""
+        return self._prefix + object_name(meta)
 
     def forget(self, meta: BlockMeta) -> None:
         """Notes that the block has left this tier according to the catalog; `sweep` deletes it."""
         if len(self._forgotten) < _MAX_FORGOTTEN:
-            self._forgotten[object_name(meta)] = None
+            self._forgotten[self.name_of(meta)] = None
 
     async def sweep(self) -> None:
         """Deletes forgotten blocks. Raises Unavailable; the rest is tried again next time."""
@@ -114,8 +127,8 @@ class ColdTier:
         self._is_listing = True
 
         async def collect() -> None:
-            async for name, num_bytes in self._client.list(PREFIX):
-                meta = parse_name(name)
+            async for name, num_bytes in self._client.list(self._prefix):
+                meta = parse_name(name.removeprefix(self._prefix))
                 if meta is not None:
                     blocks.append((meta, num_bytes))
 
@@ -124,7 +137,7 @@ class ColdTier:
         finally:
             gone = self._deleted_of_late | set(self._forgotten) | {self._deleting}
             self._is_listing, self._deleted_of_late = False, set()
-        return sorted((item for item in blocks if object_name(item[0]) not in gone), key=lambda item: item[0].depth)
+        return sorted((item for item in blocks if self.name_of(item[0]) not in gone), key=lambda item: item[0].depth)
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -159,15 +172,15 @@ class ColdTier:
 
 
 def object_name(meta: BlockMeta) -> str:
-    """Object name of a block's record."""
+    """Name of a block's object, after the prefix of its key."""
     parent = _ROOT if meta.parent is None else meta.parent[TAG_BYTES:].hex()
-    return f"{PREFIX}{meta.id[:TAG_BYTES].hex()}/{meta.id[TAG_BYTES:].hex()}-{parent}-{meta.depth}"
+    return f"{meta.id[:TAG_BYTES].hex()}/{meta.id[TAG_BYTES:].hex()}-{parent}-{meta.depth}"
 
 
 def parse_name(name: str) -> BlockMeta | None:
-    """Block that an object name stands for; None if the name is not one of ours."""
+    """Block that `object_name` gave this name; None if it gave it to none."""
     try:
-        tag, rest = name.removeprefix(PREFIX).split("/")
+        tag, rest = name.split("/")
         key, parent, depth = rest.split("-")
         block = bytes.fromhex(tag + key)
         before = None if parent == _ROOT else bytes.fromhex(tag + parent)

@@ -21,6 +21,7 @@ from halfmoon.kv.kv_layout import KVBytes
 from services.kvstore.catalog.block_identity import BlockMeta
 from services.kvstore.tiers.disk_index import DiskIndex, IndexedBlock, whole_rows
 from services.kvstore.tiers.record import Record, decode_record
+from services.kvstore.tiers.seal import Seal
 from services.kvstore.tiers.segments import Location, SegmentFiles
 
 log = logging.getLogger(__name__)
@@ -46,8 +47,9 @@ class _Compacted:
 class DiskTier:
     """Owns the files, their index and the location of each block. The catalog decides what is evicted when."""
 
-    def __init__(self, directory: Path, budget_bytes: int) -> None:
+    def __init__(self, directory: Path, budget_bytes: int, seal: Seal | None = None) -> None:
         self._directory = directory
+        self.seal = seal or Seal()
         self.budget_bytes = budget_bytes
         self._limit_bytes = budget_bytes - budget_bytes // _SEGMENTS_IN_BUDGET  # room to copy a file
         self.live_budget_bytes = int(budget_bytes * LIVE_SHARE)
@@ -89,12 +91,10 @@ class DiskTier:
         place = self._places.get(block)
         while place is not None:
             try:
-                data = await asyncio.get_running_loop().run_in_executor(self._readers, self._files.read, place)
+                return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, place, block)
             except FileNotFoundError:
                 if self._places.get(block) == place:
                     raise DataLoss("the file of a stored block is missing") from None
-            else:
-                return decode_record(data, block)
             place = self._places.get(block)  # compaction has moved it in the meantime
         raise NotFound("the disk has no such block")
 
@@ -141,13 +141,18 @@ class DiskTier:
         self._writer.shutdown()
         self._readers.shutdown()
 
+    def _read(self, place: Location, block: bytes) -> Record:
+        return decode_record(self._files.read(place), block, self.seal)
+
     async def _write(self, work: Callable[[], Result]) -> Result:
         """Runs `work` on the writing thread, to its end even if the caller is cancelled."""
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._writer, work))
 
     def _open(self) -> tuple[SegmentFiles, DiskIndex, list[IndexedBlock]]:
         files = SegmentFiles(self._directory, max(1, self.budget_bytes // _SEGMENTS_IN_BUDGET))
-        index = DiskIndex(self._directory / "index.sqlite")
+        index = DiskIndex(self._directory / "index.sqlite", self.seal.key_id)
+        if index.num_foreign:
+            log.warning("disk.other_key", extra={"num_blocks": index.num_foreign})
         sizes = files.sizes()
         rows = index.load()
         whole = whole_rows(rows, sizes)
@@ -183,7 +188,7 @@ class DiskTier:
         for row in self._index.in_segment(segment):
             data = self._files.read(row.place)
             try:
-                decode_record(data, row.meta.id)
+                decode_record(data, row.meta.id, self.seal)
             except DataLoss:
                 done.damaged.append(row.meta.id)
                 continue

@@ -1,7 +1,7 @@
 """The disk tier's index: the location of each record, in SQLite. Blocking calls, all from one thread.
 
 A row is committed after its record is on the device, and a file is removed after no row names it. So whenever the
-process is killed, every row names a whole record.
+process is killed, every row names a whole record. A row is not sealed: what it says is checked against the record.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, LargeBinary, create_engine, delete, event, func, select, update
+from sqlalchemy import Engine, LargeBinary, create_engine, delete, event, func, select, text, update
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -22,6 +22,7 @@ from services.kvstore.catalog.block_identity import BlockMeta
 from services.kvstore.tiers.segments import Location
 
 _BATCH = 500
+_OLD_TABLES = ("blocks_v1",)  # their records had no seal
 
 
 class _Tables(DeclarativeBase):
@@ -31,7 +32,7 @@ class _Tables(DeclarativeBase):
 class BlockRow(_Tables):
     """One record."""
 
-    __tablename__ = "blocks_v1"
+    __tablename__ = "blocks_v2"
 
     id: Mapped[bytes] = mapped_column(LargeBinary, primary_key=True)
     parent: Mapped[bytes | None] = mapped_column(LargeBinary)
@@ -47,6 +48,8 @@ class BlockRow(_Tables):
     segment: Mapped[int] = mapped_column(index=True)
     offset: Mapped[int]
     num_bytes: Mapped[int]
+    tenant: Mapped[str]
+    key_id: Mapped[bytes] = mapped_column(LargeBinary)  # of the record's seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,9 @@ class IndexedBlock:
 class DiskIndex:
     """Owns the SQLite file. Raises OSError for every failure of SQLite, above all a full disk."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, key_id: bytes) -> None:
+        """key_id: of the seal of records. Rows of other keys and of older versions are deleted, see `num_foreign`."""
+        self._key_id = key_id
         self._engine: Engine = create_engine(f"sqlite:///{path}")
         event.listen(self._engine, "connect", _on_connect)
         try:
@@ -73,6 +78,7 @@ class DiskIndex:
             for file in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
                 file.unlink(missing_ok=True)
             _Tables.metadata.create_all(self._engine)
+        self.num_foreign = self._delete_foreign()
 
     def load(self) -> list[IndexedBlock]:
         """All rows, each after its parent's."""
@@ -104,7 +110,7 @@ class DiskIndex:
         with self._begin() as connection:
             for start in range(0, len(ids), _BATCH):
                 connection.execute(delete(BlockRow).where(BlockRow.id.in_(ids[start : start + _BATCH])))
-            rows = [_written(meta, place) for meta, place in stored]
+            rows = [{**_written(meta, place), "key_id": self._key_id} for meta, place in stored]
             for start in range(0, len(rows), _BATCH):
                 statement = insert(BlockRow)
                 renewed = {name: statement.excluded[name] for name in rows[0] if name not in ("id", "pinned")}
@@ -120,6 +126,12 @@ class DiskIndex:
     def close(self) -> None:
         """Closes the file."""
         self._engine.dispose()
+
+    def _delete_foreign(self) -> int:
+        with self._begin() as connection:
+            for table in _OLD_TABLES:
+                connection.execute(text(f"DROP TABLE IF EXISTS {table}"))
+            return int(connection.execute(delete(BlockRow).where(BlockRow.key_id != self._key_id)).rowcount)
 
     def _begin(self) -> Any:
         return _Transaction(self._engine)
@@ -150,6 +162,7 @@ def _on_connect(connection: Any, _: Any) -> None:
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=NORMAL")
+    cursor.execute("PRAGMA trusted_schema=OFF")
     cursor.close()
 
 
@@ -171,13 +184,14 @@ def _written(meta: BlockMeta, place: Location) -> dict[str, Any]:
         "segment": place.segment,
         "offset": place.offset,
         "num_bytes": place.num_bytes,
+        "tenant": meta.tenant,
     }
 
 
 def _read(row: Any) -> IndexedBlock:
     layout = KVLayout(row["num_layers"], row["num_kv_heads"], row["head_dim"], row["dtype"], row["block_tokens"])
     expires_at_s = math.inf if row["expires_at_s"] is None else row["expires_at_s"]
-    meta = BlockMeta(row["id"], row["parent"], row["depth"], layout, row["recompute_s"], expires_at_s)
+    meta = BlockMeta(row["id"], row["parent"], row["depth"], layout, row["recompute_s"], expires_at_s, row["tenant"])
     return IndexedBlock(meta, Location(row["segment"], row["offset"], row["num_bytes"]), row["pinned"])
 
 

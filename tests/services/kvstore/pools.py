@@ -13,6 +13,7 @@ from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool
 from services.kvstore.tiers.cold import ColdTier
 from services.kvstore.tiers.disk import DiskTier
+from services.kvstore.tiers.seal import Seal
 from tests.services.kvstore.blocks import LAYOUT, key
 from tests.services.kvstore.cold_memory import ColdMemory
 
@@ -40,9 +41,10 @@ async def pool(
     disk_bytes: int = 1 << 20,
     cold_bytes: int = 1 << 20,
     clock: Clock | None = None,
+    block_key: bytes | None = None,
 ) -> AsyncIterator[Pool]:
-    disk = None if directory is None else DiskTier(directory, disk_bytes)
-    tier = None if cold is None else ColdTier(cold, cold_bytes, 0.2, CircuitBreaker(2, 0.01))
+    disk = None if directory is None else DiskTier(directory, disk_bytes, Seal(block_key))
+    tier = None if cold is None else ColdTier(cold, cold_bytes, 0.2, CircuitBreaker(2, 0.01), Seal(block_key))
     quick = options or PoolOptions(sweep_s=0.01, cold_list_s=30.0, retry_pause_s=0.01, drain_s=0.0)
     it = Pool(memoryview(bytearray(num_blocks * LAYOUT.block_bytes)), quick, disk, tier, clock or Clock())
     async with it.running():

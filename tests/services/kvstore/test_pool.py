@@ -221,5 +221,5 @@ def test_names_of_objects_say_which_block_they_are() -> None:
         got = parse_name(object_name(wanted))
         assert got is not None
         assert (got.id, got.parent, got.depth) == (wanted.id, wanted.parent, wanted.depth)
-    for other in ("", "halfmoon-kv-v1/x", object_name(meta(IDS[0])) + "0x", "else/" + object_name(meta(IDS[0]))):
+    for other in ("", "a/x", object_name(meta(IDS[0])) + "0x", "else/" + object_name(meta(IDS[0]))):
         assert parse_name(other) is None

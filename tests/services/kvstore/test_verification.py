@@ -10,7 +10,7 @@ from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.catalog.entry import Tier
 from services.kvstore.options import PoolOptions
 from services.kvstore.pool import Pool
-from services.kvstore.tiers.cold import ColdTier, object_name
+from services.kvstore.tiers.cold import ColdTier
 from services.kvstore.tiers.disk import DiskTier
 from tests.services.kvstore.blocks import LAYOUT, key, meta, put_chain
 from tests.services.kvstore.cold_memory import ColdMemory
@@ -35,7 +35,8 @@ async def test_what_is_damaged_is_found_and_dropped(tmp_path: Path) -> None:
         block = pool.dram.acquire(IDS[3])
         block.room.view[3] ^= 1
         pool.dram.release(block)
-        cold.objects[object_name(meta(IDS[1], IDS[0], 1))] = b"?"
+        assert pool.cold is not None
+        cold.objects[pool.cold.name_of(meta(IDS[1], IDS[0], 1))] = b"?"
         assert await pool.verify(list(Tier)) == {Tier.DRAM: (4, 1), Tier.DISK: (4, 0), Tier.COLD: (4, 1)}
         assert [pool.counts.by_tier[tier]["corrupted"] for tier in Tier] == [1, 0, 1]
         held = {block: sorted(entry.tiers) for block in IDS if (entry := pool.catalog.get(block))}

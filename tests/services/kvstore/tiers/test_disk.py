@@ -17,10 +17,12 @@ from halfmoon.kv.entry_codec import EntryCodec
 from services.kvstore.catalog.block_identity import block_id
 from services.kvstore.tiers.disk import DiskTier, Write
 from services.kvstore.tiers.record import HEADER_BYTES, decode_record, encode_record
+from services.kvstore.tiers.seal import Seal
 from tests.services.kvstore.blocks import LAYOUT, content, key, meta
 
 RECORD_BYTES = HEADER_BYTES + LAYOUT.block_bytes
 IDS = [block_id(key(n)) for n in range(200)]
+SEAL = Seal()
 
 
 @asynccontextmanager
@@ -36,7 +38,7 @@ async def opened(directory: Path, budget_bytes: int = 1 << 20) -> AsyncIterator[
 
 
 def record(block: bytes) -> Write:
-    return meta(block), encode_record(meta(block), EntryCodec(), content(block))
+    return meta(block), encode_record(meta(block), EntryCodec(), content(block), SEAL)
 
 
 async def whole(tier: DiskTier, block: bytes) -> bool:
@@ -184,16 +186,16 @@ async def test_a_pin_lasts(tmp_path: Path) -> None:
 @given(st.binary(max_size=200))
 def test_what_is_not_a_record_is_data_loss(data: bytes) -> None:
     with pytest.raises(DataLoss):
-        decode_record(data, IDS[0])
+        decode_record(data, IDS[0], SEAL)
 
 
 def test_a_record_says_all_about_its_block() -> None:
-    wanted = replace(meta(IDS[1], IDS[0], 7), recompute_s=0.25, expires_at_s=99.5)
-    head, payload = encode_record(wanted, EntryCodec.parse("int8+zstd"), b"payload")
-    got = decode_record(head + payload, IDS[1])
+    wanted = replace(meta(IDS[1], IDS[0], 7), recompute_s=0.25, expires_at_s=99.5, tenant="somebody")
+    head, payload = encode_record(wanted, EntryCodec.parse("int8+zstd"), b"payload", SEAL)
+    got = decode_record(head + payload, IDS[1], SEAL)
     assert (got.meta, str(got.codec), bytes(got.payload)) == (wanted, "int8+zstd", b"payload")
     with pytest.raises(DataLoss):
-        decode_record(head + payload, IDS[0])
+        decode_record(head + payload, IDS[0], SEAL)
 
 
 @pytest.mark.parametrize("name", ["raw", "lz4", "zstd", "int8", "int4", "fp8", "int8+zstd", "int4+lz4"])
