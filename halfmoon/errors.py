@@ -2,6 +2,7 @@
 
     HalfmoonError                    INTERNAL              a bug of ours
     ├── InvalidRequest               INVALID_ARGUMENT      bad input; `param` names the field
+    │   └── ConstraintFailed         INVALID_ARGUMENT      a structured output allows no token within its limits
     ├── Unauthenticated              UNAUTHENTICATED       no operator token, or a wrong one
     ├── NotFound                     NOT_FOUND             absent block, unknown request
     │   └── UnknownModel             NOT_FOUND             no such model is served here
@@ -38,6 +39,20 @@ class InvalidRequest(HalfmoonError):
     """A user's or peer's input is wrong; `param` names the offending field, if there is one."""
 
     grpc_status = "INVALID_ARGUMENT"
+
+
+class ConstraintFailed(InvalidRequest):
+    """An output's constraint allows no token, or finding one needs more work than is allowed."""
+
+    def __init__(
+        self,
+        message: str = "the structured output cannot go on: finding its next token needs more work than is allowed, or "
+        "no token is allowed; make its schema, expression or grammar simpler",
+        *,
+        param: str | None = None,
+        retry_after_ms: int | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after_ms=retry_after_ms)
 
 
 class Unauthenticated(HalfmoonError):

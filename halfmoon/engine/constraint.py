@@ -17,13 +17,15 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from numpy.typing import NDArray
 
+from halfmoon.engine.reference_depth import check_reference_depth
 from halfmoon.engine.request import Constraint
 from halfmoon.engine.text.tokenizer import load_fast_tokenizer
-from halfmoon.errors import InvalidRequest
+from halfmoon.errors import ConstraintFailed, InvalidRequest
 
 _MOST_OUTPUTS = 1_024  # outputs whose automata are kept; the least recently used are dropped
 _MOST_GRAMMARS = 64
 _LEXER_FUEL, _STEP_FUEL = 200_000, 100_000  # to begin an automaton and per mask: hostile ones stop within 0.1 s
+_TOO_COMPLEX = ("ParserTooComplex", "LexerTooComplex")
 _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -46,12 +48,15 @@ def _can_begin(grammar: str) -> bool:
 
 def _limits() -> LLParserLimits:
     """Limits for one constraint: other requests wait for its mask, so one that needs more fails alone."""
-    return LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_lexer_fuel=_STEP_FUEL)
+    return LLParserLimits(
+        initial_lexer_fuel=_LEXER_FUEL, step_lexer_fuel=_STEP_FUEL, verbose_errors=False
+    )  # verbose ones hold the whole grammar
 
 
 def _grammar(constraint: Constraint) -> str:
     """The grammar in llguidance's own form. JSON is written on one line: a model could add white space forever."""
     try:
+        check_reference_depth(constraint)
         match constraint.kind:
             case "json_schema":
                 return LLMatcher.grammar_from_json_schema(constraint.source, overrides=_JSON_STYLE)
@@ -64,6 +69,10 @@ def _grammar(constraint: Constraint) -> str:
                 return grammar_from(constraint.kind, constraint.source)
     except ValueError as error:
         raise InvalidRequest(f"the {constraint.kind.replace('_', ' ')} cannot be used: {error}") from error
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
 
 
 class TokenMasks:
@@ -82,13 +91,14 @@ class TokenMasks:
     def allowed(self, constraint: Constraint, output: Sequence[int]) -> NDArray[np.bool_]:
         """[vocab_size]: which tokens may follow `output`, including an end-of-sequence token where the output may end.
 
-        Raises InvalidRequest for an unusable constraint, ValueError for an output that violates it.
+        Raises InvalidRequest for an unusable constraint, ConstraintFailed for one that allows no token or needs more
+        work than is allowed, ValueError for an output that violates it.
         """
         key = (constraint, tuple(output))
         matcher = self._matcher(*key)
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error() or not bits.any():
-            raise ValueError(f"structured output: {matcher.get_error()}")
+            raise ConstraintFailed(f"structured output: {_first_line(matcher.get_error())}")
         self._started.setdefault(key, []).append(matcher)
         if len(self._started) > _MOST_OUTPUTS:
             self._started.popitem(last=False)
@@ -102,7 +112,9 @@ class TokenMasks:
         if matcher is None:
             matcher, rest = self._new(constraint), output
         if rest and not matcher.consume_tokens(list(rest)):
-            raise ValueError(f"structured output: {matcher.get_error() or 'the output is against the constraint'}")
+            problem = _first_line(matcher.get_error()) or "the output is against the constraint"
+            is_too_complex = matcher.stop_reason() in _TOO_COMPLEX or problem.startswith("lexer error")
+            raise (ConstraintFailed if is_too_complex else ValueError)(f"structured output: {problem}")
         return matcher
 
     def _take(self, constraint: Constraint, output: tuple[int, ...]) -> Any:

@@ -5,13 +5,20 @@ The engine runs the steps on a model. A simulated worker waits as long as a mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 from halfmoon.engine.engine_stats import EngineStats
 from halfmoon.engine.kv_memory.kv_watch import KVWatch, LayerWatch, OnKV
-from halfmoon.engine.request import ERROR_TOKEN_ID, EngineRequest, FinishReason, SampledToken, TokenOutput
+from halfmoon.engine.request import (
+    CONSTRAINT_TOKEN_ID,
+    ERROR_TOKEN_ID,
+    EngineRequest,
+    FinishReason,
+    SampledToken,
+    TokenOutput,
+)
 from halfmoon.engine.request_check import RequestLimits
 from halfmoon.engine.scheduling.block_chains import BlockChains
 from halfmoon.engine.scheduling.block_pool import BlockPool
@@ -24,6 +31,8 @@ from halfmoon.engine.scheduling.step_counts import step_counts
 from halfmoon.engine.step_result import StepResult
 from halfmoon.errors import InvalidRequest, NoCapacity, NotFound
 from halfmoon.policy.retries import retry_ms_when_full
+
+_FAILURES: Mapping[int, FinishReason] = {ERROR_TOKEN_ID: "error", CONSTRAINT_TOKEN_ID: "constraint"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +251,8 @@ class EngineCore:
             self._kv_watch.advance(item.sequence)
             if token is not None:
                 self._chains.note(item.sequence, has_new)
-                failed = token.token_id == ERROR_TOKEN_ID
-                outputs.append(self._fail(item.sequence) if failed else self._append(item.sequence, token))
+                failed = _FAILURES.get(token.token_id)
+                outputs.append(self._fail(item.sequence, failed) if failed else self._append(item.sequence, token))
         return outputs
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenOutput:
@@ -256,10 +265,10 @@ class EngineCore:
             self._remove(sequence)
         return TokenOutput(sequence.request_id, token.token_id, position, reason, token.logprobs)
 
-    def _fail(self, sequence: Sequence) -> TokenOutput:
+    def _fail(self, sequence: Sequence, reason: FinishReason = "error") -> TokenOutput:
         self._kv_watch.forget(sequence.request_id)  # its output reports the failure
         self._remove(sequence)
-        return TokenOutput(sequence.request_id, ERROR_TOKEN_ID, sequence.num_output, "error")
+        return TokenOutput(sequence.request_id, ERROR_TOKEN_ID, sequence.num_output, reason)
 
     def _remove(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)

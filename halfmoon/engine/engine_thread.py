@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_STACK_BYTES = 16 << 20  # for structured outputs: four times what gateways check them with
+
 
 @dataclass(frozen=True, slots=True)
 class _Command:
@@ -61,7 +63,9 @@ class EngineThread:
     def start(self) -> None:
         """Starts the thread, which takes commands from now on."""
         self._closed = False
+        usual_bytes = threading.stack_size(_STACK_BYTES)
         self._thread.start()
+        threading.stack_size(usual_bytes)
         self._engine.call_on_failure(partial(self._commands.put, _CheckRanks()))
 
     async def stop(self) -> None:

@@ -13,10 +13,11 @@ from typing import Literal
 
 from halfmoon.kv.owner import SHARED, KVOwner
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error", "constraint"]
 ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
 
 ERROR_TOKEN_ID = -1  # of a row, or of a whole step, that failed
+CONSTRAINT_TOKEN_ID = -2  # of a row whose constraint allows no token, or exceeds its limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from halfmoon.engine.constraint import TokenMasks
-from halfmoon.engine.request import ERROR_TOKEN_ID, SampledToken, SamplingParams, TokenLogprobs
+from halfmoon.engine.request import CONSTRAINT_TOKEN_ID, ERROR_TOKEN_ID, SampledToken, SamplingParams, TokenLogprobs
+from halfmoon.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +42,17 @@ class SamplingRow:
 def sample(
     logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int], masks: TokenMasks | None = None
 ) -> list[SampledToken]:
-    """Draws one token per row; ERROR_TOKEN_ID for a row that fails.
+    """Draws one token per row; ERROR_TOKEN_ID for a row that fails, CONSTRAINT_TOKEN_ID for one whose constraint does.
 
     logits: [num_rows, vocab_size], any float; not changed. `masks` are needed for rows with a constraint.
     """
     try:
         return _sample(logits, rows, eos_token_ids, masks)
-    except Exception:
+    except Exception as error:
         if len(rows) == 1:
+            if isinstance(error, InvalidRequest):  # the client's doing
+                logger.info("constraint_failed", extra={"reason": error.message})
+                return [SampledToken(CONSTRAINT_TOKEN_ID)]
             logger.exception("sampling_failed")
             return [SampledToken(ERROR_TOKEN_ID)]
         # One row must not fail the others, and does not depend on them.

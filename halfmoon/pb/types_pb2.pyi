@@ -55,6 +55,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     CANCELLED: _FinishReason.ValueType  # 3
     ERROR: _FinishReason.ValueType  # 4
     """the worker failed while computing it"""
+    CONSTRAINT_FAILED: _FinishReason.ValueType  # 5
+    """the constraint allows no token, or finding one exceeds its limits"""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -66,6 +68,8 @@ LENGTH: FinishReason.ValueType  # 2
 CANCELLED: FinishReason.ValueType  # 3
 ERROR: FinishReason.ValueType  # 4
 """the worker failed while computing it"""
+CONSTRAINT_FAILED: FinishReason.ValueType  # 5
+"""the constraint allows no token, or finding one exceeds its limits"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final

@@ -6,7 +6,7 @@ import asyncio
 
 from halfmoon.background import cancelled
 from halfmoon.engine.kv_memory.kv_watch import OnKV
-from halfmoon.errors import HalfmoonError
+from halfmoon.errors import ConstraintFailed, HalfmoonError
 from halfmoon.pb import prefill_pb2, types_pb2
 from halfmoon.rpc.telemetry.spans import NO_SPAN, Span, current_span, reason_of, span_scope
 from halfmoon.worker.request_phases import Phase
@@ -97,7 +97,9 @@ class PrefillRequestScope:
         self._kept = False
 
     def event(self, first: FirstOutput) -> prefill_pb2.PrefillEvent:
-        """Builds the gateway's FirstToken. Raises HalfmoonError if the engine failed."""
+        """Builds the gateway's FirstToken. Raises HalfmoonError if the engine failed, ConstraintFailed."""
+        if first.output.finish_reason == "constraint":
+            raise ConstraintFailed
         if first.output.finish_reason == "error":
             raise HalfmoonError("the worker failed while computing this prompt: see its log")
         num_loaded = 0 if self._restoring is None else self._restoring.num_loaded_tokens

@@ -21,6 +21,7 @@ _FINISH: dict[FinishReason | None, pb.FinishReason.ValueType] = {
     "length": pb.LENGTH,
     "cancelled": pb.CANCELLED,
     "error": pb.ERROR,
+    "constraint": pb.CONSTRAINT_FAILED,
 }
 
 _CONSTRAINTS: dict[int, ConstraintKind] = {

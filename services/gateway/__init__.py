@@ -11,7 +11,7 @@ Reading order:
 7. `replies/replies.py`: tokens become a response.
 8. `service.py`: how a gateway is put together, started and stopped.
 
-Shelves import one way: each may import those before it in the order `cluster`, `http`, `replies`, `openai`,
-`progress.py` and `request.py`, `telemetry`, `routing`, `control`. All may import `settings.py`; the other files of this
-folder import them all.
+Shelves import one way: each may import those before it in the order `cluster`, `http`, `constraints`, `replies`,
+`openai`, `progress.py` and `request.py`, `telemetry`, `routing`, `control`. All may import `settings.py`; the other
+files of this folder import them all.
 """

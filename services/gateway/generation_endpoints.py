@@ -26,6 +26,7 @@ from services.gateway.openai.endpoint_bodies import (
 )
 from services.gateway.openai.generation_request import GenerationRequest, salt_of
 from services.gateway.openai.served_model import ServedModel
+from services.gateway.openai.structured_output import CheckConstraint, check_requested
 from services.gateway.replies.chat_format import ChatFormat
 from services.gateway.replies.completion_format import CompletionFormat
 from services.gateway.replies.replies import OutputSink, Reply, StreamReply, WholeReply
@@ -56,6 +57,7 @@ class GenerationEndpoints:
         relay: Relay,
         recorder: RequestRecorder,
         drain_gate: DrainGate,
+        check_constraint: CheckConstraint,
     ) -> None:
         self._model = model
         self._membership = membership
@@ -63,6 +65,7 @@ class GenerationEndpoints:
         self._relay = relay
         self._recorder = recorder
         self._drain_gate = drain_gate
+        self._check_constraint = check_constraint
 
     async def chat(self, http_request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -102,7 +105,10 @@ class GenerationEndpoints:
         body = await self._parse(request, raw, context_tokens)
         request.qos = self._early_rejection.class_of(http_request.headers, body.model)
         self._reject_early(request, body, len(raw), context_tokens)
-        request.begin_outputs(await self._tokenize(body, len(raw), context_tokens), self._model)
+        generation = await self._tokenize(body, len(raw), context_tokens)
+        if generation.constraint is not None:
+            await check_requested(generation.constraint, self._check_constraint)
+        request.begin_outputs(generation, self._model)
         reply_format = self._reply_format(request)
         if request.generation.stream:
             return await self._stream(request, StreamReply(http_request, reply_format, request.usage))

@@ -28,6 +28,7 @@ from services.gateway.cluster.cluster import Cluster, running_cluster
 from services.gateway.cluster.membership import Membership
 from services.gateway.cluster.prefix_replication import StoreCopies
 from services.gateway.cluster.store_watch import StoreWatch
+from services.gateway.constraints.checker import ConstraintChecker
 from services.gateway.control.active_admission import ActiveAdmission, AdmissionEndpoint
 from services.gateway.control.active_classes import ActiveClasses, KnownClasses, declarations_of
 from services.gateway.control.class_endpoints import ClassEndpoints
@@ -82,6 +83,7 @@ async def running_gateway(
     async with (
         open_ledger(settings.ledger, gateway_id, may_be_away=True) as ledger,
         running_cluster(gateway_id, membership) as cluster,
+        ConstraintChecker() as constraints,
     ):
         routing = _routing(settings, cluster)
         telemetry = routing.telemetry
@@ -95,7 +97,9 @@ async def running_gateway(
         sync = LedgerSync(ledger, classes, admission, routing.admission.lengths, membership, gateway_id)
         await sync.load()
         endpoints = Endpoints(
-            GenerationEndpoints(model, membership, EarlyRejection(routing), relay, recorder, drain_gate),
+            GenerationEndpoints(
+                model, membership, EarlyRejection(routing), relay, recorder, drain_gate, constraints.check
+            ),
             TokenizerEndpoints(model, membership),
             ControlEndpoints(model, cluster, ledger, metrics, drain_gate, telemetry),
             ClassEndpoints(classes),

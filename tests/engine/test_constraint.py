@@ -18,7 +18,7 @@ from halfmoon.engine.checkpoint.checkpoint import Checkpoint
 from halfmoon.engine.config import EngineConfig
 from halfmoon.engine.constraint import TokenMasks, check_constraint
 from halfmoon.engine.engine import Engine
-from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams
+from halfmoon.engine.request import Constraint, EngineRequest, SamplingParams, TokenOutput
 from halfmoon.engine.text.tokenizer import Tokenizer
 from halfmoon.errors import InvalidRequest
 from tests.engine.random_schemas import random_schema
@@ -142,7 +142,22 @@ def test_a_constraint_that_fails_fails_its_row_alone(demo: Checkpoint) -> None:
     for request in (bad, good):
         speaker.engine.add(request)
     outputs = speaker.engine.step().outputs
-    assert {(one.request_id, one.finish_reason) for one in outputs} == {("bad", "error"), ("good", None)}
+    assert {(one.request_id, one.finish_reason) for one in outputs} == {("bad", "constraint"), ("good", None)}
+
+
+def test_a_constraint_that_needs_too_much_work_ends_its_output_by_name(
+    demo: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It passes the check over bytes; the vocabulary's long tokens take more work."""
+    costly = Constraint("choice", json.dumps(["a" * 200 + str(number) for number in range(1_000)]))
+    check_constraint(costly)
+    speaker = Speaker(demo)
+    speaker.engine.add(EngineRequest("bad", (5, 6), SamplingParams(max_tokens=40, constraint=costly)))
+    outputs: list[TokenOutput] = []
+    while speaker.engine.has_work():
+        outputs += speaker.engine.step().outputs
+    assert outputs[-1].finish_reason == "constraint"
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize(("name", "value"), [("ignore_eos", True), ("min_tokens", 3)])

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.pb.types_pb2 import Constraint, SamplingParams
+from halfmoon.pb.types_pb2 import SamplingParams
 from halfmoon.policy.placement.place import ContextLengthExceeded
 from services.gateway.openai.prompts import chat_prompt, completion_prompts
 from services.gateway.openai.sampling import sampling_of, stops_of
 from services.gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from services.gateway.openai.served_model import ServedModel
+from services.gateway.openai.structured_output import RequestedConstraint, constraint_of
 from services.gateway.openai.tool_use import tool_use_of
 from services.gateway.replies.reply_format import ReplyOptions
 from services.gateway.replies.tool_parsers import NewToolParser
@@ -31,6 +32,7 @@ class GenerationRequest:
 
     prompts: tuple[tuple[int, ...], ...] = ()  # token ids
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    constraint: RequestedConstraint | None = None  # of the output, to be checked; `sampling` has it, too
     stops: tuple[str, ...] = ()
     stream: bool = False
     reply_options: ReplyOptions = field(default_factory=ReplyOptions)
@@ -130,18 +132,20 @@ def _generation(
     num_top_logprobs: int | None,
     prompt_texts: tuple[str, ...] = (),
     best_of: int | None = None,
-    forced: Constraint | None = None,
+    forced: RequestedConstraint | None = None,
 ) -> GenerationRequest:
     num_choices = body.n or 1
     best_of = best_of or num_choices
     if len(prompts) * best_of > _MAX_CHOICES:
         raise InvalidRequest(f"n: prompts times n are more than {_MAX_CHOICES} outputs; send fewer", param="n")
+    constraint = forced or constraint_of(body.response_format, body.structured_outputs)
     reply_options = _reply_options(body, logprobs=num_top_logprobs is not None)
     if best_of > num_choices and num_top_logprobs is None:
         num_top_logprobs = 0  # ranks the outputs
     return GenerationRequest(
         prompts=tuple(prompts),
-        sampling=sampling_of(body, model, max_tokens, num_top_logprobs, forced),
+        sampling=sampling_of(body, model, max_tokens, num_top_logprobs, constraint and constraint.message),
+        constraint=constraint,
         stops=stops_of(body),
         stream=bool(body.stream),
         reply_options=reply_options,

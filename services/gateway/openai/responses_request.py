@@ -27,7 +27,9 @@ def responses_request(body: ResponsesBody, model: ServedModel, context_tokens: i
         generation = chat_request(body.as_chat(), model, context_tokens)
     except InvalidRequest as error:
         raise _in_own_names(error) from error
-    return replace(generation, echoed=_echoed(body))
+    constraint = generation.constraint
+    own = constraint and constraint._replace(param=_OWN_NAMES.get(constraint.param, constraint.param))
+    return replace(generation, constraint=own, echoed=_echoed(body))
 
 
 def _in_own_names(error: InvalidRequest) -> InvalidRequest:

@@ -8,7 +8,6 @@ from halfmoon.errors import InvalidRequest
 from halfmoon.pb.types_pb2 import Constraint, SamplingParams
 from services.gateway.openai.schemas import GenerationBody
 from services.gateway.openai.served_model import ServedModel
-from services.gateway.openai.structured_output import constraint_of
 
 _UINT64 = 2**64 - 1
 
@@ -18,9 +17,9 @@ def sampling_of(
     model: ServedModel,
     max_tokens: int,
     num_top_logprobs: int | None,
-    forced: Constraint | None = None,
+    constraint: Constraint | None = None,
 ) -> SamplingParams:
-    """The sampling parameters of a body. `forced` constrains the output to a required tool call.
+    """The sampling parameters of a body whose output has the form `constraint`.
 
     Raises InvalidRequest.
     """
@@ -28,7 +27,6 @@ def sampling_of(
         raise InvalidRequest(f"min_tokens is more than the {max_tokens} tokens allowed", param="min_tokens")
     stop_token_ids = list(dict.fromkeys(body.stop_token_ids or []))
     model.check_token_ids(stop_token_ids, "stop_token_ids")
-    constraint = forced or constraint_of(body.response_format, body.structured_outputs)
     if constraint is not None:
         _check_ends_by_itself(body)
     return SamplingParams(

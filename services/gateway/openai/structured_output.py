@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from halfmoon.engine import request as engine
-from halfmoon.engine.constraint import check_constraint
 from halfmoon.errors import InvalidRequest
 from halfmoon.pb.types_pb2 import Constraint
 from services.gateway.http.error_responses import shortened
@@ -82,23 +82,39 @@ class StructuredOutputs(Part):
 _ANY_OBJECT = engine.Constraint("json_schema", '{"type": "object"}')
 
 
-def constraint_of(form: ResponseFormat | None, structured: StructuredOutputs | None) -> Constraint | None:
-    """The constraint of a body, if it has one. Raises InvalidRequest for an unusable one."""
+class RequestedConstraint(NamedTuple):
+    """A constraint and the parameter that it came in. Nobody has checked yet that it can be used."""
+
+    constraint: engine.Constraint
+    param: str
+
+    @property
+    def message(self) -> Constraint:
+        """The constraint as the workers take it."""
+        return Constraint(kind=_KINDS[self.constraint.kind], source=self.constraint.source)
+
+
+CheckConstraint = Callable[[engine.Constraint], Awaitable[None]]
+"""Raises InvalidRequest, with the reason, for a constraint that cannot be used."""
+
+
+def constraint_of(form: ResponseFormat | None, structured: StructuredOutputs | None) -> RequestedConstraint | None:
+    """The constraint of a body, if it has one. Raises InvalidRequest for two."""
     from_form, from_structured = _of_form(form), structured and structured.constraint()
     if from_form is not None and from_structured is not None:
         raise InvalidRequest("structured_outputs: response_format is there, too; send one", param="structured_outputs")
     if from_form is not None:
-        return checked(from_form, "response_format")
-    return checked(from_structured, "structured_outputs") if from_structured else None
+        return RequestedConstraint(from_form, "response_format")
+    return RequestedConstraint(from_structured, "structured_outputs") if from_structured else None
 
 
-def checked(constraint: engine.Constraint, param: str) -> Constraint:
-    """The constraint as the workers take it. Raises InvalidRequest, naming `param`, for an unusable one."""
+async def check_requested(requested: RequestedConstraint, check: CheckConstraint) -> None:
+    """Raises InvalidRequest, naming the parameter, for a constraint that cannot be used."""
     try:
-        check_constraint(constraint)
+        await check(requested.constraint)
     except InvalidRequest as error:
-        raise InvalidRequest(f"{param}: {shortened(error.message, _MAX_REASON_CHARS)}", param=param) from error
-    return Constraint(kind=_KINDS[constraint.kind], source=constraint.source)
+        reason, param = shortened(error.message, _MAX_REASON_CHARS), requested.param
+        raise InvalidRequest(f"{param}: {reason}", param=param) from error
 
 
 def _of_form(form: ResponseFormat | None) -> engine.Constraint | None:

@@ -6,10 +6,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from halfmoon.errors import InvalidRequest
-from halfmoon.pb.types_pb2 import Constraint
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.served_model import ServedModel
-from services.gateway.openai.structured_output import checked
+from services.gateway.openai.structured_output import RequestedConstraint
 from services.gateway.openai.tools import NamedTool, choice_of, constraint_of_choice
 from services.gateway.replies.tool_parsers import PARSERS, NamedCall, NewToolParser, RequiredCalls
 
@@ -18,7 +17,7 @@ class ToolUse(NamedTuple):
     """The tools of one request."""
 
     rendered: list[dict[str, Any]] | None = None  # for the chat template
-    forced: Constraint | None = None  # the required call
+    forced: RequestedConstraint | None = None  # the required call
     new_parser: NewToolParser | None = None  # None: all text is content
 
 
@@ -41,7 +40,7 @@ def tool_use_of(body: ChatBody, model: ServedModel) -> ToolUse:
     constraint = constraint_of_choice(choice, tools, parallel=body.parallel_tool_calls is not False)
     if constraint is None:
         return ToolUse(rendered, None, PARSERS[model.tool_format])
-    forced = checked(constraint, "tools")
+    forced = RequestedConstraint(constraint, "tools")
     if isinstance(choice, NamedTool):
         return ToolUse(rendered, forced, partial(NamedCall, choice.function.name))
     return ToolUse(rendered, forced, RequiredCalls)

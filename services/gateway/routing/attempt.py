@@ -6,9 +6,9 @@ import asyncio
 import logging
 import secrets
 
-from halfmoon.errors import Cancelled, DeadlineExceeded, HalfmoonError, Unavailable
+from halfmoon.errors import Cancelled, ConstraintFailed, DeadlineExceeded, HalfmoonError, Unavailable
 from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, KVCodec, PrefillRequest
-from halfmoon.pb.types_pb2 import CANCELLED, ERROR, Generation, Token
+from halfmoon.pb.types_pb2 import CANCELLED, CONSTRAINT_FAILED, ERROR, Generation, Token
 from halfmoon.policy.models.latency import PrefillSample
 from halfmoon.policy.values import Placement
 from halfmoon.rpc.peer import LONG_LIVED_S
@@ -141,6 +141,8 @@ class Attempt:
     def _accept(self, token: Token, at_s: float) -> list[Token]:
         if token.finish_reason == CANCELLED:
             raise Unavailable("a worker gave the request up")
+        if token.finish_reason == CONSTRAINT_FAILED:
+            raise ConstraintFailed
         if token.finish_reason == ERROR:
             raise HalfmoonError("a worker failed while computing the request")
         due = self._order.push(token)

@@ -24,6 +24,7 @@ from halfmoon.pb.prefill_pb2 import FirstToken, HandedOver, PrefillEvent, Prefil
 from halfmoon.pb.prefill_pb2_grpc import PrefillServicer, add_PrefillServicer_to_server
 from halfmoon.pb.types_pb2 import (
     BOTH,
+    CONSTRAINT_FAILED,
     DECODE,
     LENGTH,
     NOT_FINISHED,
@@ -133,13 +134,16 @@ class Script:
     decode_gate: asyncio.Event | None = None  # decode tokens wait for it
     tokens_before_gate: int = 0  # decode tokens sent all the same
     cached_tokens: int = 0
+    fails_at: int | None = None  # the token at this position reports that its constraint failed
     stop_after: int | None = None  # the worker says STOP at this many tokens: a stop token
 
     def token(self, generation: Generation, position: int) -> Token:
         ids = [*(self.text.encode() if isinstance(self.text, str) else self.text), EOS]
         sampling = generation.sampling
         finish: FinishReason.ValueType = NOT_FINISHED
-        if ids[position] == EOS or position + 1 == self.stop_after:
+        if position == self.fails_at:
+            finish = CONSTRAINT_FAILED
+        elif ids[position] == EOS or position + 1 == self.stop_after:
             finish = STOP
         elif position + 1 == sampling.max_tokens:
             finish = LENGTH

@@ -9,7 +9,19 @@ from pathlib import Path
 import pytest
 
 ROOM = Path(__file__).parents[3] / "services" / "gateway"
-ORDER = ("settings", "cluster", "http", "replies", "openai", "progress", "request", "telemetry", "routing", "control")
+ORDER = (
+    "settings",
+    "cluster",
+    "http",
+    "constraints",
+    "replies",
+    "openai",
+    "progress",
+    "request",
+    "telemetry",
+    "routing",
+    "control",
+)
 
 
 def imported_shelves(file: Path) -> Iterator[str]:

@@ -9,8 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from halfmoon.errors import ConstraintFailed
 from halfmoon.pb.types_pb2 import Constraint
-from tests.services.gateway.fakes import MODEL, running_fleet
+from tests.services.gateway.fakes import MODEL, Script, running_fleet
 
 SCHEMA = {"type": "object", "properties": {"ä": {"type": "integer"}}, "required": ["ä"]}
 HI = [{"role": "user", "content": "hi"}]
@@ -90,3 +91,44 @@ async def test_what_cannot_be_is_refused_by_name(tmp_path: Path, body: dict[str,
             assert (response.status, error["param"]) == (400, param), error
             assert param in error["message"]
             assert reason in error["message"]
+
+
+DEEP = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1_500)}
+DEADLY = {"$defs": {**DEEP, "d1500": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": DEADLY}}}, "250 levels"),
+        ({"structured_outputs": {"grammar": f"start: %json {json.dumps(DEADLY)}"}}, "too complex"),
+    ],
+)
+async def test_what_overflows_the_stack_is_refused_and_the_gateway_goes_on(
+    tmp_path: Path, body: dict[str, Any], reason: str
+) -> None:
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        await fleet.pair()
+        for path, prompt in (("/v1/chat/completions", {"messages": HI}), ("/v1/completions", {"prompt": "x"})):
+            async with session.post(path, json={"model": MODEL, **prompt, **body}) as response:
+                error = (await response.json())["error"]
+                assert (response.status, error["param"]) == (400, next(iter(body)))
+                assert reason in error["message"]
+        async with session.post("/v1/completions", json={"model": MODEL, "prompt": "x"}) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+async def test_a_constraint_that_fails_on_a_worker_is_the_clients_mistake(
+    tmp_path: Path, phase: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_fleet(tmp_path) as fleet, aiohttp.ClientSession(fleet.http) as session:
+        prefill, _ = await fleet.pair(Script(fails_at=0 if phase == "prefill" else 1))
+        if phase == "prefill":
+            prefill.refuse = [ConstraintFailed()]
+        body = {"model": MODEL, "prompt": "x", "structured_outputs": {"regex": "a+"}}
+        async with session.post("/v1/completions", json=body) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["type"]) == (400, "invalid_request_error")
+            assert "make its schema, expression or grammar simpler" in error["message"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -1,0 +1,1 @@
+"""Checks of structured outputs, in processes that may die alone."""

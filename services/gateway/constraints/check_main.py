@@ -1,0 +1,68 @@
+"""`python -m services.gateway.constraints.check_main` compiles constraints in a process that may die of one.
+
+Reads one JSON object a line, `{"kind", "source"}`, and answers each with a line: `{"problem": text or null}`. Ends when
+its stdin is closed. It has less stack than the threads of the workers, and limits on memory and time: what it survives
+does no harm there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import threading
+from pathlib import Path
+
+from halfmoon.engine.constraint import check_constraint
+from halfmoon.engine.request import Constraint
+from halfmoon.errors import InvalidRequest
+
+_STACK_BYTES = 4 << 20  # a quarter of what an engine's thread has
+_MORE_MEMORY_BYTES = 512 << 20  # than at the start
+_CPU_S = 2  # for one constraint
+_NICE = 5  # below the priority of workers on the same host
+
+
+def main() -> None:
+    """Answers until stdin is closed."""
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=_answer_lines, daemon=True)
+    thread.start()
+    thread.join()
+
+
+def _answer_lines() -> None:
+    _limit(resource.RLIMIT_AS, _address_space_bytes() + _MORE_MEMORY_BYTES)
+    for line in sys.stdin:
+        _limit(resource.RLIMIT_CPU, math.ceil(_cpu_s()) + _CPU_S)
+        sys.stdout.write(json.dumps({"problem": _problem(json.loads(line))}) + "\n")
+        sys.stdout.flush()
+
+
+def _problem(fields: dict[str, str]) -> str | None:
+    try:
+        check_constraint(Constraint(fields["kind"], fields["source"]))  # type: ignore[arg-type]
+    except InvalidRequest as error:
+        return error.message
+    return None
+
+
+def _limit(which: int, soft: int) -> None:
+    resource.setrlimit(which, (soft, resource.getrlimit(which)[1]))
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _address_space_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""One process that compiles constraints for the gateway; `check_main.py` is its other end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from typing import Self
+
+from halfmoon.engine.request import Constraint
+from halfmoon.errors import ServiceFailed
+
+_MOST_S = 20.0  # of waiting for a busy host; the process limits its own CPU time
+_OURS = "HALFMOON_"  # settings, with secrets, that the process does not need
+
+
+class CheckProcess:
+    """Owns the process. It serves one constraint at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.is_fresh = True  # has checked nothing yet
+
+    @classmethod
+    async def start(cls) -> Self:
+        """Starts a process."""
+        own = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "services.gateway.constraints.check_main"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,  # tracebacks on demand
+            env=own | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        return cls(process)
+
+    async def problem(self, constraint: Constraint) -> str | None:
+        """Why the constraint cannot be used; None if it can. Raises ServiceFailed if the process died of it.
+
+        Whatever ends the wait early ends the process.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self.is_fresh = False
+        line = json.dumps({"kind": constraint.kind, "source": constraint.source})
+        try:
+            async with asyncio.timeout(_MOST_S):
+                with suppress(ConnectionError):
+                    self._process.stdin.write(line.encode() + b"\n")
+                    await self._process.stdin.drain()
+                answer = await self._process.stdout.readline()
+        except TimeoutError:
+            answer = b""
+        except BaseException:
+            await self.end()
+            raise
+        if not answer:
+            raise ServiceFailed(f"the process ended with exit status {await self.end()}")
+        problem: str | None = json.loads(answer)["problem"]
+        return problem
+
+    async def end(self) -> int:
+        """Ends the process, if it still runs, and returns its exit status."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+        return await self._process.wait()
