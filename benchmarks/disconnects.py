@@ -63,7 +63,7 @@ async def send_and_leave(host: str, port: int, case: Case, rng: random.Random, m
     """Disconnects within about `most_s` or, when reading, of the first byte; every other time by a reset."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
-        head = f"POST {case.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(case.body)}\r\n\r\n".encode()
+        head = f"POST {case.path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(case.body)}\r\n\r\n".encode()
         whole = head + case.body
         until = rng.randrange(1, len(whole)) if case.leaves == "sending" else len(whole)
         writer.write(whole[:until])

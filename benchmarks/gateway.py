@@ -117,7 +117,7 @@ def request_bytes(num_tokens: int) -> bytes:
             "stream_options": {"include_usage": True},
         }
     ).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\nContent-Length: {len(body)}"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
     return head.encode() + b"\r\n\r\n" + body
 
 
