@@ -112,7 +112,7 @@ class Bench:
         unread_s = time.perf_counter()
         early_rejection.reject_by_prefix(request, partial(prompt_prefix_of, body, self.model, b""))
         begun_s = time.perf_counter()
-        request.begin_outputs(generation_request_of(body, self.model, _CONTEXT_TOKENS), self.model)
+        request.begin_outputs(generation_request_of(body, self.model, _CONTEXT_TOKENS, b""), self.model)
         with closing(RequestRouting(self.gateway.routing, request.outputs[0])) as routing:
             routing.place(())
         return Admitting(time.perf_counter() - began_s, begun_s - unread_s)
@@ -197,7 +197,8 @@ def _body(model: ServedModel, text: str, system: str | None = None) -> bytes:
 
 
 def _prompt_of(raw: bytes, model: ServedModel) -> tuple[int, ...]:
-    return generation_request_of(read_body(_ENDPOINT, raw, model, _CONTEXT_TOKENS), model, _CONTEXT_TOKENS).prompts[0]
+    body = read_body(_ENDPOINT, raw, model, _CONTEXT_TOKENS)
+    return generation_request_of(body, model, _CONTEXT_TOKENS, b"").prompts[0]
 
 
 def _shown_ms(seconds: Sequence[float]) -> str:

@@ -17,7 +17,7 @@ EARLY_REJECTIONS = {
     "overload": "requests that miss a target only because of others",
 }
 DEGRADATIONS = ("cap_max_tokens", "lower_kv_precision", "shed_lowest_class")
-_KINDS = ("header", "api_key", "model")
+_KINDS = ("header", "api_key", "tenant", "model")
 _DEFAULTS: Mapping[str, Any] = {
     "version": 0, "priority": 0, "reserved": 0.0, "ttft_s": None, "tbt_s": None, "attainment": 0.9, "rules": [],
     "early_rejection": "strict", "degradation": [], "capped_tokens": 256,

@@ -73,8 +73,10 @@ def as_yaml(config: SystemConfig) -> str:
         shown["workers"][role] = [{"count": 1, **group} for group in groups]
     for written in shown["classes"].values():
         for rule in written["rules"]:
-            if rule["kind"] != "model":
+            if rule["kind"] in ("header", "api_key"):
                 rule["value"] = HIDDEN
+    for tenant in shown["tenants"].values():
+        tenant["keys"] = [HIDDEN for _ in tenant["keys"]]
     security = shown["security"]
     security["api_key"] = [HIDDEN for _ in config.security.api_key]
     security["operator_token"] = config.security.operator_token and HIDDEN

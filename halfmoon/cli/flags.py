@@ -76,8 +76,10 @@ PANELS: Mapping[str, Sequence[Flag]] = {
     ),
     "Console": (Flag("--console/--no-console", "console.enabled"), Flag("--console-port", "console.port")),
     "Security": (
-        Flag("--api-key", "security.api_key"),
+        Flag("--api-key", "security.api_key", "HALFMOON_API_KEYS"),
+        Flag("--api-keys-file", "security.api_keys_file", "HALFMOON_API_KEYS_FILE"),
         Flag("--operator-token", "security.operator_token", "HALFMOON_OPERATOR_TOKEN"),
+        Flag("--operator-token-file", "security.operator_token_file", "HALFMOON_OPERATOR_TOKEN_FILE"),
     ),
     "Observability": (
         Flag("--metrics-port", "observability.metrics_port"),

@@ -48,6 +48,11 @@ class GatewayConfig(Section):
         description="default: a class called default exists from the start (a first token within 30 s, 1 s between "
         "tokens), and requests that would wait far longer get 429 with Retry-After; off: no such class",
     )
+    shared_cache: bool = Field(
+        False,
+        description="tenants share cached KV, so that a tenant can find out by `cached_tokens` and by latency which "
+        "prompts others have sent; false: only tenants with the same cache_pool do",
+    )
     request_deadline_s: float = Field(600.0, gt=0, description="longest total time of one request")
     failover_wait_s: float = Field(
         WaitLimits().failover_s, ge=0, description="how long a request whose worker is lost waits for another"

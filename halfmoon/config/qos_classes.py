@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from halfmoon.config.section import Section
 from halfmoon.errors import InvalidRequest
@@ -22,6 +22,7 @@ from halfmoon.policy.admission.qos_classes import (
     MatchRule,
     QosClass,
 )
+from halfmoon.rpc.api_keys import rule_value
 
 _MAX_RULES = 256
 _MAX_VALUE_CHARS = 1_024
@@ -42,9 +43,20 @@ class _Strict(BaseModel):
 class RuleConfig(_Strict):
     """A rule that assigns matching requests to a class."""
 
-    kind: MatchKind = Field(description="what is compared: an HTTP header, the API key, or the model's name")
-    value: str = Field(max_length=_MAX_VALUE_CHARS, description="the value that matches")
+    kind: MatchKind = Field(
+        description="what is compared: an HTTP header, the API key, the tenant's name, or the model's name"
+    )
+    value: str = Field(
+        max_length=_MAX_VALUE_CHARS,
+        description="the value that matches; only `sha256:` and the id are kept of an API key",
+    )
     header: str = Field("", max_length=_MAX_HEADER_CHARS, description="name of the header, for kind: header")
+
+    @field_validator("value")
+    @classmethod
+    def _without_secret(cls, value: str, info: ValidationInfo) -> str:
+        is_key = info.data.get("kind") == "api_key" and value and not _is_unsendable(value)
+        return rule_value(value) if is_key else value
 
 
 class ClassConfig(_Strict):
@@ -114,7 +126,7 @@ def check_reachable(name: str, written: ClassConfig) -> None:
     for index, rule in enumerate(written.rules):
         if rule.kind == "header" and rule.header and not _HEADER_NAME.fullmatch(rule.header):
             _refuse_rule(index, "header", "is not the name of an HTTP header")
-        if rule.kind != "model" and (rule.value != rule.value.strip() or _CONTROL.search(rule.value)):
+        if rule.kind != "model" and _is_unsendable(rule.value):
             _refuse_rule(index, "value", "matches no request: HTTP strips spaces and forbids control characters")
 
 
@@ -123,6 +135,11 @@ def check_classes(classes: Mapping[str, ClassConfig]) -> None:
     for name, written in classes.items():
         check_reachable(name, written)
     ClassTable(written.as_class(name) for name, written in classes.items())
+
+
+def _is_unsendable(value: str) -> bool:
+    """Whether no header can carry the value."""
+    return value != value.strip() or _CONTROL.search(value) is not None
 
 
 def _refuse_rule(index: int, part: str, problem: str) -> NoReturn:

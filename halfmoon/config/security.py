@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 
 from halfmoon.config.section import Section, Texts
+from halfmoon.rpc.api_keys import DeclaredKey, declared_key, keys_of_file, secret_of_file
 
 
-class SecurityConfig(Section):
-    """Secrets that clients and operators send."""
+class OperatorConfig(Section):
+    """The secret that operators send."""
 
-    api_key: Texts = Field((), description="key that clients must send; repeat it for more; none: no key is needed")
     operator_token: str | None = Field(
         None,
         min_length=1,
         description="secret that console and control API require; none: not required on a loopback host; elsewhere "
         "`halfmoon up` generates one, and a gateway alone has no control API",
     )
+    operator_token_file: Path | None = Field(None, description="file that holds the operator token")
+
+    def operator_secret(self) -> str | None:
+        """Returns the operator token, wherever it is. Raises InvalidRequest."""
+        if self.operator_token is not None or self.operator_token_file is None:
+            return self.operator_token
+        return secret_of_file(self.operator_token_file, "operator_token_file")
+
+
+class SecurityConfig(OperatorConfig):
+    """Secrets that clients and operators send."""
+
+    api_key: Texts = Field(
+        (),
+        description="key that clients must send, each a tenant of its own; repeat it for more; other users of the host "
+        "see command lines, so prefer the environment or a file; without any key none is needed",
+    )
+    api_keys_file: Path | None = Field(
+        None, description="file with a key a line, KEY or TENANT KEY, read at the start; # begins a comment"
+    )
+
+    def declared_keys(self) -> list[DeclaredKey]:
+        """Returns the keys of the settings and of the file. Raises InvalidRequest."""
+        of_file = [] if self.api_keys_file is None else keys_of_file(self.api_keys_file)
+        return [declared_key(key) for key in self.api_key] + of_file
+
+    def console_key(self) -> str | None:
+        """Returns the key with which the console tries requests: the first one. Raises InvalidRequest."""
+        if self.api_key or self.api_keys_file is None:
+            return next(iter(self.api_key), None)
+        return next((key.written for key in keys_of_file(self.api_keys_file)), None)

@@ -21,6 +21,7 @@ from halfmoon.ledger.profiles import Profiles
 from halfmoon.ledger.retention import Retention
 from halfmoon.ledger.row_queue import RowQueue
 from halfmoon.ledger.stored_classes import StoredClasses
+from halfmoon.ledger.stored_tenants import StoredTenants
 from halfmoon.ledger.traffic import Traffic
 
 _FLUSH_S = 5.0  # at the end, for queued rows
@@ -32,6 +33,7 @@ class Ledger:
     def __init__(self, database: Database, gateway_id: str = "") -> None:
         """`gateway_id` names the gateway whose requests are recorded."""
         self.classes = StoredClasses(database)
+        self.tenants = StoredTenants(database)
         self.admission = AdmissionEdits(database)
         self.profiles = Profiles(database)
         self.measured_profiles = MeasuredProfiles(database)

@@ -91,6 +91,38 @@ class AdmissionEditRow(Base):
     mode: Mapped[str | None] = mapped_column(String(16))  # None: each gateway's own setting
 
 
+class TenantRow(Base):
+    """What a tenant may use. `version` counts its edits, so that none silently overwrites another."""
+
+    __tablename__ = "tenants"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    version: Mapped[int]
+    definition: Mapped[dict[str, Any]] = mapped_column(JSON)
+
+
+class ApiKeyRow(Base):
+    """One API key of a tenant, by digest. Rows stay: where there ever was a key, one is needed."""
+
+    __tablename__ = "api_keys"
+
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)  # `halfmoon.rpc.api_keys.key_digest`
+    tenant: Mapped[str] = mapped_column(String(64))
+    label: Mapped[str] = mapped_column(String(128))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    expires_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    revoked_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+
+
+class TenantRevisionRow(Base):
+    """A single row: how often tenants and keys were edited. Editors update it first, which serializes edits."""
+
+    __tablename__ = "tenant_revision"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # 1
+    revision: Mapped[int]
+
+
 class ProfileRow(Base):
     """Speed that a worker of one kind measured of itself: the coefficients of its latency models."""
 
@@ -159,6 +191,7 @@ class RequestRow(Base):
     predicted_queue_s: Mapped[float | None]  # the parts of `predicted_ttft_s`
     predicted_prefill_s: Mapped[float | None]
     refused_unread: Mapped[bool | None]  # before its prompt was tokenized: its predictions are lower bounds
+    tenant: Mapped[str | None] = mapped_column(String(64))  # None where no API key is needed
 
     def as_dict(self) -> dict[str, Any]:
         """Columns by name."""

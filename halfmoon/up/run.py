@@ -194,7 +194,7 @@ def _print_ready(
     terminal.print(f"logs: {options.state_dir / 'logs'}   stop: Ctrl-C", highlight=False, soft_wrap=True)
     terminal.print(f"halfmoon is ready: {url}", highlight=False, style="bold", soft_wrap=True)
     body = f'{{"model": "{name}", "stream": true, "messages": [{{"role": "user", "content": "What is a half moon?"}}]}}'
-    key = " -H 'Authorization: Bearer KEY'" if options.api_keys else ""
+    key = " -H 'Authorization: Bearer KEY'" if options.console_key else ""
     command = f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     terminal.print(command, highlight=False, markup=False, soft_wrap=True)
 

@@ -75,7 +75,9 @@ class UpOptions:
     store: StoreOptions = field(default_factory=StoreOptions)
     num_gateways: int = 1
     operator_token: str | None = None  # None: generated if the host is not loopback
-    api_keys: tuple[str, ...] = ()  # empty: no key is needed
+    api_keys: tuple[str, ...] = ()  # of gateways
+    api_keys_file: Path | None = None
+    console_key: str | None = None  # with which the console tries requests
     worker_starts: Mapping[Role, Sequence[WorkerStart]] = field(default_factory=dict)  # of each real engine, by role
     ledger_url: str | None = None  # of gateways and planner; None: SQLite in state_dir
     is_planned: bool = False  # whether the workers are those of a plan
@@ -131,6 +133,8 @@ def gateway_spec(
     modes = {"--admission": options.admission, "--placement": options.placement}
     chosen = (part for name, mode in modes.items() if mode is not None for part in (name, mode))
     keys = {"HALFMOON_GATEWAY_API_KEY": json.dumps(options.api_keys)} if options.api_keys else {}
+    if options.api_keys_file is not None:
+        keys["HALFMOON_GATEWAY_API_KEYS_FILE"] = str(options.api_keys_file)
     if options.operator_token:
         keys["HALFMOON_GATEWAY_OPERATOR_TOKEN"] = options.operator_token
     keys |= _ledger(options, "GATEWAY") | variables("gateway", options.settings)
@@ -282,8 +286,8 @@ def _console_spec(options: UpOptions, planner: str) -> ServiceSpec:
     }
     arguments = ("-m", "console", *(f"--{key}={value}" for key, value in flags.items()))
     environment = {"HALFMOON_CONSOLE_GATEWAY_URL": _url(options), "HALFMOON_CONSOLE_PLANNER": planner}
-    if options.api_keys:
-        environment["HALFMOON_CONSOLE_API_KEY"] = options.api_keys[0]
+    if options.console_key:
+        environment["HALFMOON_CONSOLE_API_KEY"] = options.console_key
     if options.operator_token:
         environment["HALFMOON_CONSOLE_OPERATOR_TOKEN"] = options.operator_token
     return ServiceSpec("console", arguments, environment, restarts=True, announces=False)

@@ -12,6 +12,7 @@ from functools import partial
 from aiohttp import web
 
 from halfmoon.errors import HalfmoonError
+from halfmoon.policy.admission.tenants import kv_salt
 from halfmoon.rpc.telemetry.spans import span_scope
 from services.gateway.cluster.membership import Membership
 from services.gateway.http.drain_gate import DrainGate
@@ -24,7 +25,7 @@ from services.gateway.openai.endpoint_bodies import (
     max_tokens_of,
     read_body,
 )
-from services.gateway.openai.generation_request import GenerationRequest, salt_of
+from services.gateway.openai.generation_request import GenerationRequest
 from services.gateway.openai.served_model import ServedModel
 from services.gateway.openai.structured_output import CheckConstraint, check_requested
 from services.gateway.replies.chat_format import ChatFormat
@@ -58,6 +59,8 @@ class GenerationEndpoints:
         recorder: RequestRecorder,
         drain_gate: DrainGate,
         check_constraint: CheckConstraint,
+        *,
+        is_cache_shared: bool,
     ) -> None:
         self._model = model
         self._membership = membership
@@ -66,6 +69,7 @@ class GenerationEndpoints:
         self._recorder = recorder
         self._drain_gate = drain_gate
         self._check_constraint = check_constraint
+        self._is_cache_shared = is_cache_shared  # among tenants
 
     async def chat(self, http_request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -103,9 +107,10 @@ class GenerationEndpoints:
         raw = await receive_body(http_request)
         context_tokens = self._membership.context_tokens(self._model.context_tokens)
         body = await self._parse(request, raw, context_tokens)
-        request.qos = self._early_rejection.class_of(http_request.headers, body.model)
+        request.qos = self._early_rejection.class_of(http_request.headers, body.model, request.tenant)
+        request.tenant_salt = kv_salt(request.tenant, body.cache_salt, is_shared=self._is_cache_shared)
         self._reject_early(request, body, len(raw), context_tokens)
-        generation = await self._tokenize(body, len(raw), context_tokens)
+        generation = await self._tokenize(request, body, len(raw), context_tokens)
         if generation.constraint is not None:
             await check_requested(generation.constraint, self._check_constraint)
         request.begin_outputs(generation, self._model)
@@ -118,8 +123,10 @@ class GenerationEndpoints:
         parse = partial(read_body, request.endpoint, raw, self._model, context_tokens)
         return parse() if is_quickly_parsed(raw) else await asyncio.to_thread(parse)
 
-    async def _tokenize(self, body: AnyBody, num_bytes: int, context_tokens: int) -> GenerationRequest:
-        tokenize = partial(generation_request_of, body, self._model, context_tokens)
+    async def _tokenize(
+        self, request: GatewayRequest, body: AnyBody, num_bytes: int, context_tokens: int
+    ) -> GenerationRequest:
+        tokenize = partial(generation_request_of, body, self._model, context_tokens, request.tenant_salt)
         return await asyncio.to_thread(tokenize) if num_bytes > _SLOW_PROMPT_BYTES else tokenize()
 
     def _reject_early(self, request: GatewayRequest, body: AnyBody, num_bytes: int, context_tokens: int) -> None:
@@ -134,7 +141,6 @@ class GenerationEndpoints:
         request.needs_workers = True
         request.priority = body.priority or 0
         request.has_gaps = 2 * num_bytes < context_tokens if max_tokens is None else max_tokens > 1
-        request.tenant_salt = salt_of(body.cache_salt)
         self._early_rejection.reject_early(request)
         read_prefix = partial(prompt_prefix_of, body, self._model, request.tenant_salt)
         self._early_rejection.reject_by_prefix(request, read_prefix)

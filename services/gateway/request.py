@@ -9,6 +9,7 @@ from datetime import datetime
 from halfmoon.pb.types_pb2 import SamplingParams
 from halfmoon.policy.admission.qos_classes import NO_PROMISES, QosClass
 from halfmoon.policy.admission.refusal import Refused
+from halfmoon.policy.admission.tenants import ANYONE, Tenant
 from halfmoon.rpc.telemetry.spans import NO_SPAN, Span
 from services.gateway.openai.generation_request import NOT_TOKENIZED, GenerationRequest
 from services.gateway.openai.sampling import with_seed
@@ -31,6 +32,7 @@ class RequestOutput:
     priority: int = 0  # smaller goes first
     qos: QosClass = NO_PROMISES
     tenant_salt: bytes = b""  # KV is shared among requests of one salt
+    tenant: Tenant = ANYONE
 
 
 @dataclass(slots=True)
@@ -43,13 +45,14 @@ class GatewayRequest:
     created_at: datetime
     arrived_s: float  # on the gateway's monotonic clock
     span: Span = NO_SPAN
+    tenant: Tenant = ANYONE
 
     # known once its body is parsed
     qos: QosClass = NO_PROMISES
     needs_workers: bool = False  # also False for an echo without output
     priority: int = 0  # the client's, within its class
     has_gaps: bool = False  # asks for more than one token, without doubt
-    tenant_salt: bytes = b""
+    tenant_salt: bytes = b""  # KV is shared among requests of one salt
 
     # known once its prompts are tokenized
     generation: GenerationRequest = NOT_TOKENIZED
@@ -110,5 +113,6 @@ class GatewayRequest:
             ),
             priority=generation.priority,
             qos=self.qos,
-            tenant_salt=generation.tenant_salt,
+            tenant_salt=self.tenant_salt,
+            tenant=self.tenant,
         )

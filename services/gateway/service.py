@@ -30,9 +30,11 @@ from services.gateway.cluster.prefix_replication import StoreCopies
 from services.gateway.cluster.store_watch import StoreWatch
 from services.gateway.constraints.checker import ConstraintChecker
 from services.gateway.control.active_admission import ActiveAdmission, AdmissionEndpoint
-from services.gateway.control.active_classes import ActiveClasses, KnownClasses, declarations_of
+from services.gateway.control.active_classes import ActiveClasses, declarations_of
+from services.gateway.control.active_tenants import ActiveTenants, declared_tenants
 from services.gateway.control.class_endpoints import ClassEndpoints
 from services.gateway.control.console_endpoints import ConsoleEndpoints
+from services.gateway.control.known_rows import KnownRows
 from services.gateway.control.ledger_sync import LedgerSync
 from services.gateway.control.live_workload import WorkloadEndpoint
 from services.gateway.control.status_endpoints import ControlEndpoints
@@ -67,6 +69,7 @@ class RunningGateway:
     address: str  # host:port where workers register
     cluster: Cluster
     routing: RoutingContext
+    keys: ApiKeys
 
 
 @asynccontextmanager
@@ -91,16 +94,26 @@ async def running_gateway(
         recorder = RequestRecorder(model.name, ledger, metrics, telemetry, tracer)
         relay = _relay(settings, cluster, routing)
         stores = StoreView(settings.kv_store, lambda: membership.stores)
-        known_classes = KnownClasses(settings.state_dir, settings.ledger)
+        known_classes = KnownRows(settings.state_dir, "classes", settings.ledger)
+        known_tenants = KnownRows(settings.state_dir, "tenants", settings.ledger)
+        keys = ApiKeys()
+        tenants = ActiveTenants(ledger.tenants, keys, known_tenants, declared_tenants(settings))
         classes = ActiveClasses(ledger.classes, routing.admission, known_classes, declarations_of(settings))
         admission = ActiveAdmission(ledger.admission, routing.admission, settings.admission)
-        sync = LedgerSync(ledger, classes, admission, routing.admission.lengths, membership, gateway_id)
-        await sync.load()
+        sync = LedgerSync(ledger, classes, tenants, admission, routing.admission.lengths, membership, gateway_id)
+        await sync.load(settings.host)
         endpoints = Endpoints(
             GenerationEndpoints(
-                model, membership, EarlyRejection(routing), relay, recorder, drain_gate, constraints.check
+                model,
+                membership,
+                EarlyRejection(routing),
+                relay,
+                recorder,
+                drain_gate,
+                constraints.check,
+                is_cache_shared=settings.shared_cache,
             ),
-            TokenizerEndpoints(model, membership),
+            TokenizerEndpoints(model, membership, is_cache_shared=settings.shared_cache),
             ControlEndpoints(model, cluster, ledger, metrics, drain_gate, telemetry),
             ClassEndpoints(classes),
             AdmissionEndpoint(admission),
@@ -116,14 +129,15 @@ async def running_gateway(
             running(logged(telemetry.follow(membership, cluster.clock))),
             running_server(settings.cluster_listen, [add], metrics.rpc, grace_s=0.2, tracer=tracer) as server,
         ):
-            runner = await _runner(endpoints, settings)
+            runner = await _runner(endpoints, keys, settings)
             siblings = SiblingBacklog(runner, settings.sibling_descriptors)
             try:
                 port = await _listen(runner, settings)
                 await server.set_serving()
                 address = advertised_address(settings.cluster_listen, server.port, settings.advertise_cluster)
                 async with running(logged(siblings.accept())):
-                    yield RunningGateway(f"http://{_url_host(settings.host)}:{port}", address, cluster, routing)
+                    http = f"http://{_url_host(settings.host)}:{port}"
+                    yield RunningGateway(http, address, cluster, routing, keys)
             finally:
                 await _stop(drain_gate, cluster, server, runner, settings.shutdown_grace_s)
                 await stores.close()
@@ -142,11 +156,11 @@ def _relay(settings: GatewaySettings, cluster: Cluster, routing: RoutingContext)
     return Relay(cluster, routing, settings.request_deadline_s, wait_limits, codec)
 
 
-async def _runner(endpoints: Endpoints, settings: GatewaySettings) -> web.AppRunner:
+async def _runner(endpoints: Endpoints, keys: ApiKeys, settings: GatewaySettings) -> web.AppRunner:
     """The application, set up and not listening yet."""
     access = Access(
-        ApiKeys(settings.api_key),
-        OperatorAccess(settings.operator_token, settings.host),
+        keys,
+        OperatorAccess(settings.operator_secret(), settings.host),
         Cors(settings.allowed_origins),
         BrowserGuard(settings.host, settings.allowed_hosts, settings.allowed_origins),
         settings.max_body_bytes,

@@ -12,12 +12,20 @@ from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.qos_classes import ClassesConfig
 from halfmoon.config.security import SecurityConfig
 from halfmoon.config.state import StateConfig
+from halfmoon.config.tenants import TenantsConfig
 from halfmoon.rpc.masked_url import HIDDEN, masked_url
 from halfmoon.rpc.service import service_config
 
 
 class GatewaySettings(
-    GatewayConfig, HandoverConfig, ClassesConfig, SecurityConfig, StateConfig, ObservedConfig, BaseSettings
+    GatewayConfig,
+    HandoverConfig,
+    ClassesConfig,
+    TenantsConfig,
+    SecurityConfig,
+    StateConfig,
+    ObservedConfig,
+    BaseSettings,
 ):
     """The settings, read once in `__main__`. Names that end in `_s` are in seconds."""
 
@@ -42,4 +50,4 @@ class GatewaySettings(
         keys = [HIDDEN] * len(self.api_key)
         token = None if self.operator_token is None else HIDDEN
         masked = {"ledger_url": masked_url(self.ledger), "api_key": keys, "operator_token": token}
-        return {**self.model_dump(mode="json"), **masked, "classes": list(self.classes)}
+        return {**self.model_dump(mode="json"), **masked, "classes": list(self.classes), "tenants": list(self.tenants)}

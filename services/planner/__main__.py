@@ -17,7 +17,7 @@ from services.planner.settings import PlannerSettings
 
 async def serve(settings: PlannerSettings) -> None:
     """Runs the planner until told to stop. Raises InvalidRequest if it cannot listen."""
-    token = OperatorToken(settings.operator_token, settings.host)
+    token = OperatorToken(settings.operator_secret(), settings.host)
     jobs = Jobs(JobQueue(settings.max_running, settings.max_waiting), settings.deadline_s, run_job)
     async with open_ledger(settings.ledger, may_be_away=True) as ledger:
         plans, fleet = PlansOfLedger(ledger), Fleet(settings.fleet)

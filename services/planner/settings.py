@@ -9,12 +9,13 @@ from pydantic_settings import BaseSettings
 
 from halfmoon.config.observability import ObservedConfig
 from halfmoon.config.planner import PlannerConfig
+from halfmoon.config.security import OperatorConfig
 from halfmoon.config.state import StateConfig
 from halfmoon.rpc.masked_url import HIDDEN, masked_url
 from halfmoon.rpc.service import service_config
 
 
-class PlannerSettings(PlannerConfig, StateConfig, ObservedConfig, BaseSettings):
+class PlannerSettings(PlannerConfig, OperatorConfig, StateConfig, ObservedConfig, BaseSettings):
     """Environment (`HALFMOON_PLANNER_…`) and command line (`--kebab-case`), read once."""
 
     model_config = service_config("planner")
@@ -22,9 +23,6 @@ class PlannerSettings(PlannerConfig, StateConfig, ObservedConfig, BaseSettings):
     listen: str = Field("127.0.0.1:0", description="host:port of the planner; port 0 picks one")
     advertise: str | None = Field(None, description="host:port where others reach the planner, if not --listen")
     metrics_port: int | None = Field(None, ge=0, le=65535, description="serve Prometheus metrics on this port")
-    operator_token: str | None = Field(
-        None, description="token that every call must send; without one, only a loopback host accepts calls"
-    )
     fleet: str | None = Field(
         None,
         description="address at which `halfmoon up` changes its workers, unix:PATH; default: plans cannot be applied",

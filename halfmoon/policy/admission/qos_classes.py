@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.policy.admission.tenants import ANYONE, Tenant
 
-MatchKind = Literal["header", "api_key", "model"]
+MatchKind = Literal["header", "api_key", "tenant", "model"]
 Degradation = Literal["cap_max_tokens", "lower_kv_precision", "shed_lowest_class"]
 EarlyRejection = Literal["strict", "overload"]
 
@@ -27,7 +28,7 @@ class MatchRule:
     """A condition that puts a request into a class."""
 
     kind: MatchKind
-    value: str  # of the header, the API key, or the model alias
+    value: str  # of the header, the API key as `Caller` has it, the tenant's name, or the model alias
     header: str = ""  # such as x-customer-tier, case-insensitive
 
 
@@ -66,14 +67,16 @@ class Caller:
     """What a request is classified by."""
 
     headers: Mapping[str, str]  # names in lower case
-    api_key: str = ""
+    api_key: str = ""  # its public name, not the secret
     model: str = ""
+    tenant: Tenant = ANYONE
 
     def satisfies(self, rule: MatchRule) -> bool:
         """Whether the rule holds for this request."""
         if rule.kind == "header":
             return self.headers.get(rule.header.lower()) == rule.value
-        return (self.api_key if rule.kind == "api_key" else self.model) == rule.value
+        own = {"api_key": self.api_key, "tenant": self.tenant.name, "model": self.model}
+        return own[rule.kind] == rule.value
 
 
 class ClassTable:
@@ -95,8 +98,13 @@ class ClassTable:
         return {qos.priority for qos in self.classes} | {self._default.priority}
 
     def of(self, caller: Caller) -> QosClass:
-        """The class of a request. If no rule holds, the class named default, or else one without targets."""
+        """The class of a request: of those that its tenant may use, the first with a rule that holds.
+
+        If none holds, the tenant's default class; without one, the class named default, or else one without targets.
+        """
+        tenant = caller.tenant
         for qos in self.classes:
-            if any(caller.satisfies(rule) for rule in qos.rules):
+            if tenant.may_use(qos.name) and any(caller.satisfies(rule) for rule in qos.rules):
                 return qos
-        return self._default
+        own_default = tenant.usual_class(DEFAULT_CLASS)
+        return next((qos for qos in self.classes if qos.name == own_default), self._default)

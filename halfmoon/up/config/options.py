@@ -47,8 +47,10 @@ def up_options(config: SystemConfig, profile: str | None = None) -> UpOptions:
         store=_stores(config),
         console=config.console.enabled,
         console_port=config.console.port,
-        operator_token=config.security.operator_token,
+        operator_token=config.security.operator_secret(),
         api_keys=config.security.api_key,
+        api_keys_file=config.security.api_keys_file and config.security.api_keys_file.absolute(),
+        console_key=config.security.console_key(),
         otlp_endpoint=config.observability.otlp_endpoint,
         metrics_port=config.observability.metrics_port,
         settings=service_settings(config),
@@ -111,12 +113,14 @@ def service_settings(config: SystemConfig) -> dict[str, dict[str, str]]:
     """Returns the settings that UpOptions has no field for, by service and setting."""
     everywhere = texts(config.observability, frozenset({"metrics_port", "otlp_endpoint"}))
     classes = {name: written.model_dump(mode="json", exclude_unset=True) for name, written in config.classes.items()}
+    tenants = {name: written.model_dump(mode="json", exclude_unset=True) for name, written in config.tenants.items()}
     aliases = {"model_alias": json.dumps(config.model.alias)} if config.model.alias else {}
     return {
         "gateway": everywhere
         | aliases
         | texts(config.gateway, _OWN_OF_GATEWAY)
-        | ({"classes": json.dumps(classes)} if classes else {}),
+        | ({"classes": json.dumps(classes)} if classes else {})
+        | ({"tenants": json.dumps(tenants)} if tenants else {}),
         "kvstore": everywhere | texts(config.stores, _OWN_OF_STORES),
         "planner": everywhere | texts(config.planner),
         "prefill": everywhere,

@@ -36,7 +36,7 @@ def service_environment(
 
 def _settings(config: SystemConfig, service: str, arguments: Sequence[str]) -> dict[str, str]:
     model = {"model": config.model.path} | texts(config.model, frozenset({"path", "alias"}))
-    token = texts(config.security, frozenset({"api_key"}))
+    token = {"operator_token": config.security.operator_secret() or ""}
     ledger = {} if config.ledger_url is None else {"ledger_url": config.ledger_url}
     common = service_settings(config)[service] | texts(config.observability, frozenset({"metrics_port"}))
     if service == "gateway":
@@ -72,5 +72,5 @@ def _group(config: SystemConfig, role: Role) -> dict[str, str]:
 
 def _console(config: SystemConfig) -> dict[str, str]:
     security = config.security
-    token = {f"{_CONSOLE}OPERATOR_TOKEN": security.operator_token or ""}
-    return token | {f"{_CONSOLE}API_KEY": key for key in security.api_key[:1]}
+    secrets = {"OPERATOR_TOKEN": security.operator_secret() or "", "API_KEY": security.console_key() or ""}
+    return {_CONSOLE + name: secret for name, secret in secrets.items()}

@@ -15,6 +15,7 @@ from halfmoon.config.planner import PlannerConfig
 from halfmoon.config.qos_classes import ClassConfig, RuleConfig
 from halfmoon.config.section import Section
 from halfmoon.config.security import SecurityConfig
+from halfmoon.config.tenants import DeclaredTenant
 from halfmoon.up.config.human_bytes import human_bytes
 from halfmoon.up.config.system_config import (
     ConsoleConfig,
@@ -34,6 +35,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     "stores": UpStoresConfig,
     "classes.NAME": ClassConfig,
     "classes.NAME.rules[]": RuleConfig,
+    "tenants.NAME": DeclaredTenant,
     "security": SecurityConfig,
     "observability": UpObservedConfig,
     "planner": PlannerConfig,

@@ -15,6 +15,7 @@ from halfmoon.config.security import SecurityConfig
 from halfmoon.config.simulation import SimulationConfig
 from halfmoon.config.state import StateConfig
 from halfmoon.config.stores import StoreConfig
+from halfmoon.config.tenants import DeclaredTenant, TenantsConfig, check_tenants
 from halfmoon.config.worker import WorkerConfig
 from halfmoon.errors import InvalidRequest
 from halfmoon.plan.plan_file import PlannedLayout
@@ -111,7 +112,7 @@ class ConsoleConfig(Section):
     port: int = Field(8501, ge=1, le=65535, description="port of the console")
 
 
-class SystemConfig(ClassesConfig, HandoverConfig, StateConfig):
+class SystemConfig(ClassesConfig, TenantsConfig, HandoverConfig, StateConfig):
     """The whole system."""
 
     _empty = model_validator(mode="before")(_without_empty)
@@ -137,6 +138,15 @@ class SystemConfig(ClassesConfig, HandoverConfig, StateConfig):
     def _are_classes(cls, written: dict[str, ClassConfig]) -> dict[str, ClassConfig]:
         try:
             check_classes(written)
+        except InvalidRequest as error:
+            raise ValueError(error.message) from error
+        return written
+
+    @field_validator("tenants")
+    @classmethod
+    def _are_tenants(cls, written: dict[str, DeclaredTenant]) -> dict[str, DeclaredTenant]:
+        try:
+            check_tenants(written)
         except InvalidRequest as error:
             raise ValueError(error.message) from error
         return written

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -25,6 +21,7 @@ from halfmoon.policy.admission.qos_classes import (
     QosClass,
 )
 from halfmoon.policy.values import AdmissionTargets
+from services.gateway.control.known_rows import KnownRows
 from services.gateway.openai.strict_model import Part
 from services.gateway.settings import GatewaySettings
 
@@ -37,37 +34,6 @@ class ClassBody(Part, ClassConfig):
     version: int = Field(0, ge=0, lt=1 << 31)  # 0: the class is new
 
 
-class KnownClasses:
-    """Owns a file with the classes of one ledger that were last in force, for a start while the ledger is unavailable.
-
-    Gateways on one host that share a ledger share the file, and write the same content.
-    """
-
-    def __init__(self, directory: Path, ledger_url: str) -> None:
-        self._path = directory / f"classes-{blake2b(ledger_url.encode(), digest_size=8).hexdigest()}.json"
-
-    def read(self) -> list[StoredClass]:
-        """The classes; an empty list if no gateway of this host has seen any, or the file is damaged."""
-        try:
-            return [StoredClass(*fields) for fields in json.loads(self._path.read_text())]
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, TypeError) as error:
-            log.error("classes.unread", extra={"file": str(self._path), "reason": str(error)[:300]})
-            return []
-
-    def write(self, classes: Sequence[StoredClass]) -> None:
-        """Replaces the file atomically. A failure is logged: the file matters only while the ledger is unavailable."""
-        fresh = self._path.with_suffix(f".{os.getpid()}")
-        try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fresh.touch(mode=0o600)  # rules hold API keys
-            fresh.write_text(json.dumps(list(classes)))
-            fresh.replace(self._path)
-        except OSError as error:
-            log.error("classes.unkept", extra={"file": str(self._path), "reason": str(error)[:300]})
-
-
 class ActiveClasses:
     """Owns which of the ledger's classes the admission controller uses. Edits and reads of the ledger take turns."""
 
@@ -75,7 +41,7 @@ class ActiveClasses:
         self,
         stored: StoredClasses,
         admission: AdmissionController,
-        known: KnownClasses,
+        known: KnownRows,
         declarations: Mapping[str, Declaration] | None = None,
     ) -> None:
         """`declarations` are written to the ledger at the first read of it."""
@@ -103,7 +69,7 @@ class ActiveClasses:
         declared = [
             StoredClass(name, 0, declaration.definition) for name, declaration in (self._declarations or {}).items()
         ]
-        known = self._known.read() or declared
+        known = [StoredClass(*fields) for fields in self._known.read() or ()] or declared
         self._admission.classes = _table(known)
         log.warning("classes.known", extra={"num_classes": len(known)})
 

@@ -13,6 +13,7 @@ from halfmoon.policy.models.output_lengths import OutputLengths
 from services.gateway.cluster.membership import Membership
 from services.gateway.control.active_admission import ActiveAdmission
 from services.gateway.control.active_classes import ActiveClasses
+from services.gateway.control.active_tenants import ActiveTenants
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class LedgerSync:
         self,
         ledger: Ledger,
         classes: ActiveClasses,
+        tenants: ActiveTenants,
         admission: ActiveAdmission,
         lengths: OutputLengths,
         membership: Membership,
@@ -34,6 +36,7 @@ class LedgerSync:
     ) -> None:
         self._ledger = ledger
         self._classes = classes
+        self._tenants = tenants
         self._admission = admission
         self._lengths = lengths
         self._gateway_id = gateway_id
@@ -42,17 +45,19 @@ class LedgerSync:
         self._last_row_id = 0
         self._is_failing = False
 
-    async def load(self) -> None:
-        """Reads everything. If the ledger is unavailable, uses the classes that this host saw last.
+    async def load(self, host: str) -> None:
+        """Reads everything. If the ledger is unavailable, uses the classes and keys that this host saw last.
 
         Raises Incompatible for classes of a later release.
         """
         try:
+            await self._tenants.refresh()
             await self._classes.refresh()
             await self._admission.refresh()
             await self.load_lengths()
         except Unavailable as error:
             self._classes.use_known()
+            self._tenants.use_known(host)
             self._note_failure(error.message)
 
     async def load_lengths(self) -> None:
@@ -78,6 +83,7 @@ class LedgerSync:
             num_reads += 1
             try:
                 await self._ledger.join()
+                await self._tenants.refresh()
                 await self._classes.refresh()
                 await self._admission.refresh()
                 if num_reads % _LENGTHS_EVERY == 0:

@@ -1,41 +1,81 @@
-"""API keys: clients send one in `Authorization: Bearer …` if the gateway has any."""
+"""API keys: clients send one in `Authorization: Bearer …` where there are any, and it says whose request it is."""
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Sequence
-from hashlib import sha256
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import NamedTuple
 
 from aiohttp import web
 
-from halfmoon.errors import InvalidRequest
+from halfmoon.errors import InvalidRequest, Unavailable
+from halfmoon.policy.admission.tenants import ANYONE, Tenant
+from halfmoon.rpc.api_keys import bearer, key_digest
 
 _OPEN_PATHS = frozenset(
     ("/health", "/metrics", "/openapi.json")
 )  # for probes and scrapers: they show nothing of clients
+_TENANT = web.RequestKey("tenant", Tenant)
+_RETRY_MS = 1_000
 
 
 class WrongKey(InvalidRequest):
     """The request has no key, or an unknown one."""
 
 
-class ApiKeys:
-    """Owns the digests of the accepted keys. The time that a check takes reveals neither the keys nor their number."""
+class AcceptedKey(NamedTuple):
+    """A key that was not revoked."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key) for key in keys]
+    tenant: str
+    expires_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTable:
+    """The accepted keys by digest, and the limits of tenants that have any."""
+
+    keys: Mapping[str, AcceptedKey] = field(default_factory=dict)
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    is_needed: bool = False  # also where all keys were revoked
+    is_known: bool = True  # False: the ledger, which may hold keys, was not read yet
+
+    def tenant(self, name: str) -> Tenant:
+        """The tenant of this name."""
+        return self.tenants.get(name) or Tenant(name)
+
+
+class ApiKeys:
+    """Owns which keys are accepted. A digest is looked up: the time that it takes tells nothing of the keys."""
+
+    def __init__(self, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+        self.table = KeyTable()
+        self._clock = clock
 
     def check(self, request: web.Request) -> None:
-        """Raises WrongKey if a key is needed and not there."""
-        if not self._digests or request.path in _OPEN_PATHS:
-            return
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not given.strip():
+        """Assigns the request to its tenant. Raises WrongKey if a key is needed and not there, or Unavailable."""
+        if request.path not in _OPEN_PATHS:
+            request[_TENANT] = self._tenant(request)
+
+    def _tenant(self, request: web.Request) -> Tenant:
+        table = self.table
+        if not table.is_known:
+            message = "the API keys are not known until the ledger answers; try again"
+            raise Unavailable(message, retry_after_ms=_RETRY_MS)
+        if not table.is_needed:
+            return ANYONE
+        given = bearer(request.headers.get("Authorization", ""))
+        if not given:
             raise WrongKey("an API key is needed: send the header 'Authorization: Bearer <key>'")
-        digest = _digest(given.strip())
-        if not sum(hmac.compare_digest(digest, known) for known in self._digests):  # unlike any(), compares all
+        key = table.keys.get(key_digest(given))
+        if key is None:
             raise WrongKey("the API key is not known here; check the header 'Authorization: Bearer <key>'")
+        if key.expires_at is not None and key.expires_at <= self._clock():
+            raise WrongKey("the API key has expired: ask for a new one")
+        return table.tenant(key.tenant)
 
 
-def _digest(key: str) -> bytes:
-    return sha256(key.encode(errors="surrogateescape")).digest()
+def tenant_of(request: web.Request) -> Tenant:
+    """The tenant that `ApiKeys.check` found."""
+    tenant: Tenant = request.get(_TENANT, ANYONE)
+    return tenant

@@ -35,13 +35,16 @@ def is_quickly_parsed(raw: bytes) -> bool:
     return len(raw) <= _QUICK_BYTES and num_separators(raw) <= _QUICK_SEPARATORS
 
 
-def generation_request_of(body: AnyBody, model: ServedModel, context_tokens: int) -> GenerationRequest:
-    """Tokenizes a body. Raises InvalidRequest or ContextLengthExceeded."""
+def generation_request_of(body: AnyBody, model: ServedModel, context_tokens: int, salt: bytes) -> GenerationRequest:
+    """Tokenizes a body. The time that it takes reveals nothing of requests with other salts.
+
+    Raises InvalidRequest or ContextLengthExceeded.
+    """
     if isinstance(body, ChatBody):
-        return chat_request(body, model, context_tokens)
+        return chat_request(body, model, context_tokens, salt)
     if isinstance(body, CompletionBody):
-        return completion_request(body, model, context_tokens)
-    return responses_request(body, model, context_tokens)
+        return completion_request(body, model, context_tokens, salt)
+    return responses_request(body, model, context_tokens, salt)
 
 
 def max_tokens_of(body: AnyBody) -> int | None:

@@ -40,7 +40,6 @@ class GenerationRequest:
     best_of: int = 1  # outputs for each prompt; the best `num_choices` are returned
     keep_stop: bool = False  # stop strings stay in the text
     priority: int = 0
-    tenant_salt: bytes = b""  # KV is shared among requests of one salt
     prompt_texts: tuple[str, ...] = ()  # empty unless the prompts are echoed
     labels: dict[str, Any] = field(default_factory=dict)  # for the log
     echoed: dict[str, Any] = field(default_factory=dict)  # fields that the response repeats from the body
@@ -55,7 +54,7 @@ class GenerationRequest:
 NOT_TOKENIZED = GenerationRequest()
 
 
-def chat_request(body: ChatBody, model: ServedModel, context_tokens: int) -> GenerationRequest:
+def chat_request(body: ChatBody, model: ServedModel, context_tokens: int, salt: bytes) -> GenerationRequest:
     """The request of a chat, after its template. Raises InvalidRequest or ContextLengthExceeded."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -64,7 +63,7 @@ def chat_request(body: ChatBody, model: ServedModel, context_tokens: int) -> Gen
         body.messages,
         model,
         context_tokens,
-        salt=salt_of(body.cache_salt),
+        salt=salt,
         tools=use.rendered,
         add_generation_prompt=body.add_generation_prompt is not False,
         template_kwargs=body.chat_template_kwargs,
@@ -80,10 +79,10 @@ def chat_request(body: ChatBody, model: ServedModel, context_tokens: int) -> Gen
     return replace(generation, new_tool_parser=use.new_parser)
 
 
-def completion_request(body: CompletionBody, model: ServedModel, context_tokens: int) -> GenerationRequest:
+def completion_request(body: CompletionBody, model: ServedModel, context_tokens: int, salt: bytes) -> GenerationRequest:
     """The request of a completion, without a template. Raises InvalidRequest or ContextLengthExceeded."""
     _check_completion(body)
-    prompts = completion_prompts(body, model, context_tokens, salt=salt_of(body.cache_salt))
+    prompts = completion_prompts(body, model, context_tokens, salt=salt)
     left = min(room(len(prompt), body.max_tokens, context_tokens, "prompt", "max_tokens") for prompt in prompts)
     max_tokens = min(left, _DEFAULT_COMPLETION_TOKENS) if body.max_tokens is None else body.max_tokens
     prompt_texts = tuple(model.tokenizer.decode(prompt) for prompt in prompts) if body.echo else ()
@@ -104,11 +103,6 @@ def _check_completion(body: CompletionBody) -> None:
 def max_values(context_tokens: int) -> int:
     """Most JSON values of a body that can fit: a value or a separator is rarely less than half a token."""
     return 2 * context_tokens + _SPARE_VALUES
-
-
-def salt_of(cache_salt: str | None) -> bytes:
-    """The salt in bytes. KV is shared among requests of one salt."""
-    return (cache_salt or "").encode()
 
 
 def room(num_prompt: int, limit: int | None, context_tokens: int, prompt_name: str, limit_name: str) -> int:
@@ -153,7 +147,6 @@ def _generation(
         best_of=best_of,
         keep_stop=bool(body.include_stop_str_in_output),
         priority=body.priority or 0,
-        tenant_salt=salt_of(body.cache_salt),
         prompt_texts=prompt_texts,
         labels=body.model_dump(include=_LABELS, exclude_none=True),
     )

@@ -18,13 +18,13 @@ _OWN_NAMES = {
 }
 
 
-def responses_request(body: ResponsesBody, model: ServedModel, context_tokens: int) -> GenerationRequest:
+def responses_request(body: ResponsesBody, model: ServedModel, context_tokens: int, salt: bytes) -> GenerationRequest:
     """Tokenizes the body. Raises InvalidRequest or ContextLengthExceeded with this endpoint's parameter names."""
     if body.top_logprobs is not None and not body.include:
         message = "top_logprobs needs include to hold message.output_text.logprobs"
         raise InvalidRequest(message, param="top_logprobs")
     try:
-        generation = chat_request(body.as_chat(), model, context_tokens)
+        generation = chat_request(body.as_chat(), model, context_tokens, salt)
     except InvalidRequest as error:
         raise _in_own_names(error) from error
     constraint = generation.constraint

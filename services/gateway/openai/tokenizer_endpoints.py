@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 from aiohttp import web
 from pydantic import Field
 
 from halfmoon.errors import InvalidRequest
+from halfmoon.policy.admission.tenants import kv_salt
 from services.gateway.cluster.membership import Membership
+from services.gateway.http.api_keys import tenant_of
 from services.gateway.http.received_request import receive_body
 from services.gateway.openai.generation_request import max_values
 from services.gateway.openai.messages import Message, TemplateKwargs
@@ -51,13 +54,15 @@ class DetokenizeBody(Part):
 class TokenizerEndpoints:
     """Serves the tokenizer. Owns nothing."""
 
-    def __init__(self, model: ServedModel, membership: Membership) -> None:
+    def __init__(self, model: ServedModel, membership: Membership, *, is_cache_shared: bool) -> None:
         self._model = model
         self._membership = membership
+        self._is_cache_shared = is_cache_shared  # among tenants
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize. Raises InvalidRequest or UnknownModel."""
-        return await self._respond(request, self._tokenized)
+        salt = kv_salt(tenant_of(request), None, is_shared=self._is_cache_shared)
+        return await self._respond(request, partial(self._tokenized, salt=salt))
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """POST /detokenize. Raises InvalidRequest or UnknownModel."""
@@ -68,7 +73,7 @@ class TokenizerEndpoints:
         slow = len(raw) > _SLOW_BODY_BYTES
         return web.json_response(await asyncio.to_thread(handle, raw) if slow else handle(raw))
 
-    def _tokenized(self, raw: bytes) -> dict[str, Any]:
+    def _tokenized(self, raw: bytes, salt: bytes) -> dict[str, Any]:
         body = parse_body(TokenizeBody, raw, max_values(self._context_tokens))
         self._check_name(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -76,9 +81,9 @@ class TokenizerEndpoints:
         tokenizer = self._model.tokenizer
         if body.prompt is not None:
             _refuse_with_prompt(body)
-            token_ids = tokenizer.encode(body.prompt, with_special=body.add_special_tokens is not False)
+            token_ids = tokenizer.encode(body.prompt, with_special=body.add_special_tokens is not False, salt=salt)
         else:
-            token_ids = self._chat_tokens(body)
+            token_ids = self._chat_tokens(body, salt)
         names = [tokenizer.token_name(token_id) for token_id in token_ids] if body.return_token_strs else None
         return {
             "count": len(token_ids),
@@ -87,16 +92,17 @@ class TokenizerEndpoints:
             "token_strs": names,
         }
 
-    def _chat_tokens(self, body: TokenizeBody) -> list[int]:
+    def _chat_tokens(self, body: TokenizeBody, salt: bytes) -> list[int]:
         if body.add_special_tokens:
             message = "add_special_tokens: the chat template writes all special tokens; leave it out with messages"
             raise InvalidRequest(message, param="add_special_tokens")
-        return self._model.tokenizer.encode_chat(
+        text = self._model.tokenizer.render_chat(
             [message.for_template() for message in body.messages or ()],
             tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
             add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=body.chat_template_kwargs,
         )
+        return self._model.tokenizer.encode(text, with_special=False, salt=salt)
 
     def _detokenized(self, raw: bytes) -> dict[str, Any]:
         body = parse_body(DetokenizeBody, raw, _MAX_TOKENS + max_values(0))

@@ -56,6 +56,8 @@ class Attempt:
                 priority=output.priority,
                 gateway_id=cluster.gateway_id,
                 tenant_salt=output.tenant_salt,
+                tenant=output.tenant.name,
+                tenant_kv_quota_bytes=output.tenant.kv_bytes or 0,
             ),
             decode_address=placement.decode_address,
             kv_codec=kv_codec,

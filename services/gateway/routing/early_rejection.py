@@ -9,6 +9,8 @@ from functools import partial
 from halfmoon.policy.admission.latency_bounds import ANY_PROMPT, PromptLowerBound
 from halfmoon.policy.admission.qos_classes import Caller, QosClass
 from halfmoon.policy.admission.refusal import Refused
+from halfmoon.policy.admission.tenants import Tenant
+from halfmoon.rpc.api_keys import bearer, sent_value
 from services.gateway.openai.served_model import PromptPrefix
 from services.gateway.request import GatewayRequest
 from services.gateway.routing.prompt_prefix import held_blocks
@@ -22,9 +24,9 @@ class EarlyRejection:
     def __init__(self, context: RoutingContext) -> None:
         self._context = context
 
-    def class_of(self, headers: Mapping[str, str], model: str) -> QosClass:
-        """The class of a request with these headers for the model of this name."""
-        return self._context.admission.classes.of(_caller(headers, model))
+    def class_of(self, headers: Mapping[str, str], model: str, tenant: Tenant) -> QosClass:
+        """The class of a tenant's request with these headers for the model of this name."""
+        return self._context.admission.classes.of(_caller(headers, model, tenant))
 
     def reject_early(self, request: GatewayRequest) -> None:
         """Raises Refused if no prompt at all could be admitted now."""
@@ -91,8 +93,8 @@ class EarlyRejection:
             raise
 
 
-def _caller(headers: Mapping[str, str], model: str) -> Caller:
-    """The client, by what classes match: headers, API key and the name that it gives the model."""
-    scheme, _, api_key = headers.get("Authorization", "").partition(" ")
+def _caller(headers: Mapping[str, str], model: str, tenant: Tenant) -> Caller:
+    """The client, by what classes match: headers, API key, tenant and the name that it gives the model."""
+    api_key = bearer(headers.get("Authorization", ""))
     named = {name.lower(): value for name, value in headers.items()}
-    return Caller(named, api_key.strip() if scheme.lower() == "bearer" else "", model)
+    return Caller(named, sent_value(api_key) if api_key else "", model, tenant)

@@ -16,6 +16,7 @@ from halfmoon.ledger.ledger import Ledger
 from halfmoon.ledger.models import RequestRow, RequestStatus
 from halfmoon.policy.admission.refusal import Refused
 from halfmoon.rpc.telemetry.spans import Tracer
+from services.gateway.http.api_keys import tenant_of
 from services.gateway.http.error_responses import kind_of, shortened
 from services.gateway.http.request_ids import request_id_of
 from services.gateway.request import GatewayRequest
@@ -52,7 +53,7 @@ class RequestRecorder:
         """The request that has just arrived, with its span."""
         request_id, now_s = request_id_of(http_request), self._clock()
         span = begin_span(self._tracer, http_request, endpoint, request_id, self._model_name, now_s)
-        return GatewayRequest(request_id, endpoint, datetime.now(UTC), now_s, span)
+        return GatewayRequest(request_id, endpoint, datetime.now(UTC), now_s, span, tenant_of(http_request))
 
     def in_flight(self) -> AbstractContextManager[object]:
         """Counts a request as running inside the block."""
@@ -153,6 +154,7 @@ def request_row(
         predicted_queue_s=progress and progress.predicted_queue_s,
         predicted_prefill_s=progress and progress.predicted_prefill_s,
         refused_unread=refusal is not None and refusal.is_early,
+        tenant=request.tenant.name or None,
     )
 
 

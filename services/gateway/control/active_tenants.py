@@ -1,0 +1,100 @@
+"""The tenants and keys in force: those of the settings, and those of the ledger, which every gateway may edit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from pydantic import ValidationError
+
+from halfmoon.config.tenants import TenantConfig, check_tenants
+from halfmoon.errors import Incompatible
+from halfmoon.ledger.stored_tenants import StoredKey, StoredTenant, StoredTenants, TenantsAt
+from halfmoon.policy.admission.tenants import Tenant
+from halfmoon.rpc.api_keys import declared_key
+from halfmoon.rpc.loopback import is_loopback
+from services.gateway.control.known_rows import KnownRows
+from services.gateway.http.api_keys import AcceptedKey, ApiKeys, KeyTable
+from services.gateway.settings import GatewaySettings
+
+log = logging.getLogger(__name__)
+
+
+class ActiveTenants:
+    """Owns which keys and tenants of the ledger are in force. Reads of the ledger take turns."""
+
+    def __init__(self, stored: StoredTenants, keys: ApiKeys, known: KnownRows, declared: KeyTable) -> None:
+        """`declared` are those of the settings, which win over the ledger."""
+        self._stored = stored
+        self._keys = keys
+        self._known = known
+        self._declared = declared
+        self._turn = asyncio.Lock()
+        self._revision: int | None = None
+
+    async def refresh(self) -> None:
+        """Applies edits of the ledger. Raises Unavailable, and Incompatible for tenants of a later release."""
+        async with self._turn:
+            if await self._stored.revision() == self._revision:
+                return
+            read = await self._stored.all()
+            self._keys.table = _merged(self._declared, read.tenants, read.keys)
+            self._known.write([*map(_as_json, read.tenants), *map(_as_json, read.keys)])
+            log.info("tenants.changed", extra={"revision": read.revision, "num_keys": len(self._keys.table.keys)})
+            self._revision = read.revision
+
+    def use_known(self, host: str) -> None:
+        """Applies what this host saw last, until the ledger answers.
+
+        A host that never saw the ledger knows only the declared keys. Without any it refuses requests beyond loopback,
+        because the ledger may hold keys.
+        """
+        rows = self._known.read()
+        known = _of_json(rows or [])
+        table = _merged(self._declared, known.tenants, known.keys)
+        if rows is None and not table.is_needed and not is_loopback(host):
+            table = KeyTable(is_known=False)
+        self._keys.table = table
+        log.warning("tenants.known", extra={"num_keys": len(table.keys), "is_known": table.is_known})
+
+
+def declared_tenants(settings: GatewaySettings) -> KeyTable:
+    """The keys and tenants of a gateway's settings. Raises InvalidRequest."""
+    of_tenants = [declared_key(key, name) for name, tenant in settings.tenants.items() for key in tenant.keys]
+    keys = [*settings.declared_keys(), *of_tenants]
+    check_tenants([*settings.tenants, *(key.tenant for key in keys)])
+    tenants = {name: tenant.as_tenant(name) for name, tenant in settings.tenants.items()}
+    return KeyTable({key.digest: AcceptedKey(key.tenant) for key in keys}, tenants, bool(keys or tenants))
+
+
+def _merged(declared: KeyTable, tenants: Sequence[StoredTenant], keys: Sequence[StoredKey]) -> KeyTable:
+    accepted = {key.digest: AcceptedKey(key.tenant, key.expires_at) for key in keys if key.revoked_at is None}
+    stored = {one.name: _tenant(one) for one in tenants}
+    return KeyTable({**accepted, **declared.keys}, {**stored, **declared.tenants}, declared.is_needed or bool(keys))
+
+
+def _tenant(stored: StoredTenant) -> Tenant:
+    try:
+        return TenantConfig.model_validate(stored.definition).as_tenant(stored.name)
+    except ValidationError as error:
+        raise Incompatible(
+            f"tenant {stored.name} of the ledger is of a release that this one does not know: {error}"
+        ) from error
+
+
+def _as_json(row: StoredTenant | StoredKey) -> list[Any]:
+    return [value.isoformat() if isinstance(value, datetime) else value for value in row]
+
+
+def _of_json(rows: Sequence[list[Any]]) -> TenantsAt:
+    """Tenants have three fields, keys six."""
+    tenants = [StoredTenant(*row) for row in rows if len(row) == len(StoredTenant._fields)]
+    keys = [
+        StoredKey(*row[:3], *(value and datetime.fromisoformat(value) for value in row[3:]))
+        for row in rows
+        if len(row) == len(StoredKey._fields)
+    ]
+    return TenantsAt(0, tenants, keys)
